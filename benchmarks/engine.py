@@ -185,6 +185,7 @@ class Engine:
             [(part.data, 0) for part in parts],
             lambda i, loss: loss * parts[i].weight,
             RandomKey(0, self.iterations),
+            around=lambda i: nullcontext(),  # operations are repeated, as in training
         )
         rows = build(schedule, NUM_STAGES, self.num_microbatches, advance)
         return run_together([self.pipeline], STEP, [rows], [task])[0].results or []

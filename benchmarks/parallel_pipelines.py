@@ -40,6 +40,8 @@ from typing import Any
 
 import torch
 
+from lightning_avgpipe import Averaging
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import network, trained
@@ -307,7 +309,9 @@ def measure_rolling(options: argparse.Namespace, megabits: int) -> list[dict[str
     of_stages = costs.on(megabits)
     advance = first_advance(uneven_steps(of_stages), count, of_stages)
     settings = [(1, False), *((n, rolls) for n in options.pipelines if n > 1 for rolls in (False, True))]
-    strategies = [{"num_pipelines": n, "rolling": rolls, "advance": advance} for n, rolls in settings]
+    strategies = [
+        {"num_pipelines": n, "averaging": Averaging(rolling=rolls), "advance": advance} for n, rolls in settings
+    ]
     seconds = trained.measure(costs, megabits, strategies, options.rounds, options.limit_s)
     expected = [trained.simulated(costs, megabits, strategy) for strategy in strategies]
     idle = 1 - count * (options.forward_ms + options.backward_ms) / 1e3 / seconds[0]

@@ -64,7 +64,8 @@ def show(trainer: L.Trainer, when: str) -> None:
 
 def train(iterations: int, callbacks: list[L.Callback]) -> L.Trainer:
     trainer = L.Trainer(
-        strategy=AvgPipeStrategy(num_pipelines=2, num_microbatches=2, costs="flops"), accelerator="cpu", devices=2,
+        strategy=AvgPipeStrategy(num_pipelines=2, num_microbatches=2, costs="flops"),
+        accelerator="cpu", devices=2,
         max_steps=iterations, max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=callbacks,
     )  # fmt: skip

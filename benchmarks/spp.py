@@ -34,13 +34,12 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import network
+from benchmarks import network, pipedream
 from benchmarks.processes import add_options, begin, launch
 from lightning_avgpipe import AvgPipeStrategy, PipelineTimeline
 from lightning_avgpipe.comm.bandwidth import measure_bandwidth
-from lightning_avgpipe.planning import pipedream
 from lightning_avgpipe.planning.network import Network
-from lightning_avgpipe.planning.problem import BUCKET_BYTES, Problem, Stage
+from lightning_avgpipe.planning.problem import BUCKET_BYTES, PlacedStage, Problem
 from lightning_avgpipe.planning.spp import SppCosts, plan
 from lightning_avgpipe.planning.turns import plan_in_turns, seconds_in_turns
 from lightning_avgpipe.schedule import build, with_replicas
@@ -132,7 +131,7 @@ def predicted_s(
     problem = Problem(known, network, MICROBATCHES, None, slowness, math.inf if of_ddp else BUCKET_BYTES)
     firsts = [sum(map(len, ranks[:k])) for k in range(len(ranks) + 1)]
     ends = [*begins[1:], UNITS]
-    stages = [Stage(begins[k], ends[k], firsts[k], firsts[k + 1]) for k in range(len(ranks))]
+    stages = [PlacedStage(begins[k], ends[k], firsts[k], firsts[k + 1]) for k in range(len(ranks))]
     made = build("advance_forward", len(ranks), MICROBATCHES, ADVANCE)
     return seconds_in_turns(problem, stages, with_replicas(made, [stage.replicas for stage in stages]))
 

@@ -4,8 +4,8 @@ three optimizers, and N = 2 and 4 parallel models:
 - single: one model, batch size B; what all others are compared with;
 - large: one model, batch size N B;
 - elastic: N models with batch size B each around a reference model, ``outer_lr`` 1, the square root of N, and N;
-- tagged, scaled, late, staggered: the same without a barrier, by the rules of elastic/staggered.py (``--rules``);
-- groups: the same, with each model in a group of its own, which meets the others an iteration late (``--rules``);
+- rolling: the same without a barrier (``--without-barrier``);
+- groups: and with each model in a group of its own, which meets the others an iteration late (``--without-barrier``);
 - independent: N models that never meet; the mean of their weights is judged.
 
 Each with the learning rate that is best for a single model; single ones, and elastic ones with 1 and N, also with half
@@ -43,12 +43,12 @@ from torch.optim import SGD, Adam, Optimizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads import WORKLOADS, Samples, Workload
-from lightning_avgpipe.elastic.averaging import average
-from lightning_avgpipe.elastic.staggered import DEFAULT, RULES, StaggeredAveraging
+from lightning_avgpipe.averaging.averaging_step import average
+from lightning_avgpipe.averaging.staggered import StaggeredAveraging
 
 EVALUATIONS = 8  # in an epoch; of the large data sets, more often
 EVERY = 1_000  # samples between evaluations, at most
-WITHOUT_BARRIER = (*RULES, "groups")
+WITHOUT_BARRIER = ("rolling", "groups")
 PATIENCE = 5  # times the samples of the single model, after which a training is given up
 
 
@@ -57,7 +57,7 @@ class Trial:
     """One training.
 
     Attributes:
-        method: "single", "large", "elastic", "independent", or a rule of averaging without a barrier.
+        method: "single", "large", "elastic", "independent", or one of those without a barrier.
         num_models: N.
         outer_lr: of the elastic ones.
         rate: learning rate as a multiple of the workload's.
@@ -146,12 +146,12 @@ def _without_barrier(
     """Of all models, or of each group."""
     weights = [[p.detach() for p in model.parameters()] for model in models]
     centre = [p.detach() for p in reference.parameters()]
-    if trial.method in RULES:
-        return [StaggeredAveraging(trial.method, weights, centre, alpha, trial.outer_lr)]
+    if trial.method == "rolling":
+        return [StaggeredAveraging(weights, centre, alpha, trial.outer_lr)]
     sums: dict[int, list[Tensor]] = {}
     centres = [centre, *([tensor.clone() for tensor in centre] for _ in weights[1:])]
     return [
-        StaggeredAveraging(DEFAULT, [own], of_group, alpha, trial.outer_lr, _InTurns(sums, len(models)))  # type: ignore[arg-type]
+        StaggeredAveraging([own], of_group, alpha, trial.outer_lr, _InTurns(sums, len(models)))  # type: ignore[arg-type]
         for own, of_group in zip(weights, centres, strict=True)
     ]
 
@@ -197,16 +197,16 @@ def judge(workload: Workload, model: nn.Module, samples: Samples) -> float:
 # -- all trials --------------------------------------------------------------------------------------------------------
 
 
-def trials(workload: str, name: str, sizes: Sequence[int], seed: int, rules: Sequence[str]) -> Iterator[Trial]:
+def trials(workload: str, name: str, sizes: Sequence[int], seed: int, methods: Sequence[str]) -> Iterator[Trial]:
     """Everything but the single model at its best rate, which decides how long the others may take.
 
-    With rules: they, and the elastic ones that they are compared with.
+    With methods without a barrier: they, and the elastic ones that they are compared with.
     """
-    if rules:
+    if methods:
         for size in sizes:
             for outer_lr in (1.0, math.sqrt(size), float(size)):
-                for rule in ("elastic", *rules):
-                    yield Trial(workload, name, rule, size, outer_lr, 1.0, seed)
+                for method in ("elastic", *methods):
+                    yield Trial(workload, name, method, size, outer_lr, 1.0, seed)
         return
     yield Trial(workload, name, "single", 1, 1.0, 0.5, seed)
     for size in sizes:
@@ -240,7 +240,7 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
             for pair in pairs
             if found[pair]
             for seed in range(args.seeds)
-            for trial in trials(*pair, args.models, seed, args.rules)
+            for trial in trials(*pair, args.models, seed, args.without_barrier)
         }
         for done in as_completed(others):
             rows.append({**asdict(others[done]), "samples": done.result()})
@@ -350,9 +350,7 @@ def main() -> None:
         "--optimizers", nargs="+", choices=("sgd", "momentum", "adam"), default=["sgd", "momentum", "adam"]
     )
     parser.add_argument("--models", nargs="+", type=int, default=[2, 4], help="N")
-    parser.add_argument(
-        "--rules", nargs="+", choices=WITHOUT_BARRIER, default=[], help="of averaging without a barrier"
-    )
+    parser.add_argument("--without-barrier", nargs="+", choices=WITHOUT_BARRIER, default=[])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="trainings at a time, one thread each")
     parser.add_argument("--limit", type=int, default=40_000, help="samples for a single model, at most")

@@ -30,13 +30,14 @@ from typing import Any
 
 import torch
 
+from lightning_avgpipe import Averaging
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import trained
 from benchmarks.paper.results import Results
 from benchmarks.statistical_efficiency import PATIENCE, Trial, train
 from benchmarks.workloads import WORKLOADS
-from lightning_avgpipe.elastic.staggered import DEFAULT
 from lightning_avgpipe.schedule import first_advance, uneven_steps
 
 OPTIMIZERS = ("sgd", "momentum", "adam")
@@ -50,7 +51,7 @@ def strategies(costs: trained.Costs, megabits: int, counts: Sequence[int]) -> di
     ahead = {"advance": first_advance(uneven_steps(of_stages), costs.microbatches, of_stages)}
     sides: dict[str, dict[str, Any]] = {"GPipe": {"schedule": "afab"}, "1F1B": {"schedule": "1f1b"}, "advance": ahead}
     for n in counts:
-        sides |= {f"{name}N={n}": {"num_pipelines": n, "rolling": rolls, **ahead}
+        sides |= {f"{name}N={n}": {"num_pipelines": n, "averaging": Averaging(rolling=rolls), **ahead}
                   for name, rolls in (("", False), ("rolling ", True))}  # fmt: skip
     return sides
 
@@ -61,7 +62,7 @@ def trial_of(side: str, workload: str, optimizer: str, seed: int) -> Trial:
         return Trial(workload, optimizer, "single", 1, 1.0, 1.0, seed)
     count = int(side.partition("=")[2])
     return Trial(
-        workload, optimizer, DEFAULT if side.startswith("rolling") else "elastic", count, math.sqrt(count), 1.0, seed
+        workload, optimizer, "rolling" if side.startswith("rolling") else "elastic", count, math.sqrt(count), 1.0, seed
     )
 
 

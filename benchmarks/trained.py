@@ -27,7 +27,7 @@ from benchmarks import network
 from benchmarks.paper.results import Results
 from benchmarks.processes import add_options, begin, launch
 from benchmarks.schedules import Blocks
-from lightning_avgpipe import AvgPipeStrategy, PipeOptim
+from lightning_avgpipe import Averaging, AvgPipeStrategy, PipeOptim
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, StageCosts, build, simulate
 from lightning_avgpipe.schedule.asynchronous import simulate_policy
 
@@ -70,7 +70,7 @@ def simulated(costs: Costs, megabits: int, strategy: dict[str, Any]) -> float:
     if not policy.drains:
         return simulate_policy(policy, of_stages, costs.microbatches, costs.steps).steady_s
     schedule = build(str(given.schedule), costs.stages, costs.microbatches, strategy.get("advance", 0))
-    if strategy.get("rolling"):
+    if "averaging" in strategy and strategy["averaging"].rolling:
         return simulate([schedule] * count, of_stages, iterations=costs.steps).steady_s / count
     return simulate([schedule] * count, of_stages).iteration_s / count
 
@@ -147,7 +147,8 @@ def _seconds(costs: Costs, strategy: dict[str, Any]) -> float:
     points = [f"net.blocks.{k}" for k in range(1, costs.stages)]
     trainer = L.Trainer(
         strategy=AvgPipeStrategy(
-            num_microbatches=costs.microbatches, split_points=points, costs="flops", timeout=120, **strategy
+            num_microbatches=costs.microbatches, split_points=points, costs="flops",
+            timeout=120, **strategy,
         ),
         accelerator="cpu", devices=costs.stages, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
@@ -165,6 +166,8 @@ def _work(options: argparse.Namespace) -> None:
     for strategy in work["strategies"]:
         if isinstance(policy := strategy.get("weight_policy"), dict):
             strategy["weight_policy"] = PipeOptim(**policy)
+        if "averaging" in strategy:
+            strategy["averaging"] = Averaging(**strategy["averaging"])
     for _ in range(work["rounds"]):
         for seconds, strategy in zip(found, work["strategies"], strict=True):
             seconds.append(_seconds(costs, strategy))

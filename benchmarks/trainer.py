@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.models import SIZES, LanguageModel, Size
 from benchmarks.processes import add_options, begin, launch
 from benchmarks.rounds import in_turns, timeline_of
-from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.engine.recording import Recorder
 from lightning_avgpipe.schedule import StageCosts, simulate
 
@@ -98,7 +98,7 @@ def sides(microbatches: int, counts: Sequence[int]) -> dict[str, dict[str, Any] 
     found: dict[str, dict[str, Any] | None] = {"ddp": None, "N=1": {"num_microbatches": microbatches}}
     for n in counts:
         many = {"num_microbatches": microbatches, "num_pipelines": n}
-        found |= {f"N={n}": many, f"rolling N={n}": {**many, "rolling": True}}
+        found |= {f"N={n}": many, f"rolling N={n}": {**many, "averaging": Averaging(rolling=True)}}
     return found
 
 
@@ -131,7 +131,7 @@ def work(options: argparse.Namespace) -> None:
     for name in in_turns(list(all_sides), options.rounds):
         side = all_sides[name]
         seconds, _ = run(side, size, options.steps, records=False)
-        records = side is not None and "rolling" not in side
+        records = side is not None and not side.get("averaging", Averaging()).rolling
         recorded, simulated = run(side, size, options.steps, records=True) if records else (None, None)
         found[name].append((seconds, recorded, simulated))
     if rank == 0:

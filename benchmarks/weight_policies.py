@@ -43,7 +43,7 @@ from benchmarks import trained
 from benchmarks.paper.results import Results
 from benchmarks.statistical_efficiency import batches, judge, optimizer
 from benchmarks.workloads import WORKLOADS, Samples, Workload
-from lightning_avgpipe import AvgPipeStrategy, PipeOptim
+from lightning_avgpipe import Averaging, AvgPipeStrategy, PipeOptim
 
 STAGES = 4
 PATIENCE = 6  # times the samples of flush, after which a training is given up
@@ -58,7 +58,7 @@ SIDES: dict[str, dict[str, Any]] = {
     "spectrain": {"weight_policy": "spectrain"},
     "pipeoptim": {"weight_policy": "pipeoptim"},
     "pipeoptim, no repeat": {"weight_policy": PipeOptim(exact_backward=False)},
-    "rolling N=2": {"num_pipelines": 2, "rolling": True, "advance": 1},
+    "rolling N=2": {"num_pipelines": 2, "averaging": Averaging(rolling=True), "advance": 1},
 }
 
 

@@ -5,21 +5,10 @@ Importing this package registers the strategy.
 
 # ruff: noqa: E402
 import importlib
-import sys
 
-from lightning_avgpipe.utils import packages
-from lightning_avgpipe.utils.versions import check_versions
+from lightning_avgpipe.utils.versions import OTHER, check_versions
 
-
-def _arrived() -> None:
-    """The strategy is one of ``pytorch_lightning`` too."""
-    strategies = importlib.import_module(f"{packages.OTHER}.strategies")
-    strategies.ParallelStrategy.register(AvgPipeStrategy)
-    AvgPipeStrategy.register_strategies(strategies.StrategyRegistry)
-
-
-check_versions()  # before others are imported that would fail in their own words
-packages.install(_arrived)
+check_versions()  # before imports that would fail with less helpful messages
 
 # isort: split
 from lightning_avgpipe.utils import torch_compat
@@ -27,13 +16,34 @@ from lightning_avgpipe.utils import torch_compat
 torch_compat.check()
 
 # isort: split
+from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.callbacks import AdaptiveFreezing, AvgPipeTuner, PipelineTimeline
+from lightning_avgpipe.comm.options import Links
+from lightning_avgpipe.loading import from_pretrained
 from lightning_avgpipe.schedule.versions import PipeOptim
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
+from lightning_avgpipe.utils.after_import import after_import
+from lightning_avgpipe.utils.lightning import pl
 
-__all__ = ["AdaptiveFreezing", "AvgPipeStrategy", "AvgPipeTuner", "PipeOptim", "PipelineTimeline"]
-__version__ = "0.1.0"
+__all__ = [
+    "AdaptiveFreezing",
+    "Averaging",
+    "AvgPipeStrategy",
+    "AvgPipeTuner",
+    "Links",
+    "PipeOptim",
+    "PipelineTimeline",
+    "from_pretrained",
+]
+__version__ = "0.2.0.dev0"
 
-AvgPipeStrategy.register_strategies(importlib.import_module(f"{packages.FIRST}.strategies").StrategyRegistry)
-if packages.FIRST != packages.OTHER and packages.OTHER in sys.modules:
-    _arrived()
+
+def _let_the_other_refuse() -> None:
+    """Register the strategy with Lightning's other package too: it then refuses that Trainer and says what to do."""
+    strategies = importlib.import_module(f"{OTHER}.strategies")
+    strategies.ParallelStrategy.register(AvgPipeStrategy)
+    AvgPipeStrategy.register_strategies(strategies.StrategyRegistry)
+
+
+AvgPipeStrategy.register_strategies(pl.strategies.StrategyRegistry)
+after_import(OTHER, _let_the_other_refuse)

@@ -1,8 +1,8 @@
-"""Every error that this package raises on purpose: what was found, what is needed, what to do."""
+"""The errors that this package raises on purpose. A message says what was found, what is needed and what to do."""
 
 
 class AvgPipeError(RuntimeError):
-    """Base of all errors of lightning_avgpipe."""
+    """Base class of all errors of lightning_avgpipe."""
 
 
 class ConfigurationError(AvgPipeError, ValueError):
@@ -14,19 +14,31 @@ class BatchError(AvgPipeError, ValueError):
 
 
 class CheckpointError(AvgPipeError):
-    """A checkpoint that cannot be written or read; the one before it is as it was."""
+    """A checkpoint that cannot be written or read. An earlier checkpoint file is left unchanged."""
 
 
 class CaptureError(AvgPipeError):
-    """A step function that cannot be followed, or that cannot be pipelined at all."""
+    """A step function that cannot be traced, or that cannot be pipelined at all."""
+
+
+class SeedingError(CaptureError):
+    """Code of a step function that runs between units seeds torch's random number generators.
+
+    Attributes:
+        module: path of the module whose code seeds, which may be made a unit; "" for the code of the step itself.
+    """
+
+    def __init__(self, message: str, module: str = "") -> None:
+        super().__init__(message)
+        self.module = module
 
 
 class SkippedStepError(CaptureError):
-    """A training step returned None for the micro-batch that it was to be followed on; another one may do."""
+    """A training step returned None for the micro-batch on which it was traced. Another micro-batch may work."""
 
 
 class MicroBatchError(CaptureError):
-    """A step function that cannot be followed on a part of a batch; the whole batch may do. All processes raise it."""
+    """A step function that cannot be traced on a part of a batch. The whole batch may work; all processes raise it."""
 
 
 class PartitionError(AvgPipeError, ValueError):
@@ -34,15 +46,15 @@ class PartitionError(AvgPipeError, ValueError):
 
 
 class StepOrderError(PartitionError):
-    """A step function that goes back to a stage which another step function of the module puts first."""
+    """A step function that uses stages in another order than another step function of the same module."""
 
 
 class ScheduleError(AvgPipeError, ValueError):
-    """A schedule that is not one: wrong sizes, missing or repeated actions."""
+    """An invalid schedule: wrong sizes, or missing or repeated actions."""
 
 
 class DeadlockError(ScheduleError):
-    """A schedule in which a stage waits for something that never comes."""
+    """A schedule in which a stage waits for a message that is never sent."""
 
 
 class TuningError(AvgPipeError, ValueError):
@@ -54,31 +66,35 @@ class MemoryShortage(AvgPipeError):
 
 
 class StepChangedError(AvgPipeError):
-    """A step function did something else than when it was captured."""
+    """A step function did something else than when it was traced."""
 
 
 class VerificationError(AvgPipeError):
-    """An iteration is not what a plain run of the same micro-batches computes; names the first difference."""
+    """An iteration differs from a plain run of the same micro-batches. The message names the first difference."""
 
 
 class AbsentValueError(AvgPipeError):
     """Code of one stage computes with a value that lives on another stage."""
 
 
+class UnsendableError(AvgPipeError, TypeError):
+    """An object that has to be sent to another process cannot be pickled."""
+
+
 class StageError(AvgPipeError):
-    """User code left an action by StopIteration; any other exception comes as it is, with a note of where."""
+    """User code raised StopIteration within an action. Any other exception is passed on, with a note of the action."""
 
 
 class NonFiniteError(AvgPipeError, ArithmeticError):
-    """A gradient is infinite or no number; nothing has stepped with it."""
+    """A gradient is infinite or NaN. No optimizer has stepped with it."""
 
 
 class PeerError(AvgPipeError):
-    """Another process of the pipeline failed or is gone; carries what it reported, if it could."""
+    """Another process of the pipeline failed or is gone. The message contains its report, if there is one."""
 
 
 def described(error: BaseException) -> str:
-    """Its type and text, whatever the text is: user code may raise what cannot be printed."""
+    """Return the type and text of an error, also of one whose ``str()`` raises."""
     try:
         text = str(error)
     except Exception as unprintable:

@@ -16,11 +16,11 @@ ENDING_S = 5.0
 
 
 @pytest.fixture(autouse=True)
-def same_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def same_start(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)  # loggers and checkpoints write here
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # and measured costs there
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # and measured costs there
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # set by seed_everything, and undone like this
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)

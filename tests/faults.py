@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
+from lightning_avgpipe import Averaging
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.routes import Edge, Route
 from tests import processes
@@ -42,6 +43,7 @@ PHASES = {
 KINDS = ("raise", "SIGKILL", "SIGTERM", "SIGSTOP", "SIGINT", "stall")
 STAGES = {"first": 0, "middle": 1, "last": 2}
 ENDING_S = 12.0  # from when a fault can be known to the end of all other processes, on a busy machine
+GONE_S = 3.0  # from the end of the processes to that of their children, on a busy machine
 TIMEOUT_S = 8.0  # the strategy's, where it has to pass
 TIMED_OUT = f"and nothing arrived for {TIMEOUT_S:g} s"
 _UNTOUCHED = ("connecting", "set-up")  # before Lightning takes care of signals
@@ -215,7 +217,7 @@ def train(rank: int, fault: Fault, folder: Path) -> None:
     }
     callbacks = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder / "regular", every_n_train_steps=3)]
     if fault.phase == "averaging":
-        options |= {"num_pipelines": 2, "outer_optimizer": model.outer}
+        options |= {"num_pipelines": 2, "averaging": Averaging(outer_optimizer=model.outer)}
     if fault.phase == "reconfigure":
         callbacks.append(LambdaCallback(on_train_batch_end=reconfigured))
     runner = pipeline(
@@ -259,9 +261,13 @@ def check(fault: Fault, folder: Path) -> None:
     finally:
         over.set()
         waking.join()
-    assert not sessions() & set(pids), "processes are left behind"
+    deadline = time.monotonic() + GONE_S  # a child that is killed with its parent takes a moment
+    while (left := sessions() & set(pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, "processes are left behind"
     check_saved(folder)
     victim, others = outcomes[fault.rank], [o for rank, o in enumerate(outcomes) if rank != fault.rank]
+    assert (folder / "struck").exists(), f"ended before it happened: {[outcome.error for outcome in outcomes]}"
     struck = float((folder / "struck").read_text())
     for outcome in others:
         known = fault.timeout_s if fault.timeout_s == TIMEOUT_S else 0.0

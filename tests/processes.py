@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import random
 import socket
 import sys
 import threading
@@ -20,10 +22,12 @@ ENDING_S = 3.0  # for threads that have been told to end
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port that nobody listens on, of those that connections to others are not given meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 class Outcome:

@@ -12,11 +12,11 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 
 import lightning_avgpipe.strategy.connection
-from lightning_avgpipe import AdaptiveFreezing, AvgPipeStrategy
+from lightning_avgpipe import AdaptiveFreezing, Averaging, AvgPipeStrategy
 from lightning_avgpipe.utils.patching import replaced
+from tests.averaging.models import Batches
 from tests.callbacks.test_freed_devices import WithSlowHead
 from tests.callbacks.test_freezing import FineTuned
-from tests.elastic.models import Batches
 from tests.models import MLP, Blocks, loader
 from tests.strategy.test_batches import AllAtOnce
 from tests.trainers import trainer
@@ -68,7 +68,7 @@ class Doomed(AvgPipeStrategy):
 
 def main(
     folder: Path, model: str = "MLP", epochs: int = 2, timeout_s: float = 60, dies=("", ""), victim=0, sharing=1,
-    costs="flops", microbatches=2, freezing=None, min_groups=None, stages=2,
+    costs="flops", microbatches=2, freezing=None, stages=2,
     schedule="advance_forward", **options
 ) -> None:  # fmt: skip
     torch.manual_seed(5)
@@ -77,8 +77,9 @@ def main(
     kind = Doomed if any(dies) else AvgPipeStrategy
     Doomed.folder, Doomed.dies = folder, dies
     strategy = kind(
-        num_stages=stages, num_microbatches=microbatches, processes_per_device=sharing, costs=costs, schedule=schedule,
-        timeout=timedelta(seconds=timeout_s), min_groups=min_groups,
+        num_stages=stages, num_microbatches=microbatches, schedule=schedule,
+        averaging=Averaging(processes_per_device=sharing), costs=costs,
+        timeout=timedelta(seconds=timeout_s),
     )  # fmt: skip
 
     def note(*_) -> None:

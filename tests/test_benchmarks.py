@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks import (
+    depth,
     parallel_pipelines,
-    scale,
     spp,
     statistical_efficiency,
     time_to_target,
@@ -25,7 +25,6 @@ from benchmarks.paper.results import Results
 from benchmarks.predictors import random_profile
 from benchmarks.schedules import table
 from lightning_avgpipe import AvgPipeStrategy
-from lightning_avgpipe.elastic.staggered import DEFAULT
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Span, StageCosts, Timeline, Transfer, build, simulate
 from lightning_avgpipe.tuning import Profile, Setting, Simulator, candidates
 from tests.commands import ROOT, run
@@ -60,7 +59,11 @@ def test_the_schedules_are_measured_without_root(tmp_path: Path) -> None:
 
 def test_plans_for_unequal_links_are_predicted_by_sleeps_and_rates_alone() -> None:
     setting = spp.SETTINGS["two pairs"]
-    assert spp.strategies(setting)["pipedream"] == {"split_points": ["units.4"], "costs": "flops", "replicas": [2, 2]}
+    assert spp.strategies(setting)["pipedream"] == {
+        "split_points": ["units.4"],
+        "costs": "flops",
+        "replicas": [2, 2],
+    }
     alone_s = spp.UNITS * (spp.FORWARD_S + spp.BACKWARD_S) * spp.MICROBATCHES
     slowest, parameters = 12.5e6, spp.UNITS * spp.PARAMETER_BYTES
     reduced_s = 2 * 3 / 4 * parameters / slowest
@@ -115,6 +118,13 @@ def test_the_engine_is_measured_beside_torchs_pipelining(tmp_path: Path) -> None
     sides = {row["side"] for row in found["free"]["rows"]}
     assert sides >= {"avgpipe afab", "avgpipe 1f1b", "torch gpipe", "torch 1f1b"}
     assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in found["free"]["seconds"].values())
+
+
+def test_depth_measures_three_sides_of_two_stages() -> None:
+    found = depth.rows(1, rounds=1)
+    assert [row["stage"] for row in found] == ["middle", "last"]
+    assert all(row[side] > 0 for row in found for side in ("by_hand", "followed", "repeated"))
+    assert len(depth.table(found).splitlines()) == 3
 
 
 def test_time_is_lost_where_some_pipeline_could_have_gone_on() -> None:
@@ -217,10 +227,23 @@ def test_the_tuner_is_measured_beside_a_traversal(tmp_path: Path) -> None:
 
 
 def test_samples_to_a_goal_are_multiples_of_the_single_models_median() -> None:
-    trial = {"workload": "digits", "optimizer": "adam", "num_models": 1, "outer_lr": 1.0, "rate": 1.0}
+    trial = {
+        "workload": "digits",
+        "optimizer": "adam",
+        "num_models": 1,
+        "outer_lr": 1.0,
+        "rate": 1.0,
+    }
     rows = [{**trial, "method": "single", "seed": seed, "samples": n} for seed, n in enumerate((900, 1000, 5000))]
     rows += [
-        {**trial, "method": "elastic", "num_models": 2, "outer_lr": 2.0, "seed": seed, "samples": n}
+        {
+            **trial,
+            "method": "elastic",
+            "num_models": 2,
+            "outer_lr": 2.0,
+            "seed": seed,
+            "samples": n,
+        }
         for seed, n in enumerate((1500, None, 1250))
     ]
     assert statistical_efficiency.relative(rows) == {
@@ -249,21 +272,13 @@ def test_averaging_without_a_barrier_learns_about_as_much_from_a_sample_as_with_
     path = tmp_path / "rows.json"
     run(
         tmp_path, ROOT / "benchmarks" / "statistical_efficiency.py", "--workloads", "digits", "--optimizers", "adam",
-        "--models", "2", "--seeds", "1", "--jobs", "1", "--limit", "10000", "--json", path, "--rules", "tagged",
-        "staggered", "--picture", tmp_path / "p.png",
+        "--models", "2", "--seeds", "1", "--jobs", "1", "--limit", "10000", "--json", path, "--without-barrier",
+        "rolling", "groups", "--picture", tmp_path / "p.png",
     )  # fmt: skip
     samples = {(row["method"], row["outer_lr"]): row["samples"] for row in json.loads(path.read_text())["rows"]}
-    for rule in ("tagged", "staggered"):
+    for rule in ("rolling", "groups"):
         assert samples[rule, 1.0] < 1.5 * samples["elastic", 1.0]
     assert (tmp_path / "p.png").exists()
-
-
-@pytest.mark.parametrize(("gbit", "best"), [(1, {"advance", "avgpipe"}), (2400, {"ddp"})])
-def test_pipelines_are_for_slow_links_where_a_model_fits_a_device(gbit: float, best: set[str]) -> None:
-    found = list(scale.ways(scale.MODELS[0], 8, gbit))
-    assert min(found, key=lambda way: way.batch_s).kind in best
-    assert max(way.bytes for way in found) <= scale.MEMORY
-    assert {way.stages * way.replicas for way in found} == {8}
 
 
 def test_time_to_the_goal_is_samples_times_seconds() -> None:
@@ -297,7 +312,7 @@ def test_elastic_averaging_is_sooner_at_a_goal_by_its_speed_over_its_samples() -
 def test_models_that_roll_are_trained_by_the_rule_that_a_strategy_uses_then() -> None:
     trials = {side: time_to_target.trial_of(side, "digits", "adam", 3) for side in ("1F1B", "N=4", "rolling N=4")}
     assert [(trial.method, trial.num_models, trial.outer_lr) for trial in trials.values()] == [
-        ("single", 1, 1.0), ("elastic", 4, 2.0), (DEFAULT, 4, 2.0),
+        ("single", 1, 1.0), ("elastic", 4, 2.0), ("rolling", 4, 2.0),
     ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
 from lightning_avgpipe.errors import AvgPipeError, BatchError, ConfigurationError, PartitionError
 from lightning_avgpipe.strategy import checks
 from tests.models import MLP, loader
@@ -25,12 +25,6 @@ from tests.trainers import pipeline, trainer
         ({"num_microbatches": 0}, "num_microbatches=0: must be 'auto' or an integer from 1"),
         ({"num_stages": 0}, "num_stages=0: must be 'auto' or an integer from 1 to 1024; for example num_stages=4"),
         ({"num_pipelines": 0}, "num_pipelines=0: must be an integer from 1"),
-        ({"processes_per_device": 0}, "processes_per_device=0: must be an integer from 1"),
-        ({"alpha": 1.5}, r"alpha=1.5: must be a number from 0 to 1, or None for 1/N"),
-        ({"outer_lr": 0}, "outer_lr=0: must be 'auto' or a number above 0"),
-        ({"outer_optimizer": "SGD"}, "outer_optimizer='SGD': must be a function that makes an optimizer"),
-        ({"outer_optimizer": torch.optim.SGD, "outer_lr": 1.0}, "both move the reference"),
-        ({"average_every": 0}, "average_every=0: must be an integer from 1"),
         ({"schedule": "zigzag"}, "schedule='zigzag': must be one of 'advance_forward', '1f1b', 'afab'"),
         ({"advance": -1}, "advance=-1: must be 'auto' or an integer from 0"),
         ({"schedule": "1f1b", "advance": 1}, "advance=1 has no meaning for schedule='1f1b'"),
@@ -38,24 +32,15 @@ from tests.trainers import pipeline, trainer
         ({"split_points": "layers.2"}, r"use split_points=\['layers.2'\]"),
         ({"loss_reduction": "max"}, "loss_reduction='max': must be one of 'mean', 'sum'"),
         ({"start_method": "rsh"}, "start_method='rsh'"),
-        ({"costs": "guessed"}, "costs='guessed': must be one of 'measured', 'flops'"),
-        ({"costs_cache": False}, "costs_cache=False: must be 'auto' or the path of a directory, or None for no cache"),
         ({"memory_limit": "10"}, "memory_limit='10': must be a size such as '10GB'"),
         ({"num_stages": 10**6}, "num_stages=1000000: must be 'auto' or an integer from 1 to 1024"),
         ({"split_points": 5}, r"split_points=5: must be a list of names of submodules, or None .*\['layers.4'\]"),
         ({"split_points": [3]}, r"split_points=\[3\]: must be a list of names"),
         ({"split_batch": "rows"}, r"split_batch='rows': must be a function \(batch, num_microbatches\)"),
-        ({"outer_optimizer": torch.optim.LBFGS}, "LBFGS.*needs no closure.*missing 1 required positional argument"),
-        ({"outer_optimizer": lambda parameters: None}, "must make an optimizer .* it made a NoneType"),
-        ({"outer_lr": float("inf")}, "outer_lr=inf: must be 'auto' or a number above 0, at most 1000"),
-        ({"save_replicas": "no"}, "save_replicas='no': must be True or False"),
-        ({"process_group_backend": "glo"}, "process_group_backend='glo': must be a backend that torch.distributed"),
-        ({"average_every": 10**9}, "average_every=1000000000: must be an integer from 1 to 1000000"),
         ({"timeout": 0}, r"timeout=datetime.timedelta\(0\): must be a timedelta, a number of seconds, or a string"),
         ({"timeout": timedelta(seconds=-1)}, "timeout=.*: must be a timedelta.* from 1 ms to 365 days"),
         ({"timeout": float("nan")}, "timeout=nan: must be"),
         ({"timeout": "soon"}, "timeout='soon': must be .* for example timeout='5min'"),
-        ({"reader": torch.zeros(2)}, "reader=tensor"),
     ],
 )
 def test_a_wrong_option_is_refused_at_once(options: dict[str, Any], message: str) -> None:
@@ -64,9 +49,57 @@ def test_a_wrong_option_is_refused_at_once(options: dict[str, Any], message: str
 
 
 @pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (Averaging, {"processes_per_device": 0}, "processes_per_device=0: must be an integer from 1"),
+        (Averaging, {"alpha": 1.5}, r"alpha=1.5: must be a number from 0 to 1, or None for 1/N"),
+        (Averaging, {"outer_lr": 0}, "outer_lr=0: must be 'auto' or a number above 0"),
+        (Averaging, {"outer_optimizer": "SGD"}, "outer_optimizer='SGD': must be a function that makes an optimizer"),
+        (Averaging, {"outer_optimizer": torch.optim.SGD, "outer_lr": 1.0}, "both move the reference"),
+        (Averaging, {"every": 0}, "every=0: must be an integer from 1"),
+        (AvgPipeStrategy, {"costs": "guessed"}, "costs='guessed': must be one of 'measured', 'flops'"),
+        (
+            AvgPipeStrategy,
+            {"costs_cache": False},
+            "costs_cache=False: must be 'auto' or the path of a directory",
+        ),
+        (
+            Averaging,
+            {"outer_optimizer": torch.optim.LBFGS},
+            "LBFGS.*needs no closure.*missing 1 required positional argument",
+        ),
+        (Averaging, {"outer_optimizer": lambda parameters: None}, "must make an optimizer .* it made a NoneType"),
+        (Averaging, {"outer_lr": float("inf")}, "outer_lr=inf: must be 'auto' or a number above 0, at most 1000"),
+        (Averaging, {"save_models": "no"}, "save_models='no': must be True or False"),
+        (Links, {"backend": "glo"}, "backend='glo': must be a backend that torch.distributed"),
+        (Averaging, {"every": 10**9}, "every=1000000000: must be an integer from 1 to 1000000"),
+        (Links, {"reader": torch.zeros(2)}, "reader=tensor"),
+        (Averaging, {"groups": 3, "processes_per_device": 2}, "a multiple of processes_per_device as groups"),
+    ],
+)
+def test_a_wrong_value_within_an_option_is_refused_at_once(kind: type, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        kind(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rolling": True}, r"has no option 'rolling': use averaging=Averaging\(rolling=True\)"),
+        ({"reader": "first"}, r"has no option 'reader': use links=Links\(reader='first'\)"),
+        ({"num_stage": 2}, "has no option 'num_stage': did you mean 'num_stages'"),
+        ({"averaging": {"rolling": True}}, "must be an Averaging; for example averaging=Averaging"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_where_it_is(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        AvgPipeStrategy(**given)
+
+
+@pytest.mark.parametrize(
     ("devices", "num_stages", "message"),
     [
-        (3, 2, r"3 devices for num_stages=2: the number of devices \(world size\) must be a multiple .* use devices=2"),
+        (3, 2, "num_stages=2, replicas=1, groups=1 take 2 processes, but there are 3 .*use devices=2"),
         (2, 3, "num_stages=3 on 2 devices: .* use num_stages=2 or 4"),
     ],
 )
@@ -203,6 +236,6 @@ def test_without_errors_nothing_is_refused() -> None:
 
 def test_a_backend_that_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name in ("gloo", "mpi"))
-    with pytest.raises(ConfigurationError, match=r"has no backend 'nccl' here, only gloo, mpi; leave process_group_b"):
+    with pytest.raises(ConfigurationError, match=r"has no backend 'nccl' here, only gloo, mpi; leave backend out"):
         checks.backend("cpu:gloo,cuda:nccl", torch.device("cpu"))
     checks.backend("gloo", torch.device("cpu"))

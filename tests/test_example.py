@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,19 @@ def test_fine_tuning_freezes_layers_through_lightning_cli(tmp_path: Path) -> Non
     assert "2 stages on 2 processes" in out
     assert "from epoch 2 on 2 of 3 layers are frozen, up to 'net.vit.layers.1'" in out
     assert "`max_epochs=3` reached" in out
+
+
+LARGE = (EXAMPLES.parent / "docs" / "large_models.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", re.findall(r"^python (examples/finetune_llm.py .*)$", LARGE, re.MULTILINE))
+def test_a_language_model_is_fine_tuned_as_its_page_says(command: str, tmp_path: Path) -> None:
+    for package in ("peft", "bitsandbytes", "accelerate"):
+        pytest.importorskip(package)
+    words = [EXAMPLES.parent / word if "/" in word else word for word in command.split()]
+    out = run(tmp_path, *words, "--trainer.max_steps", 2, COLUMNS="120")
+    assert "2 stages on 2 processes" in out
+    assert "`max_steps=2` reached" in out
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    assert all("lora" in name for name in torch.load(checkpoint, weights_only=False)["state_dict"])

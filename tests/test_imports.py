@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from lightning_avgpipe.utils.packages import LIGHTNING, SHARED
+from lightning_avgpipe.utils.lightning import LIGHTNING
 
 PACKAGE = Path(__file__).parents[1] / "lightning_avgpipe"
 
 # The rooms from the ground up: each may import those before it, and itself.
 ROOMS = (
-    "errors", "utils", "schedule", "capture", "planning", "comm", "weights", "engine", "elastic", "tuning", "advise",
-    "training", "verify", "strategy", "callbacks", "pytorch_lightning", "__init__",
+    "errors", "utils", "schedule", "capture", "planning", "comm", "weights", "loading", "engine", "averaging", "tuning",
+    "advise", "training", "verify", "strategy", "callbacks", "__init__", "__main__",
 )  # fmt: skip
-# What knows Lightning.
-UPPER = ("training", "verify", "strategy", "callbacks", "pytorch_lightning", "__init__")
+# What knows Lightning, and where it is imported for them.
+UPPER = ("training", "verify", "strategy", "callbacks", "__init__")
+FACADE = "lightning_avgpipe.utils.lightning"
 
 
 def modules() -> list[Path]:
@@ -42,7 +43,9 @@ def test_imports_go_downwards(path: Path) -> None:
     here, file = part(path), str(path.relative_to(PACKAGE))
     for name in imports(path):
         root, _, rest = name.partition(".")
-        assert here in UPPER or root not in (*LIGHTNING, "torchmetrics"), f"{file} must not know Lightning"
+        of_facade = name.startswith(f"{FACADE}.") and name != f"{FACADE}.LIGHTNING"
+        assert here in UPPER or not (of_facade or root == "torchmetrics"), f"{file} must not know Lightning"
+        assert root not in LIGHTNING or file == "utils/lightning.py", f"{file} must import {name} from {FACADE}"
         there = rest.split(".")[0]
         if root == "lightning_avgpipe" and there in ROOMS:
             assert ROOMS.index(there) <= ROOMS.index(here), f"{file} must not import {name}"
@@ -61,16 +64,15 @@ def test_schedules_plans_and_tuning_need_no_torch(name: str) -> None:
             assert not any(module.split(".")[0] == "torch" for module in imports(path)), path
 
 
-def test_pictures_are_an_extra_that_nothing_needs_to_be_imported() -> None:
+EXTRAS = {"matplotlib", "transformers", "peft", "bitsandbytes", "safetensors"}
+
+
+def test_nothing_needs_an_extra_to_be_imported() -> None:
     for path in modules():
         for node in ast.parse(path.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not any(name.split(".")[0] == "matplotlib" for name in names), path
-
-
-def test_what_knows_lightning_is_loaded_for_each_of_its_packages() -> None:
-    assert set(ROOMS) - set(UPPER) == SHARED
+            assert not any(name.split(".")[0] in EXTRAS for name in names), path
 
 
 def test_every_part_is_a_room() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
 from tests.commands import run
 
 ROOT = Path(__file__).parents[1]
@@ -49,8 +49,9 @@ def test_snippets_run(where: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def masked(plan: str) -> str:
-    """What does not depend on the machine: everything but numbers, units and the widths of columns."""
-    numbers = re.sub(r"\b\d+(\.\d+)?( (us|ms|s|B|KiB|MiB|K|M)\b)?", "#", plan)
+    """What does not depend on the machine: everything but units, numbers and the widths of columns."""
+    units = re.sub(r"[\w.]+ \.\. [\w.]+ \(\d+\)", "UNITS", plan)
+    numbers = re.sub(r"\b\d+(\.\d+)?( (us|ms|s|B|KiB|MiB|K|M|values?)\b)?", "#", units)
     return re.sub(r"[ -]+", " ", numbers).strip()
 
 
@@ -58,17 +59,16 @@ def test_the_first_snippet_trains_in_two_processes_and_prints_the_plan(printed: 
     plan = re.search(r"```\n(2 stages on .*?)```", README, re.DOTALL)
     assert plan is not None
     assert masked(plan.group(1)) in masked(printed)
-    assert "`max_epochs=2` reached" in printed
+    assert "`max_epochs=1` reached" in printed
 
 
 def test_with_counted_costs_the_first_snippet_has_one_plan() -> None:
     counted = 'strategy=lightning_avgpipe.AvgPipeStrategy(num_stages=2, costs="flops")'
-    snippet = SNIPPETS[FIRST].replace("max_epochs=2", "max_steps=1").replace("devices=2", "devices=1")
+    snippet = SNIPPETS[FIRST].replace("max_epochs=1", "max_steps=1").replace("devices=2", "devices=1")
     names = execute(snippet.replace('strategy="avgpipe"', counted))
-    assert (
-        "0      layers.0 .. layers.7 (8)   16.6 K      50%   1 value, 2.0 KiB a micro-batch\n"
-        "1      layers.8 .. layers.16 (9)  16.7 K      50%   -\n"
-    ) in f"{names['trainer'].strategy.plan}\n"
+    first, second = str(names["trainer"].strategy.plan).splitlines()[2:4]
+    assert first.startswith("0      bert.bert.embeddings .. bert.bert.encoder.layer.1")
+    assert second.startswith("1      bert.bert.encoder.layer.") and "bert.classifier" in second
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -81,7 +81,7 @@ def test_files_that_pages_name_exist(name: str) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 200
+    assert len(README.splitlines()) <= 150
 
 
 def test_every_page_has_its_place() -> None:
@@ -92,8 +92,9 @@ def test_every_page_has_its_place() -> None:
 
 def test_options_are_all_documented() -> None:
     page = PAGES["docs/options.md"]
-    for name in inspect.signature(AvgPipeStrategy).parameters.keys() - {"kwargs"}:
-        assert f"`{name}`" in page, name
+    for kind in (AvgPipeStrategy, Averaging, Links):
+        for name in inspect.signature(kind).parameters.keys() - {"kwargs"}:
+            assert f"`{name}`" in page, f"{kind.__name__}: {name}"
 
 
 def test_ci_installs_and_tests_as_the_readme_says() -> None:

@@ -22,7 +22,6 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.process import Process
 from lightning_avgpipe.comm.routes import Party, Route
 from lightning_avgpipe.comm.stage_map import StageMap
-from lightning_avgpipe.comm.stores import Stores
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.errors import PeerError
 
@@ -84,27 +83,17 @@ class Hub:
         self._inboxes: dict[tuple[Route, int], tuple[MemoryChannel, Arrivals]] = {}
         self._early: dict[tuple[Route, int], list[Message]] = defaultdict(list)
         self._gone: set[int] = set()
-        self._parted: set[Party] = set()
 
     def post(self, key: Any, tensor: Tensor) -> None:
         with self._changed:
             self._mail[key].append(tensor.clone())
             self._changed.notify_all()
 
-    def part(self, party: Party) -> None:
-        """The connections of a party break."""
-        with self._changed:
-            self._parted.add(party)
-            self._changed.notify_all()
-
     def collect(self, key: Any, sender: int) -> Tensor:
-        def broken() -> bool:
-            return sender in self._gone or key[0] in self._parted
-
         with self._changed:
-            there = self._changed.wait_for(lambda: self._mail[key] or broken(), LIMIT_S)
+            there = self._changed.wait_for(lambda: self._mail[key] or sender in self._gone, LIMIT_S)
             if not there or not self._mail[key]:
-                raise RuntimeError(f"connection closed by rank {sender}")
+                raise dist.DistNetworkError(f"connection closed by rank {sender}")
             return self._mail[key].popleft()
 
     def open(self, route: Route, number: int, arrivals: Arrivals) -> MemoryChannel:
@@ -142,9 +131,12 @@ class MemoryNetwork:
         self._opened: Counter[Any] = Counter()
         self._connected: set[Route] = set()
         self.is_open = False
-        self.stores = Stores(0, itertools.count())
+        self._runs = itertools.count()
 
-    def open(self, ranks: Sequence[int] | None = None) -> None:
+    def next_run(self, store: dist.Store | None) -> dist.Store:
+        return dist.PrefixStore(f"runs/{next(self._runs)}", store or self._hub.store)
+
+    def open(self) -> None:
         self.is_open = True
 
     def connect(self, route: Route) -> None:
@@ -167,13 +159,6 @@ class MemoryNetwork:
     def inbox(self, route: Route, arrivals: Arrivals) -> Inbox:
         self._opened["in", route] += 1
         return self._hub.open(route, self._opened["in", route], arrivals)
-
-    def meet(self, party: Party, name: str) -> MemoryGroup:
-        self._hub.injector.reach(self._rank, f"meet {party.what} {name}")
-        return self.group(Party(f"{party.what} {name}", party.ranks))
-
-    def part(self, group: MemoryGroup) -> None:
-        self._hub.part(group.party)
 
     def group(self, party: Party) -> MemoryGroup:
         return MemoryGroup(self._hub, party, party.ranks.index(self._rank))
@@ -201,7 +186,7 @@ class _Sending:
 
 
 class _Done:
-    def wait(self) -> bool:
+    def wait(self, timeout: Any = None) -> bool:
         return True
 
     def is_completed(self) -> bool:
@@ -212,7 +197,7 @@ class _Done:
 class _Coming:
     collect: Callable[[], None]
 
-    def wait(self) -> bool:
+    def wait(self, timeout: Any = None) -> bool:
         self.collect()
         return True
 
@@ -283,8 +268,6 @@ def run(
     injector: Injector | None = None,
     timeout: timedelta = TIMEOUT,
     runs: int = 1,
-    min_groups: int | None = None,
-    keeper: str | None = None,
 ) -> list[Any]:
     """Call ``work(cluster)`` in a thread for each rank, while the cluster is open.
 
@@ -294,8 +277,6 @@ def run(
         injector: of faults.
         timeout: of the cluster.
         runs: so often the cluster is opened, worked with and closed.
-        min_groups: of the cluster.
-        keeper: of the store; None: rank 0.
     Returns:
         What the last call returned, or the error that a process ended with, by rank.
     """
@@ -304,10 +285,10 @@ def run(
 
     def live(rank: int) -> None:
         process = Process(rank, CPU, timeout.total_seconds(), MemoryNetwork(hub, rank))
-        cluster = Cluster(stage_map, process, min_groups)
+        cluster = Cluster(stage_map, process)
         try:
             for _ in range(runs):
-                cluster.open(hub.store, keeper=keeper)
+                cluster.open(hub.store)
                 outcomes[rank] = work(cluster)
                 cluster.close()
         except Killed as error:

@@ -2,11 +2,12 @@
 
 Usage::
 
-    python -m benchmarks.coverage [--source timm lightly] [--kind "causal language model"] [--only Llama] [--again]
+    python -m benchmarks.coverage [--source timm diffusers] [--kind "causal language model"] [--only Llama] [--again]
 
 Each architecture runs in a process of its own, with a time limit. What was found is appended to ``coverage.jsonl``, so
 that an interrupted run goes on where it was; ``--again refused`` tries once more what had this outcome. ``--first``
-tries each body with one head only. ``docs/coverage.md`` shows all as a table.
+tries each body with one head only. Sources that train with ``pytorch_lightning`` (lightly, darts, neuralforecast) are
+left out, unless a run is for them alone. ``docs/coverage.md`` shows all as a table.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ import argparse
 import importlib
 import random
 import re
+import sys
 from pathlib import Path
 
 import benchmarks.coverage.stand_ins  # noqa: F401  (first: others import torchvision)
+
+if not {"lightly", "darts", "neuralforecast"}.isdisjoint(sys.argv):
+    import pytorch_lightning  # noqa: F401  (first: these train with it, so it is to be chosen)
+
+# isort: split
 from benchmarks.coverage.runner import Results, run
 from benchmarks.coverage.table import write
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
+
+from lightning_avgpipe.utils.lightning import pl
 
 __all__ = ["STEPS", "Case", "Example", "Source", "example", "loader_of", "loss_of"]
 
@@ -27,7 +28,7 @@ class Example:
         parts: micro-batches; 1: what the strategy makes of a batch that it cannot split.
     """
 
-    module: L.LightningModule
+    module: pl.LightningModule
     data: Callable[[int], Iterable[Any]]
     size: int
     parts: int
@@ -65,7 +66,7 @@ def loss_of(output: Any) -> Any:
     return output["loss"] if isinstance(output, dict) else output[0]
 
 
-class Subject(L.LightningModule):
+class Subject(pl.LightningModule):
     """What anybody would write around a model."""
 
     def __init__(self, model: nn.Module, loss: Callable[[Any], Any]) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import pytorch_lightning as pl
-
 from benchmarks.coverage.case import Example, loader_of
+from lightning_avgpipe.utils.lightning import pl
 
 __all__ = ["caught"]
+
+if pl.__name__ != "pytorch_lightning":
+    raise ImportError("it trains with pytorch_lightning; name the sources that do in --source, and no other")
 
 
 class _Found(BaseException):

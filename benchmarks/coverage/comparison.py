@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -12,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 
 from benchmarks.coverage.case import STEPS, Case, Example
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import VerificationError
+from lightning_avgpipe.utils.lightning import pl
 
 __all__ = ["compare"]
 
@@ -27,7 +26,7 @@ SEED = 1
 MOVED, ROUNDING, SMALL = 1e-3, 1e-6, 1e-7
 
 
-class Losses(L.Callback):
+class Losses(pl.Callback):
     """What each batch, or micro-batch, had."""
 
     def __init__(self) -> None:
@@ -101,7 +100,7 @@ def plain(make: Callable[[], Example], folder: str, seed: int) -> dict[str, Tens
     """Accumulate micro-batches in order; raise if nothing learns."""
     subject = make()
     parts, begun = subject.parts, state_of(subject.module, torch.zeros(0))
-    trainer = _trainer(subject.module, folder, accumulate_grad_batches=parts)
+    trainer = _trainer(folder, accumulate_grad_batches=parts)
     found = trained(subject, trainer, subject.size // parts, seed)
     if not torch.isfinite(found["loss"]).all():
         raise ValueError("the loss is not finite")
@@ -118,32 +117,29 @@ def with_stages(make: Callable[[], Example], number: int, costs: Any, folder: st
     """
     subject = make()
     strategy = AvgPipeStrategy(
-        num_stages=number, num_microbatches=subject.parts if subject.parts > 1 else "auto", costs=costs,
-        costs_cache=folder, verify=STEPS if verify else False,
+        num_stages=number, num_microbatches=subject.parts if subject.parts > 1 else "auto",
+        costs=costs, costs_cache=folder, verify=STEPS if verify else False,
     )  # fmt: skip
-    return trained(subject, _trainer(subject.module, folder, strategy=strategy), subject.size, 0)
+    return trained(subject, _trainer(folder, strategy=strategy), subject.size, 0)
 
 
 def trained(subject: Example, trainer: Any, size: int, seed: int) -> dict[str, Tensor]:
     """What the module is after training."""
     module, losses = subject.module, Losses()
     trainer.callbacks.append(losses)
-    L.seed_everything(seed, verbose=False)
+    pl.seed_everything(seed, verbose=False)
     trainer.fit(module, subject.data(size))
     return state_of(module, torch.stack(losses.found) if losses.found else torch.zeros(0))
 
 
-def _trainer(module: Any, folder: str, **arguments: Any) -> Any:
-    """Of the package that the module is of."""
-    package = sys.modules.get("pytorch_lightning")
-    kind = package.Trainer if package is not None and isinstance(module, package.LightningModule) else L.Trainer
-    return kind(
+def _trainer(folder: str, **arguments: Any) -> Any:
+    return pl.Trainer(
         accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, max_epochs=1, default_root_dir=folder, **arguments,
     )  # fmt: skip
 
 
-def state_of(module: L.LightningModule, losses: Tensor) -> dict[str, Tensor]:
+def state_of(module: pl.LightningModule, losses: Tensor) -> dict[str, Tensor]:
     """Losses, and all weights and buffers by name."""
     tensors = {name: t.detach().clone() for name, t in module.state_dict().items() if isinstance(t, Tensor)}
     return {"loss": losses, **tensors}

@@ -21,7 +21,7 @@ import torch
 from benchmarks.paper.settings import MICROBATCHES
 from benchmarks.paper.timing import OURS
 from benchmarks.paper.workloads import WORKLOADS, Workload
-from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.errors import AvgPipeError
 
 __all__ = ["REACHED_AFTER", "SYNCHRONOUS", "algorithm_of", "epochs_to", "train"]
@@ -79,7 +79,7 @@ def train(name: str, algorithm: str, seed: int, folder: Path, epochs: int, targe
             num_stages=2,
             num_microbatches=MICROBATCHES,
             num_pipelines=models,
-            rolling=algorithm.endswith(" rolling"),
+            averaging=Averaging(rolling=algorithm.endswith(" rolling")),
             costs="flops",
             **workload.options,
             **OURS.get(algorithm, {}),

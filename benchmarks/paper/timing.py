@@ -28,7 +28,7 @@ from benchmarks.paper.settings import MICROBATCHES
 from benchmarks.paper.workloads import WORKLOADS, Workload
 from benchmarks.processes import TIMEOUT, add_options, begin, launch
 from benchmarks.resident import Resident
-from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
+from lightning_avgpipe import Averaging, AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.tuning import Setting
 
@@ -90,12 +90,12 @@ def _strategy(workload: Workload, system: str, setting: Setting | None) -> Any:
         return DDPStrategy(broadcast_buffers=False)  # hidden states are each process's own
     common: dict[str, Any] = {**workload.options, "timeout": 120, "costs_cache": None}
     if system == TUNING:
-        return AvgPipeStrategy(**common, rolling="auto")
+        return AvgPipeStrategy(**common, averaging=Averaging(rolling="auto"))
     common["num_microbatches"] = MICROBATCHES
     if setting is not None:
         common |= {
             "num_microbatches": setting.num_microbatches, "num_pipelines": setting.num_pipelines,
-            "advance": setting.advance, "rolling": setting.rolling,
+            "advance": setting.advance, "averaging": Averaging(rolling=setting.rolling),
         }  # fmt: skip
     return AvgPipeStrategy(**common, **OURS.get(system, {}))
 

@@ -1,1 +1,1 @@
-"""Should I use this? What a batch of a script takes in other ways to train, predicted."""
+"""Advice for a training script: the predicted time of a batch with ddp, one pipeline and parallel models."""

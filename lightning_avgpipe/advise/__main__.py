@@ -1,4 +1,4 @@
-"""Advise on a training script: ``python -m lightning_avgpipe.advise --devices 2 4 8 train.py fit --config x.yaml``."""
+"""Advise on a training script: ``python -m lightning_avgpipe advise --devices 2 4 8 train.py fit --config x.yaml``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import sys
 from collections.abc import Sequence
 
 from lightning_avgpipe.advise.request import Request
-from lightning_avgpipe.utils.script import add_script, at_least_one, report_of
+from lightning_avgpipe.utils.script import add_script, at_least_one, before_script, report_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script until its first batch has trained, and print what its measured units let expect.
+    """Run the script until its first batch has trained, and print the predictions from its measured units.
 
     Returns:
         0 if there is advice, otherwise 1.
     """
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_args(before_script(sys.argv[1:] if arguments is None else arguments))
     devices, megabits = tuple(options.devices), tuple(options.megabits)
     advice, code = report_of(options, lambda report: Request(devices, megabits, report).environment())
     if advice is not None:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_avgpipe.advise",
+        prog="python -m lightning_avgpipe advise",
         description="Run a training script until its first batch has trained, and predict from the measured costs of "
         "its units what a batch takes with ddp, one pipeline and parallel models, on more devices like this one.",
     )

@@ -1,4 +1,4 @@
-"""What the command asks of the process that trains, in its environment."""
+"""The request of the command ``advise`` to the training process, which is passed in an environment variable."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _NAME = "AVGPIPE_ADVISE"
 
 @dataclass(frozen=True)
 class Request:
-    """To predict after the first batch, and to end.
+    """A request to predict after the first batch, and then to end.
 
     Attributes:
-        devices: numbers of devices to look at.
-        megabits: per second, of the links between them.
-        report: file that gets the table.
+        devices: numbers of devices to predict for.
+        megabits: rates of the links between devices, in megabits per second.
+        report: path of the file that the table is written to.
     """
 
     devices: tuple[int, ...]
@@ -26,10 +26,10 @@ class Request:
 
     @classmethod
     def found(cls) -> Request | None:
-        """That of this process; None if nobody asks."""
+        """Return the request to this process; None if there is none."""
         text = os.environ.get(_NAME)
         return None if text is None else cls(**json.loads(text))
 
     def environment(self) -> Mapping[str, str]:
-        """Of a process that is asked."""
+        """Return the environment variables for a process that gets this request."""
         return {**os.environ, _NAME: json.dumps(asdict(self))}

@@ -1,4 +1,4 @@
-"""Should I use this? What training a model in one way or another would take, predicted from the costs of its units."""
+"""Predictions of the time of a batch with ddp, one pipeline and parallel models, from the costs of units."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _MODELS = (2, 4)
 
 
 @dataclass(frozen=True)
-class Way:
+class Alternative:
     """One way to train on some devices.
 
     Attributes:
-        batch_s: seconds of a batch; those of N parallel models, divided by N, times the samples that they need more.
-        strategy: as a Trainer takes it, from ``"ddp"`` to ``AvgPipeStrategy(...)``.
+        batch_s: seconds of a batch. For N parallel models the time of an iteration is divided by N, and multiplied by
+            the factor of samples that they need.
+        strategy: strategy as code for a Trainer, from ``"ddp"`` to ``AvgPipeStrategy(...)``.
     """
 
     batch_s: float
@@ -30,22 +31,23 @@ class Way:
 
 def ways(
     units: SppCosts, num_microbatches: int, devices: int, megabits: float, samples_factor: SamplesFactor = None
-) -> list[Way]:
-    """All that this looks at, the fastest first.
+) -> list[Alternative]:
+    """Return all ways to train that are considered, the fastest first.
 
-    ddp splits a batch over all devices, and all-reduces beside its backward. A pipeline has K stages, and a copy of it
-    for each K devices, which all-reduce when they have drained. Links of every two devices have the same rate, in each
-    direction. Memory is not looked at, nor the time of optimizers.
+    ddp splits a batch over all devices, and overlaps its all-reduce with the backward. A pipeline has K stages and a
+    replica for each K devices; replicas all-reduce when they have drained. Links between every two devices have the
+    same rate in each direction. Memory and the time of optimizers are ignored.
 
     Args:
-        units: of one micro-batch, see :attr:`lightning_avgpipe.planning.plan.Plan.units`.
-        num_microbatches: M, of a batch.
-        devices: D.
-        megabits: per second, of a link.
-        samples_factor: as of :class:`lightning_avgpipe.callbacks.AvgPipeTuner`.
+        units: costs of the units for one micro-batch, see :attr:`lightning_avgpipe.planning.plan.Plan.units`.
+        num_microbatches: M, number of micro-batches of a batch.
+        devices: D, number of devices.
+        megabits: rate of a link in megabits per second.
+        samples_factor: factor of samples that parallel models need, as for
+            :class:`lightning_avgpipe.callbacks.AvgPipeTuner`.
     """
     rate = megabits * _BYTES_PER_S
-    found = [Way(_ddp_s(units, num_microbatches, devices, rate), '"ddp"')]
+    found = [Alternative(_ddp_s(units, num_microbatches, devices, rate), '"ddp"')]
     for stages in range(2, min(devices, units.num_units) + 1):
         copies = devices // stages
         if devices % stages == 0 and num_microbatches % copies == 0:
@@ -65,7 +67,7 @@ def _reduce_s(size: float, devices: int, rate: float) -> float:
 
 def _pipelines(
     units: SppCosts, num_microbatches: int, stages: int, copies: int, rate: float, samples_factor: SamplesFactor
-) -> Iterator[Way]:
+) -> Iterator[Alternative]:
     ranges = partition(units, range(stages), stages, num_microbatches)
     costs = _stage_costs(units, [first for first, _, _ in ranges], rate)
     heaviest = max(sum(units.parameter_bytes[first : last + 1]) for first, last, _ in ranges)
@@ -79,12 +81,12 @@ def _pipelines(
             seconds = simulate([schedule] * models, costs).iteration_s / models + reduce_s
             timed.append((seconds, f'"{name}"' + (f", advance={h}" if h else "")))
         if models == 1:
-            yield Way(timed[0][0], f"AvgPipeStrategy({options}, schedule={timed[0][1]})")
+            yield Alternative(timed[0][0], f"AvgPipeStrategy({options}, schedule={timed[0][1]})")
         seconds, schedule_of = min(timed)
         if models > 1 or seconds < timed[0][0]:
             several = f", num_pipelines={models}" if models > 1 else ""
             factor = samples_at(samples_factor, models)
-            yield Way(seconds * factor, f"AvgPipeStrategy({options}{several}, schedule={schedule_of})")
+            yield Alternative(seconds * factor, f"AvgPipeStrategy({options}{several}, schedule={schedule_of})")
 
 
 def _stage_costs(units: SppCosts, begins: Sequence[int], rate: float) -> StageCosts:
@@ -105,13 +107,13 @@ def advice(
     megabits: Sequence[float],
     samples_factor: SamplesFactor = None,
 ) -> str:
-    """A table: for each number of devices and rate of links ddp, the best single pipelines and parallel models."""
+    """Return a table with ddp, the best single pipeline and the best parallel models for each devices and rate."""
     lines = [f"{'devices':>7} {'Mbit/s':>8}  {'batch':>9} {'ddp / it':>8}  strategy"]
     for count in devices:
         for rate in megabits:
             found = ways(units, num_microbatches, count, rate, samples_factor)
             ddp_s = next(way.batch_s for way in found if way.strategy == '"ddp"')
-            kinds = dict.fromkeys((_kind(way) for way in found), True)  # the fastest of each, in order
+            kinds = dict.fromkeys((_kind(way) for way in found), True)  # ordered, the fastest first
             for kind in kinds:
                 way = next(way for way in found if _kind(way) == kind)
                 lines.append(
@@ -120,5 +122,5 @@ def advice(
     return "\n".join(lines)
 
 
-def _kind(way: Way) -> str:
+def _kind(way: Alternative) -> str:
     return "ddp" if way.strategy == '"ddp"' else "models" if "num_pipelines" in way.strategy else "pipeline"

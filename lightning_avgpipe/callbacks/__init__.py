@@ -1,4 +1,4 @@
-"""Lightning callbacks."""
+"""Callbacks for Lightning: adaptive freezing, the timeline of an iteration, and the tuner."""
 
 from lightning_avgpipe.callbacks.freezing import AdaptiveFreezing
 from lightning_avgpipe.callbacks.timeline import PipelineTimeline

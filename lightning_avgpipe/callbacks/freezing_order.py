@@ -15,12 +15,12 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.names import close_to, fitting, is_within
 
 _FEWEST_BLOCKS = 3
-_FINEST = 10_000  # alpha is a fraction with such a denominator: of 1/3 of 12 layers nobody expects 5
+_FINEST = 10_000  # largest denominator that alpha is rounded to: a third of 12 layers is 4, not 5
 
 
 @dataclass(frozen=True)
 class FreezingOrder:
-    """What is frozen one after the other.
+    """The modules and parameters of a model in the order in which they are frozen.
 
     Attributes:
         before: paths of modules and parameters that are frozen with the first layer.
@@ -32,7 +32,7 @@ class FreezingOrder:
 
     @classmethod
     def of(cls, module: nn.Module, layers: Sequence[str] | None, before: Sequence[str] | None) -> FreezingOrder:
-        """That of a module, by names and patterns, or by its repeated blocks and what is registered before them.
+        """Return the order for a module: by names and patterns, or by its repeated blocks and what comes before them.
 
         Raises:
             ConfigurationError: there are no layers, or nothing would stay trained.
@@ -54,7 +54,7 @@ class FreezingOrder:
         return order
 
     def freeze(self, module: nn.Module, number: int) -> None:
-        """Train the first layers, with what is before them, no longer; normalisation and dropout are in eval mode."""
+        """Freeze the first layers and what is before them, and put their normalisation and dropout into eval mode."""
         if not number:
             return
         frozen = (*self.before, *self.layers[:number])
@@ -66,13 +66,32 @@ class FreezingOrder:
             inner.training = False
 
     def norms(self, module: nn.Module, squares: Mapping[str, float]) -> list[float]:
-        """Of the layers' gradients, from the squares of those of the parameters, by name."""
+        """Return the norm of each layer's gradient, given the squared norm of each parameter's gradient by name."""
         inside = [_parameters(module, [path]) for path in self.layers]
-        return [math.sqrt(sum(squares[n] for n, _ in module.named_parameters() if n in layer)) for layer in inside]
+        return [
+            math.sqrt(sum(squares.get(n, 0.0) for n, _ in module.named_parameters() if n in layer)) for layer in inside
+        ]
+
+
+def mean_squares(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Return the mean, over all parallel models, of the squared norm of each parameter's gradient.
+
+    The models are alike, and each trains on a batch of its own. So the mean is what one model with one such batch may
+    expect, whatever their number, and whether they are pipelines of one process or groups of processes. Replicas, and
+    the stages that share a tied parameter, have equal gradients after they have been summed, and do not change it.
+
+    Args:
+        parts: of each process, name of a parameter -> one number for each model that has a gradient.
+    """
+    found: dict[str, list[float]] = {}
+    for part in parts:
+        for name, squares in part.items():
+            found.setdefault(name, []).extend(squares)
+    return {name: math.fsum(squares) / len(squares) for name, squares in found.items()}
 
 
 def by_schedule(layers: int, alpha: float, step: int) -> int:
-    """How many of the layers are frozen at a step: ``ceil(L (1 - (1 - alpha)^T))``.
+    """Return how many of the layers are frozen at a step: ``ceil(L (1 - (1 - alpha)^T))``.
 
     Source: PipeTransformer, He et al., ICML 2021, section 3.1.
     """
@@ -80,15 +99,15 @@ def by_schedule(layers: int, alpha: float, step: int) -> int:
 
 
 def by_gradient_norms(frozen: int, alpha: float, norms: Sequence[float]) -> int:
-    """How many of the layers are frozen next, where those with the smallest gradients have converged.
+    """Return how many of the layers are frozen next, where layers with the smallest gradients have converged.
 
-    ``min(ceil(F + alpha (L - F)), l)`` with F the layers that are frozen, and l the number of the layer, counted from
-    1, whose gradient is the smallest of those that are not.
+    The number is ``min(ceil(F + alpha (L - F)), l)``, with F the number of frozen layers, and l the number, counted
+    from 1, of the layer that has the smallest gradient of all layers that are not frozen.
 
     Args:
-        frozen: F.
-        alpha: share of the others that may be frozen at once.
-        norms: of the layers' gradients, shape ``(L,)``.
+        frozen: F, the number of frozen layers.
+        alpha: share of the other layers that may be frozen at once.
+        norms: norms of the layers' gradients, shape ``(L,)``.
     Source: PipeTransformer, He et al., ICML 2021, section 3.1.
     """
     if frozen == len(norms):
@@ -102,7 +121,10 @@ def _fraction(alpha: float) -> Fraction:
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
-    """Paths of neighbouring submodules of one type, at least three: of several such rows that with most parameters."""
+    """Return the paths of three or more neighbouring submodules of one type; of several such rows the largest.
+
+    The size of a row is its number of parameters.
+    """
     best: tuple[int, tuple[str, ...]] = 0, ()
     for path, parent in module.named_modules():
         for _, row in itertools.groupby(parent.named_children(), key=lambda child: type(child[1])):
@@ -114,7 +136,7 @@ def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
 
 
 def _found(module: nn.Module, patterns: Sequence[str], option: str) -> tuple[str, ...]:
-    """Paths that fit, the outermost ones, in the order of the module."""
+    """Return the outermost paths that match the patterns, in the order of the module."""
     known = [name for name, _ in module.named_modules() if name]
     if option == "before":
         known += [name for name, _ in module.named_parameters()]
@@ -127,7 +149,7 @@ def _found(module: nn.Module, patterns: Sequence[str], option: str) -> tuple[str
 
 
 def _registered_before(path: str, module: nn.Module) -> tuple[str, ...]:
-    """Submodules that come before this one in a module that holds it, however deep."""
+    """Return the paths of the submodules that come before this one, at each level of the module."""
     found: list[str] = []
     parts = path.split(".")
     for depth, part in enumerate(parts):
@@ -138,13 +160,13 @@ def _registered_before(path: str, module: nn.Module) -> tuple[str, ...]:
 
 
 def _parameters(module: nn.Module, paths: Sequence[str]) -> frozenset[str]:
-    """Names of the parameters that are found under these paths only; of a tied one the first."""
+    """Return the names of the parameters that are found under these paths only; the first name of a tied one."""
     inside = _inside(module.named_parameters(remove_duplicate=False), paths)
     return frozenset(name for name, p in module.named_parameters() if id(p) in inside)
 
 
 def _inside(named: Iterable[tuple[str, Any]], paths: Sequence[str]) -> dict[int, Any]:
-    """By id, what has no other names than such below these paths."""
+    """Return, keyed by id, the modules or parameters whose names are all below these paths."""
     found, outside = {}, set()
     for name, thing in named:
         found[id(thing)] = thing

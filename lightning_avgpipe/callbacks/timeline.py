@@ -1,4 +1,4 @@
-"""A callback that shows what the pipeline does."""
+"""A callback that records one iteration of the pipeline and draws its timeline."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.clock import offset_in
@@ -22,8 +18,15 @@ from lightning_avgpipe.schedule import StageCosts, Timeline, picture, simulate
 from lightning_avgpipe.schedule.trace import chrome_trace
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.utils.allowed import check, directory, documented, optional, whole
+from lightning_avgpipe.utils.lightning import (
+    Callback,
+    TensorBoardLogger,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+    refuse_other,
+)
 from lightning_avgpipe.utils.option_types import Count
-from lightning_avgpipe.utils.packages import adopted
 
 _ALLOWED = {
     "every_n_steps": whole(1, 1_000_000_000, 100),
@@ -35,22 +38,22 @@ _ALLOWED = {
 class PipelineTimeline(Callback):
     """Records one iteration in ``every_n_steps``: every action, message and wait on every rank, on one clock.
 
-    Rank 0 writes, for the iteration that ended with optimizer step 10, ``trace_step=000010.json`` for
-    https://ui.perfetto.dev (or chrome://tracing) and ``trace_step=000010.png``: one row per device, forwards, backwards
-    and idleness, under it the messages that it sends. A TensorBoard logger gets the picture as ``avgpipe/timeline``.
-    Every logger gets ``avgpipe/bubble_fraction``, the share of the devices' time without an action, and
-    ``avgpipe/bubble_fraction_simulated``, that of a simulation with the measured times of actions and messages and
-    every stage on a device of its own: what is above it was lost to other things than the schedule. Parallel pipelines
-    share the rows, in shades of their own.
+    For the iteration that ended with optimizer step 10, rank 0 writes ``trace_step=000010.json`` for
+    https://ui.perfetto.dev (or chrome://tracing) and ``trace_step=000010.png``: one row per device with its forwards,
+    backwards and idle time, and under it the messages that it sends. A TensorBoard logger gets the picture as
+    ``avgpipe/timeline``. Two metrics are logged. ``avgpipe/bubble_fraction`` is the share of the devices' time without
+    an action. ``avgpipe/bubble_fraction_simulated`` is this share in a simulation with the measured times of actions
+    and messages and every stage on a device of its own: the rest of the measured share is not due to the schedule.
+    Parallel pipelines share the rows, in shades of their own.
 
-    A recorded iteration is about as fast as any other. On CUDA it waits for the device at its begin and its end.
+    A recorded iteration is about as fast as any other. On CUDA it waits for the device at its beginning and its end.
 
     Args:
         every_n_steps: optimizer steps from one record to the next.
         dirpath: folder of the files; default: ``timelines`` in the trainer's ``default_root_dir``.
 
     Raises:
-        ConfigurationError: another strategy, no matplotlib, or a number that is none.
+        ConfigurationError: another strategy, no matplotlib, or an argument that cannot work.
     """
 
     def __init__(self, every_n_steps: Count = 100, dirpath: str | Path | None = None) -> None:
@@ -61,9 +64,9 @@ class PipelineTimeline(Callback):
         self._steps_before = 0
         self._undo = contextlib.ExitStack()
 
-    @adopted
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what cannot work before training starts."""
+        refuse_other("The Trainer", trainer)
         if not isinstance(trainer.strategy, AvgPipeStrategy):
             raise ConfigurationError(
                 f"PipelineTimeline records the stages of a pipeline, but the strategy is "
@@ -73,7 +76,7 @@ class PipelineTimeline(Callback):
         if policy != "flush":
             raise ConfigurationError(
                 f"PipelineTimeline with weight_policy={policy!r}: batches overlap on the stages, so none can be drawn "
-                "alone; remove the callback, and draw with python -m lightning_avgpipe.schedule 1f1b --policy"
+                "alone; remove the callback, and draw with python -m lightning_avgpipe schedule 1f1b --policy"
             )
         picture.require_matplotlib()
         if trainer.strategy.whole is not None:
@@ -84,7 +87,7 @@ class PipelineTimeline(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Start to record, if the step that this batch may end with is one to record."""
+        """Start to record, if the optimizer step that this batch may end with is to be recorded."""
         strategy: AvgPipeStrategy = trainer.strategy  # type: ignore[assignment]
         if (trainer.global_step + 1) % self._every_n_steps == 0 and not strategy.passthrough and strategy.whole is None:
             cluster = _cluster(trainer)
@@ -95,7 +98,7 @@ class PipelineTimeline(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """The backwards are done, and the optimizer, which called for them, goes on."""
+        """Record the optimizer's step, which begins when the backwards are done."""
         if self._recorder is not None:
             step = contextlib.ExitStack()
             step.enter_context(self._recorder.activity("step"))
@@ -104,7 +107,7 @@ class PipelineTimeline(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Bring together what all ranks recorded; of accumulated batches that of the last."""
+        """Gather what all ranks recorded, and publish it; of accumulated batches the last one is published."""
         recorder = self._recorder
         if recorder is None:
             return
@@ -115,12 +118,12 @@ class PipelineTimeline(Callback):
         recordings = cluster.group.gather_objects(
             recorder.finish(offset_in(cluster.group), cluster.channels.waits.timeout_s)
         )
-        if cluster.leads:
+        if cluster.world.rank == 0:
             timeline = assemble(recordings, [cluster.stage_map.ranks(k) for k in range(cluster.stage_map.num_stages)])
             self._publish(trainer, timeline, max(recording.clock.error_s for recording in recordings))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Nothing more to record."""
+        """Stop recording."""
         self._stop(trainer)
 
     def _stop(self, trainer: pl.Trainer) -> None:
@@ -152,9 +155,10 @@ def _cluster(trainer: pl.Trainer) -> Cluster:
 
 
 def _simulated(timeline: Timeline) -> Timeline | None:
-    """What the schedules cost with the measured times, every stage on a device, or on replicas, of its own.
+    """Return the timeline that the schedules have by simulation with the measured times.
 
-    None for several pipelines on replicas, which the simulator does not know.
+    Every stage has a device, or replicas, of its own. None for several pipelines on replicas, which the simulator does
+    not know.
     """
     if len(timeline.rows) > timeline.num_stages:
         return replayed_in_turns(timeline) if timeline.num_pipelines == 1 else None

@@ -1,4 +1,4 @@
-"""A callback that chooses how many pipelines, micro-batches and forwards in flight there are."""
+"""A callback that chooses the numbers of pipelines and micro-batches, and the advance, by measuring."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_avgpipe.capture.snapshot import random_state
 from lightning_avgpipe.engine.microbatch import fewest_samples
@@ -28,11 +23,20 @@ from lightning_avgpipe.tuning import PREDICTORS, TUNED, Result, Setting, candida
 from lightning_avgpipe.tuning.picture import draw
 from lightning_avgpipe.tuning.trials import best, per_batch_s, refined, trial_sizes
 from lightning_avgpipe.utils.allowed import Allowed, check, choice, directory, documented, number, optional, whole
+from lightning_avgpipe.utils.lightning import (
+    BaseFinetuning,
+    Callback,
+    ModelCheckpoint,
+    TensorBoardLogger,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+    refuse_other,
+)
 from lightning_avgpipe.utils.option_types import Count, Natural
-from lightning_avgpipe.utils.packages import adopted
 
 _FEWEST_BATCHES = 4
-_REFINED = 3  # iterations that count of each candidate that is tried
+_REFINED = 3  # timed iterations of each candidate that is tried
 _NAME = "avgpipe_tuning"
 _MOST = ALLOWED["num_microbatches"]
 _FACTOR = number(0.01, 100, 1.2, least=True)
@@ -68,7 +72,7 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class TunerOptions:
-    """What :class:`AvgPipeTuner` was given."""
+    """The arguments that :class:`AvgPipeTuner` was given."""
 
     max_num_pipelines: int
     microbatch_candidates: list[int] | None
@@ -84,47 +88,51 @@ class TunerOptions:
 class AvgPipeTuner(Callback):
     """Chooses ``num_pipelines``, ``num_microbatches`` and ``advance`` of ``strategy="avgpipe"`` by measuring.
 
-    When the first batch of training is there, about twenty iterations are run on copies of it, with many micro-batches
-    and one pipeline, in turns with fewer. From what they take on each stage, time and memory of every other
-    setting are predicted, and the fastest is taken that fits the memory on every stage. Then training begins, with this
-    very batch, as if the setting had been given by hand: weights, optimizer, random numbers, logs and progress are
-    what they would have been.
+    When the first batch of training is there, about twenty iterations are run on copies of it with one pipeline:
+    iterations with many micro-batches and with fewer, in turns. From the time and memory that they take on each stage,
+    those of every other setting are predicted, and the fastest setting is taken that fits the memory on every stage.
+    Then training begins, with this very batch, as if the setting had been given by hand: weights, optimizer, random
+    numbers, logs and progress are what they would have been.
 
-    The profile, all candidates and the choice are saved beside the checkpoints, as ``avgpipe_tuning.json`` and, with
-    matplotlib, as a picture; a TensorBoard logger gets the picture too. A checkpoint remembers the choice, and a run
-    that resumes from it goes on so, as does another ``fit`` with this callback. With ``fast_dev_run`` nothing is tuned.
+    The profile, all candidates and the choice are saved with the checkpoints, as ``avgpipe_tuning.json`` and, with
+    matplotlib, as a picture; a TensorBoard logger gets the picture too. A checkpoint remembers the choice. A run that
+    resumes from it goes on with this choice, and so does another ``fit`` with this callback. With ``fast_dev_run``
+    nothing is tuned.
 
     Args:
-        max_num_pipelines: largest number of parallel pipelines to consider. 1 keeps one model.
+        max_num_pipelines: largest number of parallel pipelines to consider. Each has a model of its own, so a number
+            above 1 may change the training: N models read N batches in a step, and make an Nth of the steps.
         microbatch_candidates: numbers of micro-batches to consider. None: the divisors of the batch size, or powers of
             two.
-        memory_limit: what each stage may use, as the strategy's option of this name, which is the default; without
-            either 90 % of the device.
-        predictor: how times are predicted: ``"corrected"``, in closed form; ``"simulator"``, by playing each candidate
-            through; ``"paper"``, as AvgPipe's authors print it, for comparison.
-        profile_batches: iterations to profile with at most, at least 4. After two minutes no further round is begun.
+        memory_limit: memory that each stage may use, given as the strategy's option of this name, which is the default.
+            Without either: 90 % of the device's memory.
+        predictor: how times are predicted: ``"corrected"``, in closed form; ``"simulator"``, by simulating each
+            candidate; ``"paper"``, by the formula that AvgPipe's authors print, for comparison.
+        profile_batches: largest number of iterations to profile with, at least 4. After two minutes no further round is
+            begun.
         refine: number of candidates, the best by prediction, that are run for a few iterations; the fastest is taken.
-        samples_factor: samples that N models need to reach a goal, as a multiple of what one needs: a number for all N
-            above 1, or numbers by N. The setting with the least time per batch times this factor is taken. None: as
-            measured on small trainings, 1.2 for two and 1.7 for four models, for four 14 % more where they roll
-            (docs/parallel_pipelines.md); 1: the fastest setting, whatever its models learn from a batch.
+        samples_factor: number of samples that N models need to reach a goal, as a multiple of the number that one model
+            needs: one factor for all N above 1, or factors by N. The setting with the least product of time per batch
+            and factor is taken. None: as measured on small trainings, 1.2 for two and 1.7 for four models, for four 14
+            % more where they roll (docs/parallel_pipelines.md); 1: the fastest setting, whatever its models learn from
+            a batch.
         dirpath: folder of the files; default: that of the checkpoints, or the trainer's ``default_root_dir``.
 
     Attributes:
         result: profile, candidates and choice; None before the first batch.
-        measured: setting -> seconds per batch, of those that ``refine`` has run.
+        measured: setting -> seconds per batch, for each setting that ``refine`` has run.
 
     Raises:
-        ConfigurationError: an argument that cannot work, another strategy, one whose counts are given by hand, or one
-            with nothing to pipeline.
-        TuningError: nothing fits the memory; says what is missing on which stage, and what would help.
+        ConfigurationError: an argument that cannot work, another strategy, a strategy whose numbers are given by hand,
+            or one with nothing to pipeline.
+        TuningError: nothing fits the memory; the message names the stage, what it lacks, and what would help.
 
     Source: AvgPipe, Chen et al., PPoPP 2023, section 5.
     """
 
     def __init__(
         self,
-        max_num_pipelines: Count = 4,
+        max_num_pipelines: Count = 1,
         microbatch_candidates: list[Count] | None = None,
         memory_limit: str | int | float | None = None,
         predictor: Literal["corrected", "paper", "simulator"] = "corrected",
@@ -144,9 +152,9 @@ class AvgPipeTuner(Callback):
         self._begun = False
         self._counted = False  # whether configure_optimizers has asked for the number of iterations
 
-    @adopted
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse what cannot work before training starts, and wait for its first batch."""
+        """Refuse what cannot work before training starts, and arrange to see its first batch."""
+        refuse_other("The Trainer", trainer)
         strategy = trainer.strategy
         if not isinstance(strategy, AvgPipeStrategy):
             raise ConfigurationError(
@@ -173,7 +181,7 @@ class AvgPipeTuner(Callback):
         strategy.tuner = partial(self._see, trainer, strategy)
 
     def _check_open(self, strategy: AvgPipeStrategy) -> None:
-        """What is to be chosen must not have been given."""
+        """Check that the strategy was not given what the tuner is to choose."""
         if strategy.options.overrides:
             given = ", ".join(f"{name}={value!r}" for name, value in strategy.options.overrides.items())
             raise ConfigurationError(
@@ -181,26 +189,26 @@ class AvgPipeTuner(Callback):
                 f"{given}; remove that, or the callback"
             )
         timed = f"AvgPipeTuner(refine={self._options.refine}) times iterations one by one"
-        if strategy.options.rolling is True and self._options.refine:
-            raise ConfigurationError(f"{timed}, but with rolling=True they overlap; use refine=0, or rolling=False")
-        if strategy.options.rolling == "auto" and self._options.refine:
+        if strategy.options.averaging.rolling is True and self._options.refine:
+            raise ConfigurationError(f"{timed}, but rolling ones overlap; use refine=0, or Averaging(rolling=False)")
+        if strategy.options.averaging.rolling == "auto" and self._options.refine:
             strategy.rolls = False
             rolling_choice.tell(timed)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The optimizers are made; the number of iterations is known by now if somebody has asked for it."""
+        """Note whether anything, such as ``configure_optimizers``, has asked for the number of iterations."""
         self._counted = trainer.fit_loop._combined_loader is not None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """All hooks that prepare training have run when a batch is asked for from now on."""
+        """Note that all hooks that prepare training have run: the next batch that is shown can be tuned with."""
         self._begun = True
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Nothing more to see."""
+        """Stop looking at batches."""
         self._leave()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """The same."""
+        """Stop looking at batches."""
         self._leave()
 
     def _leave(self) -> None:
@@ -209,11 +217,11 @@ class AvgPipeTuner(Callback):
         self._strategy = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint remembers."""
+        """Return the profile, the candidates and the choice, once there are any."""
         return {} if self.result is None else {"result": self.result.to_json()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the choice of the run that was saved, if it has as many stages."""
+        """Restore the choice of the run that was saved, and apply it if this run has as many stages."""
         if "result" not in state_dict:
             return
         try:
@@ -227,8 +235,8 @@ class AvgPipeTuner(Callback):
     # -- the first batch ---------------------------------------------------------------------------------------------
 
     def _see(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> bool:
-        """Tune, if it is time; tells whether there is nothing more to do."""
-        if not self._begun:  # it is read ahead, and hooks that prepare training have not run yet
+        """Tune with the first batch, once training has started; return whether there is nothing more to do."""
+        if not self._begun:  # the batch is prefetched, and hooks that prepare training have not run yet
             return False
         if not self._reusable(strategy):
             planned = self._tune(trainer, strategy, batch)
@@ -240,11 +248,11 @@ class AvgPipeTuner(Callback):
         return True
 
     def _recount(self, trainer: pl.Trainer, strategy: AvgPipeStrategy) -> None:
-        """There are fewer iterations now, which a scheduler may depend on, and the progress bar shows."""
+        """Tell the progress bar, and schedulers that may depend on it, that there are fewer iterations now."""
         bar = trainer.progress_bar_callback  # type: ignore[attr-defined]
         if bar is not None:
             bar.on_train_epoch_start(trainer, trainer.lightning_module)
-        if not self._counted or trainer.ckpt_path is not None:  # what is resumed knows how far it goes
+        if not self._counted or trainer.ckpt_path is not None:  # a resumed scheduler has its number
             return
         if any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             rank_zero_warn(
@@ -257,7 +265,7 @@ class AvgPipeTuner(Callback):
             strategy.setup_optimizers(trainer)
 
     def _tune(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> Setting:
-        """Choose; returns for which setting the stages were planned."""
+        """Choose the setting; return the setting for which the stages were planned."""
         run, found, given = _run(strategy), "", self._options
         cluster, schedule = run.cluster, str(run.configuration.options.schedule)  # setup() has refused others
         shows = trainer.progress_bar_callback is not None  # type: ignore[attr-defined]
@@ -279,12 +287,12 @@ class AvgPipeTuner(Callback):
             if given.refine:
                 result = self._refined(profiler, strategy, result)
         self.result = result
-        if cluster.leads:
+        if cluster.world.rank == 0:
             self._publish(trainer, result)
         return Setting(rehearsal.captured, schedule=schedule)
 
     def _counts(self, module: pl.LightningModule, batch_size: int) -> list[int]:
-        """Numbers of micro-batches to consider."""
+        """Return the numbers of micro-batches to consider."""
         counts = microbatch_counts(batch_size, self._options.microbatch_candidates)
         if self._options.microbatch_candidates is None:
             return [m for m in counts if fewest_samples(module) * m <= batch_size] or counts
@@ -305,13 +313,18 @@ class AvgPipeTuner(Callback):
         strategy.rolls = setting.rolling or setting.num_pipelines == 1
         strategy.reconfigure(setting.num_pipelines, setting.num_microbatches, setting.advance)
 
-    # -- what is left of it ------------------------------------------------------------------------------------------
+    # -- files and pictures -------------------------------------------------------------------------------------------
 
     def _publish(self, trainer: pl.Trainer, result: Result) -> None:
         folder = self._folder(trainer)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{_NAME}.json").write_text(result.to_json())
         rank_zero_info(f"\n{result}\nsaved in {folder / f'{_NAME}.json'}")
+        strategy = trainer.strategy
+        assert isinstance(strategy, AvgPipeStrategy)
+        models = result.choice.setting.num_pipelines * strategy.num_groups // strategy.replicas
+        if models > 1:
+            rank_zero_info(f"AvgPipeTuner: {models} models, each step reads {models} batches: 1/{models} of the steps")
         if not picture.is_available():
             return
         measured = {(s.num_microbatches, s.num_pipelines): seconds for s, seconds in self.measured.items()}
@@ -337,14 +350,14 @@ def _run(strategy: AvgPipeStrategy) -> PipelineRun:
 
 
 def _rolling(run: PipelineRun) -> bool | Literal["auto"]:
-    """Whether several pipelines roll; the step has been captured. Every process calls it."""
+    """Return whether several pipelines roll, now that the step has been captured. Every process calls it."""
     if not isinstance(run.iterations, RollingIterations) or not run.configuration.rolls or run.iterations.give_way():
         return False
-    return run.configuration.options.rolling
+    return run.configuration.options.averaging.rolling
 
 
 def _check_tunable(strategy: AvgPipeStrategy, module: pl.LightningModule) -> None:
-    """There must be pipelines, of a schedule that can be predicted."""
+    """Check that there are pipelines, with a schedule whose times can be predicted."""
     if strategy.whole is not None:
         raise ConfigurationError(
             f"AvgPipeTuner: {type(module).__name__} {strategy.whole}, so its steps run whole, with one model "

@@ -1,1 +1,1 @@
-"""From a step function to its call graph: what is called, what flows, what could be cut."""
+"""Record the call graph of a step function: its calls, the values that flow between them, and where it may be cut."""

@@ -1,18 +1,18 @@
-"""Attributes of modules that the code between units assigns, or whose objects it changes: counters, hidden states."""
+"""Watch attributes of modules that code between units assigns, or whose objects it changes in place."""
 
 from __future__ import annotations
 
 import contextlib
+import dis
+import functools
 import sys
 import types
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.expressions import ALL, Use, uses
 from lightning_avgpipe.capture.held_tensors import HeldTensors, Key
 from lightning_avgpipe.capture.outside import outside, places
 from lightning_avgpipe.capture.shared_objects import Names
@@ -21,68 +21,57 @@ from lightning_avgpipe.utils.names import joined
 from lightning_avgpipe.utils.object_state import Variable
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.source import source_line
-from lightning_avgpipe.utils.torch_compat import REGISTRIES, address
+from lightning_avgpipe.utils.torch_compat import REGISTRIES, address, untraced
 
 _MISSING = object()
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"__dict__", "__class__"}
+# Methods of collections that change them and return nothing.
+_WRITING = ("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "update")
+_OF_EVERY_MODULE = (frozenset(vars(nn.Module())) | {"__dict__", "__class__"}) - {"training"}
 
 
 class _Write(NamedTuple):
-    """An assignment: how many nodes came before it, its line, and how tensors lie in what was assigned."""
+    """An assignment of an attribute by code between units.
 
-    position: int
-    source: str
-    layout: Any
-
-
-class Look(NamedTuple):
-    """Something that depends on what an attribute holds.
-
-    Attributes:
-        position: how many nodes came before.
-        source: its line.
-        use: of the object that it holds, or of one that this holds in turn.
-        carried: whether the step before may have assigned it.
+    The fields are: how many nodes came before, the line, the layout of the tensors in the assigned value, whether any
+    of them has a gradient history, and whether the value differs from the one before the step.
     """
 
     position: int
     source: str
-    use: Use
-    carried: bool
+    layout: Any
+    has_history: bool
+    is_other: bool
 
 
-@dataclass
-class _Loaded:
-    """An attribute that a line of code has loaded, and what it has not yet done with it."""
+class Look(NamedTuple):
+    """A load of an attribute by a line of code; all that the attribute leads to counts as read.
 
-    key: Key
-    frame: types.FrameType
-    offset: int
+    Attributes:
+        position: number of nodes before the load.
+        source: the line that loads the attribute.
+        held: the object that the attribute holds.
+        carried: whether the object may come from the previous step.
+    """
+
+    position: int
     source: str
-    uses: list[Use]
+    held: Any
     carried: bool
-
-    def done(self, again: bool) -> list[Use]:
-        """What it has done since it was last asked, or before it runs once more."""
-        now, last = self.frame.f_lasti, self.uses[-1].offset if self.uses else 0
-        runs = self.offset <= now < last and not again
-        done = [use for use in self.uses if not runs or use.offset <= now]
-        self.uses = self.uses[len(done) :]
-        return done
 
 
 class Assignments:
-    """Watches which attributes are read and assigned, and when.
+    """A watch for reads and assignments of attributes while a step runs.
 
     Args:
-        module: whose submodules are watched.
-        position: how many nodes there are; None: a unit runs, whose attributes are its own.
-        ignore: modules that only observe.
-        was_read: told of every read.
+        module: module whose submodules are watched.
+        position: return the number of nodes so far; None while a unit runs, whose attributes are its own.
+        ignore: modules that only observe; they are not watched.
+        readers: functions that are called with the key of every attribute that is read.
 
     Attributes:
-        held: tensors in attributes, and what comes of them.
-        reads: attributes that were read, and how many nodes came before the first time.
+        held: the tensors that attributes hold, and the tensors that are computed from them.
+        reads: attribute -> number of nodes before its first read.
+        of_units: attributes that units have assigned, to another value or the same.
     """
 
     def __init__(
@@ -90,35 +79,35 @@ class Assignments:
         module: nn.Module,
         position: Callable[[], int | None],
         ignore: Collection[nn.Module] = (),
-        was_read: Callable[[Key], None] = lambda key: None,
+        readers: Sequence[Callable[[Key], None]] = (),
     ) -> None:
         self._modules = {id(m): (path, m) for path, m in _watched(module, ignore).items()}
         self._position = position
-        self._told = was_read
-        self._loaded: list[_Loaded] = []
-        self._looks: dict[Key, list[Look]] = {}  # at what the step before has assigned or changed
+        self._readers = readers
+        self._looks: dict[Key, list[Look]] = {}  # reads that may see values of the previous step
         self._writes: dict[Key, list[_Write]] = defaultdict(list)
         self._before: dict[Key, Any] = {}
         self._last = 0  # position
         self.held = HeldTensors()
         self.reads: dict[Key, int] = {}
+        self.of_units: set[Key] = set()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Within this context attributes are watched."""
-        if any(is_compiled(m) for _, m in self._modules.values()):  # which would be compiled anew
-            yield
-            return
+        """Watch reads and assignments of attributes within this context."""
         assign = nn.Module.__setattr__
         read = nn.Module.__getattribute__
+        outer = vars(nn.Module).get("__getattribute__")  # not None while an outer step is watched
 
         def watched_assign(module: nn.Module, name: str, value: Any) -> None:
-            self._assigned(module, name, value)
+            with untraced():
+                self._assigned(module, name, value)
             assign(module, name, value)
 
         def watched_read(module: nn.Module, name: str) -> Any:
             if name not in _OF_EVERY_MODULE:
-                self._was_read(module, name)
+                with untraced():
+                    self._was_read(module, name)
             return read(module, name)
 
         nn.Module.__setattr__ = watched_assign  # type: ignore[method-assign, assignment]
@@ -127,54 +116,67 @@ class Assignments:
             yield
         finally:
             nn.Module.__setattr__ = assign  # type: ignore[method-assign]
-            del nn.Module.__getattribute__
+            if outer is None:
+                del nn.Module.__getattribute__
+            else:
+                nn.Module.__getattribute__ = outer  # type: ignore[method-assign]
 
     def _key(self, module: nn.Module, name: str) -> Key | None:
         known = self._modules.get(id(module))
         return None if known is None or known[1] is not module else (known[0], name)
 
     def _assigned(self, module: nn.Module, name: str, value: Any) -> None:
-        self.settle()
         position, key = self._position(), self._key(module, name)
-        if position is None or key is None or any(name in vars(module)[register] for register in REGISTRIES):
+        if key is None or any(name in vars(module)[register] for register in REGISTRIES):
             return
-        self._before.setdefault(key, vars(module).get(name, _MISSING))
-        self._writes[key].append(_Write(position, source_line(), _layout(value)))
-        self.held.add(Objects((value,)).tensors, key)
+        if position is None:
+            self.of_units.add(key)
+            return
+        is_other = value is not self._before.setdefault(key, vars(module).get(name, _MISSING))
+        self._note(key, position, source_line(), value, is_other)
+
+    def was_assigned(self, key: Key, before: Any, position: int) -> None:
+        """Note an assignment that bypassed ``nn.Module.__setattr__``, so that its line is unknown."""
+        if any(write.position == position for write in self._writes[key]):
+            return
+        self._before.setdefault(key, before)
+        module = dict(self._modules.values())[key[0]]
+        self._note(key, position, "a line that goes past nn.Module.__setattr__", vars(module).get(key[1]), True)
+
+    def _note(self, key: Key, position: int, source: str, value: Any, is_other: bool) -> None:
+        tensors = Objects((value,)).tensors
+        has_history = any(tensor.grad_fn is not None for tensor in tensors)
+        self._writes[key].append(_Write(position, source, _layout(value), has_history, is_other))
+        self.held.add(tensors, key)
 
     def _was_read(self, module: nn.Module, name: str) -> None:
-        if name not in vars(module):
-            return
         position, key = self._position(), self._key(module, name)
-        if key is not None:
-            self._told(key)
+        if key is None:
+            return
+        if name in vars(module):
+            held = vars(module)[name]
             self.reads.setdefault(key, self._here())
-            self._load(key, vars(module)[name], sys._getframe(2), position is None)
+        else:  # a class attribute, until an instance assigns its own
+            held = getattr(type(module), name, _MISSING)
+            if held is _MISSING or hasattr(held, "__get__"):
+                return
+        for tell in self._readers:
+            tell(key)
+        self._load(key, held, position is None, _only_writes(sys._getframe(2), held))
 
-    def _load(self, key: Key, held: Any, frame: types.FrameType, in_unit: bool) -> None:
-        """A line of code, whose frame this is, has loaded what an attribute holds."""
-        code, offset = frame.f_code, frame.f_lasti
-        self.settle((frame, offset))
-        looks, carried = self._looks.setdefault(key, []), key not in self._writes and not in_unit
-        if any(look.use.held is held and look.use.key is ALL and look.carried >= carried for look in looks):
+    def _load(self, key: Key, held: Any, in_unit: bool, only_writes: bool) -> None:
+        looks, carried = self._looks.setdefault(key, []), key not in self._writes
+        if only_writes or any(look.held is held and look.carried >= carried for look in looks):
             return
         if carried:
             self.held.add(Objects((held,)).tensors, key)
-        if in_unit:
-            looks.append(Look(self._last, source_line(), Use(offset, held, ALL), carried))
-        else:
-            self._loaded.append(_Loaded(key, frame, offset, source_line(), uses(code, offset, held), carried))
+        position = self._last + 1 if in_unit else self._here()  # after the unit
+        looks.append(Look(position, source_line(), held, carried))
 
-    def settle(self, again: tuple[types.FrameType, int] | None = None) -> None:
-        """A node comes next, or something that is watched: what loaded attributes were used for until now.
-
-        Args:
-            again: the frame and the offset of an instruction that loads, once more if the line lies in a loop.
-        """
-        for loaded in self._loaded:
-            done = loaded.done((loaded.frame, loaded.offset) == again)
-            self._looks[loaded.key] += (Look(self._here(), loaded.source, use, loaded.carried) for use in done)
-        self._loaded = [loaded for loaded in self._loaded if loaded.uses]
+    def was_free(self) -> None:
+        """Count the reads of the last unit as reads between units: every stage that gets that far runs it."""
+        for key, looks in self._looks.items():
+            self._looks[key] = [look._replace(position=min(look.position, self._last)) for look in looks]
 
     def _here(self) -> int:
         position = self._position()
@@ -182,28 +184,35 @@ class Assignments:
         return self._last
 
     def changed(self) -> list[Key]:
-        """Attributes that are something else than before."""
+        """Return the attributes whose value is another object than before the step."""
         modules = dict(self._modules.values())
         return [key for key, before in self._before.items() if vars(modules[key[0]]).get(key[1]) is not before]
 
+    def passing(self) -> set[Key]:
+        """Return attributes that changed during the step and were set back, such as a mode or a flag."""
+        return self._others().difference(self.changed())
+
+    def _others(self) -> set[Key]:
+        return {key for key, writes in self._writes.items() if any(write.is_other for write in writes)}
+
     def created(self) -> set[Key]:
-        """Attributes that were not there before."""
+        """Return the attributes that did not exist before the step."""
         return {key for key in self.changed() if self._before[key] is _MISSING}
 
     def assigned(self) -> set[Key]:
-        """All attributes that were assigned, changed or not."""
+        """Return all attributes that were assigned, to another value or the same."""
         return set(self._writes)
 
     def looks(self, key: Key) -> list[Look] | None:
-        """What depended on what an attribute holds; None if nobody has seen it loaded."""
+        """Return the loads of an attribute; None if no load was seen."""
         return self._looks.get(key)
 
     def _first(self, key: Key) -> Look | None:
-        """What depended first on what the step before has assigned."""
+        """Return the first load that may see a value of the previous step; None if there is none."""
         return min((look for look in self._looks.get(key, ()) if look.carried), key=lambda k: k.position, default=None)
 
     def carried(self) -> Iterator[str]:
-        """Attributes that hold more than numbers for the next micro-batch, by full name."""
+        """Yield the full names of attributes that carry tensors with two or more dimensions to the next micro-batch."""
         modules = dict(self._modules.values())
         for key in self.changed():
             held = Objects((vars(modules[key[0]]).get(key[1]),)).tensors
@@ -211,7 +220,9 @@ class Assignments:
                 yield joined(*key)
 
     def pinned(self) -> Iterator[tuple[int, int, str]]:
-        """Where no cut may lie: a stage that reads what a step before assigned must come to the assignment.
+        """Yield ``(first, last, reason)`` where no cut may lie because of attributes that the next micro-batch reads.
+
+        A stage that reads an attribute which the previous step assigned must also execute the assignment.
 
         ::
 
@@ -219,7 +230,8 @@ class Assignments:
             stage 0          reads h, which stays zeros here; no node of this stage takes it
             stage 1                                    takes h, and comes to the last assignment
         """
-        for key in self.changed():
+        # an attribute that was assigned the same object may get another one for another micro-batch
+        for key in (*self.changed(), *(self._writes.keys() - self._others())):
             first, writes = self._first(key), self._writes[key]
             if first is None:
                 continue
@@ -230,35 +242,55 @@ class Assignments:
                 "micro-batch; assign it before the first submodule is called, or in on_train_batch_start"
             )
             for end in range(first.position, last.position):
-                held = [write.layout for write in writes if write.position <= end]
-                alike = bool(held) and held[-1] is not None and held[-1] == last.layout
+                held = next((write for write in reversed(writes) if write.position <= end), None)
+                alike = held is not None and held.layout is not None and held.layout == last.layout
+                if held is not None and held.has_history > last.has_history:
+                    alike = False  # a later micro-batch would extend a graph that this one's backward has freed
                 if not alike or self.held.uses.get(key, last.position) < end:
                     yield end, end, reason
 
 
+def _only_writes(frame: types.FrameType, held: Any) -> bool:
+    """Return whether the next operation on a loaded collection only adds to it, so that its contents are not read.
+
+    ``self.outputs.append(self.loss(batch))`` loads the list first. Counted as a read, this would keep the whole step on
+    one stage.
+    """
+    if type(held) not in (list, dict, set, deque):
+        return False
+    following = next((i for i in _instructions(frame.f_code) if i.offset > frame.f_lasti), None)
+    return following is not None and following.argval in _WRITING and following.opname in ("LOAD_ATTR", "LOAD_METHOD")
+
+
+@functools.lru_cache(maxsize=256)
+def _instructions(code: types.CodeType) -> tuple[dis.Instruction, ...]:
+    return tuple(dis.get_instructions(code))
+
+
 def _layout(value: Any) -> Any:
-    """How tensors lie in what an attribute holds; None if there is anything else in it."""
+    """Return the tree structure of a value that holds tensors only; None if it holds anything else."""
     try:
         leaves, spec = tree.flatten(value)
-    except RecursionError:  # it leads back into itself, so it is no tree
+    except RecursionError:  # a value that contains itself is no tree
         return None
     return spec if leaves and all(isinstance(leaf, Tensor) for leaf in leaves) else None
 
 
 class Mutations:
-    """Which objects in attributes the code between units changes in place, and which variables, and when.
+    """A watch for objects in attributes and variables that code between units changes in place.
 
     Args:
-        module: whose submodules' attributes lead to the objects, and whose code names the variables.
-        chosen: the ids of those that change while the step runs; only these are watched.
-        position: how many nodes there are.
-        ignore: modules that only observe.
+        module: module whose attributes lead to the objects, and whose code names the variables.
+        chosen: ids of the objects that are known to change while the step runs; only these are watched.
+        position: return the number of nodes so far.
+        ignore: modules that only observe; they are not watched.
 
     Attributes:
-        attributes: of modules, by path and name, and variables outside.
-        objects: all that they lead to.
-        chosen: those that are watched.
-        once: ids of objects that the code between units changes once and for all, where, and which attributes.
+        attributes: attributes by path and name, and variables outside of modules by full name.
+        objects: all objects that attributes and variables lead to.
+        chosen: the objects that are watched.
+        once: id of an object that code between units changes in the first step only -> the position, and the names of
+            the changed attributes.
     """
 
     def __init__(
@@ -276,12 +308,12 @@ class Mutations:
         self.chosen = self.objects.among(chosen)
         self.once: dict[int, tuple[int, Names]] = {}
         self._position = position
-        self._first: dict[int, tuple[Any, int]] = {}  # by id: an object, and where it first changed
-        self._last: dict[int, dict[Any, int]] = {}  # and where it last did, by key; None: nobody knows which; ALL: any
-        self._names: dict[int, Names] = {}  # of attributes that differed then
+        self._first: dict[int, tuple[Any, int]] = {}  # by id: an object, and the position of its first change
+        self._last: dict[int, int] = {}  # by id: the position of the last change
+        self._names: dict[int, Names] = {}  # by id: names of the changed attributes
 
     def look(self) -> None:
-        """Code between units has run."""
+        """Note the changes of code between units that has just run."""
         differences = self.chosen.differences()
         self.between(differences)
         if differences:
@@ -289,17 +321,16 @@ class Mutations:
             self.chosen.adopt(Objects([obj for obj, _ in differences], opaque=True), self.objects)
 
     def between(self, differences: Iterable[tuple[Any, Names]]) -> None:
-        """Code that every stage runs has changed these objects."""
+        """Note that code which every stage runs has changed these objects."""
         for obj, names in differences:
             self._first.setdefault(id(obj), (obj, self._position()))
-            last = self._last.setdefault(id(obj), {})
-            last |= dict.fromkeys((ALL, *((None,) if names is None else names)), self._position())
+            self._last[id(obj)] = self._position()
             known = self._names.get(id(obj), frozenset())
             self._names[id(obj)] = None if names is None or known is None else known | names
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[list[tuple[Any, Names]]]:
-        """Within this context a unit runs; after it the list has what it has changed, on its stage only."""
+        """Run a unit within this context; the list then holds the objects that the unit has changed."""
         self.look()
         changed: list[tuple[Any, Names]] = []
         yield changed
@@ -307,33 +338,34 @@ class Mutations:
         self.chosen.follow(obj for obj, _ in changed)
 
     def assigned_in(self, module: nn.Module) -> set[Key]:
-        """Attributes of a unit that are something else than when the step began."""
+        """Return the attributes of a unit that hold another object than when the step began."""
         inner = {id(m) for m in module.modules()}
         now = _held({path: m for path, m in self._modules.items() if id(m) in inner})
         return {key for key, held in now.items() if self.attributes.get(key) is not held}
 
     def pass_over(self) -> None:
-        """What has changed until now was not changed by the code between units."""
+        """Ignore all changes so far: code between units did not make them."""
         self.chosen.follow(obj for obj, _ in self.chosen.differences())
 
     def found(self) -> frozenset[int]:
-        """Ids of the objects that have changed since the step began, whoever changed them."""
+        """Return the ids of the objects that have changed since the step began, by any code."""
         return frozenset(id(obj) for obj in self.objects.changed() if not isinstance(obj, Tensor))
 
     def keep(self, lasting: Collection[int]) -> None:
-        """Forget what does not change again when the step runs once more: a name that is set when it is first needed.
+        """Forget objects that do not change again when the step runs once more, such as a cache that is filled once.
 
-        That is the same for all stages of a process. A stage of its own mind would make once more what goes with it.
+        Such objects are shared by all stages of a process. A copy per stage would also repeat all that was made along
+        with them.
 
         Args:
-            lasting: ids of the objects that do; a list that the step has made is one, and leads to what holds it.
+            lasting: ids of the objects that changed again, including containers that the step makes anew.
         """
         changing = {key for key, (obj, _) in self._first.items() if Objects([obj], opaque=True).reach(lasting)}
         self.once = {key: (first[1], self._names[key]) for key, first in self._first.items() if key not in changing}
         self._first = {key: first for key, first in self._first.items() if key in changing}
 
     def holders(self) -> dict[Key, int]:
-        """Attributes that lead to what code between units has changed, and where it first did."""
+        """Return the attributes that lead to objects changed between units, with the position of the first change."""
         found = {}
         for key, held in self.attributes.items() if self._first else ():
             reached = Objects([held], opaque=True)
@@ -343,42 +375,47 @@ class Mutations:
         return found
 
     def of_units(self) -> tuple[Key, ...]:
-        """Attributes that units have assigned, or whose objects they have changed; also those that glue assigned."""
+        """Return the attributes that units or glue assign, and those whose objects units change."""
         before, changed = self.attributes, self.found() - self._first.keys()
         leading = {key for key, held in before.items() if changed and Objects([held], opaque=True).reach(changed)}
-        now = _held(self._modules) | {key: held for key, held in before.items() if isinstance(held, Variable)}
-        assigned = {key for key in now if before.get(key) is not now[key]}
-        return tuple(sorted(leading & now.keys() | assigned))
+        now = _held(self._modules).keys() | {key for key, held in before.items() if isinstance(held, Variable)}
+        return tuple(sorted(leading & now | self.reassigned()))
+
+    def reassigned(self) -> set[Key]:
+        """Return the attributes that hold another object than when the step began, whoever assigned them."""
+        return {key for key, held in _held(self._modules).items() if self.attributes.get(key) is not held}
 
     def written(self, memory: Collection[int]) -> tuple[Key, ...]:
-        """Attributes and variables that lead to tensors with memory at these addresses."""
+        """Return the attributes and variables that lead to tensors with memory at these addresses."""
         leading = {k: Objects([held]).tensors for k, held in self.attributes.items()} if memory else {}
         return tuple(k for k, tensors in leading.items() if any(address(t) in memory for t in tensors))
 
     def pinned(self, assignments: Assignments) -> Iterator[tuple[int, int, str]]:
-        """Where no cut may lie: a stage that reads what a step before has changed must come to the change."""
+        """Yield ``(first, last, reason)`` where no cut may lie because of objects that the next micro-batch reads.
+
+        A stage that reads an object which the previous step changed must also execute the change.
+        """
         variables = {("", name) for name in outside(self._module)}
         for key in self.holders():
-            if key in variables and places(self._module, key[1]) == 1:
-                continue  # which reads it, if at all, where it changes it
+            lines = places(self._module, key[1]) if key in variables else []
+            if len(lines) == 1:
+                continue  # a single line: it reads the variable, if at all, where it changes it
             looks = assignments.looks(key)
-            if looks is None:
-                looks = [Look(0, "an unknown line", Use(0, self.attributes[key], ALL), True)]
+            if looks is None:  # reads of variables, and reads that bypass __getattribute__, are not watched
+                where = " or ".join(lines[:2]) or "a line that does not name it"
+                looks = [Look(0, where, self.attributes[key], True)]
             name = joined(*key)
             for look in looks:
-                change = self._last_change(look.use)
+                change = self._last_change(look.held)
                 if look.position < change:
                     reason = f"'{name}' is read at {look.source}, and its contents are changed later"
                     where = "for the next micro-batch; change them before the first submodule is called"
                     yield (look.position, change - 1, f"{reason}, {where}")
 
-    def _last_change(self, use: Use) -> int:
-        """Where the code between units has last changed what a use depends on; -1 if nowhere."""
-        if use.key is not ALL:
-            last = self._last[id(use.held)] if id(use.held) in self._first else {}
-            return max(last.get(use.key, -1), last.get(None, -1))
-        reached = Objects([use.held], opaque=True)
-        return max((self._last[key][ALL] for key in self._first if reached.reach({key})), default=-1)
+    def _last_change(self, held: Any) -> int:
+        """Return the position of the last change between units of what an object leads to; -1 if there is none."""
+        reached = Objects([held], opaque=True)
+        return max((self._last[key] for key in self._first if reached.reach({key})), default=-1)
 
 
 def _held(modules: dict[str, nn.Module]) -> dict[Key, Any]:
@@ -396,5 +433,5 @@ def _watched(module: nn.Module, ignore: Collection[nn.Module]) -> dict[str, nn.M
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` has compiled it."""
+    """Return whether ``torch.compile`` has compiled a module."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")

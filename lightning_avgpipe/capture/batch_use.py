@@ -1,4 +1,4 @@
-"""Which stages need which tensors of the batch: found out while a step is captured."""
+"""Find out, while a step is captured, which stages need which tensors of the batch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lightning_avgpipe.utils.tensors import tensor_bytes
 
 
 def leaf_names(batch: Any) -> tuple[str, ...]:
-    """Names of the tensors of a batch; two batches with the same names are alike."""
+    """Return the names of the tensors of a batch; two batches with the same names have the same structure."""
     return tuple(name for name, leaf in tree.flatten_with_names(batch)[0] if isinstance(leaf, Tensor))
 
 
 class BatchUse:
-    """Follows the tensors of one batch through the free glue of a step.
+    """A record of the uses of one batch's tensors by the glue that every stage executes (free glue) and by nodes.
 
-    A stage to which a tensor is not sent has an :class:`~lightning_avgpipe.utils.placeholder.Absent` in its place.
-    Whether glue can do with that is found out by trying.
+    A stage that is not sent a tensor has an :class:`~lightning_avgpipe.utils.placeholder.Absent` in its place. Whether
+    an operation works with that is found out by trying.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -34,57 +34,57 @@ class BatchUse:
         self._origins: dict[int, tuple[weakref.ref[Tensor], frozenset[int]]] = {}
 
     def begin(self, batch: Any) -> None:
-        """The step will be given this batch."""
+        """Begin to follow the tensors of the batch that the step will be given."""
         tensors = tree.tensors(batch)
         for i, (name, tensor) in enumerate(zip(leaf_names(batch), tensors, strict=True)):
             self._leaves.append(Leaf(name, tensor_bytes(tensor)))
             self._origins[id(tensor)] = (weakref.ref(tensor), frozenset((i,)))
 
     def leaves(self) -> tuple[Leaf, ...]:
-        """The tensors of the batch, with all uses so far."""
+        """Return the tensors of the batch, with all uses so far."""
         return tuple(self._leaves)
 
     # -- uses ---------------------------------------------------------------------------------------------------------
 
     def is_passed_on(self, func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> bool:
-        """Whether a function only makes views or copies of tensors of the batch, of which an absent one is enough."""
+        """Return whether a function only makes views or copies of the batch's tensors, so it accepts absent ones."""
         if not self._of(tensors):
             return False
         try:
             result = func(*tree.map_tensors(self._absent, args), **tree.map_tensors(self._absent, kwargs))
-        except Exception:  # it computes, or asks for numbers
+        except Exception:  # the function computes, or reads numbers
             return False
         leaves = tree.flatten(result)[0]
         return bool(leaves) and all(isinstance(leaf, Absent) for leaf in leaves)
 
     def passed_on(self, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """These results are views or copies of tensors of the batch."""
+        """Note that these results are views or copies of tensors of the batch."""
         origin = self._of(tensors)
         for result in results:
             self._origins[id(result)] = (weakref.ref(result), origin)
 
     def computed(self, tensors: Sequence[Tensor], position: int) -> None:
-        """Free glue or a free unit before a node computes with these tensors."""
+        """Note that free glue or a free unit computes with these tensors before the node at this position."""
         for i in self._of(tensors):
             if self._leaves[i].free_use is None:
                 self._leaves[i] = replace(self._leaves[i], free_use=position)
 
     def taken(self, tensors: Sequence[Tensor], node: int) -> None:
-        """A node takes these tensors."""
+        """Note that a node takes these tensors."""
         for i in self._of(tensors):
             self._leaves[i] = replace(self._leaves[i], nodes=tuple(dict.fromkeys((*self._leaves[i].nodes, node))))
 
     def kept(self, tensors: Sequence[Tensor]) -> None:
-        """These tensors are needed at the end of the step."""
+        """Note that the result of the step, ``self.log`` or a metric needs these tensors."""
         for i in self._of(tensors):
             self._leaves[i] = replace(self._leaves[i], kept=True)
 
     def knows(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether some of these are tensors of the batch, or views or copies of them."""
+        """Return whether any of these is a tensor of the batch, or a view or copy of one."""
         return bool(self._of(tensors))
 
     def _of(self, tensors: Sequence[Tensor]) -> frozenset[int]:
-        """The tensors of the batch that these come from."""
+        """Return the indices of the batch's tensors that these are made from."""
         found: frozenset[int] = frozenset()
         for tensor in tensors:
             for candidate in (tensor, tensor._base):

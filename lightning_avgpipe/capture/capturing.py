@@ -16,7 +16,8 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.iterators import Iterators, Key
 from lightning_avgpipe.capture.named_state import trained_parameters
 from lightning_avgpipe.capture.neighbours import neighbours
-from lightning_avgpipe.capture.recorder import Foresight, Recorder
+from lightning_avgpipe.capture.random_use import watching_seeds
+from lightning_avgpipe.capture.recorder import Preview, StepRecorder
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import watching
 from lightning_avgpipe.errors import CaptureError, SkippedStepError
@@ -35,27 +36,29 @@ def capture(
     device: torch.device | None = None,
     ignore: Collection[nn.Module] = (),
 ) -> CallGraph:
-    """Record what ``run(*args)`` does with the units of ``module``. Nothing remains of the execution.
+    """Record the call graph of ``run(*args)`` on the units of ``module``. The execution leaves no trace.
 
     Args:
         step: name of the step function, for messages.
         run: executes the step, with the module's own grad mode and precision.
         args: arguments of the step, the micro-batch first.
-        module: whose submodules are called.
-        units: paths of the submodules that are never split; what else the step calls, outside of them, is a unit too.
-        device: where to compute; parameters that are elsewhere visit it one unit at a time.
+        module: module whose submodules are called.
+        units: paths of the submodules that are never split; other modules that are called outside of these are units
+            too.
+        device: device to compute on; parameters that are elsewhere are moved there one unit at a time.
         ignore: modules that only observe.
 
     Raises:
         SkippedStepError: the step returned None in training.
+        SeedingError: code between units seeds torch's random numbers.
         CaptureError: the step returned no loss in training, or is given nested tensors.
     """
     if any(tensor.is_nested for tensor in tree.tensors(args)):
         raise CaptureError(f"the batch of {step} holds a nested tensor, which cannot be followed; {INSTEAD_OF_NESTED}")
-    foresight = Foresight()
+    foresight = Preview()
     while True:
         batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
-        make = partial(Recorder, module, units, device, foresight, ignore)
+        make = partial(StepRecorder, module, units, device, foresight, ignore)
         with contextlib.closing(make([*tree.tensors(batch), *Objects(batch).tensors])) as recorder:
             try:
                 trained = trained_parameters(module)
@@ -65,41 +68,44 @@ def capture(
                 error.add_note(f"while {step} was followed on a first micro-batch, to learn what it calls")
                 raise
             before, foresight = foresight, recorder.foresight
-        # whether an operation on a tensor changes state must be known before the tensor is first changed
+        # The first run may find out what must be known from the beginning, such as which buffers glue changes.
         if foresight == before:
             return graph
 
 
 class _Followed(NamedTuple):
-    """What is known when a step has run; its changes are undone by then.
+    """Findings about a step that has run and whose changes are undone.
 
     Attributes:
-        iterators: what leads to any.
-        carried: full names of tensors that go from one micro-batch to the next.
-        loss: of a training step.
-        holders: what leads to objects that change, and before which node they first do.
-        batch_writes: whether it changed tensors of its batch.
+        iterators: attributes and variables that lead to iterators.
+        carried: full names of attributes whose tensors go from one micro-batch to the next.
+        passing: attributes that changed during the step and were set back.
+        loss: loss of a training step; None for other steps.
+        holders: attributes and variables that lead to objects which change, and the position of the first change.
+        batch_writes: whether the step changed tensors of its batch.
     """
 
     iterators: tuple[Key, ...]
     carried: tuple[str, ...]
+    passing: tuple[Key, ...]
     loss: Tensor | None
     holders: tuple[tuple[Key, int], ...]
     batch_writes: bool
 
 
 def _followed(
-    recorder: Recorder, make: Callable[[Sequence[Tensor]], Recorder], module: nn.Module, step: str,
+    recorder: StepRecorder, make: Callable[[Sequence[Tensor]], StepRecorder], module: nn.Module, step: str,
     run: Callable[..., Any], args: Sequence[Any],
 ) -> _Followed:  # fmt: skip
-    """Let a recorder follow a step."""
+    """Run a step under a recorder, and undo its changes."""
     spare = tree.map_tensors(torch.clone, tuple(args))
     batch = [(leaf, version_of(leaf)) for leaf in tree.tensors(args)]
     if args:
         recorder.batch.begin(args[0])
     iterators = Iterators(recorder.unnamed.mutations.attributes)
     with untouched(module), Objects(args, opaque=True).restored(), recorder.visiting(module), recorder.state.changes:
-        with recorder.unnamed.watched(), recorder.following(), watching(recorder.calls):
+        seeds = watching_seeds(recorder.calls.seeds)
+        with recorder.unnamed.watched(), recorder.following(), watching(recorder.calls), seeds:
             result = run(*args)
         recorder.finish(result)
         if taken := iterators.advanced():
@@ -108,15 +114,18 @@ def _followed(
                 "would take others. Make it a part of the batch (CombinedLoader), or count in an attribute",
             )  # fmt: skip
         carried = tuple(recorder.unnamed.assignments.carried())
+        passing = tuple(recorder.unnamed.assignments.passing())
         loss = _loss(result) if step == "training_step" else None
         _find_what_lasts(recorder, make, run, spare)
         holders = tuple(recorder.unnamed.mutations.holders().items())
     writes = any(version_of(leaf) != version for leaf, version in batch)
-    return _Followed(iterators.leads(), carried, loss, holders, writes)
+    return _Followed(iterators.leads(), carried, passing, loss, holders, writes)
 
 
-def _graph(recorder: Recorder, module: nn.Module, step: str, trained: frozenset[str], followed: _Followed) -> CallGraph:
-    """What was recorded."""
+def _graph(
+    recorder: StepRecorder, module: nn.Module, step: str, trained: frozenset[str], followed: _Followed
+) -> CallGraph:
+    """Make the call graph of what was recorded."""
     draft, unnamed, draws = recorder.draft, recorder.unnamed, recorder.calls.watch
     drawing = draws.drawing | draws.host_drawing
     return CallGraph(
@@ -128,11 +137,14 @@ def _graph(recorder: Recorder, module: nn.Module, step: str, trained: frozenset[
         resident=frozenset(draft.resident),
         drawing=frozenset(draws.drawing),
         host_drawing=frozenset(draws.host_drawing),
+        seeding=frozenset(draws.seeding),
+        from_entropy=draws.from_entropy,
         leaves=recorder.batch.leaves(),
         batch_writes=followed.batch_writes,
         glue_states=frozenset(recorder.uses.by_glue),
         rewritten=frozenset(recorder.state.rewritten),
         attributes=unnamed.assigned,
+        passing=followed.passing,
         carried=followed.carried,
         holders=followed.holders,
         of_units=tuple(sorted(unnamed.of_units - dict(followed.holders).keys())),
@@ -151,12 +163,15 @@ def _graph(recorder: Recorder, module: nn.Module, step: str, trained: frozenset[
 
 
 def _find_what_lasts(
-    recorder: Recorder, make: Callable[[Sequence[Tensor]], Recorder], run: Callable[..., Any], args: Sequence[Any]
+    recorder: StepRecorder,
+    make: Callable[[Sequence[Tensor]], StepRecorder],
+    run: Callable[..., Any],
+    args: Sequence[Any],
 ) -> None:
-    """Find out what of what the step changes it changes again when it runs once more.
+    """Run the step once more to find out which of its changes are made only once.
 
-    The rest it has made for good. All stages of a process share that and what was made with it (hooks, tables): a stage
-    of its own mind would make everything once more.
+    Changes that are not made again (hooks, tables), and what was made along with them, are shared by all stages of a
+    process. A copy per stage would be made once more by each stage.
     """
     with contextlib.ExitStack() as stack:
         again = None
@@ -166,7 +181,7 @@ def _find_what_lasts(
             try:
                 with again.state.changes, again.unnamed.assignments.watched(), again.following(), watching(again.calls):
                     run(*args)
-            except Exception:  # of any type: it is the user's code, which training will run again
+            except Exception:  # any error of the user's code is ignored here; training will show it
                 again = None
         recorder.draft.pinned += recorder.hidden.settle(None if again is None else again.hidden)
         if again is not None:

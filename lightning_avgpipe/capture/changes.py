@@ -1,8 +1,8 @@
-"""Changes: which parameters and buffers the operations of a step write into, and what they held before.
+"""Find out which parameters and buffers the operations of a step write into, and keep what they held before.
 
-Operations say in their schema what they write, so it is seen before it happens, also through views, ``.data`` and
-lists of tensors; what they do not say (the statistics of a batch normalisation) is found by comparing contents. A
-parameter that gets other memory (``p.data = ...``) is found by its address.
+The schema of an operation says what it writes to. So a write is seen before it happens, also through views, ``.data``
+and lists of tensors. Writes that the schema does not mention (the statistics of a batch normalisation) are found by
+comparing contents. A parameter that gets other memory (``p.data = ...``) is found by its address.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets, u
 
 
 class Changes(TorchDispatchMode):
-    """Within this context changes of a module's parameters and buffers are noted; after it parameters are as before.
+    """A context that notes writes to a module's parameters and buffers, and restores the parameters when it ends.
 
     Args:
-        module: whose tensors are watched.
-        others: what else may be written into, like what the step makes.
+        module: module whose parameters and buffers are watched.
+        others: other tensors that may be written to, such as the batch.
 
     Attributes:
         written: names of the tensors that were written into since :meth:`begin`.
-        strange: whether something was that the step did not make, and that has no name.
-        nameless: addresses of all that was so.
+        strange: whether a tensor was written to since :meth:`begin` that the step did not make and that has no name.
+        nameless: memory addresses of all such tensors.
     """
 
     def __init__(self, module: nn.Module, others: Iterable[Tensor] = ()) -> None:
@@ -41,14 +41,14 @@ class Changes(TorchDispatchMode):
         self._module = module
         self._made = {address(tensor) for tensor in others}
         self._parameters: dict[str, nn.Parameter] = {}
-        self._memory: dict[str, Tensor] = {}  # of parameters; keeps addresses unique
-        self._contents: dict[str, Tensor] = {}  # of those that were written into
+        self._memory: dict[str, Tensor] = {}  # of parameters; held, so that no other tensor gets the same address
+        self._contents: dict[str, Tensor] = {}  # former contents, by name of a parameter that was written to
         self._names: dict[int, list[str]] = {}  # by address
         self._paused = False
 
     def __enter__(self) -> Changes:
         self._parameters = dict(self._module.named_parameters())
-        with untraced():  # nothing is lent for it
+        with untraced():  # reading the data must not fetch absent weights
             self._memory = {name: p.detach() for name, p in self._parameters.items()}
         self._locate([*self._parameters.items(), *self._module.named_buffers()])
         super().__enter__()
@@ -60,17 +60,17 @@ class Changes(TorchDispatchMode):
             put_back(parameter, self._memory[name], self._contents.get(name))
 
     def begin(self) -> None:
-        """Forget what has been found."""
+        """Forget all writes so far."""
         self.written, self.strange = set(), False
 
     def keep(self, before: Iterable[tuple[str, Tensor]]) -> None:
-        """These parameters, by name, have got other memory; this is what was in the former one."""
+        """Keep the contents that these parameters had in the memory that they have left."""
         for name, contents in before:
             self._contents.setdefault(name, contents.clone())
 
     @contextlib.contextmanager
     def visiting(self, visit: AbstractContextManager[None], named: Collection[tuple[str, Tensor]]) -> Iterator[None]:
-        """Within this context these tensors are on a visit, where they have other memory."""
+        """Move these tensors to another device within this context, where they have other memory."""
         with self._pausing():
             visit.__enter__()
         places = self._locate(named)
@@ -125,9 +125,9 @@ class Changes(TorchDispatchMode):
 
 
 def put_back(parameter: nn.Parameter, memory: Tensor, contents: Tensor | None) -> None:
-    """Give a parameter its former memory, and that its former contents (None: they did not change)."""
-    with torch.no_grad(), untraced():  # what is only lent has no memory here
-        if parameter.is_meta or memory.is_meta:  # given up or taken back meanwhile
+    """Give a parameter its former memory, and the memory its former contents (None: they did not change)."""
+    with torch.no_grad(), untraced():  # reading the data must not fetch absent weights
+        if parameter.is_meta or memory.is_meta:  # the weight was released or fetched meanwhile
             return
         if address(parameter) != address(memory):
             parameter.data = memory

@@ -1,4 +1,4 @@
-"""The cache: measured costs in small files, so that the next run of the same model on the same device starts soon."""
+"""Cache measured costs in small files, so that the next run of the same model on the same device need not measure."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 def default_directory() -> Path | None:
-    """``lightning_avgpipe`` in the user's cache directory: ``$XDG_CACHE_HOME``, or ``~/.cache``; None without a home.
+    """Return ``lightning_avgpipe`` in ``$XDG_CACHE_HOME`` or ``~/.cache``; None without a home directory.
 
-    The system knows no home of some users, as in containers.
+    Some users have no home directory, as in containers.
     """
     home = os.environ.get("XDG_CACHE_HOME")
     if home and Path(home).is_absolute():
@@ -38,10 +38,10 @@ def default_directory() -> Path | None:
 
 
 class CostCache:
-    """A directory with one file of measured costs per fingerprint. Files that cannot be used are ignored.
+    """A directory with one file of measured costs per fingerprint; files that cannot be read are ignored.
 
     Args:
-        directory: made when the first file is written.
+        directory: directory of the files; it is made when the first file is written.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -49,7 +49,7 @@ class CostCache:
         self._writable = True
 
     def load(self, key: str, num_nodes: int) -> Costs | None:
-        """Costs with this fingerprint; None if there are none that can be used."""
+        """Return the costs with this fingerprint; None if no file with them can be read."""
         path = self._path(key)
         try:
             found = json.loads(path.read_text())
@@ -65,9 +65,9 @@ class CostCache:
         return Costs(forward, backward, stash, measured=True)
 
     def save(self, key: str, costs: Costs, about: dict[str, Any]) -> None:
-        """Write costs; whoever reads at the same time finds the old file or the new one.
+        """Write costs atomically: a concurrent reader finds the old file or the new one.
 
-        What cannot be written is not tried again.
+        After a failure nothing is written any more.
         """
         if not self._writable:
             return
@@ -98,7 +98,7 @@ class CostCache:
 
 
 def _numbers(found: dict[str, Any], name: str, count: int) -> tuple[float, ...]:
-    """A list of finite numbers from 0, one for each node of the step."""
+    """Return a list of finite, non-negative numbers, one for each node of the step."""
     numbers = found[name]
     if not isinstance(numbers, list) or len(numbers) != count:
         raise ValueError(f"{name} is no list of {count} numbers")
@@ -108,10 +108,10 @@ def _numbers(found: dict[str, Any], name: str, count: int) -> tuple[float, ...]:
 
 
 def fingerprint(graph: CallGraph, module: nn.Module, device: torch.device) -> tuple[str, dict[str, Any]]:
-    """A digest of everything that measured costs depend on, and the part of it that people can read.
+    """Return a digest of all that measured costs depend on, and the human-readable part of it.
 
-    The graph tells operations, shapes, types and which values have gradients, and so whether the step trains and in
-    which precision. Lines of code are left out: moving a function does not change what it costs.
+    The graph determines operations, shapes, types and which values have gradients, and thereby whether the step trains
+    and in which precision. Source lines are left out: moving a function does not change its cost.
     """
     about = {
         "module": f"{type(module).__module__}.{type(module).__qualname__}",

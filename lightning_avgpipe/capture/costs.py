@@ -1,24 +1,25 @@
-"""Costs: what each node of a call graph takes, and what a byte takes on the way from stage to stage.
+"""Define costs: the time of each node of a call graph, and the time that a byte takes between two stages.
 
-Nothing here needs torch: costs are measured elsewhere, counted from the graph, or read from a file.
+This module does not import torch. Costs are measured elsewhere, counted from the graph, or read from a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.graph import CallGraph, Value
+from lightning_avgpipe.capture.wire_format import FORMATS, Format, Wire, least_that_hides
 
 
 @dataclass(frozen=True)
 class Link:
-    """One hop, in one direction. The default is a hop inside a process: free.
+    """A connection from one stage to the next, in one direction; by default free, as inside a process.
 
     Attributes:
-        per_byte: seconds for which a byte occupies it (or the unit of the costs of the nodes): 1 / bandwidth.
-        latency: seconds that a message takes beyond that.
+        per_byte: seconds per byte (or the unit of the nodes' costs), 1 / bandwidth.
+        latency: additional seconds per message.
     """
 
     per_byte: float = 0.0
@@ -27,16 +28,19 @@ class Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """What nodes and hops cost, for one micro-batch.
+    """Costs of nodes and links, for one micro-batch.
 
     Attributes:
-        forward: of each node, shape ``(len(graph.nodes),)``; seconds if ``measured``, else counted operations.
-        backward: of each node, in the same unit.
-        stash_bytes: what each node leaves in memory from its forward to its backward: what its operations save for
-            themselves, and those of its outputs that any node saves. Parameters and the batch do not count.
-        links: one for each hop, or one for all; none: hops are free.
-        measured: whether the costs are seconds of this machine.
-        kept: how many nodes, from the first, are not executed: what they gave is kept, and their forwards take no time.
+        forward: cost of each node's forward, shape ``(len(graph.nodes),)``; seconds if ``measured``, else counted
+            operations.
+        backward: cost of each node's backward, in the same unit.
+        stash_bytes: bytes that each node keeps from its forward to its backward: tensors that its operations save, and
+            those of its outputs that any node saves. Parameters and the batch do not count.
+        links: one link for each pair of neighbouring stages, or one for all; empty: links are free.
+        measured: whether the costs are seconds that were measured on this machine.
+        kept: number of nodes, from the first, that are not executed because their outputs are kept; their forwards cost
+            nothing.
+        wire: format in which values travel between processes; None: as they are.
     """
 
     forward: tuple[float, ...]
@@ -45,12 +49,13 @@ class Costs:
     links: tuple[Link, ...] = ()
     measured: bool = False
     kept: int = 0
+    wire: Wire = None
 
     @classmethod
     def from_flops(cls, graph: CallGraph) -> Costs:
-        """Counted operations (a backward costs two forwards); a byte on a link costs as much as 20 of them.
+        """Make costs of counted operations: a backward costs two forwards, a byte on a link 20 operations.
 
-        The stash is that of the values between the nodes: what a unit keeps inside is not known.
+        The stash is that of the values between the nodes, since the activations inside of a unit are not known.
         """
         forward = tuple(node.flops for node in graph.nodes)
         backward = tuple(2.0 * flops for flops in forward)
@@ -59,18 +64,38 @@ class Costs:
 
     @cached_property
     def node(self) -> tuple[float, ...]:
-        """Forward plus backward of each node."""
+        """The forward plus backward cost of each node."""
         return tuple(f + b for f, b in zip(self.forward, self.backward, strict=True))
 
     def link(self, hop: int) -> Link:
-        """The link from stage ``hop`` to the next."""
+        """Return the link from stage ``hop`` to the next."""
         if not self.links:
             return Link()
         return self.links[hop] if len(self.links) > 1 else self.links[0]
 
+    @property
+    def smallest(self) -> Format | None:
+        """The format that a cut is chosen by: where measurements decide, the smallest that they may choose."""
+        return (FORMATS[-1] if self.measured else None) if self.wire == "auto" else self.wire
+
+    def chosen(self, hop: int, values: Sequence[Value], slowest: float) -> Format | None:
+        """The format of a hop.
+
+        Args:
+            hop: from this stage to the next.
+            values: that cross it.
+            slowest: time of a forward and a backward of the slowest stage.
+        """
+        per_byte = self.link(hop).per_byte
+        if self.measured and not per_byte:  # within a process
+            return None
+        if self.wire != "auto":
+            return self.wire
+        return least_that_hides(values, per_byte, slowest) if self.measured else None
+
 
 def value_bytes(graph: CallGraph, kept: Iterable[int]) -> tuple[int, ...]:
-    """Bytes of the kept values, counted once per storage at the node that made the first of them."""
+    """Return the bytes of the kept values per node; a storage counts once, at the first node that made one."""
     storages = {graph.values[v].storage for v in kept}
     first: dict[int, tuple[int, int]] = {}
     for value in graph.values:

@@ -1,4 +1,4 @@
-"""The draft of a call graph: what is known of it while its step runs."""
+"""Collect the nodes and values of a call graph while its step runs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lightning_avgpipe.capture.known_tensors import KnownTensors
 from lightning_avgpipe.capture.questions import Questions
 from lightning_avgpipe.capture.values import Values
 
-ANYWHERE = sys.maxsize  # in the place of the last node of a range
-Pin = tuple[int, int, str]  # no cut between these nodes, for this reason
+ANYWHERE = sys.maxsize  # stands for the last node of a range
+Pin = tuple[int, int, str]  # first and last position where no cut may lie, and the reason
 
 
 class Draft:
-    """Nodes and values so far, and where no cut may lie.
+    """A call graph under construction.
 
     Attributes:
-        nodes: in program order.
-        values: that flow between them.
+        nodes: nodes so far, in program order.
+        values: values that flow between the nodes.
         kept: values that are needed at the end of the step.
-        resident: units that are nodes whatever they are given.
-        readers: units that find values in objects, and in nothing else.
-        pinned: where no cut may lie, as of :attr:`CallGraph.pinned`.
-        questions: where the step learns numbers of values.
+        resident: units that are nodes whatever their arguments are.
+        readers: units that find values in objects only, not in their arguments.
+        pinned: ranges where no cut may lie, see :attr:`CallGraph.pinned`.
+        questions: record of where the step learns numbers of values.
     """
 
     def __init__(self, known: KnownTensors, readers: Collection[str]) -> None:
@@ -40,11 +40,11 @@ class Draft:
         self.questions = Questions()
 
     def position(self) -> int:
-        """How many nodes there are."""
+        """Return the number of nodes so far."""
         return len(self.nodes)
 
     def pin(self, begin: int, end: int, reason: str) -> None:
-        """No cut may lie between these nodes."""
+        """Forbid cuts at the positions ``begin .. end``."""
         self.pinned.append((begin, end, reason))
 
     def add(
@@ -55,11 +55,11 @@ class Draft:
         versions: Sequence[int],
         owned: Container[int],
     ) -> None:
-        """Note a node that gave these tensors, and may have written into those that it took, of these versions."""
+        """Add a node that returned ``given`` and may have written into the tensors ``taken`` of these ``versions``."""
         writes = self.values.written(taken, versions, owned, node.name)
         self.nodes.append(replace(node, outputs=self.values.given(given, taken, node.name), writes=writes))
 
     def told(self, func: Any, tensors: Sequence[Tensor]) -> None:
-        """The step has read a description of tensors, which may tell numbers of values."""
+        """Note that the step has read a description of tensors, which may depend on numbers of values."""
         if self.questions.told(func, self.values.of(tensors)):
             self.nodes[-1] = replace(self.nodes[-1], asks=True)

@@ -1,4 +1,4 @@
-"""Who draws from the model's own generators of random numbers: found out while a step is captured."""
+"""Find out, while a step is captured, which nodes draw from random generators that the model holds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from lightning_avgpipe.utils.objects import Objects
 
 
 class GeneratorWatch:
-    """Watches the generators that attributes and variables lead to.
+    """A watch for the generators that attributes and variables lead to.
 
-    Each process has a copy. What is drawn next depends on all that was drawn before, in other micro-batches too, so
-    whoever draws must be on one stage. A generator that the step makes is another matter: it goes with the micro-batch.
+    Each process has its own copy of such a generator. Its next draw depends on all earlier draws, also of other
+    micro-batches, so all nodes that draw must be on one stage. A generator that the step makes travels with the
+    micro-batch instead.
 
     Args:
-        attributes: of modules, by path and name, and variables.
+        attributes: attributes of modules, by path and name, and variables.
     """
 
     def __init__(self, attributes: Mapping[tuple[str, str], Any]) -> None:
@@ -27,14 +28,14 @@ class GeneratorWatch:
         self._lasting = {id(one): one for one in self._objects.opaque}
         self._given: dict[int, set[str]] = defaultdict(set)
         self._nodes: dict[int, list[int]] = defaultdict(list)
-        self._between: dict[int, tuple[int, int]] = {}  # first and last position
+        self._between: dict[int, tuple[int, int]] = {}  # first and last position of draws between nodes
         self._made: dict[int, Any] = {}
         self._renewed: set[int] = set()
         self._pinned: list[tuple[int, int, str]] = []
         self._begun = Objects(self._lasting.values(), opaque="generators")
 
     def given(self, objects: Objects, path: str) -> tuple[int, ...]:
-        """A unit is called with the generators among these objects; returns the numbers of those that the step made."""
+        """Note that a unit is given the generators among these objects; return the numbers of the step's own."""
         found = objects.opaque
         for one in found:
             if id(one) in self._lasting:
@@ -44,22 +45,22 @@ class GeneratorWatch:
         return tuple(i for i, one in enumerate(found) if id(one) not in self._lasting)
 
     def kept(self, held: Iterable[Any]) -> None:
-        """The step has ended, and keeps what it has made."""
+        """Note the generators that the step has made and that are kept in these objects after it."""
         found = Objects(held, opaque="generators").opaque
         self._made |= {id(one): one for one in found if id(one) not in self._lasting}
 
     def look(self, position: int) -> None:
-        """Code that every stage runs has come to this position."""
+        """Note draws of code that every stage runs, up to this position."""
         for key in self._changed():
             self._between[key] = self._between.get(key, (position,))[0], position
 
     def drew(self, node: int) -> None:
-        """A node has run."""
+        """Note draws of a node that has run."""
         for key in self._changed():
             self._nodes[key].append(node)
 
     def pass_over(self) -> None:
-        """What has run is none of them, and runs once."""
+        """Ignore draws of code that runs only once, such as a logging call."""
         self._changed()
 
     def _changed(self) -> list[int]:
@@ -69,7 +70,7 @@ class GeneratorWatch:
 
     @property
     def in_use(self) -> bool:
-        """Whether there are any, also such as the step makes."""
+        """Whether any generator is used, including those that the step makes."""
         return bool(self._made or self._used)
 
     @property
@@ -77,7 +78,7 @@ class GeneratorWatch:
         return {*self._given, *self._nodes, *self._between}
 
     def settle(self, again: GeneratorWatch) -> None:
-        """The step has run once more, watched by another one."""
+        """Find out, from the watch of a repeated step, which generators are seeded in every step or made only once."""
         changed = set(map(id, again._begun.changed()))
         known = {lead for leads in self._leads().values() for lead in leads}
         self._renewed = {key for key in again._nodes.keys() | again._between.keys() if key not in changed}
@@ -88,7 +89,7 @@ class GeneratorWatch:
                 self._pinned.append((0, ANYWHERE, what))
 
     def uses(self) -> tuple[GeneratorUse, ...]:
-        """Of all generators, as the user knows them."""
+        """Return the uses of all generators."""
         return tuple(
             GeneratorUse(
                 tuple(leads), frozenset(self._given[key]), tuple(self._nodes[key]), self._between.get(key, (None,))[0],
@@ -105,13 +106,13 @@ class GeneratorWatch:
         return {key: sorted(found, key=lambda lead: (lead[1].startswith("_"), lead)) for key, found in leads.items()}
 
     def pinned(self, nodes: list[Node]) -> Iterator[tuple[int, int, str]]:
-        """Where no cut may lie: between nodes that draw, and where a stage that draws would not do it all."""
+        """Yield ``(first, last, reason)`` where no cut may lie, so that one stage makes all draws of a generator."""
         yield from self._pinned
         for key, drawing in self._nodes.items():
             first, unit = drawing[0], nodes[drawing[0]]
             between, last = self._between.get(key, (None, 0))
             if key in self._renewed and last <= first:
-                between = None  # seeded where every stage comes, and then not drawn from
+                between = None  # every stage seeds it before the first draw of a node
             if between is not None:
                 what = f"{unit} and code between units draw from one generator of random numbers"
                 yield max(1, min(between, first + 1)), ANYWHERE, what

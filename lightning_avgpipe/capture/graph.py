@@ -1,7 +1,7 @@
-"""The call graph of a step function: nodes in program order, the values between them, and where it may be cut.
+"""Define the call graph of a step function: nodes in program order, the values between them, and where it may be cut.
 
-Only what depends on the model is recorded. Glue that needs nothing but the batch (masks, positions, shifted labels)
-is *free*: every stage executes it for itself, so it is no node.
+Only what depends on the model is recorded. Glue that needs only the batch (masks, positions, shifted labels) is *free*:
+every stage executes it for itself, so it is no node.
 
 ::
 
@@ -17,27 +17,27 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from lightning_avgpipe.capture.upkeep import Span, made_by, spans
+from lightning_avgpipe.capture.upkeep import PinnedNodes, made_by, spans
 from lightning_avgpipe.utils.placeholder import Description
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that a node produced or wrote into. One per tensor object, whatever is later written into it.
+    """A tensor that a node produced or wrote into; one value per tensor object, whatever is written to it later.
 
     Attributes:
         index: position in :attr:`CallGraph.values`.
         name: the producing unit or operation, for messages.
-        shape: of the captured micro-batch; later micro-batches may differ.
-        nbytes: bytes of the captured micro-batch.
-        requires_grad: whether a gradient comes back for it.
+        shape: shape in the captured micro-batch; later micro-batches may differ.
+        nbytes: size in bytes in the captured micro-batch.
+        requires_grad: whether a backward returns a gradient for it.
         storage: values with the same number share memory.
-        is_strided: else it is sparse or nested, and does not travel.
+        is_strided: whether it is a dense tensor; sparse and nested tensors are not sent between stages.
     """
 
     index: int
@@ -59,24 +59,25 @@ class Node:
         kind: ``"call"`` of a unit, ``"glue"`` between calls, or a checkpointed ``"region"``.
         name: path of the unit, name of the torch function, or paths of the modules in the region.
         source: line of the user's code, as ``file.py:12 in forward``.
-        inputs: values that it reads.
-        outputs: one entry per tensor in its result: a value, or ``-1 - i`` if it is the i-th tensor argument itself.
-        writes: ``(i, value, base)`` for each tensor argument that it changes in place: the i-th one, or with
+        inputs: values that the node reads.
+        outputs: one entry per tensor in the result: a value, or ``-1 - i`` if it is the i-th tensor argument itself.
+        writes: ``(i, value, base)`` for each tensor argument that the node changes in place: the i-th one, or with
             ``base`` the tensor that the i-th one is a view of.
-        parameters: full names of the parameters that it uses.
-        states: full names of the parameters and buffers that it changes, or that it uses and other nodes change.
-        changes: those of them that it changes.
-        entry: what its result looks like, if that depends on parameters and buffers alone; else None.
-        draws: whether it draws random numbers.
-        drawn: calls inside of it of modules that draw, by path.
+        parameters: full names of the parameters that the node uses.
+        states: full names of the parameters and buffers that the node changes, or that it uses and other nodes change.
+        changes: those of ``states`` that the node changes.
+        entry: description of the result, if that depends on parameters and buffers alone; else None.
+        draws: whether the node draws random numbers.
+        drawn: paths of the modules called inside of the node that draw random numbers, one per call.
         flops: forward floating-point operations, an estimate.
-        opens: whether it writes into objects among its arguments, or returns objects that hold tensors. Tensors in its
-            arguments are then followed by those in objects there, and its outputs are those of a parcel.
+        opens: whether the node writes into objects among its arguments, or returns objects that hold tensors. The
+            tensors in these objects then follow the tensors in its arguments, and its outputs are those of a
+            :class:`~lightning_avgpipe.utils.parcel.Parcel`.
         exports: whether attributes of the unit's modules count as such objects.
-        lasting: the objects that it writes into and that were there before the step, by their numbers.
-        generators: those of random numbers that count as such objects, since the step has made them, by their numbers
-            among all in its arguments.
-        asks: whether the step learns numbers of values from it, so that what it does next may depend on them.
+        lasting: indices of the objects that the node writes into and that existed before the step.
+        generators: indices, among all random generators in the arguments, of those that the step has made; they count
+            as such objects.
+        asks: whether the step reads numbers of values from the node, so that what it does next may depend on them.
     """
 
     index: int
@@ -107,14 +108,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of the batch, and who needs its numbers. Views of it count as itself.
+    """A tensor of the batch, and the nodes that need its numbers. Views of the tensor count as the tensor.
 
     Attributes:
-        name: as the step reaches it, such as ``['labels']``.
-        nbytes: of the captured micro-batch.
-        free_use: before which node free glue first computes with it, on every stage that comes so far; None if none
-            does.
-        nodes: that take it.
+        name: path of the tensor in the batch, such as ``['labels']``.
+        nbytes: size in bytes in the captured micro-batch.
+        free_use: position of the first free glue that computes with it, on every stage that gets that far; None if
+            there is no such use.
+        nodes: indices of the nodes that take it.
         kept: whether the result, ``self.log`` or a metric needs it.
     """
 
@@ -126,22 +127,23 @@ class Leaf:
 
 
 def _instead(first: Node, last: Node) -> str:
-    """What to do where calls of one unit must be on one stage."""
+    """Return advice for two calls of one unit that must be on one stage; empty for other nodes."""
     if first.kind != "call" or first.name != last.name:
         return ""
     return "; a stage is a stretch of the step, so call each layer for all inputs before the next layer is called"
 
 
 class GeneratorUse(NamedTuple):
-    """Who draws from a generator of random numbers of the model's own.
+    """The draws from one random generator that the model holds.
 
     Attributes:
-        leads: path of a module and name of an attribute, or nothing and the name of a variable, that lead to it; and
-            which of the generators that they lead to it is.
-        given: paths of the units to which the step gave it.
-        nodes: that drew from it.
-        between: before which node code between them first drew from it; None: it did not.
-        renewed: whether each step seeds it before it draws, so that it is the same on every stage that comes so far.
+        leads: ``(path, name, number)`` of each attribute that leads to the generator, or with an empty path of a
+            variable; ``number`` is the generator's index among those that are reached from there.
+        given: paths of the units that got the generator as an argument.
+        nodes: indices of the nodes that drew from it.
+        between: position of the first draw of code between nodes; None if there was none.
+        renewed: whether each step seeds the generator before its first draw, so that all stages that draw get the same
+            numbers.
     """
 
     leads: tuple[tuple[str, str, int], ...]
@@ -152,13 +154,13 @@ class GeneratorUse(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A call of a module that is no unit, because it was opened: what it did are the nodes ``begin .. end-1``.
+class OpenedCall:
+    """A call of a module that is not a unit and was followed: it executed the nodes ``begin .. end-1``.
 
     Attributes:
-        path: of the module.
-        begin: its first node.
-        end: the node after its last one.
+        path: path of the module.
+        begin: index of its first node.
+        end: index of the node after its last one.
         observes: whether it called ``self.log`` or a metric.
     """
 
@@ -170,41 +172,45 @@ class Opened:
 
 @dataclass(frozen=True)
 class CallGraph:
-    """What one step function does with one micro-batch.
+    """The record of what one step function does with one micro-batch.
 
     Attributes:
         step: name of the step function, such as ``training_step``.
-        nodes: in program order.
+        nodes: all nodes, in program order.
         values: everything that flows between nodes.
-        kept: values that the result, ``self.log`` or a metric needs: they go on to the last stage.
-        units: paths of the submodules that are never split, whether they are called or not.
-        resident: units that run on one stage even when they depend on the batch alone (they own parameters or
-            state, or draw random numbers); every other unit without dependence on a value is free.
-        drawing: paths of the modules that draw random numbers themselves, not only through their children; "" is the
-            step's own code.
-        host_drawing: the same for the generators of Python and NumPy.
+        kept: values that the result, ``self.log`` or a metric needs; they are sent on to the last stage.
+        units: paths of the submodules that are never split, called or not.
+        resident: units that run on one stage even when they depend on the batch alone (they own parameters or state, or
+            draw random numbers); every other unit that depends on no value is free.
+        drawing: paths of the modules that draw from torch's generators themselves, not only through their children; ""
+            stands for the step's own code.
+        host_drawing: paths of the modules that draw from the generators of Python or NumPy.
+        seeding: paths of the modules in units that seed torch's generators themselves.
+        from_entropy: whether one of them may seed with an unpredictable number (``torch.seed``).
         leaves: the tensors of the batch.
         batch_writes: whether the step changes tensors of its batch in place.
-        glue_states: full names of the parameters and buffers that the step changes and that glue uses, or several
-            units; operations on them are nodes.
-        rewritten: those of all that it changes which operations write into, so that backwards would find it changed.
-        attributes: path of a module and name, of those that code between units assigns.
-        of_units: the same of attributes that units assign, or that lead to objects which they change.
-        written: the same of attributes and variables that lead to tensors which the step writes into.
-        carried: full names of those of them whose tensors go from one micro-batch to the next.
-        holders: the same of those that lead to objects which that code changes in place, and before which node it first
-            does.
-        reads: the same of all that the step reads, and before which node it first does.
+        glue_states: full names of the parameters and buffers that the step changes and that glue, or more than one
+            unit, uses; operations on them are nodes.
+        rewritten: full names of the parameters and buffers that the step changes in place, so that a later backward
+            would find changed contents.
+        attributes: ``(path of the module, name)`` of the attributes that code between units assigns.
+        passing: ``(path, name)`` of the attributes that code between units assigns and sets back before the step ends.
+        of_units: ``(path, name)`` of the attributes that units assign, or that lead to objects which units change.
+        written: ``(path, name)`` of the attributes and variables that lead to tensors which the step writes into.
+        carried: full names of the attributes whose tensors go from one micro-batch to the next.
+        holders: ``((path, name), position)`` of the attributes and variables that lead to objects which code between
+            units changes in place, with the position of the first change.
+        reads: ``((path, name), position)`` of all attributes that the step reads, with the position of the first read.
         pinned: ``(first, last, reason)``: no cut at these positions is legal.
-        leaving: units that leave tensors where they cannot be followed, say in a global list; what is followed when
-            they are opened, such as forward hooks, is no obstacle.
+        leaving: units that leave tensors where they cannot be followed, such as in a global list. If the unit is
+            followed instead, this is no obstacle when, for instance, a forward hook leaves them.
         opened: calls of modules that hold units, in the order in which they ended.
         trained: full names of the parameters that were trained when the step was captured.
-        finite: whether its loss was, if it has one.
-        generators: who draws from the generators of random numbers that outlive the step.
-        iterators: path of a module and name, of what leads to iterators from which the step took nothing.
+        finite: whether the loss was finite; True if there is none.
+        generators: uses of the random generators that outlive the step.
+        iterators: ``(path, name)`` of attributes and variables that lead to iterators from which the step took nothing.
         uncalled: paths of the modules that the step did not call.
-        beside: full names of such modules and of their parameters, each with the path of a neighbour that it called.
+        beside: full names of uncalled modules and of their parameters, each with the path of a called neighbour.
     """
 
     step: str
@@ -215,11 +221,14 @@ class CallGraph:
     resident: frozenset[str]
     drawing: frozenset[str] = frozenset()
     host_drawing: frozenset[str] = frozenset()
+    seeding: frozenset[str] = frozenset()
+    from_entropy: bool = False
     leaves: tuple[Leaf, ...] = ()
     batch_writes: bool = False
     glue_states: frozenset[str] = frozenset()
     rewritten: frozenset[str] = frozenset()
     attributes: tuple[tuple[str, str], ...] = ()
+    passing: tuple[tuple[str, str], ...] = ()
     of_units: tuple[tuple[str, str], ...] = ()
     written: tuple[tuple[str, str], ...] = ()
     carried: tuple[str, ...] = ()
@@ -227,7 +236,7 @@ class CallGraph:
     reads: tuple[tuple[tuple[str, str], int], ...] = ()
     pinned: tuple[tuple[int, int, str], ...] = ()
     leaving: frozenset[str] = frozenset()
-    opened: tuple[Opened, ...] = ()
+    opened: tuple[OpenedCall, ...] = ()
     trained: frozenset[str] = frozenset()
     finite: bool = True
     generators: tuple[GeneratorUse, ...] = ()
@@ -237,19 +246,19 @@ class CallGraph:
 
     @cached_property
     def changed(self) -> frozenset[str]:
-        """Full names of the parameters and buffers that the step changes."""
+        """The full names of the parameters and buffers that the step changes."""
         return frozenset(name for node in self.nodes for name in node.states)
 
     @cached_property
     def asking(self) -> frozenset[str]:
-        """Paths of the opened modules whose own code learns numbers of values."""
+        """The paths of the followed modules whose own code reads numbers of values."""
         return frozenset(call.path for _, call in self._questions if call.path)
 
     @cached_property
     def deciding(self) -> tuple[str | None, ...]:
-        """For each position 0..len(nodes) whose code may go on there in a way that depends on numbers of values.
+        """For each position 0..len(nodes), the path of the module whose code may continue there depending on numbers.
 
-        A path of a module, which is empty for the step's own code; None where all is certain.
+        The path is empty for the step's own code, and None where nothing depends on numbers of values.
         """
         found: list[str | None] = [None] * (len(self.nodes) + 1)
         for asked, call in self._questions:
@@ -258,18 +267,19 @@ class CallGraph:
         return tuple(found)
 
     @cached_property
-    def _questions(self) -> list[tuple[int, Opened]]:
-        """The nodes from which numbers of values are learnt, and the innermost opened call around each."""
-        step = Opened("", 0, len(self.nodes), False)
+    def _questions(self) -> list[tuple[int, OpenedCall]]:
+        """The nodes from which numbers of values are read, each with the innermost followed call around it."""
+        step = OpenedCall("", 0, len(self.nodes), False)
         asked = [node.index for node in self.nodes if node.asks]
         around = [[step, *(call for call in self.opened if call.begin <= index < call.end)] for index in asked]
         return [(i, min(calls, key=lambda call: call.end - call.begin)) for i, calls in zip(asked, around, strict=True)]
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """Of modules that were not called, and their parameters: the node behind which a later batch may call them.
+        """The node after which a later batch may call an uncalled module, by name of the module or its parameter.
 
-        That is the last one of the glue behind a neighbour, since they may be called in its place, or next.
+        This is the last glue node after a called neighbour, since the module may be called instead of the neighbour, or
+        after it.
         """
         last: dict[str, int] = {}
         calls = [*(node.index for node in self.nodes if node.kind != "glue"), len(self.nodes)]
@@ -281,7 +291,7 @@ class CallGraph:
 
     @cached_property
     def born(self) -> tuple[int, ...]:
-        """For each value the node that makes it a value, shape ``(len(values),)``."""
+        """For each value the node that makes it, shape ``(len(values),)``."""
         first = [len(self.nodes)] * len(self.values)
         for node in reversed(self.nodes):
             for value in made_by(node):
@@ -290,12 +300,12 @@ class CallGraph:
 
     @cached_property
     def last_use(self) -> tuple[int, ...]:
-        """For each value the last node that needs it; ``len(nodes)`` if the result does."""
+        """For each value the last node that needs it; ``len(nodes)`` if the result needs it."""
         last = [-1] * len(self.values)
         for node in self.nodes:
             if node.index in self.upkeep:
-                continue  # who needs its values makes them
-            # an object may hold values of earlier nodes, which nobody needs for that
+                continue  # the stage that needs its values executes it
+            # being held by an object that a node returns is no use of a value of an earlier node
             made = (value for value in made_by(node) if self.born[value] == node.index)
             written = (value for _, value, _ in node.writes)
             for value in (*node.inputs, *written, *made):
@@ -305,30 +315,34 @@ class CallGraph:
         return tuple(last)
 
     def live(self, position: int) -> tuple[int, ...]:
-        """Values that cross a cut at this position, in order of their birth."""
+        """Return the values that cross a cut at this position, in order of creation."""
         return tuple(
             value.index for value in self.values if self.born[value.index] < position <= self.last_use[value.index]
         )
 
     def needed_leaves(self, start: int, end: int) -> tuple[Leaf, ...]:
-        """Tensors of the batch that a stage with the nodes ``start .. end-1`` needs."""
+        """Return the tensors of the batch that a stage with the nodes ``start .. end-1`` needs."""
         last = end == len(self.nodes)
 
         def needs(leaf: Leaf) -> bool:
-            computes = leaf.free_use is not None and leaf.free_use <= end  # up to where the stage leaves the step
+            computes = leaf.free_use is not None and leaf.free_use <= end  # the stage executes free glue up to its end
             return computes or (last and leaf.kept) or any(start <= node < end for node in leaf.nodes)
 
         return tuple(leaf for leaf in self.leaves if self.batch_writes or needs(leaf))
 
     @cached_property
     def boundary_bytes(self) -> tuple[int, ...]:
-        """Bytes that cross a cut at each position 0..len(nodes), shape ``(len(nodes) + 1,)``."""
+        """The bytes that cross a cut at each position 0..len(nodes), shape ``(len(nodes) + 1,)``."""
+        return self.crossing(lambda value: value.nbytes)
+
+    def crossing(self, size: Callable[[Value], int]) -> tuple[int, ...]:
+        """Return the total size of the values that cross a cut at each position, shape ``(len(nodes) + 1,)``."""
         change = [0] * (len(self.nodes) + 2)
         for value in self.values:
             born, last = self.born[value.index], self.last_use[value.index]
             if last > born:
-                change[born + 1] += value.nbytes
-                change[last + 1] -= value.nbytes
+                change[born + 1] += size(value)
+                change[last + 1] -= size(value)
         totals, total = [], 0
         for position in range(len(self.nodes) + 1):
             total += change[position]
@@ -337,7 +351,7 @@ class CallGraph:
 
     @cached_property
     def obstacles(self) -> tuple[str | None, ...]:
-        """For each position 0..len(nodes) why no cut may lie there, or None where one may."""
+        """For each position 0..len(nodes) the reason why no cut may lie there, or None where a cut is legal."""
         reasons: list[str | None] = [None] * (len(self.nodes) + 1)
 
         def forbid(positions: Iterable[int], reason: str) -> None:
@@ -372,17 +386,17 @@ class CallGraph:
         return tuple(reasons)
 
     @cached_property
-    def _spans(self) -> list[Span]:
-        """Uses of what the step changes. (Another parameter may be used on two stages: it is copied.)"""
+    def _spans(self) -> list[PinnedNodes]:
+        """The spans of nodes that use what the step changes. (Unchanged parameters may be copied to other stages.)"""
         return spans(self.nodes, self.kept)
 
     @cached_property
     def upkeep(self) -> dict[int, int]:
-        """Nodes that are executed on the stage of another node, wherever they stand -> that node."""
+        """Node -> the node whose stage executes it, for nodes that run away from their place in the program."""
         return {index: span.first for span in self._spans for index in span.upkeep}
 
     def executed(self, start: int, end: int) -> tuple[Node, ...]:
-        """What a stage with the nodes ``start .. end-1`` executes: these, and upkeep."""
+        """Return the nodes that a stage with ``start .. end-1`` executes: these, with upkeep moved to its stage."""
         sites = self.upkeep
         return tuple(node for node in self.nodes if start <= sites.get(node.index, node.index) < end)
 
@@ -403,7 +417,7 @@ class CallGraph:
 
 
 def changed_in_common(graph: CallGraph) -> str:
-    """What a step changes that is the same for all parallel models, or batches: one such thing; nothing: ""."""
+    """Return the name of something that a step changes and that parallel models and batches share; "" if nothing."""
     changed = [*graph.attributes, *graph.of_units, *(key for key, _ in graph.holders)]
     if changed:
         return f"'{'.'.join(part for part in changed[0] if part)}'"

@@ -1,4 +1,4 @@
-"""Held tensors: those that attributes of modules hold, and what comes of them."""
+"""Follow the tensors that attributes of modules hold, and the tensors that are computed from them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Key = tuple[str, str]  # path of a module, name of the attribute
 
 
 class HeldTensors:
-    """Follows tensors that attributes hold through the glue that makes other tensors of them.
+    """A record of tensors in attributes, followed through glue that computes other tensors from them.
 
     Attributes:
-        uses: attribute -> the first node that takes what it held, or what comes of that.
+        uses: attribute -> index of the first node that takes its tensor, or one that was computed from it.
     """
 
     def __init__(self) -> None:
@@ -25,24 +25,24 @@ class HeldTensors:
         self.uses: dict[Key, int] = {}
 
     def add(self, tensors: Iterable[Tensor], *keys: Key) -> None:
-        """These attributes hold these tensors."""
+        """Note that these attributes hold these tensors."""
         for tensor in tensors:
             self._holders[id(tensor)] = (weakref.ref(tensor), self._keys([tensor]).union(keys))
 
     def taken(self, tensors: Iterable[Tensor], node: int) -> None:
-        """A node takes these tensors, which no node of this step has made."""
+        """Note that a node takes these tensors, which no node of this step has made."""
         for key in self._keys(tensors):
             self.uses.setdefault(key, node)
 
     def computed(self, tensors: Iterable[Tensor], result: Any, position: int) -> None:
-        """Free glue before a node made this result of these tensors."""
+        """Note that free glue computed this result from these tensors, at a position before the next node."""
         keys = self._keys(tensors)
         if not keys:
             return
         if all(isinstance(leaf, Tensor) for leaf in tree.flatten(result)[0]):
             self.add(tree.tensors(result), *keys)
             return
-        for key in keys:  # numbers, on which anything may depend
+        for key in keys:  # plain numbers are not followed, so they count as used here
             self.uses.setdefault(key, position - 1)
 
     def _keys(self, tensors: Iterable[Tensor]) -> frozenset[Key]:

@@ -1,4 +1,4 @@
-"""Hidden tensors: made inside a unit, and found by other code where no value leads."""
+"""Find tensors that are made inside a unit and reach other code without being returned."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.draft import ANYWHERE, Draft, Pin
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.own_tensors import OwnTensors, Read
+from lightning_avgpipe.capture.own_tensors import OwnTensors, TensorRead
 from lightning_avgpipe.capture.provenance import Provenance
 from lightning_avgpipe.utils.source import source_line
 
 
 class HiddenTensors:
-    """Tensors that units leave behind, say in a global variable, or write into besides their arguments.
+    """A record of tensors that units leave behind, say in a global variable, or write into besides their arguments.
 
     Args:
-        module: whose submodules are units.
-        draft: of the graph.
-        is_buffer: whether changes of a tensor are known by name.
-        draws_on_host: whether a unit draws numbers on the host.
-        exports: units in whose attributes others find tensors.
+        module: module whose submodules are units.
+        draft: call graph under construction.
+        is_buffer: return whether a tensor is a buffer, whose changes are known by name.
+        draws_on_host: return whether a unit draws from the generators of Python or NumPy.
+        exports: units in whose attributes other code is known to find tensors.
 
     Attributes:
-        exports: the same, and what is found out.
-        leaving: units that have left a tensor behind.
-        provenance: of tensors that units make.
-        own: what units keep for calls of their own.
+        exports: these units, and those that were found since.
+        leaving: units that have left a tensor outside of their results and attributes.
+        provenance: record of the node in which each tensor was made.
+        own: tensors that units keep in attributes for later calls of their own.
     """
 
     def __init__(
@@ -45,28 +45,28 @@ class HiddenTensors:
         self.own = OwnTensors(module, self.provenance)
         self._is_buffer = is_buffer
         self._draws_on_host = draws_on_host
-        self._written: dict[int, tuple[Tensor, Node]] = {}  # tensors that are nobody's arguments, and who writes
+        self._written: dict[int, tuple[Tensor, Node]] = {}  # written to without being arguments, and the writer
 
     def wrote(self, node: Node, buffers: Sequence[Tensor | None], followed: Collection[int]) -> None:
-        """What a unit writes into besides its arguments is not sent to other stages.
+        """Note tensors that a unit writes into besides its arguments; they are not sent to other stages.
 
         Args:
-            node: of the unit.
-            buffers: that it changed.
-            followed: ids of what it changed of its arguments.
+            node: node of the unit.
+            buffers: buffers that it changed.
+            followed: ids of the changed tensors among its arguments.
         """
         for tensor in (*self.provenance.written(), *(b for b in buffers if b is not None)):
             if id(tensor) not in followed:
                 self._written.setdefault(id(tensor), (tensor, node))
 
     def find(self, tensors: Sequence[Tensor], name: str, everywhere: bool, unit: str = "") -> list[Pin]:
-        """Where the step cannot be cut because of hidden tensors among these.
+        """Return where the step cannot be cut because of hidden tensors among these.
 
         Args:
-            tensors: that something takes.
-            name: of that.
-            everywhere: whether each stage behind the unit executes it.
-            unit: path, if it is a unit.
+            tensors: tensors that an operation takes.
+            name: name of the operation, for messages.
+            everywhere: whether each stage that gets that far executes it.
+            unit: path of the unit, if it is one.
         """
         nodes = self._draft.nodes
         end = ANYWHERE if everywhere else len(nodes)
@@ -74,7 +74,7 @@ class HiddenTensors:
         for tensor in tensors:
             birth = self.provenance.birth(tensor)
             held, writer = self._written.get(id(tensor), (None, None))
-            # changes of a unit's own buffers are known
+            # a unit's changes of its own buffers are known by name
             if held is tensor and writer is not None and (writer.name != unit or not self._is_buffer(tensor)):
                 reason = f"{name} at {source_line()} reads a tensor that {writer} writes into"
                 pins.append((writer.index + 1, end, reason))
@@ -84,7 +84,7 @@ class HiddenTensors:
             if maker.kind == "call" and maker.name == unit:
                 if self._draws_on_host(unit) or not self.provenance.makes_again(tensor):
                     reason = f"{name} at {source_line()} reads an attribute of its own that {maker} has made"
-                    read = Read(birth, len(nodes), tuple(tensor.shape), str(tensor.dtype))
+                    read = TensorRead(birth, len(nodes), tuple(tensor.shape), str(tensor.dtype))
                     self.own.add(unit, read, (birth + 1, end, reason))
                 continue
             if maker.kind == "call":
@@ -96,13 +96,13 @@ class HiddenTensors:
         return pins
 
     def settle(self, again: HiddenTensors | None) -> list[Pin]:
-        """Where the step cannot be cut because of what units keep for calls of their own.
+        """Return where the step cannot be cut because of tensors that units keep for calls of their own.
 
-        What a unit makes anew in every step, and reads in none but that, travels. (Mean and deviation of a reversible
-        normalisation.)
+        A tensor that a unit makes anew in every step, and reads in that step only, is sent between stages. (Mean and
+        deviation of a reversible normalisation.)
 
         Args:
-            again: of the same step when it ran once more; None if it could not.
+            again: record of the same step when it ran once more; None if that run failed.
         """
         anew = set() if again is None else self.own.made_anew(again.own)
         self.exports |= anew

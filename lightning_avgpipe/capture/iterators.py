@@ -1,7 +1,8 @@
-"""Iterators that outlive a step: nobody can put back what a step has taken from one.
+"""Find iterators in attributes and variables from which a step takes items.
 
-Following a step, measuring it, and each stage of a process would take items, and what is left would be other items on
-each process. So no step that is divided may take any.
+Such an iterator outlives the step, and nothing can put its items back. Following a step, measuring it, and each stage
+would take items of their own, so that each process would see other items. A step that is divided must therefore take
+none.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from typing import Any
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.opaque import is_iterator
 
-Key = tuple[str, str]  # path of a module and name of an attribute; or nothing, and the full name of a variable
+Key = tuple[str, str]  # path of a module and name of an attribute; or "" and the full name of a variable
 
 
 class Iterators:
-    """Those that attributes and variables lead to, as far as they have come.
+    """The iterators that attributes and variables lead to, with their positions at the time of construction.
 
     Args:
-        attributes: of modules, by path and name, and variables.
+        attributes: attributes of modules, by path and name, and variables.
     """
 
     def __init__(self, attributes: Mapping[Key, Any]) -> None:
@@ -27,13 +28,13 @@ class Iterators:
         self._objects = Objects(attributes.values(), opaque="iterators")
 
     def advanced(self) -> str:
-        """The full name, as the user knows it, of what leads to one from which something was taken; empty: none."""
+        """Return the full name of what leads to an iterator that has advanced; "" if none has."""
         leading = self._leading(one for one in self._objects.changed() if is_iterator(one))
         path, name = min(leading, key=lambda key: (key[1].startswith("_"), key), default=("", ""))
         return f"{path}.{name}" if path else name
 
     def leads(self) -> tuple[Key, ...]:
-        """What leads to any."""
+        """Return the attributes and variables that lead to any iterator."""
         return self._leading(self._objects.opaque)
 
     def _leading(self, found: Iterable[Any]) -> tuple[Key, ...]:

@@ -1,4 +1,4 @@
-"""Known tensors: which tensor objects hold the values of a graph while a step is followed."""
+"""Remember which tensor objects hold the values of a graph while a step is followed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class KnownTensors:
-    """Tensor objects and the numbers of their values; it keeps none of them alive."""
+    """A mapping from tensor objects to the indices of their values, which keeps no tensor alive."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -18,21 +18,21 @@ class KnownTensors:
         self._known[id(tensor)] = (weakref.ref(tensor), value)
 
     def own_value_of(self, tensor: Tensor) -> int | None:
-        """The value that this very object (not its base) holds; None if it holds none."""
+        """Return the value that this very object (not its base) holds; None if it holds none."""
         entry = self._known.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def value_of(self, tensor: Tensor) -> int | None:
-        """The value that a tensor holds, looked up through a view's base as well; None if it is free."""
+        """Return the value that a tensor or its base holds; None if it holds none."""
         value = self.own_value_of(tensor)
         if value is None and tensor._base is not None:
             return self.own_value_of(tensor._base)
         return value
 
     def __contains__(self, tensor: Tensor) -> bool:
-        """Whether this very object (not its base) holds a value."""
+        """Return whether this very object (not its base) holds a value."""
         return self.own_value_of(tensor) is not None
 
     def alive(self) -> dict[int, Tensor]:
-        """Value -> the tensor object that holds it, of those that there still are."""
+        """Return value -> the tensor object that holds it, for objects that still exist."""
         return {value: tensor for ref, value in self._known.values() if (tensor := ref()) is not None}

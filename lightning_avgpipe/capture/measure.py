@@ -1,6 +1,6 @@
-"""Measuring: what each node of a step costs on this device, one node at a time.
+"""Measure the time of each node of a step on this device, one node at a time.
 
-The step is run a few times. At each node, before it runs as usual, it is run alone on detached copies of its inputs::
+The step is run a few times. Before a node runs as usual, it is run alone on detached copies of its inputs::
 
     step      embed ............ block0 ............ block1 ............ loss
     alone       F B  F B  F B      F B  F B  F B      (as block0)          F B  F B  F B
@@ -16,6 +16,7 @@ time.
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -27,7 +28,7 @@ from tqdm.auto import tqdm
 
 from lightning_avgpipe.capture.costs import Costs, value_bytes
 from lightning_avgpipe.capture.graph import CallGraph, Node
-from lightning_avgpipe.capture.node_trial import REGION_BACKWARD, Execution, Kept, NodeTrial, sums_of
+from lightning_avgpipe.capture.node_trial import REGION_BACKWARD, Kept, NodeExecution, NodeTrial, sums_of
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.capture.samples import Sample, Samples, Sampling
 from lightning_avgpipe.capture.saved_tensors import SavedTensors, tensors_of
@@ -37,18 +38,19 @@ from lightning_avgpipe.capture.visit import visiting
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.output import heard
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.saved_hooks import SavedHooks
-from lightning_avgpipe.utils.torch_compat import is_transformed, storage_id
+from lightning_avgpipe.utils.torch_compat import is_transforming, storage_id
 
 _ROUNDS = 5  # runs of the step
-_TRIALS = 3  # of reading what is kept
+_TRIALS = 3  # repetitions when reading kept outputs is timed
 _PATIENCE_S = 2.0  # a longer measurement shows its progress
 
 
 def _progress(graph: CallGraph) -> tqdm[Any]:
     total, doing = _ROUNDS * len(graph.nodes), f"Measuring the units of {graph.step}"
-    return tqdm(total=total, desc=doing, unit="call", delay=_PATIENCE_S, leave=False)
+    return tqdm(total=total, desc=doing, unit="call", delay=_PATIENCE_S, leave=False, file=heard(sys.stderr))
 
 
 def measure(
@@ -60,18 +62,18 @@ def measure(
     samples: Samples | None = None,
     budget_s: float = 30.0,
 ) -> Costs:
-    """Seconds of every node's forward and backward, and the bytes that stay between them. Nothing else remains.
+    """Return the seconds of every node's forward and backward, and the bytes stashed between them, without a trace.
 
-    A backward includes the addition to the gradients that are there already.
+    A backward includes the addition to gradients that exist already.
 
     Args:
-        graph: of the step, as captured with these arguments.
+        graph: call graph of the step, captured with these arguments.
         run: executes the step, with the module's own grad mode and precision.
         args: arguments of one micro-batch.
-        module: whose step it is.
-        device: where to compute; parameters that are elsewhere visit it one unit at a time.
-        samples: of other graphs of the same step and module; new ones are added.
-        budget_s: after so many seconds, with those that the samples have taken, no repetition is begun; each node is
+        module: module whose step it is.
+        device: device to compute on; parameters that are elsewhere are moved there one unit at a time.
+        samples: samples of other graphs of the same step and module; new ones are added.
+        budget_s: seconds, including those that the samples have taken, after which nothing is repeated; each node is
             measured at least once.
     Raises:
         StepChangedError: the step did something else than when it was captured.
@@ -109,20 +111,20 @@ def measure(
 
 
 class _Timer(StepTracer):
-    """Runs the step as usual, and each node alone before it.
+    """A tracer that runs the step as usual, and each node alone before it.
 
     Args:
-        graph: of the step.
-        module: whose step it is.
-        device: where to compute.
-        trial: runs nodes alone.
-        sampling: says which, and how often.
+        graph: call graph of the step.
+        module: module whose step it is.
+        device: device to compute on.
+        trial: runs nodes alone and measures them.
+        sampling: decides which nodes are measured, and how often.
         batch: arguments of the step.
-        counts: whether to note what is saved, which is the same in every run.
-        bar: shows progress.
+        counts: whether to note the saved tensors, which are the same in every run.
+        bar: progress bar.
 
     Attributes:
-        saved: by the nodes, if that is noted.
+        saved: tensors that the nodes save for their backwards, if ``counts``.
     """
 
     rehearses = True
@@ -151,13 +153,13 @@ class _Timer(StepTracer):
         self._position = 0
 
     def visiting(self) -> AbstractContextManager[None]:
-        """What lies outside of the units that are called is on the device while the step is measured."""
+        """Move the tensors outside of called units to the device within this context."""
         called = {node.name for node in self._graph.nodes if node.kind == "call"}
         inside = {id(t) for path in called for t in tensors_of(self._module.get_submodule(path))}
         return visiting([t for t in tensors_of(self._module) if id(t) not in inside], self._device)
 
     def check_finished(self) -> None:
-        """Raise if the step ended before its last node."""
+        """Check that the step did not end before its last node."""
         if self._position < len(self._graph.nodes):
             raise StepChangedError(
                 f"{self._graph.step} ended before {self._graph.nodes[self._position]}, which it called when it was "
@@ -169,8 +171,9 @@ class _Timer(StepTracer):
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tree.tensors((args, kwargs))
         if path not in self._graph.resident and not self._any_known(tensors):
-            return run(*args, **kwargs)
-        with visiting(tensors_of(module), self._device):
+            with self.executing():
+                return run(*args, **kwargs)
+        with visiting(tensors_of(module), self._device), self.executing():
             return self._node("call", path, module, run, args, kwargs, tensors, tree.map_tensors)
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -183,11 +186,12 @@ class _Timer(StepTracer):
         nodes, position = self._graph.nodes, self._position
         named = nodes[position].name.split(", ") if position < len(nodes) else []
         inside = [t for m in self._module.named_modules() if m[0] and m[0] in named for t in tensors_of(m[1])]
-        with visiting(inside, self._device):
+        with visiting(inside, self._device), self.executing():
             return self._node("region", "", None, run, args, kwargs, tensor_arguments(args, kwargs), _map_arguments)
 
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return run(*args, **kwargs)
+        with self.executing():
+            return run(*args, **kwargs)
 
     def _any_known(self, tensors: Sequence[Tensor]) -> bool:
         return any(self.known.value_of(t) is not None for t in tensors)
@@ -212,9 +216,8 @@ class _Timer(StepTracer):
             )
         self._position += 1
         self._bar.update()
-        alone = not any(map(is_transformed, tensors))
-        if alone and (kind == "call" or (kind == "glue" and not (node.writes or node.states))):
-            execution = Execution(node, module, run, lambda copy: map_tensors(copy, (args, kwargs)))
+        if not is_transforming() and (kind == "call" or (kind == "glue" and not (node.writes or node.states))):
+            execution = NodeExecution(node, module, run, lambda copy: map_tensors(copy, (args, kwargs)))
             self._measure(execution)
             objects = execution.objects(args, kwargs)
             with SavedHooks(_drop, _dropped):
@@ -227,10 +230,10 @@ class _Timer(StepTracer):
         return result
 
     def _estimated(self, node: Node, run: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
-        """What a node gives of which the forward is measured alone.
+        """Run a node and measure its forward only; return its result and tensors.
 
-        What glue writes to may be a view of anything, so there is no copy to practise on; and the gradients of a
-        checkpointed region, or within a transform of torch.func, cannot be asked for.
+        Glue that writes may write to a view of anything, so it cannot run on a copy first. Gradients of a checkpointed
+        region, or within a transform of torch.func, cannot be asked for.
         """
         with SavedHooks(_drop, _dropped):
             result, seconds = self._trial.timed(run)
@@ -255,7 +258,7 @@ class _Timer(StepTracer):
         self.known.learn(tensor, value)
         self.saved.learn(tensor, value)
 
-    def _measure(self, execution: Execution) -> None:
+    def _measure(self, execution: NodeExecution) -> None:
         index = execution.node.index
         timed = self._sampling.wants(index)
         if not timed and not self._counts:
@@ -265,7 +268,7 @@ class _Timer(StepTracer):
         if timed:
             self._sampling.repeat(index, begin, warm_up, lambda: self._trial.run(execution, sums))
 
-    def _kept(self, execution: Execution) -> Kept:
+    def _kept(self, execution: NodeExecution) -> Kept:
         def count(kept: Sequence[Tensor], given: Sequence[Tensor], copies: Sequence[tuple[Tensor, Tensor]]) -> None:
             aliases = {storage_id(copy): self.saved.value_in(original) for original, copy in copies}
             self.saved.count(execution.node, execution.module, kept, given, aliases)
@@ -274,7 +277,7 @@ class _Timer(StepTracer):
 
 
 def _kinds(graph: CallGraph, module: nn.Module) -> list[Hashable]:
-    """For each node what it has in common with those that take the same time."""
+    """Return for each node a key that is equal for nodes that take the same time."""
 
     def shapes(values: Sequence[int]) -> Hashable:
         found = (graph.values[v] for v in values if v >= 0)
@@ -294,7 +297,7 @@ def _kinds(graph: CallGraph, module: nn.Module) -> list[Hashable]:
 
 
 def _map_arguments(fn: Callable[[Tensor], Tensor], arguments: Any) -> Any:
-    """The inverse of ``tensor_arguments``: replaces what that finds."""
+    """Replace the tensors that ``tensor_arguments`` finds."""
     if isinstance(arguments, Tensor):
         return fn(arguments)
     if type(arguments) in (list, tuple):
@@ -313,15 +316,15 @@ def _dropped(packed: None) -> Tensor:
 
 
 def reading_s(graph: CallGraph, frozen: int, device: torch.device | None) -> float:
-    """Seconds to find and read, for a micro-batch, what a prefix gave: tried with as many bytes.
+    """Measure the seconds to look up and read a frozen prefix's outputs for one micro-batch, with as many bytes.
 
     Args:
-        graph: of the step.
-        frozen: nodes of the prefix.
-        device: to which it is read; None: the host.
+        graph: call graph of the step.
+        frozen: number of nodes in the prefix.
+        device: device to which outputs are read; None: the host.
     """
-    data = [torch.zeros(leaf.nbytes, dtype=torch.uint8) for leaf in graph.needed_leaves(0, frozen)]
-    kept = torch.zeros(graph.boundary_bytes[frozen], dtype=torch.uint8)
+    data = [torch.zeros(leaf.nbytes, dtype=torch.uint8, device="cpu") for leaf in graph.needed_leaves(0, frozen)]
+    kept = torch.zeros(graph.boundary_bytes[frozen], dtype=torch.uint8, device="cpu")
     times = []
     for _ in range(_TRIALS):
         begin = time.perf_counter()

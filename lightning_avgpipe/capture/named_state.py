@@ -1,4 +1,4 @@
-"""Named state: parameters and buffers while a step is followed, and what has changed them."""
+"""Track parameters and buffers by name while a step is followed, and find which of them it changes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from lightning_avgpipe.capture.visit import visiting
 from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import address, untraced
 
-# Full name, tensor, and what is needed to see whether it changes.
+# Full name, tensor, and a copy (of a parameter: an alias) that shows whether it has changed.
 Before = list[tuple[str, Tensor, Tensor]]
 
 
 def trained_parameters(module: nn.Module) -> frozenset[str]:
-    """Full names of the parameters that require a gradient; of one with several names all of them."""
+    """Return the full names of the parameters that require a gradient, including all names of a shared one."""
     return frozenset(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
 
 
 class NamedState:
-    """The parameters and buffers of a module.
+    """The parameters and buffers of a module while a step runs.
 
     Args:
-        module: whose state.
-        owned: ``id -> full name`` of tensors whose use is a node.
-        batch: tensors that the step takes, which it may change.
-        device: on which the step computes; None: where its parameters are.
+        module: module whose state is tracked.
+        owned: ``id -> full name`` of the tensors whose use makes a node.
+        batch: tensors that the step is given, which it may change.
+        device: device on which the step computes; None: where its parameters are.
 
     Attributes:
-        buffers: by full name, as they were in the beginning.
-        changes: notes what operations write into, while it is entered.
-        rewritten: names of what was written into, or got other memory.
+        buffers: buffers by full name, as registered when the step began.
+        changes: notes writes while it is entered.
+        rewritten: names of tensors that were written to, or that got other memory.
     """
 
     def __init__(
@@ -50,44 +50,44 @@ class NamedState:
         self._names = {id(b): name for name, b in self.buffers.items()}
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Full name of a parameter or a buffer; None for any other tensor."""
+        """Return the full name of a parameter or a buffer; None for any other tensor."""
         name = self._owned.get(id(tensor))
         return self._names.get(id(tensor)) if name is None else name
 
     def is_buffer(self, tensor: Tensor) -> bool:
-        """Whether it was one in the beginning."""
+        """Return whether a tensor was a registered buffer when the step began."""
         return id(tensor) in self._names
 
     def buffer(self, name: str) -> Tensor | None:
-        """The buffer of this name, as it is now."""
+        """Return the buffer of this name, as registered now."""
         path, _, leaf = name.rpartition(".")
         return self._module.get_submodule(path)._buffers.get(leaf)
 
     def of(self, path: str) -> Before:
-        """The state of a submodule, as far as it is its own."""
+        """Return the present state of a submodule's own parameters and buffers, to compare with later."""
         module = self._module.get_submodule(path)
-        with untraced():  # nothing is lent for it
+        with untraced():  # reading the data must not fetch absent weights
             state = [(self._owned[id(p)], p, p.detach()) for p in module.parameters() if id(p) in self._owned]
         return state + [(f"{path}.{name}", b, b.detach().clone()) for name, b in module.named_buffers()]
 
     def visiting(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Within this context these tensors are on the device, which is no change."""
+        """Move these tensors to the device within this context; this counts as no change."""
         return self.changes.visiting(visiting(tensors, self._device), [(self.name_of(t) or "", t) for t in tensors])
 
     def foreign(self, module: nn.Module) -> list[Tensor]:
-        """What a submodule has in the place of parameters."""
+        """Return the tensors that a submodule has registered as parameters but that are not the model's."""
         return [p for p in module.parameters() if id(p) not in self._owned]
 
     def of_tensors(self, tensors: Mapping[str, Tensor]) -> Before:
-        """The state of these tensors, by full name."""
+        """Return the present state of these tensors, by full name, to compare with later."""
         return [(n, t, t.detach() if n in self._parameters else t.detach().clone()) for n, t in tensors.items()]
 
     def changed(self, state: Before) -> list[str]:
-        """Names of what has changed since: written into, or in another way."""
+        """Return the names of the tensors that have changed since ``state`` was taken."""
         moved = {name for name, p, before in state if name in self._parameters and address(p) != address(before)}
         self.changes.keep((name, before) for name, _, before in state if name in moved)
         self.rewritten |= self.changes.written | moved
-        # Compared by value: batch normalisation changes its statistics and does not say so. Some are made by the step.
+        # Compared by value, since batch normalisation does not declare its writes. The step may also replace a buffer.
         buffers = ((name, b, self.buffer(name), before) for name, b, before in state if name not in self._parameters)
         other = {name for name, b, now, before in buffers if now is not b or not same_contents(b, before)}
         found = self.changes.written | moved | other

@@ -1,4 +1,4 @@
-"""Neighbours: what a step did not call, and beside what else it lies, should a later batch call it.
+"""Find a called neighbour for each module that a step did not call, in case a later batch calls it.
 
 ::
 
@@ -16,13 +16,14 @@ from lightning_avgpipe.capture.units import is_container
 
 
 def neighbours(root: nn.Module, called: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Full names of modules that were not called, and of their parameters, each with the path of a called neighbour.
+    """Yield the full names of uncalled modules, and of their parameters, each with the path of a called neighbour.
 
-    Only what lists, dicts and sequences hold has neighbours: the one before, or else the one behind it.
+    Only children of lists, dicts and sequences have neighbours: the last called child before them, or else the first
+    one after.
 
     Args:
-        root: whose submodules they are.
-        called: paths of those that were.
+        root: module whose submodules are looked at.
+        called: paths of the modules that were called.
     """
     alive = {".".join(parts[:n]) for parts in (path.split(".") for path in called) for n in range(1, len(parts) + 1)}
     for above, container in root.named_modules():

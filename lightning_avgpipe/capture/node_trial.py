@@ -1,4 +1,4 @@
-"""A trial of a node: it runs alone, on detached copies of its inputs, and nothing of it remains."""
+"""Run a node alone, on detached copies of its inputs, so that nothing of the run remains."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.saved_hooks import SavedHooks
 
-REGION_BACKWARD = 3.0  # forwards of a region: the forward once more, and a backward of two forwards
+REGION_BACKWARD = 3.0  # in forwards: a recomputed forward, and a backward of two forwards
 
-# told what a forward saved, what it gave, and (original, copy) of what it was given
+# Gets the tensors that a forward saved, those that it returned, and (original, copy) of each argument.
 Kept = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[tuple[Tensor, Tensor]]], None]
 
 
 @dataclass(frozen=True)
-class Execution:
+class NodeExecution:
     """One execution of a node in a step.
 
     Attributes:
-        node: of the step.
-        module: whose call it is, if it is one.
-        run: executes it.
-        arguments: ``(args, kwargs)``, with what a function makes of their tensors.
+        node: executed node of the step.
+        module: the called module, if the node is a call.
+        run: executes the node.
+        arguments: return ``(args, kwargs)`` with a function applied to their tensors.
     """
 
     node: Node
@@ -42,7 +42,7 @@ class Execution:
     arguments: Callable[[Callable[[Tensor], Tensor]], Any]
 
     def objects(self, args: Any, kwargs: Any) -> Objects | None:
-        """What the node may write into, if it writes into objects."""
+        """Return the objects that the node may write into; None if it writes into none."""
         if not self.node.opens:
             return None
         module = self.module if self.node.exports else None
@@ -51,47 +51,47 @@ class Execution:
 
     @property
     def changing(self) -> set[str]:
-        """Names within the module of the states that the node changes."""
+        """The names within the module of the states that the node changes."""
         below = len(self.node.name) + 1
         return {name[below:] for name in self.node.states if name.startswith(f"{self.node.name}.")}
 
 
 class NodeTrial:
-    """Runs nodes alone, and measures them.
+    """A runner that executes nodes alone and measures them.
 
     Args:
-        device: where they run.
-        packer: finds the tensors in what they give.
+        device: device on which nodes run.
+        packer: finds the tensors in results and objects.
     """
 
     def __init__(self, device: torch.device, packer: Packer) -> None:
         self._device = device
         self._packer = packer
-        self._start_s = math.inf  # of a backward, which each node alone does and a stage does once
+        self._start_s = math.inf  # overhead of starting a backward, which a stage has once and each node alone has too
 
     def given(self, result: Any, objects: Objects | None) -> list[Tensor]:
-        """The tensors that a node gives, with those that it has left in objects."""
+        """Return the tensors that a node gives, including those that it has left in objects."""
         return tree.tensors(result) if objects is None else self._packer.pack(result, objects)[1]
 
     def timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
-        """What the work returns, and its seconds."""
+        """Return the result of ``work``, and its seconds."""
         return port_of(self._device).timed(work)
 
-    def run(self, execution: Execution, sums: Sequence[Tensor], kept: Kept | None = None) -> Sample:
-        """Forward and backward of a node.
+    def run(self, execution: NodeExecution, sums: Sequence[Tensor], kept: Kept | None = None) -> Sample:
+        """Run and measure the forward and backward of a node.
 
         Args:
-            execution: of the node.
-            sums: to which the gradients of the trained parameters of its module are added, as of :func:`sums_of`.
-            kept: told what the forward saved.
+            execution: execution of the node.
+            sums: tensors to which the gradients of the module's trained parameters are added, see :func:`sums_of`.
+            kept: is called with the tensors that the forward saved.
         """
         copies = _Copies(clones=bool(execution.node.writes))
         args, kwargs = execution.arguments(copies)
         objects, module = Objects((args, kwargs), opaque=True), execution.module
         with untouched(module, execution.changing) if module is not None else random_state(), objects.restored():
-            objects.replace_tensors(copies)  # what units collect in them has a history, which is not this node's
+            objects.replace_tensors(copies)  # tensors that units collect in objects belong to the graph of other nodes
             written = execution.objects(args, kwargs)
-            torch.clear_autocast_cache()  # in training every micro-batch casts the weights anew
+            torch.clear_autocast_cache()  # in training each micro-batch casts the weights again
             saved: list[Tensor] = []
 
             def save(tensor: Tensor) -> Tensor:
@@ -111,15 +111,15 @@ class NodeTrial:
                 return Sample(forward_s, 0.0)
             try:
                 empty_s, backward_s = self._empty_backward_s(), self._backward_s(outputs, sources, sums)
-            except RuntimeError:  # a reentrant checkpoint inside cannot be asked for gradients: training shows the rest
+            except RuntimeError:  # such as a reentrant checkpoint, which refuses autograd.grad
                 return Sample(forward_s, REGION_BACKWARD * forward_s)
-        # The least so far: where its allocations meet no memory at hand, an empty backward takes up to six times as
-        # long, and so it stays until something else has been allocated.
+        # The least so far: an empty backward takes up to six times as long where the allocator has no memory at hand,
+        # and does so until something else has been allocated.
         self._start_s = min(self._start_s, empty_s, backward_s)
         return Sample(forward_s, backward_s - self._start_s)
 
     def _backward_s(self, outputs: list[Tensor], sources: list[Tensor], sums: Sequence[Tensor]) -> float:
-        """Seconds of a backward that adds to the sums the gradients of the last sources."""
+        """Return the seconds of a backward that adds the gradients of the last sources to the sums."""
         ones = [torch.ones_like(t) for t in outputs]
 
         def backward() -> None:
@@ -133,22 +133,22 @@ class NodeTrial:
             return self.timed(backward)[1]
 
     def _empty_backward_s(self) -> float:
-        """Seconds of a backward that computes nothing."""
+        """Return the seconds of a backward that computes nothing."""
         leaf = torch.zeros(1, device=self._device, requires_grad=True)
         view, one = leaf.view(1), torch.ones(1, device=self._device)
         return self.timed(lambda: torch.autograd.grad(view, leaf, one))[1]
 
 
 def sums_of(module: nn.Module | None) -> list[Tensor]:
-    """For the gradients of a module: zeros like each trained parameter."""
+    """Return zeros like each trained parameter of a module, to add gradients to."""
     return [torch.zeros_like(p) for p in _trained(module)]
 
 
 class _Copies:
-    """Copies of what a node is given: leaves of a graph of their own.
+    """Copies of a node's arguments, which are leaves of a separate graph.
 
     Args:
-        clones: whether the node writes, so that it gets tensors that are nobody else's, and no leaves.
+        clones: whether the node writes, so that it gets cloned tensors instead of the leaves.
     """
 
     def __init__(self, clones: bool) -> None:
@@ -157,7 +157,7 @@ class _Copies:
         self._given: set[int] = set()
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The copy of a tensor; a copy is its own."""
+        """Return the copy of a tensor; a copy is returned as it is."""
         if id(tensor) in self._given:
             return tensor
         if id(tensor) not in self._copies:
@@ -169,11 +169,11 @@ class _Copies:
         return self._copies[id(tensor)][2]
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """(original, what the node gets)."""
+        """Return ``(original, copy given to the node)`` of all copied tensors."""
         return [(original, given) for original, _, given in self._copies.values()]
 
     def leaves(self) -> list[Tensor]:
-        """Those that want gradients."""
+        """Return the leaves that require gradients."""
         return [leaf for _, leaf, _ in self._copies.values() if leaf.requires_grad]
 
 

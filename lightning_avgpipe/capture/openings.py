@@ -1,4 +1,4 @@
-"""Openings: units that write into objects, or return objects that hold tensors."""
+"""Follow units that write into objects, or return objects that hold tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_avgpipe.utils.parcel import Packer
 
 
 class Openings:
-    """Follows what units write into objects.
+    """A record of the objects that units write into.
 
     Args:
-        draft: of the graph.
-        lasting: objects that were there before the step.
+        draft: call graph under construction.
+        lasting: objects that existed before the step.
     """
 
     def __init__(self, module: nn.Module, draft: Draft, lasting: Objects) -> None:
@@ -32,17 +32,18 @@ class Openings:
     def opened(
         self, node: Node, result: Any, objects: Objects, exports: bool, writes: bool
     ) -> tuple[Node, list[Tensor]]:
-        """The node, and the tensors that it gave: in its result, or in all that it wrote into objects as well.
+        """Return the node, and the tensors that it gave: those in its result, or also those that it wrote into objects.
 
         Args:
-            objects: that its arguments lead to, as they were before; with ``exports`` attributes of its modules too.
-            writes: whether it wrote into a tensor in an object.
+            objects: objects that its arguments lead to, as they were before; with ``exports`` also those in its
+                attributes.
+            writes: whether the node wrote into a tensor that is held by an object.
         """
         if not writes and not self._packer.is_needed(result, objects):
             return node, tree.tensors(result)
         try:
             given = self._packer.pack(result, objects)[1]
-        except Exception as error:  # of any type: pickling runs code of the objects
+        except Exception as error:  # any type: pickling runs code of the objects
             reason = f"{node} leaves in an object what cannot be sent to another stage: {error}"
             self._draft.pin(node.index + 1, ANYWHERE, reason)
             return node, tree.tensors(result)

@@ -1,4 +1,4 @@
-"""The outermost calls of modules in a region that is checkpointed in one piece."""
+"""Watch the outermost module calls in a region that is checkpointed in one piece."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_avgpipe.capture.tracer import CallWatcher
 
 
 class Outermost(CallWatcher):
-    """Passes calls on to another watcher; the outermost modules bring their parameters to the device.
+    """A watcher that passes calls on to another, and moves the parameters of outermost modules to the device.
 
     Attributes:
-        modules: the outermost ones, in order.
-        state: theirs, as of before the call.
+        modules: the outermost modules, in order of their calls.
+        state: their parameters and buffers as before each call.
     """
 
     def __init__(

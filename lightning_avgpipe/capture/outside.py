@@ -1,4 +1,4 @@
-"""Outside: what the user's code may change besides modules: global and enclosed variables, attributes of classes."""
+"""Find variables that the user's code may change besides modules: globals, closure variables and class attributes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from lightning_avgpipe.utils.opaque import is_opaque
 from lightning_avgpipe.utils.torch_compat import REGISTRIES
 
 _LIBRARY = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")})
-# Wherever they are: packages of a user, of the system below a virtual environment, or on PYTHONPATH.
+# Installed packages may lie elsewhere: in the user's site, below a virtual environment, or on PYTHONPATH.
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 _OWN = str(Path(__file__).parents[1])
-_KINDS = ("global ", "class ", "enclosed ")  # how full names begin
-_MOST = 1000  # items of a container that may hold functions
+_KINDS = ("global ", "class ", "enclosed ")  # prefixes of full names
+_MOST = 1000  # items of a container that are searched for functions
 _CODE = (types.FunctionType, types.MethodType, type, types.ModuleType, nn.Module)
 
 
 def outside(module: nn.Module) -> dict[str, Variable]:
-    """The variables that a module's code names, and the functions and classes that it names in turn.
+    """Return the variables that a module's code names, and those named by functions and classes that it uses.
 
-    That is the code of its classes, and of functions and objects in its attributes. Code of installed packages is not
-    looked at.
+    The code is that of the module's classes, and of functions and objects in its attributes. Code of installed packages
+    is not searched.
 
     Returns:
         By full name, such as ``global mine.CALLS`` or ``class mine.Net.calls``; the same objects each time.
@@ -41,28 +41,33 @@ def outside(module: nn.Module) -> dict[str, Variable]:
     return _reached(*_code_of(module)).variables
 
 
+def forget() -> None:
+    """Clear the cache of searched code, which may keep whole models alive."""
+    _reached.cache_clear()
+
+
 def variable(module: nn.Module, path: str, name: str) -> Variable:
-    """An attribute of a submodule; or, if a variable has this full name, that.
+    """Return an attribute of a submodule as a variable; or the variable of this full name outside of modules.
 
     Raises:
-        KeyError: a variable is not known here.
+        KeyError: the module's code names no such variable.
     """
     if name.startswith(_KINDS):
         return outside(module)[name]
     return Variable(vars(module.get_submodule(path)), name)
 
 
-def places(module: nn.Module, name: str) -> int:
-    """How many lines of this code name a variable."""
+def places(module: nn.Module, name: str) -> list[str]:
+    """Return the lines of the module's code that name a variable, such as ``file.py:12 in forward``."""
     lines = _reached(*_code_of(module)).lines
     last = next(part for part in reversed(name.split(".")) if not part.isdecimal())
-    return len(lines[last])
+    return sorted(f"{Path(code.co_filename).name}:{line} in {code.co_name}" for code, line in lines[last])
 
 
 class _Function:
-    """A function that an attribute leads to, without what it encloses: the attribute leads to that as well.
+    """A function in an attribute, without its closure, which is reached through the attribute as well.
 
-    Functions are remembered, and what they enclose may be a whole model.
+    Functions are cached, and a closure may hold a whole model.
     """
 
     def __init__(self, function: types.FunctionType) -> None:
@@ -76,7 +81,7 @@ class _Function:
 
 
 def _code_of(module: nn.Module) -> tuple[tuple[type, ...], tuple[_Function, ...]]:
-    """Classes, and functions in attributes."""
+    """Return the user's classes, and the user's functions in attributes."""
     modules = list(module.modules())
     held = [h for m in modules for name, h in vars(m).items() if name not in REGISTRIES]
     reached = led_to(held, _MOST)
@@ -96,7 +101,7 @@ def _reached(classes: tuple[type, ...], functions: tuple[_Function, ...]) -> _Re
 
 
 class _Reached:
-    """What code names."""
+    """The variables that a body of code names, and the lines that name them."""
 
     def __init__(self) -> None:
         self.variables: dict[str, Variable] = {}
@@ -104,7 +109,7 @@ class _Reached:
         self._seen: set[int] = set()
 
     def enter(self, thing: Any) -> None:
-        """A function, a class or what wraps a function."""
+        """Search a function, a class, or the function that an object wraps."""
         thing = getattr(thing, "__wrapped__", getattr(thing, "__func__", thing))
         if id(thing) in self._seen or not _is_own(thing):
             return
@@ -147,12 +152,12 @@ class _Reached:
             self._variable(f"enclosed {_name(function)}", {name: held}, name)
 
     def read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
-        """Code, and that of functions in it, with its global variables."""
+        """Search a code object, and the code of functions inside of it, with its global variables."""
         for part in _codes(code):
             self._read(part, namespace)
 
     def _read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
-        before: Any = None  # the Python module whose attribute may come next
+        before: Any = None  # the Python module that was loaded last, whose attribute may follow
         line = code.co_firstlineno
         for instruction in dis.get_instructions(code):
             line = (instruction.positions and instruction.positions.lineno) or line
@@ -193,7 +198,7 @@ def _name(thing: type | types.FunctionType) -> str:
 
 
 def _is_own(thing: Any) -> bool:
-    """Whether code is the user's: of no installed package."""
+    """Return whether code is the user's, not of an installed package."""
     name = thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None)
     if isinstance(thing, nn.Module) or not isinstance(name, str):
         return False

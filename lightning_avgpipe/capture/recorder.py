@@ -1,9 +1,9 @@
-"""The recorder: executes a step and notes its nodes and values."""
+"""Record the nodes and values of a step while it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,36 +22,51 @@ from lightning_avgpipe.capture.outermost import Outermost
 from lightning_avgpipe.capture.random_use import DrawWatch
 from lightning_avgpipe.capture.saved_tensors import tensors_of
 from lightning_avgpipe.capture.state_use import StateUse
-from lightning_avgpipe.capture.tracer import METADATA, StepTracer, function_name, tensor_arguments, watching
+from lightning_avgpipe.capture.tracer import (
+    METADATA,
+    STAGE_QUESTIONS,
+    StepTracer,
+    function_name,
+    tensor_arguments,
+    watching,
+)
 from lightning_avgpipe.capture.units import Units
 from lightning_avgpipe.capture.unnamed_state import UnnamedState
+from lightning_avgpipe.capture.upkeep import made_by
 from lightning_avgpipe.capture.visit import visiting
+from lightning_avgpipe.errors import AbsentValueError, CaptureError
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.names import is_within
 from lightning_avgpipe.utils.objects import Objects
-from lightning_avgpipe.utils.placeholder import described
-from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.placeholder import Absent, TensorMeta, described
+from lightning_avgpipe.utils.source import is_copying, source_line
 from lightning_avgpipe.utils.torch_compat import is_transformed, version_of
+
+# Tensor methods by which a step sees or changes gradients.
+_HOOKING = frozenset(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"))
 
 
 @dataclass(frozen=True)
-class Foresight:
-    """What must be known of a step before it is followed: it is found out by following it once more.
+class Preview:
+    """Facts about a step that must be known before it is recorded; a first recording finds them for the next.
 
     Attributes:
-        glue_states: buffers that glue changes: whether an operation on one is a node, before the first change.
-        exports: units in whose attributes others find tensors.
-        readers: units that find values in objects, and may have nothing else that makes them nodes.
-        mutable: ids of objects in attributes that change: whether a unit or the code between them changes one.
+        glue_states: names of the buffers that glue changes; operations on them are nodes, also before the first change.
+        exports: units in whose attributes other code finds tensors.
+        readers: units that find values in objects; they are nodes even if nothing else makes them nodes.
+        mutable: ids of objects in attributes that change; they are watched, to see whether units or glue change them.
+        left: attributes whose assignment is not seen; they are watched, to see whether units or glue assign them.
     """
 
     glue_states: frozenset[str] = frozenset()
     exports: frozenset[str] = frozenset()
     readers: frozenset[str] = frozenset()
     mutable: frozenset[int] = frozenset()
+    left: frozenset[tuple[str, str]] = frozenset()
 
 
 class _Effects(NamedTuple):
-    """What a unit does besides giving a result: to state and generators, its inner calls, and how much it computes."""
+    """The effects of a unit besides its result: changed state and objects, draws, inner calls and operations."""
 
     changes: list[str]
     draws: bool
@@ -60,21 +75,21 @@ class _Effects(NamedTuple):
     flops: float
 
     def noted(self, node: Node, generators: tuple[int, ...]) -> Node:
-        """A node that does it, and is given such generators."""
+        """Return a node with these effects, and with these generators among its arguments."""
         changes = tuple(self.changes)
         return replace(node, changes=changes, draws=self.draws, drawn=self.drawn, generators=generators)
 
 
 def owned_tensors(module: nn.Module, glue_states: Collection[str]) -> dict[int, str]:
-    """``id -> full name`` of the tensors whose use is a node: parameters, and buffers that glue changes, or sees."""
+    """Return ``id -> full name`` of the tensors whose use makes a node: parameters, and buffers in ``glue_states``."""
     owned = {id(p): name for name, p in module.named_parameters()}
     if glue_states:
         owned |= {id(b): name for name, b in module.named_buffers() if name in glue_states}
     return owned
 
 
-class Recorder(StepTracer):
-    """Executes everything and notes each node."""
+class StepRecorder(StepTracer):
+    """A tracer that runs every part of a step and notes each node."""
 
     rehearses = True
 
@@ -83,7 +98,7 @@ class Recorder(StepTracer):
         module: nn.Module,
         units: Sequence[str],
         device: torch.device | None,
-        foresight: Foresight,
+        foresight: Preview,
         ignore: Collection[nn.Module],
         batch: Sequence[Tensor],
     ) -> None:
@@ -91,8 +106,8 @@ class Recorder(StepTracer):
         self.units = Units(module, units, ignore)
         self.draft = Draft(self.known, foresight.readers)
         position = self.draft.position
-        self.unnamed = UnnamedState(module, foresight.mutable, position, lambda: self._inside, ignore)
-        # a unit that is not called itself may have buffers that glue changes
+        self.unnamed = UnnamedState(module, foresight.mutable, foresight.left, position, lambda: self._inside, ignore)
+        # all buffers are tracked, since glue may change those of a unit that is never called
         self.state = NamedState(module, self._owned, batch, device)
         self.uses = StateUse(self.state, self._owned, foresight.glue_states)
         self._in_units = {id(t) for path in units for t in tensors_of(module.get_submodule(path))}
@@ -103,9 +118,32 @@ class Recorder(StepTracer):
         self._openings = Openings(module, self.draft, self.unnamed.mutations.objects)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
         if func in METADATA and not self._inside:
             self.draft.told(func, args[:1])
-        return super().__torch_function__(func, types, args, kwargs)
+            if func in STAGE_QUESTIONS:
+                self._pin_answer(func, args, kwargs or {}, result)
+        return result
+
+    def _pin_answer(self, func: Any, args: Any, kwargs: Any, answer: Any) -> None:
+        """Forbid cuts if a stand-in for a value would describe itself otherwise than the value does."""
+        value = self.known.value_of(args[0])
+        if value is None:
+            return
+        stand_in = Absent(TensorMeta.of(args[0]), args[0].device, "")
+        name = function_name(func).removesuffix(".__get__")
+        try:
+            found = getattr(stand_in, name)
+            alike = (found(*args[1:], **kwargs) if callable(found) else found) == answer
+        except (AbsentValueError, RuntimeError):  # the stand-in cannot answer
+            alike = False
+        if not alike:
+            maker = next(node for node in self.draft.nodes if value in made_by(node))
+            self.draft.pin(
+                maker.index + 1, ANYWHERE,
+                f"the step asks at {source_line()} for {name} of the result of {maker}, which only its own stage "
+                "knows; ask within the unit, and return the answer",
+            )  # fmt: skip
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
@@ -119,7 +157,7 @@ class Recorder(StepTracer):
         tensors = [*visible, *objects.tensors]
         versions = [version_of(t) for t in tensors]
         with self.state.visiting(tensors_of(module)):
-            result, effects = self._executed(self.state.of(path), run, args, kwargs)
+            result, effects = self._executed(self.state.of(path), run, args, kwargs, path)
         used = provenance.used
         states = self.uses.of_unit([*module.parameters(), *module.buffers(), *used], effects.changes)
         result = provenance.followed(result, (args, kwargs), modules)
@@ -131,12 +169,12 @@ class Recorder(StepTracer):
         draft.pinned += self.hidden.find(used, f"unit '{path}'", free, path)
         if free:
             return self._ran_freely(module, [*visible, *used], result, effects)
+        unnamed.left.ran(path)
         if parameters or states or effects.draws:
             draft.resident.add(path)
         elif not draft.values.of(visible):
             draft.readers.add(path)
-        own = set(map(id, module.parameters()))
-        self._pin_handed_out([t for t in tensors if id(t) in own], f"unit '{path}'")
+        self._pin_call(module, path, tensors, result)
         flops = (effects.flops or recurrent_flops(module, result)) + _elements(result)
         node = Node(index, "call", path, source_line(), inputs, parameters=parameters, states=states, flops=flops)
         node = effects.noted(node, generators)
@@ -151,7 +189,7 @@ class Recorder(StepTracer):
         return result
 
     def _ran_freely(self, module: nn.Module, taken: Sequence[Tensor], result: Any, effects: _Effects) -> Any:
-        """A unit that depends on nothing but the batch is no node: it runs on every stage; returns its result."""
+        """Note a unit that depends on the batch alone, so that every stage runs it; return its result."""
         index = self.draft.position()
         self.batch.computed(taken, index)
         self.unnamed.assignments.held.computed(taken, result, index)
@@ -159,16 +197,21 @@ class Recorder(StepTracer):
         self.unnamed.ran_freely(module, effects.objects_changed)
         return result
 
-    def _executed(self, before: Before, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, _Effects]:
-        """The result of a unit or a region, and what it did besides; its state may be noted while it runs."""
+    def _executed(
+        self, before: Before, run: Callable[..., Any], args: Any, kwargs: Any, unit: str | None = None
+    ) -> tuple[Any, _Effects]:
+        """Run a unit or a region; return its result and effects. ``before`` may be filled while it runs."""
         watch = self.calls.watch
-        self.unnamed.generators.look(self.draft.position())
+        self.calls.check_seeds()
+        self.unnamed.look()
         random_before, calls = watch.bits(), len(watch.calls)
         self.state.changes.begin()
         provenance = self.hidden.provenance.at(self.draft.position(), args, kwargs)
-        with self.unnamed.mutations.elsewhere() as objects_changed, provenance, Flops() as counter:
+        seeding = nullcontext() if unit is None else watch.within(unit)
+        with self.unnamed.mutations.elsewhere() as objects_changed, provenance, seeding, Flops() as counter:
             result = run(*args, **kwargs)
         changes, draws = self.state.changed(before), random_before != watch.bits()
+        draws |= unit is not None and any(is_within(path, unit) for path in watch.seeding)
         flops = float(counter.get_total_flops())
         return result, _Effects(changes, draws, tuple(watch.calls[calls:]), objects_changed, flops)
 
@@ -190,6 +233,7 @@ class Recorder(StepTracer):
             draws=effects.draws, drawn=effects.drawn, flops=effects.flops + sum(t.numel() for t in given),
         )  # fmt: skip
         self._taken([*tensors, *used])
+        self.unnamed.left.ran(node.name)
         self.unnamed.generators.drew(node.index)
         if made.changed():
             what = f"{node} draws random numbers from a generator that the step makes"
@@ -198,7 +242,7 @@ class Recorder(StepTracer):
         return result
 
     def _made_generators(self, args: Any, kwargs: Any) -> Objects:
-        """Those of random numbers among arguments that do not outlive the step."""
+        """Return the random generators among arguments that the step has made."""
         found = Objects((args, kwargs), opaque="generators")
         chosen = self.unnamed.generators.given(found, "")
         return found.among([id(one) for i, one in enumerate(found.opaque) if i in chosen])
@@ -216,8 +260,8 @@ class Recorder(StepTracer):
         name = function_name(func)
         draft.pinned += self.hidden.find(tensors, f"{name}()", True)
         versions = [version_of(t) for t in tensors]
-        self.unnamed.mutations.look()
-        self.unnamed.generators.look(index)
+        self.calls.check_seeds()
+        self.unnamed.look()
         free = not inputs and not any(id(t) in self._owned for t in tensors)
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
         random_before = watch.bits()
@@ -249,8 +293,10 @@ class Recorder(StepTracer):
         return result
 
     def _executed_glue(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[str]]:
-        """The result of a function, and what it changes of the state."""
+        """Run a glue function; return its result and the names of the state that it changes."""
         with self.state.visiting([t for t in tensors if id(t) in self._in_units]):
+            if function_name(func) in _HOOKING:
+                self._pin_hook(function_name(func), args[0])
             before = self.state.of_tensors(self.uses.seen(tensors))
             self.state.changes.begin()
             result = func(*args, **kwargs)
@@ -263,18 +309,40 @@ class Recorder(StepTracer):
             self.draft.pin(0, ANYWHERE, f"at {source_line()} unit '{path}' has tensors of the step as its weights")
 
     def _pin_glue(self, name: str, tensors: Sequence[Tensor], result: Any) -> None:
-        """A function that is a node may be one around which no cut can lie."""
+        """Forbid cuts around functions that cannot be divided from other nodes."""
         if any(map(is_transformed, [*tensors, *tree.tensors(result)])):
             reason = f"what is computed by torch.vmap or torch.func at {source_line()} cannot be followed out of it"
             self.draft.pin(self.draft.position() + 1, ANYWHERE, reason)
+        if name == "data.__get__" and id(tensors[0]) in self._owned and is_copying():
+            self.draft.pin(
+                0, ANYWHERE,
+                f"the step copies '{self._owned[id(tensors[0])]}' with copy.deepcopy at {source_line()}, which its own "
+                "stage alone can do; copy it in __init__, or in a hook such as on_train_batch_start",
+            )  # fmt: skip
         if name in ("backward", "grad"):
             self.draft.pin(0, ANYWHERE, f"the step calls {name}() itself at {source_line()}")
-        if name.endswith(".apply"):  # its backward may ask which of its inputs are the parameters that it uses
+        if name.endswith(".apply"):  # its backward may compare its inputs with parameters
             self._pin_handed_out(tensors, f"{name}()")
 
+    def _pin_hook(self, name: str, tensor: Tensor) -> None:
+        """Forbid cuts after a value whose gradient the step looks at: only the stage that made it gets that."""
+        value = self.known.value_of(tensor)
+        if value is None:
+            raise CaptureError(
+                f"{name}() at {source_line()} puts a hook on the parameter '{self._owned[id(tensor)]}' in every step; "
+                "do so once, in __init__ or configure_model"
+            )
+        maker = next(node for node in self.draft.nodes if value in made_by(node))
+        self.draft.pin(
+            maker.index + 1, ANYWHERE,
+            f"{name}() at {source_line()} asks for the gradient of the result of {maker}, which only its own stage "
+            "gets; ask within the unit, or change the gradient by a torch.autograd.Function",
+        )  # fmt: skip
+
     def _pin_handed_out(self, tensors: Sequence[Tensor], what: str) -> None:
-        """What comes next takes these tensors, and those that are parameters themselves must come as such: no cut may
-        lie between it and a unit that has returned them, since after a cut they would be tensors with their contents.
+        """Forbid cuts between a unit that returns parameters and an operation that takes them.
+
+        After a cut the operation would get tensors with the same contents instead of the parameters.
         """
         for tensor in tensors:
             value, name = self.known.own_value_of(tensor), self._owned.get(id(tensor))
@@ -283,21 +351,36 @@ class Recorder(StepTracer):
                 reason = f"{what} at {source_line()} takes the parameter '{name}', which {giver} has returned"
                 self.draft.pin(giver.index + 1, self.draft.position(), reason)
 
+    def _pin_call(self, module: nn.Module, path: str, taken: Sequence[Tensor], result: Any) -> None:
+        """Forbid cuts around a unit that takes its own parameters, or that sets attributes on tensors it returns.
+
+        Parameters must arrive as the same objects, and an attribute (``x.scale = 2``) is not sent along with the
+        tensor.
+        """
+        own = set(map(id, module.parameters()))
+        self._pin_handed_out([t for t in taken if id(t) in own], f"unit '{path}'")
+        names = {name for tensor in tree.tensors(result) for name in vars(tensor) if not name.startswith("_")}
+        if names:
+            self.draft.pin(
+                self.draft.position() + 1, ANYWHERE,
+                f"unit '{path}', called at {source_line()}, returns a tensor with an attribute '{min(names)}', which "
+                "does not travel to another stage with its numbers; return it beside the tensor",
+            )  # fmt: skip
+
     def _refuse_strange(self, name: str) -> None:
-        """State must have a name, by which each stage finds it and a checkpoint keeps it."""
+        """Forbid all cuts because of a lasting tensor without a name, which stages and checkpoints cannot find."""
         self.draft.pin(
             0, ANYWHERE, f"{name}() at {source_line()} changes a tensor in place that lives on after the step and is "
                          "no parameter or buffer; make it one with register_buffer",
         )  # fmt: skip
 
     def _taken(self, tensors: Sequence[Tensor]) -> None:
-        """The node that comes next takes these tensors."""
+        """Note that the next node takes these tensors."""
         index = self.draft.position()
         self.batch.taken(tensors, index)
         self.unnamed.assignments.held.taken([t for t in tensors if self.known.value_of(t) is None], index)
 
     def _add(self, node: Node, given: Sequence[Tensor], taken: Sequence[Tensor], versions: Sequence[int]) -> None:
-        self.unnamed.assignments.settle()
         self.draft.add(node, given, taken, versions, self._owned)
 
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -306,6 +389,7 @@ class Recorder(StepTracer):
         self.unnamed.generators.look(self.draft.position())
         with self.unnamed.mutations.elsewhere():
             result = run(*args, **kwargs)
+        self.unnamed.left.changed()
         self.unnamed.generators.pass_over()
         return result
 
@@ -313,42 +397,45 @@ class Recorder(StepTracer):
         return self.units.path(module)
 
     def _keep(self, tensors: list[Tensor]) -> None:
-        """These tensors are needed at the end of the step."""
+        """Note that these tensors are needed at the end of the step."""
         self.draft.kept.update(self.draft.values.of(tensors))
         self.batch.kept(tensors)
 
     # -- the whole step ------------------------------------------------------------------------------------------------
 
     def visiting(self, module: nn.Module) -> AbstractContextManager[None]:
-        """What of it lies outside of units is on the device while the step is captured."""
+        """Move the module's tensors outside of units to the device within this context."""
         return visiting([t for t in tensors_of(module) if id(t) not in self._in_units], self._place)
 
     def finish(self, result: Any) -> None:
-        """The step has returned."""
+        """Note the result of the step, and what can be known only when it has ended."""
         self.unnamed.finish()
         self.calls.watch.look()
+        self.calls.check_seeds()
         self._keep(tree.tensors(result))
         self.draft.pinned += self.uses.reassigned(self.draft.nodes)
         self.uses.find_shared(self.draft.nodes)
         self.draft.pinned += self.unnamed.assignments.pinned()
 
     @property
-    def foresight(self) -> Foresight:
-        """What has been found out."""
-        return Foresight(
+    def foresight(self) -> Preview:
+        """The facts that this recording has found."""
+        return Preview(
             frozenset(self.uses.by_glue),
-            frozenset(self.hidden.exports),
+            frozenset(self.hidden.exports | self.unnamed.left.exports()),
             frozenset(self.draft.readers),
             frozenset(self.unnamed.mutable),
+            self.unnamed.known_left,
         )
 
     def close(self) -> None:
-        """Forget everything. It and its parts know each other, and what it has seen, all activations of a step, would
-        stay until the garbage collector comes by, which may be many captures later.
+        """Drop all references. The recorder's parts refer to each other and hold all activations of a step.
+
+        Without this they would live until the garbage collector runs, which may be many captures later.
         """
         vars(self).clear()
 
 
 def _elements(result: Any) -> float:
-    """Of all tensors."""
+    """Return the number of elements of all tensors."""
     return float(sum(t.numel() for t in tree.tensors(result)))

@@ -1,4 +1,4 @@
-"""Samples: what was measured of the nodes of steps, and which node is measured how often."""
+"""Collect samples of the nodes' costs, and decide which node is measured how often."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHORT_S = 0.02  # repetitions of one call end after this time
 
 
 class Sample(NamedTuple):
-    """One execution of a node alone, in seconds."""
+    """The seconds of one execution of a node alone."""
 
     forward_s: float
     backward_s: float
@@ -23,25 +23,29 @@ class Sample(NamedTuple):
 
 @dataclass
 class Samples:
-    """What was measured, by kinds of calls: another graph with the same calls need not measure them again."""
+    """Samples by kind of call, shared by graphs that have the same calls."""
 
     found: dict[Hashable, list[Sample]] = field(default_factory=lambda: defaultdict(list))
     complete: set[Hashable] = field(default_factory=set)
     spent_s: float = 0.0
 
     def median(self, kind: Hashable) -> Sample:
-        """The median of forwards, and that of backwards."""
+        """Return the median of the forwards, and that of the backwards."""
         samples = self.found[kind]
         return Sample(statistics.median(s.forward_s for s in samples), statistics.median(s.backward_s for s in samples))
 
+    def take(self, other: Samples) -> None:
+        """Replace these samples by another process's, which started from these."""
+        self.found, self.complete, self.spent_s = other.found, other.complete, other.spent_s
+
 
 class Sampling:
-    """Samples that are taken in one run of a step.
+    """The samples that are taken in one run of a step.
 
     Args:
-        kinds: of its nodes; those of the same kind share their samples.
-        samples: to which new ones are added.
-        deadline: when repetitions end, as ``time.perf_counter()``.
+        kinds: kind of each node; nodes of the same kind share their samples.
+        samples: collection to which new samples are added.
+        deadline: time at which repetitions end, as ``time.perf_counter()``.
     """
 
     def __init__(self, kinds: Sequence[Hashable], samples: Samples, deadline: float) -> None:
@@ -51,22 +55,22 @@ class Sampling:
         self._calls: dict[Hashable, int] = defaultdict(int)
 
     def wants(self, index: int) -> bool:
-        """Whether a node is to be measured."""
+        """Return whether a node is to be measured in this run."""
         kind = self._kinds[index]
         return kind not in self._samples.complete and self._calls[kind] < _CALLS
 
     def add(self, index: int, sample: Sample) -> None:
-        """A sample of a node that was measured in another way."""
+        """Add a sample of a node."""
         self._samples.found[self._kinds[index]].append(sample)
 
     def repeat(self, index: int, begin: float, warm_up: Sample, once: Callable[[], Sample]) -> None:
-        """Measure a node a few times, or let the warm-up count where there is no time for more.
+        """Measure a node a few times, or use the warm-up as its sample if there is no time for more.
 
         Args:
-            index: of the node.
-            begin: of the warm-up, as ``time.perf_counter()``.
-            warm_up: the first execution, which takes longer.
-            once: executes the node.
+            index: index of the node.
+            begin: start of the warm-up, as ``time.perf_counter()``.
+            warm_up: first execution, which takes longer.
+            once: execute the node once more.
         """
         self._calls[self._kinds[index]] += 1
         took = time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""Saved tensors: what forwards of a step keep for their backwards."""
+"""Count what the forwards of a step keep for their backwards."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from lightning_avgpipe.utils.torch_compat import storage_id
 
 
 class SavedTensors:
-    """Of one run of a step: values by their numbers, everything else in bytes.
+    """The tensors that nodes save in one run of a step: values by index, everything else in bytes.
 
     Args:
-        num_nodes: of the step.
-        resident: tensors that are in memory whatever is saved.
+        num_nodes: number of nodes in the step.
+        resident: tensors that are in memory in any case, such as weights.
 
     Attributes:
-        internal: bytes of what only the node itself has, for each node.
-        values: numbers of the values that a node saves.
+        internal: for each node the bytes that only this node saves.
+        values: indices of the values that any node saves.
     """
 
     def __init__(self, num_nodes: int, resident: Iterable[Tensor]) -> None:
         self.internal = [0] * num_nodes
         self.values: set[int] = set()
         self._resident = {storage_id(tensor) for tensor in resident}
-        self._homes: dict[int, tuple[Tensor, int]] = {}  # storage -> a tensor that keeps it alive, its value
+        self._homes: dict[int, tuple[Tensor, int]] = {}  # storage -> (tensor that keeps it alive, value)
 
     def learn(self, tensor: Tensor, value: int) -> None:
-        """A tensor of the step is this value."""
+        """Note that a tensor of the step is this value."""
         self._homes.setdefault(storage_id(tensor), (tensor.detach(), value))
 
     def value_in(self, tensor: Tensor) -> int | None:
-        """The value whose memory a tensor has."""
+        """Return the value that lies in a tensor's storage; None if there is none."""
         home = self._homes.get(storage_id(tensor))
         return None if home is None else home[1]
 
@@ -45,14 +45,14 @@ class SavedTensors:
         outputs: Sequence[Tensor],
         aliases: dict[int, int | None],
     ) -> None:
-        """Note what the forward of a node saved.
+        """Note what the forward of a node has saved.
 
         Args:
-            node: that ran.
-            module: whose call it is, if it is one.
-            kept: the tensors.
-            outputs: what the node gave.
-            aliases: storage -> value of the copies that it was given.
+            node: node that ran.
+            module: the called module, if the node is a call.
+            kept: the saved tensors.
+            outputs: tensors that the node returned.
+            aliases: storage -> value, of the copies that the node was given.
         """
         own = {storage_id(t): value for t, value in zip(outputs, node.outputs, strict=True) if value >= 0}
         visitors = {storage_id(t) for t in tensors_of(module)} if module is not None else set()
@@ -71,7 +71,7 @@ class SavedTensors:
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers."""
+    """Return the parameters and buffers of a module."""
     return [*module.parameters(), *module.buffers()]
 
 

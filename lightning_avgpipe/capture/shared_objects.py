@@ -1,7 +1,7 @@
-"""Shared objects: what a step changes in objects that several modules may hold, and where that is read.
+"""Find changes of objects that several modules may hold, and the code that reads these objects.
 
-Each process has objects of its own. What a unit writes into one, stages of other processes do not see, unless it is an
-argument, which travels; and what the code between units writes is seen by the stages that come so far.
+Each process has its own copy of such an object. Stages of other processes do not see a write of a unit, unless the
+object is an argument, which is sent. They do see a write of code between units if they get that far themselves.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from lightning_avgpipe.capture.draft import ANYWHERE
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.source import source_line
 
-_HEAP_TYPE = 1 << 9  # of a class's flags: it was made by Python code, and its methods can be replaced
+_HEAP_TYPE = 1 << 9  # flag of a class that Python code has defined, whose methods can be replaced
 
-Names = frozenset[str] | None  # of attributes of an object; None: all that it holds
+Names = frozenset[str] | None  # names of an object's attributes; None: all of its contents
 Key = tuple[str, str]  # path of a module, name of the attribute
 
 
 class _Read(NamedTuple):
-    """Where something is read: how many nodes came before, whether by the node that runs, and the line."""
+    """A read of an object: number of nodes before, whether the running node reads it, and the line."""
 
     position: int
     in_unit: bool
@@ -30,16 +30,16 @@ class _Read(NamedTuple):
 
 
 class SharedObjects:
-    """Watches objects that change while the step runs.
+    """A watch for objects that change while the step runs.
 
-    Reads of attributes are seen where their class is one of Python's; else every read of an attribute of a module that
-    leads to the object counts.
+    Reads of an object's attributes are seen if Python code has defined its class. Otherwise each read of a module's
+    attribute that leads to the object counts.
 
     Args:
-        attributes: of modules, by path and name.
-        changing: the objects.
-        position: how many nodes there are.
-        in_unit: whether a unit runs.
+        attributes: attributes of modules, by path and name.
+        changing: the objects that change.
+        position: return the number of nodes so far.
+        in_unit: return whether a unit is running.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SharedObjects:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Within this context reads are seen."""
+        """Watch reads of the objects within this context."""
         with contextlib.ExitStack() as undo:
             for cls in {type(obj): None for obj in self._seen.values()}:
                 undo.enter_context(self._watched(cls))
@@ -90,7 +90,7 @@ class SharedObjects:
                 cls.__getattribute__ = own
 
     def was_read(self, key: Key) -> None:
-        """An attribute of a module was read."""
+        """Note that an attribute of a module was read."""
         for found in self._leading.get(key, ()) if not self._looking else ():
             self._note(found, "")
 
@@ -98,36 +98,37 @@ class SharedObjects:
         self._reads[found][name].add(_Read(self._position(), self._in_unit(), source_line()))
 
     def was_free(self) -> None:
-        """The unit that has run is no node: every stage runs it that comes so far."""
+        """Count the reads of the last unit as reads between units: every stage that gets that far runs it."""
         here = self._position()
         for names in self._reads.values():
             for name, reads in names.items():
                 names[name] = {r._replace(in_unit=False) if r.position == here else r for r in reads}
 
     def wrote(self, node: int, name: str, changed: Iterable[tuple[Any, Names]], followed: Collection[int]) -> None:
-        """A unit has run that is a node.
+        """Note the changes of a unit that has run as a node.
 
         Args:
-            node: its index.
-            name: of the unit.
-            changed: objects that it changed.
-            followed: ids of those among its arguments, which travel.
+            node: index of the node.
+            name: name of the unit.
+            changed: objects that the unit changed, with the names of the changed attributes.
+            followed: ids of the objects among its arguments, which are sent to other stages.
         """
         for obj, names in changed:
             if id(obj) not in followed:
                 self._writes[id(obj)].append((node, names, name))
 
     def pinned(self, once: Mapping[int, tuple[int, Names]]) -> Iterator[tuple[int, int, str]]:
-        """Where no cut may lie.
+        """Yield ``(first, last, reason)`` where no cut may lie because of changed objects.
 
         Args:
-            once: ids of objects that the code between units changes once and for all, where it does, and what.
+            once: id of an object that glue changes in the first step only -> the position, and the names of the changed
+                attributes.
         """
         for found, writes in self._writes.items():
             for node, names, unit in writes:
                 for name, read in self._reads_of(found, names):
                     what = f"{_described(name)} is read at {read.source}, and unit '{unit}' changes it"
-                    if not read.in_unit:  # every stage reads it that comes so far
+                    if not read.in_unit:  # every stage that gets that far reads it
                         yield max(1, min(read.position, node + 1)), ANYWHERE, what
                     elif read.position != node:
                         yield min(node, read.position) + 1, max(node, read.position), what

@@ -1,4 +1,4 @@
-"""To run a step without leaving a trace: random state, buffers and attributes are put back."""
+"""Run a step without a trace: random state, buffers and attributes are restored after it."""
 
 from __future__ import annotations
 
@@ -13,47 +13,46 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.changes import put_back
 from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.utils.device import all_generators
-from lightning_avgpipe.utils.host_random import host_state, set_host_state
+from lightning_avgpipe.utils.lightning import LIGHTNING
 from lightning_avgpipe.utils.object_state import OF_EVERY_MODULE, same_items
 from lightning_avgpipe.utils.objects import Objects
-from lightning_avgpipe.utils.packages import LIGHTNING
-from lightning_avgpipe.utils.tensors import same_contents
+from lightning_avgpipe.utils.random_streams import HostState
+from lightning_avgpipe.utils.tensors import is_strided, same_contents
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, untraced, version_of
 
 _REGISTRIES = (*REGISTRIES, "_non_persistent_buffers_set")
 _CONTAINERS = (list, dict, set, deque)
 _MISSING = object()
-_Saved = dict[str, tuple[Any, Any]]  # name -> what was there, and how it is put back
+_Saved = dict[str, tuple[Any, Any]]  # name -> the object, and the copy to restore its contents from
 _LIBRARIES = ("torch", *LIGHTNING, "torchmetrics", "builtins", "abc", "typing")
 
 
 @contextlib.contextmanager
 def random_state() -> Iterator[None]:
-    """Put the generators of torch (all devices), NumPy and Python back as they were."""
+    """Restore the generators of torch (all devices), NumPy and Python after this context."""
     of_torch = [(generator, generator.get_state()) for generator in all_generators()]
-    on_host = host_state()
+    on_host = HostState.now()
     try:
         yield
     finally:
         for generator, state in of_torch:
             generator.set_state(state)
-        set_host_state(on_host)
+        on_host.put()
 
 
 @contextlib.contextmanager
 def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[None]:
-    """Run a step of ``module`` in this context and nothing of it remains.
+    """Restore all that a step of ``module`` changes after this context.
 
-    Buffers, attributes of all submodules (counters, cached masks, lists of outputs, metric states) and random state
-    are restored, in place where they are tensors or containers; so are attributes of the user's classes, and global and
-    enclosed variables that their code names, where a list of outputs may live as well. Of parameters the memory is
-    restored, and the contents of those that change.
+    Restored are buffers, attributes of all submodules (counters, cached masks, lists of outputs, metric states) and
+    random state, in place where they are tensors or containers. So are attributes of the user's classes, and global and
+    closure variables that their code names. Parameters get back their memory, and those in ``changing`` their contents.
 
     Args:
-        changing: full names of the parameters that the step changes.
+        changing: full names of the parameters whose contents the step changes.
     """
     parameters = dict(module.named_parameters())
-    with untraced():  # nothing is lent for it
+    with untraced():  # reading the data must not fetch absent weights
         weights = [(p, p.detach(), p.detach().clone() if name in changing else None) for name, p in parameters.items()]
     saved = [(m, _copies(vars(m), _REGISTRIES), _copies(m._buffers)) for m in module.modules()]
     classes = [(kind, _copies(_class_attributes(kind))) for kind in _own_classes(module)]
@@ -67,20 +66,20 @@ def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[Non
                 put_back(parameter, memory, contents)
             for m, attributes, buffers in saved:
                 _restore(vars(m), attributes, _REGISTRIES)
-                for name, (held, copy) in buffers.items():  # TorchScript's are no dict
+                for name, (held, copy) in buffers.items():  # TorchScript's buffers are no dict
                     m._buffers[name] = _put_back(held, copy)
             for kind, own in classes:
                 _restore_class(kind, own)
 
 
 def attribute_values(modules: Iterable[nn.Module]) -> list[Any]:
-    """What modules hold besides parameters, buffers, modules and hooks."""
+    """Return the values of modules' attributes, without parameters, buffers, submodules and hooks."""
     return [held for m in modules for name, held in vars(m).items() if name not in OF_EVERY_MODULE]
 
 
 @contextlib.contextmanager
 def unchanged(owner: Any) -> Iterator[None]:
-    """Put the attributes of any object back as they were: which they are, and what is in tensors and containers."""
+    """Restore the attributes of any object after this context, and the contents of their tensors and containers."""
     saved = _copies(vars(owner))
     try:
         yield
@@ -107,9 +106,7 @@ def _restore_class(kind: type, saved: _Saved) -> None:
 
 
 class Attributes:
-    """Attributes of modules (counters, lists of outputs, what a forward left behind) and which tensors their buffers
-    are, as of now; no tensor is copied.
-    """
+    """A snapshot of modules' attributes and registered buffers, which copies containers but no tensors."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._saved = [(m, *_references(m)) for m in modules]
@@ -122,13 +119,13 @@ class Attributes:
         self._whole = True
 
     def restore(self) -> None:
-        """Put everything, or what was kept, back."""
+        """Restore the attributes and buffers of the snapshot; after :meth:`keep_changed` only the kept attributes."""
         for m, attributes, buffers in self._saved:
             _restore(vars(m), attributes, OF_EVERY_MODULE if self._whole else vars(m))
             m._buffers.update(buffers)
 
     def keep_changed(self) -> None:
-        """Forget what is now as it was, and tensors with a history, which would keep all of it."""
+        """Forget attributes that have not changed, and tensors with a gradient history, which would keep the graph."""
         changed: list[Any] = []
         for m, attributes, _ in self._saved:
             kept = {
@@ -142,7 +139,7 @@ class Attributes:
         self._saved, self._versions, self._whole = changed, [], False
 
     def written(self) -> tuple[nn.Module, str] | None:
-        """An attribute or buffer whose tensor has been changed in place since; None if there is none."""
+        """Return an attribute or buffer whose tensor was changed in place since the snapshot; None if there is none."""
         return next(((m, name) for m, name, held, version in self._versions if version_of(held) != version), None)
 
 
@@ -156,7 +153,7 @@ def _has_items(held: Any, copy: Any) -> bool:
 
 
 def _copies(attributes: Mapping[str, Any], without: Collection[str] = ()) -> _Saved:
-    """What an owner has by name, and what it takes to put it back."""
+    """Return each attribute with the copy that restores it."""
     return {name: (held, _copy(held)) for name, held in attributes.items() if name not in without}
 
 
@@ -167,7 +164,7 @@ def _restore(attributes: dict[str, Any], saved: _Saved, without: Collection[str]
 
 
 def _copy(held: Any, inside: frozenset[int] = frozenset(), contents: bool = True) -> Any:
-    """What to put back: a tensor's contents, if wanted; a container's items, and what these hold in turn."""
+    """Return what restores an object: a tensor's contents, if wanted; a container's items, and what restores these."""
     if isinstance(held, Tensor):
         return held.detach().clone() if contents and not isinstance(held, nn.Parameter) else None
     if not isinstance(held, _CONTAINERS) or id(held) in inside:
@@ -182,7 +179,9 @@ def _put_back(held: Any, copy: Any) -> Any:
         return held
     if isinstance(held, Tensor):
         with torch.no_grad():
-            if not held.is_meta and not same_contents(held, copy.to(held.device)):  # it may have moved meanwhile
+            if is_strided(held) and not held.is_meta and held.shape != copy.shape:  # as observers of quantisation do
+                held.resize_(copy.shape)
+            if not held.is_meta and not same_contents(held, copy.to(held.device)):  # the tensor may have moved since
                 held.detach().copy_(copy)
         return held
     items, below = copy

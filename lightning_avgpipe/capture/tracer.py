@@ -1,8 +1,8 @@
-"""What capture and replay share: to follow a step function through its units and its glue.
+"""Follow a step function through its units and its glue; capture and replay share this.
 
 A step is plain Python. Two hooks see everything that matters: the calls of modules (``nn.Module.__call__``) and,
-outside of units, the torch functions (a ``TorchFunctionMode``). Inside a unit both step aside, so a unit runs at the
-speed at which it always ran.
+outside of units, the torch functions (a ``TorchFunctionMode``). Inside a unit both are off, so a unit runs at its usual
+speed.
 
 A tensor is *known* as a value if it came out of a node. An operation is a node if it touches a known tensor or a
 parameter; everything else is free, also what only asks a parameter for its description. Capture and replay decide this
@@ -15,7 +15,7 @@ import contextlib
 import sys
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from lightning_avgpipe.capture.known_tensors import KnownTensors
+from lightning_avgpipe.errors import AvgPipeError, CaptureError
+from lightning_avgpipe.utils.output import muted
 from lightning_avgpipe.utils.saved_hooks import disabling, disabling_others
+from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import CHECKPOINT_BRACKET, is_transformed, untransformed
 
 # fmt: off
@@ -42,23 +45,28 @@ _METADATA_METHODS = (
 # fmt: on
 
 
-def _metadata_functions() -> frozenset[Any]:
-    """Functions that read a tensor's description, never its numbers: absent values can answer them."""
-    found: set[Any] = set()
-    for name in _METADATA_ATTRIBUTES:
-        attribute = getattr(Tensor, name, None)
-        if attribute is not None and hasattr(attribute, "__get__"):
-            found.add(attribute.__get__)
-    for name in _METADATA_METHODS:
-        method = getattr(Tensor, name, None)
-        if method is not None:
-            found.add(method)
-    found.update((torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor))
-    return frozenset(found)
+def _functions(attributes: Iterable[str], methods: Iterable[str]) -> frozenset[Any]:
+    """Return the functions that a ``TorchFunctionMode`` sees for these attributes and methods, if torch has them."""
+    read: Iterable[Any] = (getattr(Tensor, name, None) for name in attributes)
+    called: Iterable[Any] = (getattr(Tensor, name) for name in methods if hasattr(Tensor, name))
+    return frozenset((*(attribute.__get__ for attribute in read if hasattr(attribute, "__get__")), *called))
 
 
-METADATA = _metadata_functions()
-# What a tensor says of its place.
+# Functions that read a tensor's description, never its numbers: absent values can answer them.
+METADATA: frozenset[Any] = frozenset(
+    (
+        *_functions(_METADATA_ATTRIBUTES, _METADATA_METHODS),
+        *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor),
+    )
+)
+# Descriptions that a stage does not know, or that may differ there, of a value that it receives or does not have.
+STAGE_QUESTIONS = METADATA.intersection(
+    _functions(
+        ("output_nr", "is_leaf", "grad_fn", "retains_grad", "_version", "_backward_hooks"),
+        ("stride", "storage_offset", "dim_order", "is_contiguous", "is_conj", "is_neg", "is_inference", "is_shared"),
+    )
+)
+# Functions that return the device of a tensor.
 DEVICE_QUESTIONS = frozenset(
     (
         *(getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta")),
@@ -67,10 +75,12 @@ DEVICE_QUESTIONS = frozenset(
 )
 
 
-# Says of a sparse tensor that each of its indices is there once. Libraries of graphs say so whenever they see one.
+# Marks a sparse tensor as coalesced. Libraries for graphs do so with each one that they get.
 _FLAG: Any = Tensor._coalesced_
 
-# New tensors like another one, of which only the description matters. (Random ones are drawn where that one is.)
+_FREEZING = frozenset((Tensor.requires_grad.__set__, Tensor.requires_grad_))  # type: ignore[attr-defined]
+
+# Functions that make a tensor with the description of another. (Random ones are nodes, on the stage of the other.)
 _LIKE = frozenset(
     (
         *(getattr(Tensor, name) for name in ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")),
@@ -80,7 +90,7 @@ _LIKE = frozenset(
 
 
 def function_name(func: Any) -> str:
-    """A name for a torch function that is the same in every process."""
+    """Return a name for a torch function that is the same in every process."""
     name: str = getattr(func, "__name__", type(func).__name__)
     if name in ("__get__", "__set__", "__delete__"):
         return f"{getattr(func.__self__, '__name__', '?')}.{name}"
@@ -88,7 +98,7 @@ def function_name(func: Any) -> str:
 
 
 def tensor_arguments(*arguments: Any) -> list[Tensor]:
-    """Tensors in nested lists, tuples and dicts of arguments, in order; also those that torch.func has wrapped."""
+    """Return the tensors in nested lists, tuples and dicts, in order, also those that torch.func has wrapped."""
     found: list[Tensor] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
@@ -104,26 +114,26 @@ def tensor_arguments(*arguments: Any) -> list[Tensor]:
 
 
 class CallWatcher:
-    """Sees calls of modules, also inside units; what it does by default is nothing.
+    """A base class for watchers of module calls, also inside units; by default it does nothing.
 
     Attributes:
-        only: ids of the modules whose calls it sees; None: of all.
+        only: ids of the modules whose calls are watched; None: all.
     """
 
     only: Container[int] | None = None
 
     def enter(self, module: nn.Module) -> None:
-        """A module is called."""
+        """Watch the beginning of a module's call."""
 
     def leave(self, module: nn.Module) -> None:
-        """The call has ended, perhaps by an error."""
+        """Watch the end of a module's call, which may be by an error."""
 
     def opaque(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A custom autograd function is called inside a unit."""
+        """Run a custom autograd function that is called inside a unit."""
         return run(*args, **kwargs)
 
     def repeatable(self, function: Callable[..., Any], calls_before: int) -> Callable[..., Any]:
-        """A checkpointed function, which a backward calls again after its first ``calls_before`` calls."""
+        """Return what replaces a checkpointed function, which a backward calls again after ``calls_before`` calls."""
         return function
 
 
@@ -136,50 +146,62 @@ _following = _Following()
 
 
 class StepTracer(TorchFunctionMode):
-    """Follows one execution of a step function; subclasses say what happens at a node.
+    """A tracer of one execution of a step function; subclasses say what happens at a node.
 
     Args:
         units: ``id(module) -> path`` of the submodules that are never split.
         owned: ``id -> full name`` of the tensors whose use makes a node: parameters, and buffers that glue changes.
-        place: where the step computes; None: where its parameters are.
+        place: device on which the step computes; None: where its parameters are.
 
     Attributes:
-        known: tensors that came out of nodes, and their values.
-        rehearses: whether the step runs to learn something of it, and once more for good.
+        known: tensors that came out of nodes, with their values.
+        rehearses: whether this execution only finds something out, before the step runs in earnest.
     """
 
     rehearses = False
+
+    @property
+    def mutes(self) -> bool:
+        """Whether the step's output (prints, warnings, logs) is muted at times, since it also appears elsewhere."""
+        return self.rehearses
+
+    def is_muted(self) -> bool:
+        """Return whether output is muted now."""
+        return True
 
     def __init__(self, units: Mapping[int, str], owned: Mapping[int, str], place: torch.device | None = None) -> None:
         super().__init__()
         self._place = place
         self._units = units
         self._owned = owned
-        self._inside = False  # a unit, or a node's own work, is running: nothing is a node now
+        self._inside = False  # whether a unit or the work of a node is running, so that nothing is a node
         self.known = KnownTensors()
-        self._eager: contextlib.AbstractContextManager[Any] | None = None  # left while a unit runs, and entered again
+        self._bare = False  # whether this mode is off the stack of modes
+        self._eager: contextlib.AbstractContextManager[Any] | None = None  # the context that is left while a unit runs
+        self._raised: AvgPipeError | None = None  # the first error of ours, which the step may have caught
+        self._frozen: dict[int, tuple[Tensor, bool, str]] = {}  # parameter, requires_grad before the step set it, line
 
     # -- what subclasses decide; while they do, nothing is followed ---------------------------------------------------
 
     @abstractmethod
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A unit is called; ``run(*args, **kwargs)`` executes it."""
+        """Handle a call of a unit; ``run(*args, **kwargs)`` executes it."""
 
     @abstractmethod
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A torch function is called outside of any unit."""
+        """Handle a call of a torch function outside of any unit."""
 
     @abstractmethod
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A region is checkpointed in one piece (reentrantly), whatever units it calls."""
+        """Handle a region that is checkpointed in one piece (reentrantly), whatever units it calls."""
 
     def region(self, generator: Iterator[Any]) -> Iterator[Any]:
-        """A region is checkpointed in which calls and glue are followed; the generator brackets it."""
+        """Return a generator that brackets a checkpointed region in which calls and glue are followed."""
         return generator
 
     @abstractmethod
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Something that only looks at values (``self.log``, a metric) is called; ``run`` executes it."""
+        """Handle a call that only looks at values (``self.log``, a metric); ``run`` executes it."""
 
     def observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Let ``run(*args, **kwargs)`` look at values of the step."""
@@ -188,12 +210,16 @@ class StepTracer(TorchFunctionMode):
 
     @classmethod
     def current(cls) -> StepTracer | None:
-        """The tracer that follows this thread's step, if one does and is not inside a unit."""
+        """Return the tracer that follows this thread's step; None if there is none, or if a unit is running."""
         tracer = _following.tracer
         return None if tracer is None or tracer._inside else tracer
 
+    def is_inside(self) -> bool:
+        """Return whether a unit or the work of a node is running, so that nothing is followed."""
+        return self._inside
+
     def unit(self, module: nn.Module) -> str | None:
-        """The path of a unit; None for a module that is followed. Asked when it is called."""
+        """Return the path of a unit that is being called; None for a module that is followed."""
         return self._units.get(id(module))
 
     # -- the two hooks ----------------------------------------------------------------------------------------------
@@ -201,53 +227,100 @@ class StepTracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._inside or func in METADATA:
             return func(*args, **(kwargs or {}))
-        if func is _FLAG and args[1:] == (args[0].is_coalesced(),):  # which would count as a change of the tensor
+        if func is _FLAG and args[1:] == (args[0].is_coalesced(),):  # no change, but it would count as one
             return args[0]
+        if func in _FREEZING and id(args[0]) in self._owned:
+            self._frozen.setdefault(id(args[0]), (args[0], args[0].requires_grad, source_line()))
         if func in _LIKE and self._is_parameter(args, kwargs):
             return self._like(func, args, kwargs or {})
         self._inside = True  # the mode itself is off the stack while it handles a function
         try:
             return self.on_glue(func, args, kwargs or {})
+        except AvgPipeError as error:
+            self._note(error)
+            raise
         finally:
             self._inside = False
 
+    def _note(self, error: AvgPipeError) -> None:
+        """Remember an error of ours, which the user's code may catch (``except Exception``) and ignore."""
+        self._raised = self._raised or error
+
     def _is_parameter(self, args: Any, kwargs: Any) -> bool:
-        """Whether a parameter is all that a function is given of tensors."""
+        """Return whether a parameter is the only tensor among the arguments."""
         given = tensor_arguments(args, kwargs)
         return len(given) == 1 and isinstance(given[0], nn.Parameter) and id(given[0]) in self._owned
 
     def _like(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A new tensor like a parameter, which may have no contents here, or lie elsewhere now."""
+        """Make a tensor like a parameter, which may have no contents here, or may be on another device now."""
         if self._place is not None and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": self._place}
         return func(*args, **kwargs)
 
     @contextlib.contextmanager
     def following(self, compiled: bool = False) -> Iterator[None]:
-        """Within this context this thread's step is followed.
+        """Follow this thread's step within this context.
 
-        Nobody can follow what ``torch.compile`` has compiled, so that runs uncompiled.
+        Code that ``torch.compile`` has compiled cannot be followed, so it runs uncompiled.
 
         Args:
-            compiled: whether units do not. What is compiled cannot be watched either.
+            compiled: whether units that run within :meth:`executing` stay compiled; those cannot be watched either.
+        Raises:
+            AvgPipeError: one was raised within the step, also if the step has caught it.
         """
         eager = uncompiled()
-        with intercepting(), eager:
+        with intercepting(), eager, muted(self.is_muted) if self.mutes else _NOTHING:
             self._eager = eager if compiled else None
-            _following.tracer = self
+            outer, _following.tracer = _following.tracer, self
             try:
                 with self:
                     yield
             finally:
-                _following.tracer = None
+                _following.tracer = outer
+                error = sys.exc_info()[1]
+                if not isinstance(error, Exception):
+                    self._check_frozen()
+                if self._raised not in (None, error):
+                    raise self._raised  # type: ignore[misc]
+
+    def _check_frozen(self) -> None:
+        """Check that the step, or this stage's part of it, has set back each requires_grad that it has set."""
+        for parameter, before, line in self._frozen.values():
+            if parameter.requires_grad != before:
+                parameter.requires_grad_(before)
+                self._note(
+                    CaptureError(
+                        f"the step sets requires_grad of '{self._owned[id(parameter)]}' at {line} to {not before}, and "
+                        "leaves it so, which not all stages come to; freeze and unfreeze in a hook "
+                        "(on_train_batch_start) or a callback"
+                    )
+                )
 
     def aside(self) -> _Aside:
-        """Within this context nothing is followed: a unit, or one glue operation, runs as it always does."""
+        """Follow nothing within this context: a unit, or one glue operation, runs as usual."""
         return _Aside(self)
+
+    def executing(self) -> contextlib.AbstractContextManager[None]:
+        """Run a unit within this context, inside of :meth:`aside`, compiled if :meth:`following` allows that."""
+        return _NOTHING if self._eager is None or not self._bare else self._executing(self._eager)
+
+    @contextlib.contextmanager
+    def _executing(self, eager: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        eager.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            eager.__enter__()
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class _Aside:
-    """Entered at every call of a unit, so a class: a generator would cost as much as the rest of the call."""
+    """A context in which nothing is followed.
+
+    It is entered at every call of a unit. A generator would cost as much as the rest of the call.
+    """
 
     __slots__ = ("_on_top", "_tracer")
 
@@ -263,20 +336,20 @@ class _Aside:
         self._on_top = torch.overrides._get_current_function_mode() is tracer
         if self._on_top:
             TorchFunctionMode.__exit__(tracer, None, None, None)
-            if tracer._eager is not None:
-                tracer._eager.__exit__(None, None, None)
+            tracer._bare = True
 
     def __exit__(self, *error: object) -> None:
         tracer = self._tracer
+        if isinstance(error[1], AvgPipeError):
+            tracer._note(error[1])
         if self._on_top:
-            if tracer._eager is not None:
-                tracer._eager.__enter__()
+            tracer._bare = False
             TorchFunctionMode.__enter__(tracer)
         tracer._inside = False
 
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """Within this context nothing runs compiled; nothing can where the compiler has not even been imported."""
+    """Run nothing compiled within this context; if the compiler was never imported, nothing is compiled anyway."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
@@ -284,7 +357,7 @@ def uncompiled() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def watching(watcher: CallWatcher) -> Iterator[None]:
-    """Within this context a watcher sees the calls of modules of this thread."""
+    """Let a watcher see the module calls of this thread within this context."""
     with intercepting():
         before, _following.watcher = _following.watcher, watcher
         try:
@@ -294,10 +367,10 @@ def watching(watcher: CallWatcher) -> Iterator[None]:
 
 
 class intercepting:
-    """Within this context calls of modules and autograd functions can be followed.
+    """A context in which calls of modules and autograd functions can be followed.
 
-    Following turns it on by itself. Since a change of ``nn.Module`` empties Python's method caches for all modules,
-    whoever follows often keeps it on.
+    A tracer enters it by itself. Code that follows often keeps it on, since each change of ``nn.Module`` empties
+    Python's method caches for all modules.
     """
 
     __slots__ = ()
@@ -317,7 +390,7 @@ class intercepting:
         with _lock:
             _interceptions -= 1
             if _interceptions == 0:
-                nn.Module.__call__ = _call_module  # type: ignore[method-assign]
+                nn.Module.__call__ = call_module  # type: ignore[method-assign]
                 torch.autograd.Function.apply = _apply_function  # type: ignore[method-assign]
                 setattr(checkpoint, CHECKPOINT_BRACKET, _checkpointing_generator)
                 torch.autograd.graph.disable_saved_tensors_hooks = disabling
@@ -325,20 +398,20 @@ class intercepting:
 
 _lock = threading.Lock()
 _interceptions = 0
-_call_module: Callable[..., Any] = nn.Module.__call__
+call_module: Callable[..., Any] = nn.Module.__call__
 _apply_function = torch.autograd.Function.__dict__["apply"]
 _checkpointing_generator: Callable[..., Iterator[Any]] = getattr(checkpoint, CHECKPOINT_BRACKET)
 _keeping_inputs = getattr(checkpoint, "_NoopSaveInputs", None)  # how older versions of torch keep a region's inputs
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # every call of a module comes here, so what is not followed leaves at once
+    # Every call of a module comes here, so the paths that follow nothing come first.
     if torch.compiler.is_compiling():  # a unit that runs compiled
-        return _call_module(module, *args, **kwargs)
+        return call_module(module, *args, **kwargs)
     watcher, tracer = _following.watcher, _following.tracer
     if watcher is None or (watcher.only is not None and id(module) not in watcher.only):
         if tracer is None or tracer._inside:
-            return _call_module(module, *args, **kwargs)
+            return call_module(module, *args, **kwargs)
         return _follow(module, args, kwargs)
     watcher.enter(module)
     try:
@@ -350,18 +423,18 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _follow(module: nn.Module, args: Any, kwargs: Any) -> Any:
     tracer = _following.tracer
     if tracer is None or tracer._inside:
-        return _call_module(module, *args, **kwargs)
+        return call_module(module, *args, **kwargs)
     path = tracer.unit(module)
     if path is None:
-        return _call_module(module, *args, **kwargs)
+        return call_module(module, *args, **kwargs)
     if module._forward_hooks:
         return _call_with_hooks(tracer, module, path, args, kwargs)
     with tracer.aside():
-        return tracer.on_call(module, path, partial(_call_module, module), args, kwargs)
+        return tracer.on_call(module, path, partial(call_module, module), args, kwargs)
 
 
 def _call_with_hooks(tracer: StepTracer, module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
-    """Forward hooks are glue: one that collects outputs (router logits, attention maps) does so on every stage."""
+    """Call a unit whose forward hooks run as glue: a hook that collects outputs does so on every stage."""
     forward = module.forward
 
     def unit(*inner_args: Any, **inner_kwargs: Any) -> Any:
@@ -372,7 +445,7 @@ def _call_with_hooks(tracer: StepTracer, module: nn.Module, path: str, args: Any
     before = attributes.get("forward")
     attributes["forward"] = unit
     try:
-        return _call_module(module, *args, **kwargs)
+        return call_module(module, *args, **kwargs)
     finally:
         if before is None:
             del attributes["forward"]
@@ -395,11 +468,12 @@ def _apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -
     with tracer.aside():
         if checkpoints:
             return tracer.on_region(run, args, kwargs)
-        return tracer.on_glue(_named(run, f"{function.__name__}.apply"), args, kwargs)
+        with tracer.executing():
+            return tracer.on_glue(_named(run, f"{function.__name__}.apply"), args, kwargs)
 
 
 def _checkpointing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Brackets a region that is checkpointed without reentrance; ``function`` is what backwards call again."""
+    """Bracket a region that is checkpointed without reentrance; backwards call ``function`` again."""
     tracer, watcher = _following.tracer, _following.watcher
     if watcher is not None:
         function = watcher.repeatable(function, calls_before=0)

@@ -1,4 +1,4 @@
-"""Units: the submodules that are never split."""
+"""Decide which modules are units, the submodules that are never split."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import nn
 
 from lightning_avgpipe.utils.names import around
 
-# Containers are not called by users (or only pass on what they hold), so they are opened from the start.
+# Containers are not called by users, or only call their children, so they are followed from the start.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether a module only holds or passes on to its children, so that it is never a unit."""
+    """Return whether a module only holds its children or calls them in turn, so that it is never a unit."""
     return isinstance(module, _CONTAINERS) and type(module).forward in _PASS_ON
 
 
 class Units:
-    """Which module is a unit when it is called: those that are given, and what else is called outside of them.
+    """The units of a module: the given ones, and modules that are called outside of these.
 
     ::
 
@@ -27,9 +27,9 @@ class Units:
         given     model.blocks.0.linear  ...                           model.blocks.0 is followed, whoever calls it
 
     Args:
-        root: the module whose step is followed.
+        root: module whose step is followed.
         given: paths of units to start from; modules that hold one are followed.
-        ignore: modules that only observe; they and what they hold are no units.
+        ignore: modules that only observe; they and their submodules are no units.
     """
 
     def __init__(self, root: nn.Module, given: Sequence[str], ignore: Collection[nn.Module] = ()) -> None:
@@ -43,7 +43,7 @@ class Units:
         self._followed.update(id(inner) for observer in ignore for inner in observer.modules())
 
     def path(self, module: nn.Module) -> str | None:
-        """Where the unit lies that is called now; None if the module is followed, or none of the root's."""
+        """Return the path of the unit that is being called; None for any other module."""
         path = self._units.get(id(module))
         if path is None and id(module) in self._paths and id(module) not in self._followed:
             path = self._units[id(module)] = self._paths[id(module)]
@@ -52,7 +52,7 @@ class Units:
         return path
 
     def found(self) -> tuple[str, ...]:
-        """All units so far: the given ones, unless only parts of them were called, and those parts."""
+        """Return all units so far: the given and the called ones, without those of which only parts were called."""
         partly = {above for path in self._called for above in around(path)} - self._called.keys()
         return tuple(dict.fromkeys((*(path for path in self._given if path not in partly), *self._called)))
 

@@ -1,4 +1,4 @@
-"""Upkeep: glue that changes weights from weights, and from no value, such as the update of a momentum encoder.
+"""Find upkeep: glue that computes weights from weights only, such as the update of a momentum encoder.
 
 ::
 
@@ -6,8 +6,8 @@
     stage 0      (passes by)      student
     stage 1      update teacher | (skipped)                 teacher ... loss
 
-Program order would put it on a stage with all that lies between it and the use of what it changes. But it needs nothing
-that a stage computes, so the stage that uses what it changes does it, wherever it stands.
+In program order, upkeep and all nodes up to the use of the changed weights would have to be on one stage. But upkeep
+needs nothing that a stage computes, so the stage that uses the changed weights executes it, wherever it stands.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Nodes that must be on one stage, for they use what the step changes.
+class PinnedNodes:
+    """A set of nodes that must be on one stage, since they use state that the step changes.
 
     Attributes:
-        name: of one of the parameters and buffers that they change.
-        first: the node whose stage it is.
-        last: the last one of them.
-        upkeep: other nodes, which that stage executes wherever they stand; they are not after ``last``.
+        name: name of one of the changed parameters and buffers.
+        first: the first node, whose stage executes all of them.
+        last: the last node.
+        upkeep: further nodes that this stage executes wherever they stand; they are not after ``last``.
     """
 
     name: str
@@ -40,16 +40,16 @@ class Span:
     upkeep: tuple[int, ...] = ()
 
 
-def spans(nodes: Sequence[Node], kept: Iterable[int]) -> list[Span]:
-    """All that a step changes, with the nodes that use it.
+def spans(nodes: Sequence[Node], kept: Iterable[int]) -> list[PinnedNodes]:
+    """Return the spans of nodes that use what the step changes.
 
     Args:
-        nodes: in program order.
+        nodes: nodes of the step, in program order.
         kept: values that the result needs.
     """
     changed = {name for node in nodes for name in node.states}
     upkeep = _upkeep(nodes, frozenset(kept))
-    sets: Any = UnionFind()  # of what belongs together
+    sets: Any = UnionFind()  # sets of nodes, names and values that belong together
     for node in nodes:
         used = [name for name in dict.fromkeys((*node.states, *node.parameters)) if name in changed]
         if node.index in upkeep:
@@ -73,14 +73,14 @@ def spans(nodes: Sequence[Node], kept: Iterable[int]) -> list[Span]:
     for root, name in names.items():
         fixed, free = users[root], movable[root]
         if fixed:
-            found.append(Span(name, fixed[0], max([fixed[-1], *free]), tuple(free)))
-        else:  # nobody uses it in this step: where it stands it stays
-            found.append(Span(name, free[0], free[-1]))
+            found.append(PinnedNodes(name, fixed[0], max([fixed[-1], *free]), tuple(free)))
+        else:  # unused in this step: the nodes stay where they are
+            found.append(PinnedNodes(name, free[0], free[-1]))
     return found
 
 
 def _upkeep(nodes: Sequence[Node], kept: frozenset[int]) -> set[int]:
-    """Nodes that depend on parameters and buffers alone, and serve only to change some."""
+    """Return the nodes that depend on parameters and buffers alone, and serve only to change some."""
     makers: dict[int, list[int]] = defaultdict(list)
     users: dict[int, list[int]] = defaultdict(list)
     for node in nodes:
@@ -105,5 +105,5 @@ def _upkeep(nodes: Sequence[Node], kept: frozenset[int]) -> set[int]:
 
 
 def made_by(node: Node) -> Iterable[int]:
-    """The values that a node gives, or writes into."""
+    """Return the values that a node returns or writes into."""
     return (*(value for value in node.outputs if value >= 0), *(value for _, value, _ in node.writes))

@@ -1,4 +1,4 @@
-"""Values: the tensors that nodes give, numbered as they come up while a step is recorded."""
+"""Number the values that nodes return while a step is recorded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_avgpipe.utils.torch_compat import address, version_of
 
 
 class Values:
-    """All values of a graph, in order.
+    """All values of a graph, in the order in which they were made.
 
     Args:
-        known: learns which tensor holds which value.
+        known: record of which tensor holds which value.
 
     Attributes:
-        all: of them so far.
+        all: values so far.
     """
 
     def __init__(self, known: KnownTensors) -> None:
@@ -29,12 +29,12 @@ class Values:
         self._held: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
 
     def of(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """The values that these tensors hold."""
+        """Return the values that these tensors hold."""
         found = (self._known.value_of(t) for t in tensors)
         return tuple(dict.fromkeys(value for value in found if value is not None))
 
     def given(self, tensors: Sequence[Tensor], taken: Sequence[Tensor], name: str) -> tuple[int, ...]:
-        """The outputs, as of :attr:`Node.outputs`, of a node of this name that took and gave these tensors."""
+        """Return the outputs, see :attr:`Node.outputs`, of a node of this name that took and returned these tensors."""
         outputs = []
         for tensor in tensors:
             value = self._known.own_value_of(tensor)
@@ -47,13 +47,13 @@ class Values:
     def written(
         self, taken: Sequence[Tensor], versions: Sequence[int], owned: Container[int], name: str
     ) -> tuple[tuple[int, int, bool], ...]:
-        """What a node of this name has written into, as of :attr:`Node.writes`.
+        """Return the writes, see :attr:`Node.writes`, of a node of this name.
 
         Args:
             taken: tensors that it took.
-            versions: of these, before it.
-            owned: ids of tensors whose uses are known by name.
-            name: of the node.
+            versions: version counters of these tensors before the node ran.
+            owned: ids of the tensors whose uses are known by name.
+            name: name of the node.
         """
         writes: list[tuple[int, int, bool]] = []
         for i, (tensor, version) in enumerate(zip(taken, versions, strict=False)):

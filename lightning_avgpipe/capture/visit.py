@@ -1,4 +1,4 @@
-"""Visits: a model that is larger than a device passes through it one unit at a time."""
+"""Move the tensors of a model that is larger than a device to the device, one unit at a time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning_avgpipe.utils.device import port_of
 
 @contextlib.contextmanager
 def visiting(tensors: Collection[Tensor], device: torch.device | None) -> Iterator[None]:
-    """Tensors are on a device within this context, and at home after it."""
+    """Move tensors to a device within this context, and back after it."""
     moves = device is not None and not port_of(device).is_host
-    # what has no contents here is lent, if it is needed
+    # tensors without contents here are fetched on demand instead
     homes = [(t, t.data) for t in tensors if moves and t.device != device and not t.is_meta]
     for tensor, home in homes:
         tensor.data = home.to(device)

@@ -1,4 +1,4 @@
-"""Ways: what a step calls where chance leaves out some of its submodules (LayerDrop)."""
+"""Find what a step calls when chance leaves out some of its submodules (LayerDrop)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from lightning_avgpipe.utils.random_streams import host_stream, stream
 
 _log = logging.getLogger(__name__)
 
-# So often a step is followed to find one way that all others are parts of, but no longer than so; and so often to see
-# whether it is chance.
+# Most captures, and most seconds, to find a run that leaves out nothing; and the fewest captures, which show whether
+# chance leaves anything out.
 _MOST, _LONGEST_S, _FEWEST = 48, 30.0, 6
 
 Run = Callable[..., Any]
 
 
 class Way(NamedTuple):
-    """One of the ways that a step takes.
+    """A capture of a step that leaves out submodules by chance.
 
     Attributes:
-        graph: what it does there.
-        run: executes it so.
-        missing: paths of submodules that it leaves out there, and calls on others.
+        graph: call graph of this capture.
+        run: execute the step as in this capture.
+        missing: paths of submodules that were left out here and called in other captures.
     """
 
     graph: CallGraph
@@ -40,10 +40,10 @@ class Way(NamedTuple):
     missing: frozenset[str] = frozenset()
 
     def check(self, units: Collection[str]) -> None:
-        """What is missing must be inside of units, or beside one of which a stage is known.
+        """Check that missing submodules are inside of units, or beside a called neighbour whose stage is known.
 
         Raises:
-            PartitionError: it is not, so no stage would know it.
+            PartitionError: the stage of a missing submodule is not known.
         """
         free = self.missing - self.graph.places.keys()
         outside = [path for path in sorted(free) if not any(path.startswith(f"{unit}.") for unit in units)]
@@ -58,16 +58,16 @@ class Way(NamedTuple):
 def fullest(
     graph: CallGraph, run: Run, module: nn.Module, device: torch.device, follow: Callable[[Run], CallGraph]
 ) -> Way:
-    """The way on which chance leaves out least.
+    """Capture a step repeatedly, and return the capture in which chance left out the fewest submodules.
 
-    Stages are those of one way. A micro-batch may take another that leaves out some of its calls.
+    The stages are those of one capture. A micro-batch may leave out other calls.
 
     Args:
-        graph: of the step as it ran.
+        graph: call graph of the step as it ran first.
         run: executes the step.
-        module: whose submodules are called.
-        device: where it computes.
-        follow: captures the call graph of such a function.
+        module: module whose submodules are called.
+        device: device on which it computes.
+        follow: capture the call graph of such a function.
     """
     ways, begin = [(graph, run)], time.perf_counter()
     if not left_out(graph, module):
@@ -86,9 +86,9 @@ def fullest(
 
 
 def left_out(graph: CallGraph, module: nn.Module) -> frozenset[str]:
-    """The submodules that chance may have left out.
+    """Return the submodules that chance may have left out.
 
-    They were not called, a neighbour of the same kind was, and the code of something around them draws random numbers.
+    They were not called, a neighbour of the same type was, and the code of a module around them draws random numbers.
     """
     drawing = graph.drawing | graph.host_drawing
     if "" not in drawing and all(not any(True for _ in module.get_submodule(path).children()) for path in drawing):
@@ -100,7 +100,7 @@ def left_out(graph: CallGraph, module: nn.Module) -> frozenset[str]:
 
 
 def may_draw(graph: CallGraph, module: nn.Module) -> frozenset[str]:
-    """Paths of the modules that drew from torch's generators, or may have if chance had not left them out."""
+    """Return the paths of modules that drew from torch's generators, or may have drawn had chance not left them out."""
     if not left_out(graph, module):
         return graph.drawing
     return graph.drawing | graph.host_drawing | graph.uncalled

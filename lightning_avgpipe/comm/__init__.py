@@ -1,1 +1,1 @@
-"""Processes and what joins them: who hosts which stage, channels, collectives, the monitor. Knows nothing of models."""
+"""Processes and what connects them: the stage map, channels, collectives, the monitor. Knows nothing of models."""

@@ -1,4 +1,4 @@
-"""Activity: what the main thread of a process is doing, for messages."""
+"""Activity: a text for error messages that says what the main thread of a process is doing."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from lightning_avgpipe.utils.packages import LIGHTNING
+from lightning_avgpipe.utils.lightning import LIGHTNING
 
-_LINES = 3  # of user code, to say where a process is
+_LINES = 3  # of user code that a description shows
 _LIBRARIES = {"torch", *LIGHTNING, "lightning_avgpipe", "threading"}
 
 
-class Activity:
-    """What the thread that makes it is doing.
+class ThreadActivity:
+    """A record of what one thread is doing: the thread that creates the instance.
 
     Args:
-        names: of all processes, by rank, as they are when asked for.
-        rank: of this process.
+        names: names of all processes, by rank; a later change of the list counts.
+        rank: rank of this process.
 
     Attributes:
         names: as given.
         rank: as given.
-        text: as ``waits for the input of F0``; or empty.
+        text: what the thread does, such as ``waits for the input of F0``; empty outside of :meth:`during`.
     """
 
     def __init__(self, names: list[str], rank: int) -> None:
@@ -35,22 +35,22 @@ class Activity:
 
     @property
     def name(self) -> str:
-        """Of this process."""
+        """The name of this process."""
         return self.names[self.rank]
 
     @contextlib.contextmanager
     def during(self, text: str) -> Iterator[None]:
-        """Within this context the thread does this; and still does, for messages, when it fails."""
+        """Set the text within this context. An error leaves the text as it is, so that messages can quote it."""
         before, self.text = self.text, text
         yield
         self.text = before
 
     def clause(self) -> str:
-        """For a sentence that has named the process: as ``, which waits for the input of F0``; or empty."""
+        """Return a relative clause for messages, such as ``, which waits for the input of F0``, or an empty string."""
         return f", which {self.text}" if self.text else ""
 
     def described(self) -> str:
-        """With the innermost lines of user code that the thread is in; any thread may ask."""
+        """Return the text and the innermost lines of user code that the thread is in. Any thread may call it."""
         frame = sys._current_frames().get(self._thread)
         lines: list[str] = []
         while frame is not None and len(lines) < _LINES:

@@ -1,7 +1,7 @@
-"""Alone: code of a step sees no other process, as on one device.
+"""Alone: a context in which the code of a step sees one process only, as on one device.
 
-All stages work on the same batch, and each runs a part of the step: a collective in it would wait for processes that do
-something else, and what it would sum or gather is what one process has already.
+All stages work on the same batch, and each runs a part of the step. A collective within the step would wait for
+processes that run other parts, although this process already has what the collective would sum or gather.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -25,11 +26,12 @@ class _Here(threading.local):
 
 
 _here = _Here()
+_threads: set[int] = set()  # identifiers of the threads that run code of a step now
 _own: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def own_group(group: Any) -> Any:
-    """Note that a process group is ours, which may be used at any time; returns it."""
+    """Register a process group of this package, which :func:`alone` never refuses, and return the group."""
     if isinstance(group, dist.ProcessGroup):
         _own.add(group)
     return group
@@ -37,32 +39,40 @@ def own_group(group: Any) -> Any:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Within this context ``torch.distributed`` is not initialized, and its functions find one process, of rank 0.
+    """Make ``torch.distributed`` look uninitialized in this context; its functions find one process, of rank 0.
 
-    Everybody asks ``is_initialized()`` first who would gather over processes: losses, ``torchmetrics``,
-    ``SyncBatchNorm``. Who does not ask gets a group of this process alone, also from ``new_group``. A group that was
-    made before, of several processes, is refused. Our own messages travel in groups that they name, also those of other
-    threads meanwhile.
+    Code that gathers over processes asks ``is_initialized()`` first: losses, ``torchmetrics``, ``SyncBatchNorm``. Code
+    that does not ask gets a group of this process alone, also from ``new_group``. A group of several processes that was
+    made before is refused. This package's own messages travel in groups that are passed explicitly.
+
+    The context holds for the thread that enters it, and for the threads in which autograd runs a backward for that
+    thread. Other threads, which may save a checkpoint meanwhile, see all processes.
     """
     if not dist.is_initialized() and not _here.depth:
         yield
         return
-    before, group = dist.GroupMember.WORLD, _lone_group()
-    dist.GroupMember.WORLD = None  # type: ignore[assignment]
+    group = _lone_group()
     if not _here.depth:
         _patch()
-        # as torch does for groups that it makes, until it forgets all of them
-        c10d._world.pg_map[group] = ("gloo", dist.HashStore())
-        c10d._world.pg_group_ranks[group] = {0: 0}
+        if not _threads:  # register the group as torch does; torch forgets all groups when it is destroyed
+            c10d._world.pg_map[group] = ("gloo", dist.HashStore())
+            c10d._world.pg_group_ranks[group] = {0: 0}
+        _threads.add(threading.get_ident())
     _here.depth += 1
     try:
         yield
     finally:
         _here.depth -= 1
         if not _here.depth:
-            c10d._world.pg_map.pop(group, None)
-            c10d._world.pg_group_ranks.pop(group, None)
-        dist.GroupMember.WORLD = before  # type: ignore[assignment]
+            _threads.discard(threading.get_ident())
+            if not _threads:
+                c10d._world.pg_map.pop(group, None)
+                c10d._world.pg_group_ranks.pop(group, None)
+
+
+def _is_alone() -> bool:
+    """Return whether this thread runs code of a step. Autograd has threads of its own for devices."""
+    return bool(_here.depth or (_threads and torch._C._current_graph_task_id() != -1))
 
 
 @functools.cache
@@ -72,16 +82,21 @@ def _lone_group() -> LoneGroup:
 
 @functools.cache
 def _patch() -> None:
-    """Functions that are imported by name ask these two for the group, and whether this process is in it."""
+    """Replace the three ways in which functions of torch.distributed look up the default group or the membership."""
+    members: Any = type(dist.GroupMember)
+    world = members.WORLD
     default_group, not_in_group = c10d._get_default_group, c10d._rank_not_in_group
+
+    def get_world(cls: Any) -> Any:
+        return None if _is_alone() else world.fget(cls)
 
     @functools.wraps(default_group)
     def get_default_group() -> Any:
-        return _lone_group() if _here.depth else default_group()
+        return _lone_group() if _is_alone() else default_group()
 
     @functools.wraps(not_in_group)
     def rank_not_in_group(group: Any) -> bool:
-        if _here.depth and isinstance(group, dist.ProcessGroup) and group.size() > 1 and group not in _own:
+        if _is_alone() and isinstance(group, dist.ProcessGroup) and group.size() > 1 and group not in _own:
             raise StepChangedError(
                 f"a step uses a process group of {group.size()} processes, which would wait for each other: all stages "
                 "work on the same batch, and each runs a part of the step. A step sees its process alone, and what it "
@@ -89,5 +104,6 @@ def _patch() -> None:
             )
         return not_in_group(group)
 
+    members.WORLD = property(get_world, world.fset)
     c10d._get_default_group = get_default_group
     c10d._rank_not_in_group = rank_not_in_group

@@ -1,4 +1,4 @@
-"""Arrivals: what wakes a process that waits for others."""
+"""Arrivals: the notification that wakes a thread which waits for messages of other processes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 
 
 class Arrivals:
-    """Told of all that arrives in a process, from any thread.
+    """A notification of everything that arrives in a process; any thread may notify.
 
     Attributes:
-        condition: to hold while it is looked whether something is there, and to wait on.
-        failure: of a channel that cannot go on.
+        condition: condition variable to hold while one checks what has arrived, and to wait on.
+        failure: error of the first channel that cannot go on; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -21,20 +21,20 @@ class Arrivals:
         self._moved = -math.inf
 
     def moved(self) -> None:
-        """Bytes went over a connection of this process."""
+        """Note that bytes went over a connection of this process just now."""
         self._moved = time.monotonic()
 
     def idle_s(self) -> float:
-        """Seconds since then."""
+        """Return the seconds since bytes last went over a connection of this process."""
         return time.monotonic() - self._moved
 
     def notify(self) -> None:
-        """Something arrived."""
+        """Wake all waiting threads because something arrived."""
         with self.condition:
             self.condition.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """A channel cannot go on."""
+        """Note the error of a channel that cannot go on, and wake all waiting threads."""
         with self.condition:
             self.failure = self.failure or error
             self.condition.notify_all()

@@ -12,14 +12,14 @@ from lightning_avgpipe.comm.collectives import Collectives, Peer
 
 _SMALL = 64
 _LARGE = (256 * 1024, 2 * 1024**2, 16 * 1024**2)
-_LONG_S = 0.05  # a larger message is tried while it takes less
+_LONG_S = 0.05  # a larger message is tried as long as the last one took less
 _REPETITIONS = 3
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Every two of so many once, in rounds where nobody is in two pairs.
+    """Yield every pair of ``count`` processes once, in rounds in which no process is in two pairs.
 
-    One stays, the others go round the table::
+    One process keeps its place, the others move round the table::
 
         0 1     0 3     0 2
         3 2     2 1     1 3
@@ -32,10 +32,11 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def measure_bandwidth(group: Collectives) -> list[list[float]]:
-    """Bytes per second from each process to each other one, over the hosts; V - 1 rounds. Every process calls it.
+    """Measure the bandwidth between every two processes, over the hosts, in V - 1 rounds. Every process calls it.
 
     Returns:
-        The same on every process, shape ``(V, V)``; infinite on the diagonal.
+        The bytes per second from each process (row) to each other one, on every process; shape ``(V, V)``, infinite on
+        the diagonal.
     """
     own = [math.inf] * group.world_size
     for number, pairs in enumerate(rounds(group.world_size)):
@@ -61,18 +62,18 @@ def _ask(peer: Peer) -> float:
         large_s = _seconds(peer, size)
         if large_s > _LONG_S:
             break
-    peer.send(torch.zeros(1, dtype=torch.int64))  # no more
+    peer.send(torch.zeros(1, dtype=torch.int64, device="cpu"))  # ends _answer
     return (size - _SMALL) / max(large_s - small_s, 1e-9)
 
 
 def _seconds(peer: Peer, size: int) -> float:
-    """Least time for a message there, and a small one back."""
-    payload, found = torch.zeros(size, dtype=torch.uint8), []
+    """Return the shortest time, in seconds, of a message to the peer and a small one back."""
+    payload, found = torch.zeros(size, dtype=torch.uint8, device="cpu"), []
     for _ in range(_REPETITIONS):
         begin = time.perf_counter()
-        peer.send(torch.tensor([size]))
+        peer.send(torch.tensor([size], device="cpu"))
         peer.send(payload)
-        peer.receive(torch.empty(1, dtype=torch.int64))
+        peer.receive(torch.empty(1, dtype=torch.int64, device="cpu"))
         found.append(time.perf_counter() - begin)
         if found[0] > 4 * _LONG_S:
             break
@@ -80,6 +81,6 @@ def _seconds(peer: Peer, size: int) -> float:
 
 
 def _answer(peer: Peer) -> None:
-    while size := int(peer.receive(torch.empty(1, dtype=torch.int64))):
-        peer.receive(torch.empty(size, dtype=torch.uint8))
-        peer.send(torch.ones(1, dtype=torch.int64))
+    while size := int(peer.receive(torch.empty(1, dtype=torch.int64, device="cpu"))):
+        peer.receive(torch.empty(size, dtype=torch.uint8, device="cpu"))
+        peer.send(torch.ones(1, dtype=torch.int64, device="cpu"))

@@ -1,4 +1,4 @@
-"""The batch stream: from the process that reads batches to the others, each of which gets what it needs of them.
+"""The batch stream: the process that reads batches sends to each other process the tensors which that process needs.
 
 ::
 
@@ -6,7 +6,7 @@
     others      ------->  batch 0   ---------->   batch 1 is there when compute 0 ends
 
 Several dataloaders take turns (validation in the middle of an epoch), and some are left before their end, so every
-item carries the number of its stream; the others keep what belongs to another stream for later.
+item carries the number of its stream. The receivers keep items of another stream for later.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightning_avgpipe.comm.message import pack, unpack
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 
-# (batch, rank) -> names of the tensors that the rank needs; None: all
+# (batch, rank) -> names of the tensors that the rank needs; None: all of them
 Needs = Callable[[Any, int], frozenset[str] | None]
 
 
 class _Unsent:
-    """In the place of a tensor that the receiver does not need. No dataclass: those are trees, this is a leaf."""
+    """A leaf in the place of a tensor that the receiver does not need. A dataclass would be a tree, not a leaf."""
 
     def __init__(self, meta: TensorMeta, name: str) -> None:
         self.meta = meta
@@ -39,18 +39,21 @@ class _Unsent:
 
 
 class _Closed:
-    """Takes the place of items after the last one."""
+    """A marker that takes the place of items after the last one."""
 
 
-_POSTED = 4  # receives; a sender that has to wait for one of them waits behind what else is on the links
+# Receives that are posted in advance. A sender that finds none waits until the announcement of the next one has passed
+# the other traffic on the link.
+_POSTED = 4
 
 
 @dataclass(frozen=True)
 class Passed:
-    """An item on its way.
+    """An item of a batch stream together with the requests that were known when the reader sent it.
 
     Attributes:
-        requests: what processes have been asked to do from outside, as the reader knew when it passed the item on.
+        item: any tree of tensors and other leaves.
+        requests: requests from outside (such as to stop), as the reader knew them when it sent the item.
     """
 
     item: Any
@@ -61,7 +64,7 @@ class BatchStream(ABC):
     """One process's end of the batch stream. All processes begin the same streams in the same order.
 
     Args:
-        agree: told of the requests that came with an item, at the same point of the program on all processes.
+        agree: called with the requests that came with an item, at the same point of the program on all processes.
     """
 
     def __init__(self, agree: Callable[[frozenset[str]], None]) -> None:
@@ -69,35 +72,41 @@ class BatchStream(ABC):
         self._agree = agree
 
     def begin(self, instead_of: int | None = None) -> int:
-        """A new stream of items, perhaps instead of one of which nothing more is wanted."""
+        """Begin a new stream of items and return its number.
+
+        Args:
+            instead_of: number of a stream that ends early: its further items are dropped.
+        """
         return next(self._numbers)
 
     @abstractmethod
     def pass_on(self, stream: int, item: Any = None, needs: Needs | None = None) -> Passed:
-        """The reader passes an item and does not wait; the others get it, with absent tensors where they need none.
+        """Send an item without waiting on the reader; wait for the next item of the stream on other processes.
+
+        Tensors that a receiver does not need are absent in its item.
 
         Args:
-            stream: what :meth:`begin` returned.
+            stream: number that :meth:`begin` returned.
             item: any tree of tensors and picklable leaves; ignored on processes that do not read.
-            needs: which tensors each process needs; None: all.
+            needs: function that returns which tensors a rank needs; None: every rank needs all of them.
         """
 
     def accept(self, passed: Passed) -> Any:
-        """The item, whose turn has come. The reader may have passed it on long before."""
+        """Return the item, and agree on its requests, when its turn comes; it may have been sent long before."""
         self._agree(passed.requests)
         return passed.item
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing more will come. Every process calls it."""
+        """End the batch stream: no further item is sent. Every process calls it."""
 
 
 class BatchSource(BatchStream):
-    """The reader's end.
+    """The reader's end of the batch stream.
 
     Args:
-        outboxes: rank -> channel.
-        requests: what processes have been asked to do by now.
+        outboxes: channel to each other rank, by rank.
+        requests: returns the requests from outside that are known by now.
     """
 
     def __init__(
@@ -124,12 +133,12 @@ class BatchSource(BatchStream):
 
 
 class BatchSink(BatchStream):
-    """The end of a process that does not read.
+    """The end of the batch stream on a process that does not read.
 
     Args:
-        inbox: from the reader.
-        device: where absent tensors pretend to be.
-        wait: returns as soon as a condition holds; bounded.
+        inbox: channel from the reader.
+        device: device that absent tensors report.
+        wait: returns as soon as the condition that it is given holds; bounded.
     """
 
     def __init__(
@@ -178,7 +187,7 @@ class BatchSink(BatchStream):
 
 
 def _without(item: Any, wanted: frozenset[str] | None) -> Any:
-    """The item without the numbers of tensors that are not wanted."""
+    """Return the item with placeholders for the tensors that are not wanted; None wants all."""
     if wanted is None:
         return item
     named, spec = tree.flatten_with_names(item)

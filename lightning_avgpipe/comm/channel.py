@@ -1,4 +1,4 @@
-"""Channels: one-way FIFO links between stages. A send never blocks compute; a receive is posted ahead of time."""
+"""Channels: one-way FIFO links between stages. A send never blocks compute; receives are posted in advance."""
 
 from __future__ import annotations
 
@@ -11,39 +11,45 @@ from lightning_avgpipe.comm.routes import Route
 
 
 class Traffic(Protocol):
-    """Is told, from any thread, of messages that travel between processes."""
+    """An observer of the messages that travel between processes. Any thread may call it."""
 
     def queued(self) -> None:
-        """A message will be sent."""
+        """Note that a message is queued to be sent."""
 
     def sending(self, route: Route, micro_batch: int, stream: Any) -> AbstractContextManager[None]:
-        """A queued message is sent within this context: on a stream, or None: by the host."""
+        """Return a context in which a queued message is sent: on a stream, or by the host if the stream is None."""
 
     def arrived(self, route: Route, micro_batch: int, stream: Any) -> None:
-        """A message is there: when its stream gets here, or None: now."""
+        """Note that a message arrives when the stream reaches this point, or has arrived if the stream is None."""
 
 
 class Inbox(Protocol):
     """The receiving end of a channel."""
 
     def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
-        """So many messages will come: receive them as they do, tell the observers, and pass them on as well."""
+        """Announce that ``count`` messages will come, so that they are received in advance.
+
+        Args:
+            count: number of messages.
+            observers: told when each of them arrives.
+            onwards: channel that each message is also sent on to; None: to none.
+        """
 
     def ready(self) -> bool:
-        """Whether a message has arrived."""
+        """Return whether a message has arrived."""
 
     def get(self) -> Message:
         """Take the oldest message that has arrived."""
 
     def close(self, join_s: float) -> None:
-        """Receive no more, and drop what was not taken. Waits so many seconds for that; may be called again."""
+        """Stop receiving, drop messages that were not taken, and wait up to ``join_s`` seconds. May be called again."""
 
 
 class Outbox(Protocol):
     """The sending end of a channel."""
 
     def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
-        """Send, and tell the observers; returns at once."""
+        """Queue a message to be sent, and tell the observers; returns at once."""
 
     def close(self, join_s: float) -> None:
-        """Stop after what is queued. Waits so many seconds for that; may be called again."""
+        """Stop after the queued messages are sent, and wait up to ``join_s`` seconds for that. May be called again."""

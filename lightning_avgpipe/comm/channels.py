@@ -1,8 +1,9 @@
-"""The channels: all that goes between a process and others, from one opening of the cluster to the next."""
+"""The channels: everything that travels between a process and others while the cluster is open."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.comm.agreement import Agreement
@@ -12,7 +13,6 @@ from lightning_avgpipe.comm.control import ControlChannel, ControlChannels
 from lightning_avgpipe.comm.links import measure_links
 from lightning_avgpipe.comm.monitor import Monitor
 from lightning_avgpipe.comm.process import Process
-from lightning_avgpipe.comm.returns import Returns
 from lightning_avgpipe.comm.routes import Route
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.comm.transport import Transport
@@ -22,22 +22,21 @@ _DISCONNECTED_S = 3.0  # longest time that threads take to end when their connec
 
 
 class Channels:
-    """Those of a process.
+    """All channels of a process, and its waits for other processes.
 
     Args:
-        stage_map: who hosts what.
-        process: this one.
-        group: of this process.
-        waits: of this process for others.
-        agreement: of all processes; None if there is one.
+        stage_map: which process hosts which stage.
+        process: this process.
+        group: group of this process.
+        waits: waits of this process for others.
+        agreement: agreement of all processes; None if there is one process.
 
     Attributes:
         waits: as given.
-        transport: the channels between stages.
-        control: from rank 0 to all, while these are open.
-        batches: from the reader to all, while these are open.
-        returns: of groups that have left; None if none may leave.
-        are_open: whether they are.
+        transport: channels between stages.
+        control: control channel from rank 0 to the other ranks; set by :meth:`open`.
+        batches: batch stream from the reader to the other ranks; set by :meth:`open`.
+        are_open: whether the channels are open.
     """
 
     control: ControlChannel
@@ -48,7 +47,6 @@ class Channels:
     ) -> None:
         self.waits = waits
         self.transport = Transport(stage_map, process.rank, process.network, waits.arrivals, waits)
-        self.returns: Returns | None = None
         self.are_open = False
         self._process = process
         self._group = group
@@ -57,29 +55,27 @@ class Channels:
 
     @property
     def monitor(self) -> Monitor:
-        """Of all processes."""
+        """The monitor of all processes."""
         return self.waits.monitor
 
-    def open(self, stage_map: StageMap, num_groups: int, leaders: Collectives, survives: bool) -> None:
-        """Start them. Every process calls it, when they are connected.
-
-        Args:
-            stage_map: who hosts what.
-            num_groups: of processes, at the start.
-            leaders: of the groups.
-            survives: whether groups may leave.
-        """
+    def open(self, stage_map: StageMap) -> None:
+        """Start the channels for the stages of the map. Every process calls it, once the processes are connected."""
         self.transport.widen(1)
-        rank, ends = self._group.rank, self._control_ends(() if survives else leaders.ranks)
-        self.control = ControlChannel(rank, num_groups, ends, self.waits, leaders if survives else None)
+        ends = self._control_ends([ranks[0] for ranks in stage_map.layout])
+        self.control = ControlChannel(self._group.rank, stage_map.num_groups, ends, self.waits)
         self.batches = self._open_batches(stage_map.reader)
         self.are_open = True
 
     def close(self, failed: bool) -> None:
-        """Stop them and their threads; after a failure without waiting for peers, and for good."""
+        """Stop the channels and their threads.
+
+        Args:
+            failed: whether the run failed: then peers are not waited for, and the connections are given up.
+        """
         network, timeout_s = self._process.network, self.waits.timeout_s
         if failed:
-            # rank 0 holds the store; and connections that break before the reason is known would look like one
+            # Rank 0 holds the store; and a connection that breaks before the others have read the reason would look
+            # like the reason.
             self.monitor.await_readers()
             network.disconnect()
         elif self.are_open:
@@ -93,20 +89,22 @@ class Channels:
             network.close()
 
     def confirm(self, asked: str, where: str) -> None:
-        """Wait until all ask for the same, if these are open. Arguments and errors as of :meth:`Agreement.confirm`."""
+        """Wait until all processes ask for the same operation, if the channels are open.
+
+        Arguments and errors are those of :meth:`Agreement.confirm`.
+        """
         if self.are_open and (agreement := self._agreement) is not None:
             waits = f"waits for the other processes to ask for {asked} as well"
             self.waits.run(lambda: agreement.confirm(asked, where), waits)
 
     def links(self, stage_map: StageMap) -> tuple[Link, ...]:
-        """The link of each hop, as :func:`measure_links` finds them once. Every process calls it."""
+        """Return the link of each hop, which :func:`measure_links` measures once per map. Every process calls it."""
         if stage_map not in self._links:
             found = measure_links(stage_map, self._group, self.transport, self.waits, self._process.device)
             self._links[stage_map] = found
         return self._links[stage_map]
 
-    def _control_ends(self, leaders: tuple[int, ...]) -> ControlChannels:
-        """With relays to and from leaders, if there are these."""
+    def _control_ends(self, leaders: Sequence[int]) -> ControlChannels:
         me, ranks = self._process.rank, self._group.ranks
         inbox, outbox = self.transport.inbox, self.transport.outbox
         if me != ranks[0]:
@@ -117,7 +115,7 @@ class Channels:
             out=[outbox(Route("news", me, rank)) for rank in ranks[1:]],
             reports={peer: inbox(Route("reports", ranks[peer], me)) for peer in range(1, len(ranks))},
             relay_out=[outbox(Route("relay", me, leader)) for leader in leaders[1:] if me == 0],
-            relay_source=inbox(Route("relay", 0, me)) if leaders and me != 0 else None,
+            relay_source=inbox(Route("relay", 0, me)) if me != 0 else None,
         )
 
     def _open_batches(self, first: int) -> BatchStream:

@@ -1,4 +1,4 @@
-"""Clocks: what another process's clock shows now, and when something happened on a device."""
+"""Clocks: the offset between the clocks of two processes, and the time of events on a device."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.utils.device import Moment, has_passed, port_of, seconds_between
 
 host_now = time.perf_counter
-_ROUNDS = 16  # of a question and its answer
+_ROUNDS = 16  # questions, each with its answer
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """``own time + offset_s`` is the time on the clock of rank 0, up to ``error_s``."""
+    """The offset of a clock: ``own time + offset_s`` is the time on the clock of rank 0, up to ``error_s``.
+
+    Attributes:
+        offset_s: offset in seconds.
+        error_s: largest error of the offset, in seconds.
+    """
 
     offset_s: float = 0.0
     error_s: float = 0.0
 
 
 def estimate_offset(rounds: Iterable[tuple[float, float, float]]) -> ClockOffset:
-    """Estimate an offset from questions and answers.
+    """Estimate the offset of another clock from questions and answers.
 
-    The other clock was read at some time between question and answer; halfway is off by at most half the round trip,
-    so the quickest round counts.
+    The other clock was read at some time between question and answer. The middle of this interval is off by at most
+    half the round trip, so the quickest round decides.
 
     Args:
         rounds: (own time when asking, the other's time, own time when the answer came), seconds.
@@ -40,11 +45,11 @@ def estimate_offset(rounds: Iterable[tuple[float, float, float]]) -> ClockOffset
 
 
 def offset_in(group: Collectives) -> ClockOffset:
-    """How far this process's clock is from that of rank 0. Every process of the group calls it."""
+    """Return the offset of this process's clock from that of rank 0. Every process of the group calls it."""
     rounds: list[tuple[float, float, float]] = []
 
     def exchange() -> None:
-        first, reading = group.peer(0), torch.empty((), dtype=torch.float64)
+        first, reading = group.peer(0), torch.empty((), dtype=torch.float64, device="cpu")
         for _ in range(_ROUNDS):
             asked = host_now()
             first.send(reading)
@@ -54,7 +59,7 @@ def offset_in(group: Collectives) -> ClockOffset:
     def answer() -> None:
         for peer in map(group.peer, range(1, group.world_size)):
             for _ in range(_ROUNDS):
-                reading = peer.receive(torch.empty((), dtype=torch.float64))
+                reading = peer.receive(torch.empty((), dtype=torch.float64, device="cpu"))
                 peer.send(torch.full_like(reading, host_now()))
 
     group.together("an alignment of clocks", answer if group.rank == 0 else exchange)
@@ -62,10 +67,10 @@ def offset_in(group: Collectives) -> ClockOffset:
 
 
 class DeviceClock:
-    """Reads times where work happens: on the host at once, on an accelerator by events that nothing waits for.
+    """A clock that reads the time where work happens: on the host at once, on an accelerator by events.
 
-    There an anchor ties the events to the host's clock. Making it waits for the device once, and so does reading the
-    first event afterwards; in between the host never waits.
+    An anchor event ties the events of an accelerator to the host's clock. Making the clock waits for the device once,
+    and so does reading the first event afterwards; in between the host never waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,16 +81,16 @@ class DeviceClock:
         self._anchored_s = host_now()
 
     def now(self, stream: Any = None) -> Moment:
-        """The moment at which a stream gets here; default: the current stream, or on the host this instant."""
+        """Return the moment at which a stream (default: the current one) gets here; on the host, this instant."""
         return self._port.moment(stream)
 
     def seconds(self, moment: Moment) -> float:
-        """When it was, on the host's clock."""
+        """Return a moment in seconds of the host's clock."""
         return moment if isinstance(moment, float) else self._anchored_s + seconds_between(self._anchor, moment)
 
 
 class Stopwatch:
-    """Times laps on a device; the host waits neither for their ends nor for the results."""
+    """A timer of laps on a device. The host waits neither for the end of a lap nor for its time."""
 
     def __init__(self, device: torch.device) -> None:
         self._port = port_of(device)
@@ -93,13 +98,13 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def lap(self, number: int) -> Iterator[None]:
-        """What is queued or done within this context is one lap; one that raises is none."""
+        """Time what is queued or done within this context as one lap. A lap that raises is not counted."""
         begin = self._port.moment()
         yield
         self._laps.append((number, begin, self._port.moment()))
 
     def finished(self) -> list[tuple[int, float]]:
-        """Number and seconds of each lap that has ended on the device since the last call, in order."""
+        """Return number and seconds of each lap that has ended on the device since the last call, in order."""
         found = []
         while self._laps:
             number, begin, end = self._laps[0]

@@ -1,4 +1,4 @@
-"""The codec of messages: frames, which announce a message on a wire, or hold a small one.
+"""The codec of messages: frames, each of which announces a message on a wire, or holds a small one.
 
 ::
 
@@ -6,9 +6,9 @@
     after it    the rest of a frame that is too long, then packets: all other tensors but large ones in one for the
                 host and one for the device, and each large one by itself, of which no copy is made
 
-Both ends number the structures of messages (shapes, types and everything else but numbers) as they see them, so that
-a structure which repeats is neither pickled nor sent again, and it says which packets there are. These have a tag of
-their structure's: the receiver can be ready for them before the frame is there.
+Both ends number the structures of messages (shapes, types and everything else but the elements of tensors) in the order
+in which they appear, so that a repeated structure is neither pickled nor sent again. The structure determines the
+packets, and they carry a tag of their structure: the receiver can post their receives before the frame arrives.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Route
+from lightning_avgpipe.errors import UnsendableError
+from lightning_avgpipe.utils.tensors import memory_order
 
-# A receive is posted for so many bytes before the size of the frame is known. On Linux gloo accepts a shorter one; its
-# transport elsewhere reads on until all have come, so frames are filled up there.
+# A receive of CAPACITY bytes is posted before the size of the frame is known. On Linux gloo accepts a shorter message;
+# its transport elsewhere reads on until all bytes have come, so frames are padded there.
 _ACCEPTS_SHORTER = sys.platform == "linux"
 CAPACITY = 256 * 1024 if _ACCEPTS_SHORTER else 1024
 # bytes of the frame and of what is pickled in it, numbers of structure and channel, micro-batch
@@ -38,20 +40,21 @@ _PREFIX = struct.Struct("<qqqqq")
 _NEW, _UNNUMBERED = -1, -2
 _MAX_NUMBERED = 1024
 FRAMES, REST, _FIRST_NUMBERED = 0, 1, 2  # tags
-MOST_TAGS = _FIRST_NUMBERED + _MAX_NUMBERED  # of one wire
+MOST_TAGS = _FIRST_NUMBERED + _MAX_NUMBERED  # number of tags of one wire
 _LARGE = 256 * 1024  # bytes from which a copy costs more than a transfer
 _PASSING = 64 * 1024  # bytes of a frame, if others may pass the message on: a larger one travels in pieces
 _ALIGNMENT = 64
 
 
 class TensorForm(NamedTuple):
-    """What must be known of a tensor before its numbers come.
+    """The form of a tensor: what the receiver must know before the elements arrive.
 
     Attributes:
-        shape: of the tensor.
-        dtype: of the tensor.
+        shape: shape of the tensor.
+        dtype: type of its elements.
         on_host: whether it lives on the host at the sender.
-        order: its dimensions as they lie in memory; None if that is their order, or if there are gaps.
+        order: dimensions in the order in which they lie in memory; None if that is their own order, or if there are
+            gaps.
     """
 
     shape: tuple[int, ...]
@@ -61,50 +64,47 @@ class TensorForm(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
-        """Describe a tensor.
+        """Return the form of a tensor.
 
-        A transposed one arrives transposed, without a copy: kernels may round otherwise for another layout.
+        A transposed tensor arrives transposed, without a copy: kernels may round differently for another layout.
         """
-        order = None
-        if not tensor.is_contiguous():
-            strides = tensor.stride()
-            order = tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
-            if not tensor.permute(order).is_contiguous():
-                order = None
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cpu, order)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cpu, memory_order(tensor))
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has to be sent."""
+        """Whether the tensor has no elements to send."""
         return 0 in self.shape
 
     @property
     def wire_shape(self) -> tuple[int, ...]:
-        """Shape in which the numbers travel."""
+        """The shape in which the elements travel."""
         return self.shape if self.order is None else tuple(self.shape[d] for d in self.order)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers."""
+        """The size of the elements, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def on_wire(self, tensor: Tensor) -> Tensor:
-        """The tensor as it travels."""
+        """Return a view of the tensor with its dimensions in the order in which they travel."""
         return tensor if self.order is None else tensor.permute(self.order)
 
     def from_wire(self, tensor: Tensor) -> Tensor:
-        """The tensor as it was."""
+        """Return a view of a received tensor with its dimensions in their original order."""
         order = self.order
         return tensor if order is None else tensor.permute(sorted(range(len(order)), key=order.__getitem__))
 
     def from_bytes(self, flat: Tensor) -> Tensor:
-        """The tensor whose numbers these are, in their memory."""
+        """Return a received tensor as a view of its bytes."""
         return self.from_wire(flat.view(self.dtype).view(self.wire_shape))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A flat view in bytes: any type can be sent, also those that a backend does not know."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    """Return a flat view of a tensor in bytes, so that every type can be sent, also one that a backend does not know.
+
+    A tensor with a pending conjugation or negation is copied to resolve it.
+    """
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class Packet:
     """Tensors of a message that travel together, one after the other.
 
     Attributes:
-        places: number of the tensor in the message, where it begins, in bytes, and its form.
-        nbytes: of all of it.
+        places: for each tensor its number in the message, its first byte in the packet, and its form.
+        nbytes: size of the packet, in bytes.
         on_host: whether its tensors live on the host.
     """
 
@@ -123,7 +123,7 @@ class Packet:
 
     @classmethod
     def of(cls, forms: Sequence[tuple[int, TensorForm]], on_host: bool) -> Packet:
-        """A packet of some tensors, by their numbers."""
+        """Make a packet of some tensors, given by their numbers and forms."""
         places, nbytes = [], 0
         for number, form in forms:
             begin = _aligned(nbytes)
@@ -132,7 +132,7 @@ class Packet:
         return cls(tuple(places), nbytes, on_host)
 
     def packed(self, message: Message) -> Tensor:
-        """The bytes of the tensors, where these live; one alone is not copied."""
+        """Return the bytes of the tensors, on their device; those of a single tensor are not copied."""
         parts = self._parts(message)
         if len(parts) == 1:
             return parts[0]
@@ -141,25 +141,26 @@ class Packet:
         return flat
 
     def fill(self, flat: Tensor, message: Message) -> None:
-        """Copy the bytes of the tensors."""
+        """Copy the bytes of the tensors into ``flat``."""
         for part, (_, begin, form) in zip(self._parts(message), self.places, strict=True):
             flat[begin : begin + form.nbytes] = part
 
     def _parts(self, message: Message) -> list[Tensor]:
-        tensors: Sequence[Any] = message.tensors  # those of a packet are there
+        tensors: Sequence[Any] = message.tensors  # none of a packet's tensors is None
         return [as_bytes(form.on_wire(tensors[number])) for number, _, form in self.places]
 
     def unpack(self, flat: Tensor, tensors: list[Tensor | None], copies: bool = False) -> None:
-        """Put tensors into their places in a message; in this memory, or in memory of their own."""
+        """Put a received packet's tensors into their places in a message, in the memory of ``flat`` or as copies."""
         for number, begin, form in self.places:
             part = flat[begin : begin + form.nbytes]
-            # views count what is written into any of them, which autograd would take for writes into all: so no view
+            # Views of one tensor share a version counter, so autograd would take a write into one for a write into all
+            # of them; .data has a counter of its own.
             tensors[number] = form.from_bytes(part.clone() if copies else part).data
 
 
 @functools.lru_cache(_MAX_NUMBERED)
 def packets(forms: tuple[TensorForm | None, ...], segments: int) -> tuple[Packet, tuple[Packet, ...]]:
-    """How tensors travel: those in the frame, and the packets after it."""
+    """Return the packet of tensors that travel in the frame, and the packets that follow it."""
     inner: list[tuple[int, TensorForm]] = []
     together: dict[bool, list[tuple[int, TensorForm]]] = {True: [], False: []}
     alone: list[Packet] = []
@@ -177,60 +178,102 @@ def packets(forms: tuple[TensorForm | None, ...], segments: int) -> tuple[Packet
     return Packet.of(inner, True), (*(Packet.of(some, on_host) for on_host, some in together.items() if some), *alone)
 
 
-# forms of the tensors, and the bare message: without its numbers
+# forms of the tensors, and the message without tensors and micro-batch
 _Structure = tuple[tuple[TensorForm | None, ...], Message]
 
 
+@dataclass(frozen=True)
+class Head:
+    """The head of a frame: all that is said of a message before the elements of its tensors.
+
+    Attributes:
+        structure: number of the structure.
+        channel: number of the channel.
+        text: pickled structure and channel, those of them that are new; empty if none is.
+        inner: packet of the tensors within the frame.
+        packets: packets that follow the frame.
+    """
+
+    structure: int
+    channel: int
+    text: bytes
+    inner: Packet
+    packets: tuple[Packet, ...]
+
+    @property
+    def tag(self) -> int:
+        """The tag of the packets."""
+        return _tag(self.structure)
+
+
 class FrameWriter:
-    """Makes frames at the sending end of a wire."""
+    """A maker of frames at the sending end of a wire. Heads must be made in the order in which frames are sent."""
 
     def __init__(self) -> None:
         self._numbers: dict[_Structure, int] = {}
         self._channels: dict[Route, int] = {}
 
-    def write(self, route: Route, message: Message) -> tuple[list[Tensor], tuple[Packet, ...], int]:
-        """What to send first for a message of a channel: the frame and, if it is too long, the rest of it.
+    def head(self, route: Route, message: Message) -> Head:
+        """Make the head of a frame for a message of a channel. The elements of its tensors may not be computed yet.
 
-        Returns:
-            These, the packets that come after them, and with which tag.
+        Raises:
+            UnsendableError: the message has something that cannot be pickled; then nothing may be sent.
         """
         forms = tuple(None if tensor is None else TensorForm.of(tensor) for tensor in message.tensors)
         structure = forms, replace(message, micro_batch=0, tensors=())
         inner, following = packets(forms, message.segments)
         number = self._number(structure)
         new = route not in self._channels
+        text = b""
+        if new or number < 0:
+            text = pickled((route if new else None, structure if number < 0 else None))
+        if number == _NEW:
+            self._numbers[structure] = len(self._numbers)
         channel = self._channels.setdefault(route, len(self._channels))
-        text = pickle.dumps((route if new else None, structure if number < 0 else None)) if new or number < 0 else b""
-        begin = _aligned(_PREFIX.size + len(text))
-        size = begin + inner.nbytes
+        return Head(number, channel, text, inner, following)
+
+    def frame(self, head: Head, message: Message) -> list[Tensor]:
+        """Return what to send first for a message: the frame and, if it is too long, the rest of it."""
+        begin = _aligned(_PREFIX.size + len(head.text))
+        size = begin + head.inner.nbytes
         frame = np.zeros(size if _ACCEPTS_SHORTER else max(size, CAPACITY), dtype=np.uint8)
-        prefix = _PREFIX.pack(size, len(text), number, channel, message.micro_batch)
-        frame[: len(prefix) + len(text)] = np.frombuffer(prefix + text, dtype=np.uint8)
+        prefix = _PREFIX.pack(size, len(head.text), head.structure, head.channel, message.micro_batch)
+        frame[: len(prefix) + len(head.text)] = np.frombuffer(prefix + head.text, dtype=np.uint8)
         whole = torch.from_numpy(frame)
-        inner.fill(whole[begin:], message)
-        frames = [whole] if size <= CAPACITY else [whole[:CAPACITY], whole[CAPACITY:]]
-        return frames, following, _tag(number)
+        head.inner.fill(whole[begin:], message)
+        return [whole] if size <= CAPACITY else [whole[:CAPACITY], whole[CAPACITY:]]
 
     def _number(self, structure: _Structure) -> int:
         try:
             number = self._numbers.get(structure)
         except TypeError:  # an unhashable leaf: sent in full every time
             return _UNNUMBERED
-        if number is None and len(self._numbers) < _MAX_NUMBERED:
-            self._numbers[structure] = len(self._numbers)
-            return _NEW
-        return _UNNUMBERED if number is None else number
+        if number is not None:
+            return number
+        return _NEW if len(self._numbers) < _MAX_NUMBERED else _UNNUMBERED
+
+
+def pickled(item: Any) -> bytes:
+    """Pickle an object for another process.
+
+    Raises:
+        UnsendableError: the object cannot be pickled; the message says which part of it.
+    """
+    try:
+        return pickle.dumps(item)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise UnsendableError(f"what is to go to another process cannot be pickled: {error}") from error
 
 
 @dataclass(frozen=True)
-class Opened:
-    """What a frame says.
+class DecodedFrame:
+    """The content of a frame that has been read.
 
     Attributes:
-        route: of the channel.
-        partial: the message, with the tensors that came in the frame.
-        packets: that come after it.
-        tag: with which they do.
+        route: route of the channel.
+        partial: message with the tensors that came in the frame.
+        packets: packets that follow the frame.
+        tag: tag of these packets.
     """
 
     route: Route
@@ -239,7 +282,7 @@ class Opened:
     tag: int
 
     def message(self, flats: Sequence[Tensor]) -> Message:
-        """The message, with the packets that came."""
+        """Return the message, completed by the packets that arrived."""
         tensors = list(self.partial.tensors)
         for packet, flat in zip(self.packets, flats, strict=True):
             packet.unpack(flat, tensors)
@@ -247,10 +290,10 @@ class Opened:
 
 
 class FrameReader:
-    """Takes frames apart at the receiving end of a wire.
+    """A reader of frames at the receiving end of a wire.
 
     Args:
-        device: of this process.
+        device: device of this process.
 
     Attributes:
         usual: tag, packets and segments of the latest structure that has repeated and has packets.
@@ -264,16 +307,16 @@ class FrameReader:
 
     @staticmethod
     def missing(frame: Tensor) -> int:
-        """Bytes that come after the frame."""
+        """Return how many bytes come after the frame."""
         size: int = _PREFIX.unpack_from(frame.numpy().data)[0]
         return max(0, size - CAPACITY)
 
-    def read(self, frame: Tensor, rest: Tensor | None) -> Opened:
-        """Take a frame apart.
+    def read(self, frame: Tensor, rest: Tensor | None) -> DecodedFrame:
+        """Read a frame.
 
         Args:
-            frame: as received, of :data:`CAPACITY` bytes.
-            rest: what comes after it.
+            frame: frame as received, of :data:`CAPACITY` bytes.
+            rest: bytes that came after the frame; None if there are none.
         """
         whole = frame if rest is None else torch.cat((frame, rest))
         raw = whole.numpy()
@@ -298,11 +341,11 @@ class FrameReader:
         if number >= 0 and following:
             self.usual = _tag(number), following, bare.segments
         partial = replace(bare, micro_batch=micro_batch, tensors=tuple(tensors))
-        return Opened(self._channels[channel], partial, following, _tag(number))
+        return DecodedFrame(self._channels[channel], partial, following, _tag(number))
 
 
 def _tag(number: int) -> int:
-    """With which packets follow: each structure has one of its own, so that they may be awaited before the frame."""
+    """Return the tag of a structure's packets: one of its own, if it is numbered, so they can be awaited in advance."""
     return REST if number < 0 else _FIRST_NUMBERED + number
 
 

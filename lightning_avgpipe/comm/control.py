@@ -9,7 +9,7 @@
     group 1    rank 2   -- items -->     rank 3
                         <-- reports --
 
-Nobody waits for those who listen. Requests from outside (such as a signal to stop) go with the news, so that all
+A sender waits for no receiver. Requests from outside (such as a signal to stop) travel with the items, so that all
 processes learn of them at the same point of the program.
 """
 
@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lightning_avgpipe.comm.channel import Inbox, Outbox
-from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.message import pack, unpack
 from lightning_avgpipe.comm.waits import Waits
 
@@ -30,15 +29,15 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class ControlChannels:
-    """This process's ends of all channels that carry news.
+    """This process's ends of the channels that carry items and reports.
 
     Attributes:
-        out: on rank 0 to each other rank of the group.
-        source: on other ranks from rank 0.
-        relay_out: on rank 0 of all processes to rank 0 of each other group.
-        relay_source: on these from rank 0 of all processes.
-        reports_out: on other ranks to rank 0.
-        reports: on rank 0 from each other rank.
+        out: on rank 0 of a group, to each other rank of the group.
+        source: on the other ranks, from rank 0 of the group.
+        relay_out: on rank 0 of all processes, to rank 0 of each other group.
+        relay_source: on rank 0 of each other group, from rank 0 of all processes.
+        reports_out: on the other ranks, to rank 0 of the group.
+        reports: on rank 0 of a group, from each other rank, by rank.
     """
 
     out: Sequence[Outbox] = ()
@@ -50,26 +49,16 @@ class ControlChannels:
 
 
 class ControlChannel:
-    """One process's part in the news.
+    """One process's end of the control channel.
 
     Args:
-        rank: of this process in its group.
-        num_groups: of processes.
-        channels: to and from the others.
-        waits: for rank 0; their monitor knows of failures, and of what this process has been asked for from outside.
-        leaders: the processes with rank 0 in each group, if some of these may leave: then news come from the first of
-            those that are left, and all of them take part.
+        rank: rank of this process in its group.
+        num_groups: number of groups.
+        channels: channels to and from the other processes.
+        waits: waits for rank 0; their monitor knows of failures, and of the requests to this process from outside.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        num_groups: int,
-        channels: ControlChannels,
-        waits: Waits,
-        leaders: Collectives | None = None,
-    ) -> None:
-        self._leaders = leaders
+    def __init__(self, rank: int, num_groups: int, channels: ControlChannels, waits: Waits) -> None:
         self._rank = rank
         self._num_groups = num_groups
         self._channels = channels
@@ -80,18 +69,21 @@ class ControlChannel:
         self._expects = False  # a receive is posted
 
     def expect(self) -> None:
-        """News will come: if they had to wait until they are asked for, they would behind what else is on the links."""
+        """Post the receive of the next item in advance.
+
+        Without a posted receive the item would wait for its announcement, behind other traffic on the link.
+        """
         if self._rank != 0 and not self._expects:
             assert self._channels.source is not None
             self._channels.source.expect(1)
             self._expects = True
 
     def publish(self, item: T | None = None, requests: frozenset[str] | None = None) -> T:
-        """Rank 0 tells all processes of its group: it passes the item; the others get what it passed.
+        """Send an item from rank 0 to all processes of its group, and return this item on all of them.
 
         Args:
             item: any tree of tensors and picklable leaves; ignored on other ranks.
-            requests: that go with it; None: what is known.
+            requests: requests that go with the item; None: those that :meth:`requests` returns.
         """
         self._monitor.check()
         if self._rank == 0:
@@ -109,18 +101,17 @@ class ControlChannel:
         return news  # type: ignore[no-any-return]
 
     def relay(self, common: T | None, own: U | None = None) -> tuple[T, U]:
-        """Rank 0 of all processes tells everybody, and rank 0 of each group its group. Every process calls it.
+        """Send ``common`` from rank 0 of all processes to everyone, and ``own`` from rank 0 of each group to its group.
+
+        Every process calls it.
 
         Args:
-            common: on rank 0 of all processes.
-            own: on rank 0 of each group.
+            common: any tree of tensors and picklable leaves; ignored except on rank 0 of all processes.
+            own: any tree of tensors and picklable leaves; ignored except on rank 0 of each group.
         """
         if self._num_groups == 1 or self._rank != 0:
             return self.publish((common, own))  # type: ignore[return-value]
         self._monitor.check()
-        if self._leaders is not None:
-            common, requests = self._leaders.broadcast((common, self._monitor.requests.known))
-            return self.publish((common, own), requests)  # type: ignore[return-value]
         if self._channels.relay_source is None:
             requests = self._monitor.requests.known
             message = pack((common, requests))
@@ -132,13 +123,14 @@ class ControlChannel:
         return self.publish((common, own), requests)  # type: ignore[return-value]
 
     def report(self, item: T) -> list[tuple[int, T]]:
-        """Tell rank 0, and do not wait. Every process calls it equally often.
+        """Send an item to rank 0 without waiting. Every process calls it equally often.
 
         Args:
             item: any tree of tensors and picklable leaves.
+
         Returns:
-            On rank 0 what has arrived since the last call, with ranks, and its own item; of each rank in order.
-            Elsewhere nothing.
+            On rank 0, pairs of a rank and an item: its own and those that have arrived since the last call, in order
+            for each rank. An empty list on other ranks.
         """
         if self._channels.reports_out is not None:
             self._channels.reports_out.put(pack(item))
@@ -151,22 +143,29 @@ class ControlChannel:
         return arrived
 
     def requests(self) -> frozenset[str]:
-        """What goes with the next message. With several groups all of them must learn of it at the same point."""
+        """Return the requests that go with the next message.
+
+        With several groups these are the agreed ones only, because all groups must learn of a request at the same
+        point.
+        """
         return self._monitor.requests.known if self._num_groups == 1 else self._agreed
 
     def agree(self, requests: frozenset[str]) -> None:
-        """All processes learn of requests with the same message, so all do what was asked for at the same point."""
+        """Agree on requests: call the listeners with each new one.
+
+        All processes receive requests with the same message, so they act on a request at the same point of the program.
+        """
         for request in sorted(requests - self._agreed):
             for listener in self._listeners:
                 listener(request)
         self._agreed |= requests
 
     def when_agreed(self, listener: Callable[[str], None]) -> None:
-        """From now on tell of each request, at the same point of the program on each process."""
+        """Add a listener, which is called with each request at the same point of the program on each process."""
         self._listeners.append(listener)
 
     def agreed(self, request: str) -> bool:
-        """Whether all processes know by now of what one was asked for."""
+        """Return whether all processes have agreed on a request by now."""
         return request in self._agreed
 
     def _hear(self, inbox: Inbox | None) -> Any:

@@ -24,14 +24,16 @@ from lightning_avgpipe.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """Processes on devices.
+    """The number of nodes, devices and processes, and how processes share devices.
 
     Attributes:
-        devices: of each node.
-        nodes: how many there are.
-        sharing: processes on each device.
-        replicas: groups that train the same models.
-        stage_replicas: processes that share the micro-batches of each stage; empty: one process hosts whole stages.
+        devices: number of devices of each node.
+        nodes: number of nodes.
+        sharing: number of processes on each device.
+        replicas: number of groups that train the same models.
+        stage_replicas: for each stage, number of processes that share its micro-batches; empty: one process hosts whole
+            stages.
+        models: number of groups that train different models, for each replica.
     """
 
     devices: int
@@ -39,27 +41,28 @@ class DeviceLayout:
     sharing: int = 1
     replicas: int = 1
     stage_replicas: tuple[int, ...] = ()
+    models: int = 1
 
     @property
     def num_devices(self) -> int:
-        """Devices of all nodes."""
+        """The number of devices of all nodes."""
         return self.nodes * self.devices
 
     @property
     def node_size(self) -> int:
-        """Processes of each node."""
+        """The number of processes of each node."""
         return self.sharing * self.devices
 
     @property
     def world_size(self) -> int:
-        """All processes."""
+        """The number of all processes."""
         return self.nodes * self.node_size
 
     def device_of(self, local_rank: int) -> int:
-        """Which of its node's devices a process has.
+        """Return which of its node's devices a process uses.
 
         Raises:
-            ConfigurationError: there are not so many processes.
+            ConfigurationError: the local rank is not smaller than the number of processes of a node.
         """
         if local_rank >= self.node_size:
             raise ConfigurationError(
@@ -70,15 +73,15 @@ class DeviceLayout:
 
     @property
     def devices_of_replica(self) -> int:
-        """Devices that one group may have, so that there are as many groups as replicas."""
-        return max(1, min(self.num_devices, self.num_devices * self.sharing // self.replicas))
+        """The number of devices that a group may use, so that there are enough groups for all replicas and models."""
+        return max(1, min(self.num_devices, self.num_devices * self.sharing // (self.replicas * self.models)))
 
     def group_size(self, num_stages: int) -> int:
-        """Processes that host K stages together."""
+        """Return the number of processes that host K stages together."""
         return sum(self.stage_replicas) or min(num_stages, self.devices_of_replica)
 
     def groups(self, num_stages: int) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each group, ascending; also the first ranks of all groups are.
+        """Return the ranks of each group, ascending; groups are in the order of their first ranks.
 
         Args:
             num_stages: K, a multiple or a divisor of the number of devices.
@@ -100,4 +103,5 @@ class DeviceLayout:
         shared = f", processes_per_device={self.sharing}" if self.sharing > 1 else ""
         replicas = f", replicas={list(self.stage_replicas) or self.replicas}"
         replicas = replicas if self.stage_replicas or self.replicas > 1 else ""
-        return f"devices={self.devices}{nodes}{shared}{replicas}"
+        models = f", groups={self.models}" if self.models > self.sharing else ""
+        return f"devices={self.devices}{nodes}{shared}{replicas}{models}"

@@ -1,4 +1,4 @@
-"""The guard: a thread that never waits for anybody, and ends a process that does not end by itself after a failure."""
+"""The guard: a thread that never blocks, and ends a process that does not end by itself after a failure."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import threading
 import time
 from collections.abc import Callable
 
-from lightning_avgpipe.comm.activity import Activity
+from lightning_avgpipe.comm.activity import ThreadActivity
 
 _POLL_S = 0.2
-_LISTEN_S = 5.0, 30.0  # how long after a failure the main thread may go on with what it does, at least and at most
+_LISTEN_S = 5.0, 30.0  # shortest and longest time that the main thread gets to end after a failure
 _JOIN_S = 2.0
 _LAPSE_S = 5.0  # a process in which no thread runs for longer was stopped, rather than slow
 
 
 class Guard:
-    """Watches over this process.
+    """A thread that watches over this process.
 
     Args:
-        activity: of the main thread.
-        timeout_s: longest time, in seconds, that this process may take to end after a failure; 5 to 30 s are given.
-        look: called again and again.
+        activity: activity of the main thread.
+        timeout_s: time, in seconds, that this process may take to end after a failure; at least 5 s and at most 30 s.
+        look: called again and again by the thread; must not block.
     """
 
-    def __init__(self, activity: Activity, timeout_s: float, look: Callable[[], None]) -> None:
+    def __init__(self, activity: ThreadActivity, timeout_s: float, look: Callable[[], None]) -> None:
         self._activity = activity
         self._listen_s = sorted((timeout_s, *_LISTEN_S))[1]
         self._look = look
@@ -49,11 +49,11 @@ class Guard:
             self._thread.join(_JOIN_S)
 
     def limit(self, failure: str) -> None:
-        """From now on the main thread has limited time to listen to what has failed, and to end."""
+        """Note a failure. From this call on, the main thread has a limited time to notice it and to end."""
         self._failure, self._deadline = failure, time.monotonic() + self._listen_s
 
     def lapse(self) -> str:
-        """For messages: that this process was stopped for long; or empty."""
+        """Return a sentence for messages if this process did not run for a long time; else an empty string."""
         lapse_s = max(self._lapse_s, time.monotonic() - self._ran) if self._thread.is_alive() else 0.0
         if lapse_s < _LAPSE_S:
             return ""
@@ -71,7 +71,7 @@ class Guard:
                 self._end_process()
 
     def _end_process(self) -> None:
-        """The main thread does not listen: nobody can interrupt it, and nothing that it does is of use any more."""
+        """End the process: the main thread does not react, cannot be interrupted, and does nothing useful any more."""
         try:
             sys.stderr.write(
                 f"\n{self._activity.name}: the run failed {self._listen_s:.0f} s ago, and this process has not ended "

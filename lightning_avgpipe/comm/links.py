@@ -1,4 +1,4 @@
-"""Links: bandwidth and latency between neighbouring processes, measured once."""
+"""Links: bandwidth and latency between processes of neighbouring stages, measured once."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ from lightning_avgpipe.utils.device import port_of
 
 _SMALL = 64
 _LARGE = (256 * 1024, 4 * 1024**2, 32 * 1024**2)
-_LONG_S = 0.02  # a larger message is tried while the round trip is shorter
+_LONG_S = 0.02  # a larger message is tried as long as the last round trip was shorter
 _REPETITIONS = 3
 
 
 def measure_links(
     stage_map: StageMap, group: Collectives, transport: Transport, waits: Waits, device: torch.device
 ) -> tuple[Link, ...]:
-    """Time round trips between the processes of neighbouring stages. Every process calls it.
+    """Measure the link of each hop by round trips between neighbouring stages. Every process calls it.
 
-    A hop takes less than a fifth of a second at 100 Mbit/s; hops of equal ends are measured once.
+    A hop takes less than a fifth of a second at 100 Mbit/s. Hops between the same two processes are measured once.
 
     Args:
-        stage_map: who hosts what.
-        group: of this process.
-        transport: with open channels, on which nothing is under way.
-        waits: for the neighbours.
-        device: of this process.
+        stage_map: which process hosts which stage.
+        group: group of this process.
+        transport: transport with open channels, on which no message is in flight.
+        waits: waits for the neighbours.
+        device: device of this process.
+
     Returns:
-        On rank 0 the link of each hop, shape ``(K-1,)``; those inside a process are free. Elsewhere what this process
-        found.
+        On rank 0 the link of each hop, shape ``(K-1,)``; a hop within a process is free. On other ranks only the links
+        that this process measured.
+
     Raises:
-        PeerError: no answer in time.
+        PeerError: a neighbour does not answer in time.
     """
     found: dict[tuple[int, int], Link] = {}
     ends = list(itertools.pairwise(map(stage_map.owner, range(stage_map.num_stages))))
@@ -60,7 +62,7 @@ def measure_links(
 
 
 class _Probe:
-    """Messages go forth and back on one hop, until an empty one comes."""
+    """A measurement of one hop: one end sends messages and the other returns them, until an empty one comes."""
 
     def __init__(self, transport: Transport, waits: Waits, hop: int, device: torch.device) -> None:
         self._there, self._back = Edge(0, hop, "forward"), Edge(0, hop, "backward")

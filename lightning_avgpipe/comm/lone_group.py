@@ -1,4 +1,4 @@
-"""A process group of one process: every collective gives at once what this process has."""
+"""A process group of one process, whose collectives return at once with this process's own tensors."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 Tensors = Sequence[Tensor]
 
 
-_Group: Any = dist.ProcessGroup  # whose stubs know neither this constructor nor what Python calls
+_Group: Any = dist.ProcessGroup  # its stubs know neither this constructor nor the methods that Python calls
 
 
 class LoneGroup(_Group):  # type: ignore[misc]
-    """What ``torch.distributed`` calls for its functions, where rank 0 is all there is. It opens no connection.
+    """A process group that ``torch.distributed`` uses where rank 0 is the only process. It opens no connection.
 
-    Sums and means over processes are what they were; what is gathered is a list of one.
+    A sum or a mean over processes leaves its tensor as it is; a gathered list has one item.
     """
 
     def __init__(self) -> None:
         super().__init__(0, 1)
 
     def getBackendName(self) -> str:
-        """A name for messages."""
+        """Return a name for messages."""
         return "lone"
 
     def new_group(self, ranks: Any, **options: Any) -> LoneGroup:
-        """Some of the processes of this group, that is this one."""
+        """Return a group of some processes of this group, which can only be this process."""
         return LoneGroup()
 
     # -- nothing to do ------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class LoneGroup(_Group):  # type: ignore[misc]
 
 
 class _Done:
-    """What an asynchronous collective returns: it has ended."""
+    """The work of an asynchronous collective that has ended."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True

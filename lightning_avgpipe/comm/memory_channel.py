@@ -1,4 +1,4 @@
-"""The channel within one process: a queue, of which both ends are one object."""
+"""The channel within one process: a queue; one object is both ends."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_avgpipe.comm.message import Message
 
 
 class MemoryChannel:
-    """Both ends of a channel within one process: between two of its stages, or two threads that stand for processes.
+    """Both ends of a channel within one process: between two stages, or between threads that stand for processes.
 
     Args:
-        arrivals: told when a message is there; None if nobody waits elsewhere.
+        arrivals: notified when a message is put; None if no other thread waits for it.
     """
 
     def __init__(self, arrivals: Arrivals | None = None) -> None:
@@ -23,10 +23,10 @@ class MemoryChannel:
         self._queue: deque[Message] = deque()
         self._lock = threading.Lock()
         self._onwards: Outbox | None = None
-        self._relayed = 0  # so many messages still go on
+        self._relayed = 0  # number of messages that are still to be sent on
 
     def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
-        """Nothing travels; what is to be passed on is, also what is there already."""
+        """Send the next ``count`` messages on as well, including those that are queued. Nothing else is needed here."""
         if onwards is not None:
             with self._lock:
                 self._onwards, self._relayed = onwards, count
@@ -37,10 +37,10 @@ class MemoryChannel:
         if self._relayed:
             assert self._onwards is not None
             self._relayed -= 1
-            self._onwards.put(message.copied())  # this stage, or that one, may change it
+            self._onwards.put(message.copied())  # either stage may change its tensors in place
 
     def ready(self) -> bool:
-        """Whether a message waits."""
+        """Return whether a message is queued."""
         return bool(self._queue)
 
     def get(self) -> Message:
@@ -48,7 +48,7 @@ class MemoryChannel:
         return self._queue.popleft()
 
     def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
-        """Pass a message on; its tensors are shared, not copied."""
+        """Queue a message; its tensors are shared, not copied."""
         with self._lock:
             self._queue.append(message)
             self._relay(message)
@@ -56,10 +56,10 @@ class MemoryChannel:
             self._arrivals.notify()
 
     def clear(self) -> None:
-        """Drop what was not taken."""
+        """Drop the queued messages, and send no further ones on."""
         self._queue.clear()
         self._onwards, self._relayed = None, 0
 
     def close(self, join_s: float = 0.0) -> None:
-        """Drop what was not taken."""
+        """Drop the queued messages."""
         self.clear()

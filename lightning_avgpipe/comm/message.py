@@ -1,4 +1,4 @@
-"""What crosses a boundary, or goes to another process for another reason."""
+"""Messages: what crosses a boundary between stages, or goes to another process for another reason."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_avgpipe.errors import AvgPipeError
@@ -20,14 +21,17 @@ class Message:
 
     Attributes:
         micro_batch: i; channels are FIFO, so this only checks the order.
-        tensors: values in the order of the program, or one gradient for each value that asked for one; a gradient
-            is None if the value did not matter.
-        requires_grad: for values, which of them ask for a gradient.
+        tensors: values in the order of the program, or one gradient for each value that requires one; None for a value
+            on which the loss does not depend.
+        requires_grad: for values, which of them require a gradient.
         entries: for values, what the nodes before the cut returned: fewer if the step has ended before. For gradients
             whether the step has skipped the micro-batch: there is no loss.
         abandoned: whether the sender has given up the iteration, and has nothing to send.
         forward_only: for values, how many stages, from the first, run forwards only, as the sender knows.
+        attested: for values, what the step asked of the nodes before the cut.
         segments: in how many pieces, at least, large tensors travel, so that whoever passes them on need not wait.
+        decoded: of a compressed message, the type that each tensor is decoded to, or None: it is as it was. Scales come
+            after these tensors.
     """
 
     micro_batch: int
@@ -36,22 +40,24 @@ class Message:
     entries: Any = ()
     abandoned: bool = False
     forward_only: int = 0
+    attested: tuple[Any, ...] = ()
     segments: int = 1
+    decoded: tuple[torch.dtype | None, ...] = ()
 
     def copied(self) -> Message:
-        """The same in memory of its own."""
+        """Return a copy of the message with tensors in memory of their own."""
         return replace(self, tensors=tuple(None if tensor is None else tensor.clone() for tensor in self.tensors))
 
 
 class _Strided:
-    """Marks the place of a strided tensor among the other leaves; that of a sparse one has its sparseness."""
+    """A marker in the place of a strided tensor among the leaves; a sparse tensor leaves its sparseness there."""
 
 
 def pack(item: Any) -> Message:
-    """A message with any tree of tensors and picklable leaves.
+    """Return a message with any tree of tensors and picklable leaves.
 
     Raises:
-        AvgPipeError: a tensor is nested.
+        AvgPipeError: the tree has a nested tensor.
     """
     leaves, spec = tree.flatten(item)
     tensors: list[Tensor] = []
@@ -68,7 +74,7 @@ def pack(item: Any) -> Message:
 
 
 def unpack(message: Message) -> Any:
-    """The tree that was packed."""
+    """Return the tree that :func:`pack` put into a message."""
     rest, spec = message.entries
     tensors: Iterator[Any] = iter(message.tensors)
     leaves: list[Any] = []

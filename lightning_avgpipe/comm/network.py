@@ -1,23 +1,22 @@
-"""The network: what connects processes, as the rest of this room sees it; of torch, or within one process."""
+"""The network: the interface to what connects processes, by torch.distributed or within one process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.channel import Inbox, Outbox
 from lightning_avgpipe.comm.routes import Party, Route
-from lightning_avgpipe.comm.stores import Stores
 
 
 class HostGroup(Protocol):
-    """What collectives need of a process group of torch; ranks are those within the group.
+    """The methods of a process group of torch that collectives use. Ranks are those within the group.
 
-    Each method begins something and returns what can be waited for, or asked whether it ``is_completed()``. It raises
-    RuntimeError when a connection breaks.
+    Each method starts an operation and returns its work, on which one can ``wait()`` or ask ``is_completed()``. If a
+    connection breaks, it raises an error for which :func:`is_broken_connection` is true.
     """
 
     def broadcast(self, tensor: Tensor, root: int) -> Any: ...
@@ -31,31 +30,24 @@ class HostGroup(Protocol):
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any: ...
 
 
-class Network(Protocol):
-    """Connects this process with others. All processes open it, connect and join in the same order."""
+class Connector(Protocol):
+    """The connections of this process with others. All processes call open, connect and join in the same order."""
 
-    @property
-    def stores(self) -> Stores:
-        """Parts of the store that all processes share."""
+    def next_run(self, store: dist.Store | None) -> dist.Store:
+        """Return the part of a store that only the next run uses; None stands for the store of torch.distributed."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it may connect."""
+        """Whether connections can be made."""
 
-    def open(self, ranks: Sequence[int] | None = None) -> None:
-        """Begin to connect; only these processes, if others are not to be there."""
+    def open(self) -> None:
+        """Make it possible to connect."""
 
     def connect(self, route: Route) -> None:
-        """Connect the two ends of a route, unless they are. Every process calls it, also one that is no end of it."""
+        """Connect the two ends of a route, unless they are connected. Every process calls it, not only the two."""
 
     def join(self, party: Party) -> None:
-        """Connect a party, unless it is. Every process calls it, also one that is no member."""
-
-    def meet(self, party: Party, name: str) -> HostGroup:
-        """Connect a party on the host, under a name of its own. Only its members call it."""
-
-    def part(self, group: HostGroup) -> None:
-        """Close the connections of such a party; what is under way there ends with an error."""
+        """Connect the members of a party, unless they are connected. Every process calls it, not only the members."""
 
     def outbox(self, route: Route, arrivals: Arrivals) -> Outbox:
         """Open the sending end of a route."""
@@ -64,10 +56,10 @@ class Network(Protocol):
         """Open the receiving end of a route."""
 
     def group(self, party: Party) -> Any:
-        """What connects a party: a :class:`HostGroup`, and more where it is torch's."""
+        """Return the process group of a party: at least a :class:`HostGroup`."""
 
     def disconnect(self) -> None:
-        """End the transfers that wait in threads; nothing can be sent any more."""
+        """End the transfers for which threads wait. Nothing can be sent any more."""
 
     def close(self) -> None:
-        """Give up all connections, on which nothing is under way. They may be opened again."""
+        """Give up all connections; no message may be in flight. They may be opened again."""

@@ -1,4 +1,4 @@
-"""Channels between processes. All those from one process to another share a line: one wire, and a thread at each end.
+"""Channels between processes. Those from one process to another share a line: a wire with a thread at each end.
 
 ::
 
@@ -7,17 +7,17 @@
                 news      --+             in the order in which           +-- news
                                           they were put
 
-Threads wait for the network, because gloo's works cannot be polled. What waits for nothing is sent by whoever puts it:
-a computing thread lets others run now and then only, and the sender's would begin milliseconds later.
+Threads wait for the network, because gloo's works cannot be polled. A message that need not wait is sent by the thread
+that puts it: while that thread computes, the sender's thread would get the interpreter milliseconds later.
 
-Sends are rendezvous: gloo sends nothing before its peer has said that it receives, and that word waits behind what else
-is on its link, so receives are posted for what is expected, and for what usually comes. Each direction has a process
-group of its own, because two on one get in each other's way. Between devices a send holds up its stream until it is
-received; so each direction has a communicator and a stream, and both ends begin with tensors in the frames' order.
+Sends are rendezvous: gloo sends nothing before its peer has announced a receive, and this waits behind other traffic on
+the link. So receives are posted in advance for what is expected, and for what usually comes. Each direction has a
+process group of its own, because two directions on one delay each other. Between devices a send blocks its stream until
+it is received; so each direction has a communicator and a stream, and both ends start transfers in the frames' order.
 
-Nobody waits for ever: while any message is owed to a process its receiver takes whatever comes, in order, also what is
-not expected yet, so nothing stays before a message that somebody waits for. And what passes a process is sent on in its
-turn with parts that are on their way already: whoever waits for them waits for a line nearer to where they began.
+There is no deadlock: while a process expects any message, its receiver takes whatever comes, in order, also what is not
+expected yet, so no message blocks one that is waited for. A message that a process sends on takes its turn on the next
+line while its parts still arrive: the wait for them is a wait for a line nearer to their origin, so it ends.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.channel import Outbox, Traffic
-from lightning_avgpipe.comm.codec import CAPACITY, FRAMES, REST, FrameReader, FrameWriter, Opened, Packet
+from lightning_avgpipe.comm.codec import CAPACITY, FRAMES, REST, DecodedFrame, FrameReader, FrameWriter, Head, Packet
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Route
 from lightning_avgpipe.comm.wire import Passage, Posted, Wire
 
-_MOST_POSTED = 4  # structures that are received unannounced: a receive cannot be taken back, and holds its memory
-_MOST_FRAMES = 4  # that are awaited
+_MOST_POSTED = 4  # structures with receives posted in advance: a receive cannot be cancelled, and holds its memory
+_MOST_FRAMES = 4  # frames that are awaited at once
 
 
 @dataclass
@@ -49,12 +49,14 @@ class _Outgoing:
     """A message that is to be sent.
 
     Attributes:
-        route: of its channel.
-        message: of its.
-        ready: an event after which it may be read, a passage by which its packets come, or None: it is there.
-        observers: are told.
-        flats: its packets, if they come by a passage.
-        works: of its transfer, if it has begun.
+        route: route of its channel.
+        message: message to send.
+        ready: event after which its tensors may be read, a passage by which its packets arrive, or None: they may be
+            read.
+        observers: observers of the channel's messages.
+        flats: its packets, if they arrive by a passage.
+        works: works of its transfer, once it has begun.
+        head: head of its frame, once its place in the order of all messages is fixed.
     """
 
     route: Route
@@ -63,17 +65,18 @@ class _Outgoing:
     observers: Sequence[Traffic] = ()
     flats: Sequence[Tensor] = ()
     works: Sequence[Any] | None = None
+    head: Head | None = None
 
 
 class Sender:
     """The sending end of a line.
 
     Args:
-        wire: to the other end.
+        wire: wire to the other end.
         arrivals: told when sending fails.
 
     Attributes:
-        routes: the channels that are open; with the last one it ends.
+        routes: routes of the open channels; the thread ends when the last one is closed.
     """
 
     def __init__(self, wire: Wire, arrivals: Arrivals) -> None:
@@ -83,17 +86,22 @@ class Sender:
         self._frames = FrameWriter()
         self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._order = threading.Lock()
-        self._waiting = 0  # messages that have not begun
+        self._waiting = 0  # queued messages whose transfer has not begun
         self._sending: Route | None = None
         self._thread = threading.Thread(target=self._work, name=f"avgpipe send to rank {wire.peer}", daemon=True)
         self._thread.start()
 
     def put(self, outgoing: _Outgoing) -> None:
-        """Send in turn; returns at once."""
+        """Send a message in its turn; returns at once.
+
+        Raises:
+            UnsendableError: the message has something that cannot be pickled; it is not sent.
+        """
         for observer in outgoing.observers:
             observer.queued()
         with self._order:
-            # observers see the thread send
+            outgoing.head = self._frames.head(outgoing.route, outgoing.message)
+            # an observed message is left to the thread, which sends within the observers' contexts
             if not self._waiting and outgoing.ready is None and not outgoing.observers and self.wire.sends_at_once:
                 try:
                     outgoing.works = self._begin(outgoing)
@@ -103,7 +111,7 @@ class Sender:
             self._queue.put(outgoing)
 
     def leave(self, route: Route, join_s: float) -> None:
-        """Close a channel. After the last one the thread ends when what is queued is sent, or cannot be any more."""
+        """Close a channel. The last one ends the thread, once all queued messages are sent or can no longer be."""
         self.routes.discard(route)
         if not self.routes:
             self._queue.put(None)
@@ -118,10 +126,10 @@ class Sender:
             self._fail(error, self._sending)
 
     def _fail(self, error: Exception, route: Route | None) -> None:
-        self._arrivals.fail(self.wire.broken(error, "sending", route))
+        self._arrivals.fail(self.wire.failure(error, "sending", route))
 
     def _send_next(self) -> bool:
-        # a frame of its own: a thread that waits for the next message keeps no tensor of the last one alive
+        # a stack frame of its own: a thread that waits for the next message keeps no tensor of the last one alive
         outgoing = self._queue.get()
         if outgoing is None:
             return False
@@ -147,14 +155,15 @@ class Sender:
             yield
 
     def _begin(self, outgoing: _Outgoing) -> list[Any]:
-        message, ready = outgoing.message, outgoing.ready
-        (frame, *rest), packets, tag = self._frames.write(outgoing.route, message)
+        message, ready, head = outgoing.message, outgoing.ready, outgoing.head
+        assert head is not None
+        frame, *rest = self._frames.frame(head, message)
         works = [*self.wire.begin(frame, tag=FRAMES)]
         for part in rest:
             works += self.wire.begin(part, tag=REST)
         passage = ready if isinstance(ready, Passage) else None
-        for flat in outgoing.flats or self.wire.load(packets, message, ready):
-            works += self.wire.begin(flat, message.segments, tag, passage)
+        for flat in outgoing.flats or self.wire.load(head.packets, message, ready):
+            works += self.wire.begin(flat, message.segments, head.tag, passage)
         return works
 
 
@@ -162,8 +171,8 @@ class NetworkOutbox:
     """The sending end of a channel to another process.
 
     Args:
-        route: for messages.
-        sender: of the line to it.
+        route: route of the channel.
+        sender: sender of the line to the other process.
     """
 
     def __init__(self, route: Route, sender: Sender) -> None:
@@ -172,13 +181,13 @@ class NetworkOutbox:
         sender.routes.add(route)
 
     def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
-        """Send, and tell the observers; returns at once."""
-        # what is on the host is there: news and batches wait for no work of the device
+        """Queue a message to be sent, and tell the observers; returns at once."""
+        # tensors on the host are computed: they need no event of the device
         on_host = all(tensor is None or tensor.is_cpu for tensor in message.tensors)
         self.pass_on(message, None if on_host else self._sender.wire.port.event(), observers)
 
     def pass_on(self, message: Message, ready: Any, observers: Sequence[Traffic], flats: Sequence[Tensor] = ()) -> None:
-        """Send what another process has sent: after an event, or its packets as they come by a passage."""
+        """Send a message, once ``ready`` has happened; or send its packets on as they arrive by a passage."""
         self._sender.put(_Outgoing(self._route, message, ready, observers, flats))
 
     def close(self, join_s: float) -> None:
@@ -188,12 +197,13 @@ class NetworkOutbox:
 
 @dataclass(frozen=True)
 class _Mail:
-    """What comes on one channel.
+    """The messages of one channel.
 
     Attributes:
-        expected: observers of each message that is expected and not there, and where it goes on.
-        early: what has come before it was expected, and an event after which it may be read, or None.
-        arrived: the same of what may be taken.
+        expected: for each message that is expected and has not arrived, its observers and the outbox that it is sent on
+            to.
+        early: messages that arrived before they were expected, each with an event after which it may be read, or None.
+        arrived: messages that may be taken, each with such an event or None.
     """
 
     expected: deque[tuple[Sequence[Traffic], NetworkOutbox | None]] = field(default_factory=deque)
@@ -202,13 +212,14 @@ class _Mail:
 
 
 class _Posts:
-    """Receives that are posted before it is announced what they receive.
+    """The receives that are posted before the other end announces what it sends.
 
     Args:
-        wire: to the other end.
+        wire: wire to the other end.
 
     Attributes:
-        frames: that are awaited, each with its works, and the one whose message comes: no more than messages are owed.
+        frames: frames that are awaited, each with its works, and the one whose message is being received; at most as
+            many as messages are expected.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -218,22 +229,22 @@ class _Posts:
         self._packets: dict[int, list[Posted]] = {}  # by tag
 
     def await_frames(self, owed: int) -> None:
-        """So many messages will come, or more."""
+        """Post receives of frames, as at least ``owed`` messages will come."""
         while len(self.frames) < min(owed, _MOST_FRAMES):
-            frame = self._spare.pop() if self._spare else torch.empty(CAPACITY, dtype=torch.uint8)
+            frame = self._spare.pop() if self._spare else torch.empty(CAPACITY, dtype=torch.uint8, device="cpu")
             self.frames.append((frame, self._wire.take(frame, tag=FRAMES)))
 
     def frame_read(self) -> None:
-        """All that the first frame said has come; what was in it has been copied."""
+        """Release the first frame: its whole message has arrived, and what was in the frame has been copied."""
         self._spare.append(self.frames.popleft()[0])
 
     def await_packets(self, tag: int, packets: Sequence[Packet], segments: int) -> None:
-        """These come usually."""
+        """Post receives of the packets of a structure that usually comes."""
         if tag not in self._packets and len(self._packets) < _MOST_POSTED:
             self._packets[tag] = self._post(tag, packets, segments)
 
-    def packets(self, opened: Opened) -> list[Posted]:
-        """Those of a message."""
+    def packets(self, opened: DecodedFrame) -> list[Posted]:
+        """Return the receives of the packets of a message; those that are not posted yet are posted now."""
         known = self._packets.pop(opened.tag, None)
         return self._post(opened.tag, opened.packets, opened.partial.segments) if known is None else known
 
@@ -242,7 +253,7 @@ class _Posts:
 
 
 class Receiver:
-    """The receiving end of a line. Arguments and attributes as of :class:`Sender`."""
+    """The receiving end of a line. Arguments and attributes are those of :class:`Sender`."""
 
     def __init__(self, wire: Wire, arrivals: Arrivals) -> None:
         self.wire = wire
@@ -258,13 +269,13 @@ class Receiver:
         self._thread.start()
 
     def arrived(self, route: Route) -> deque[tuple[Message, Any]]:
-        """Messages of a channel, which is open from now on, with events after which they may be read."""
+        """Open a channel and return its queue of messages to take, each with an event to wait for or None."""
         with self._changed:
             self.routes.add(route)
             return self._mail[route].arrived
 
     def expect(self, route: Route, count: int, observers: Sequence[Traffic], onwards: NetworkOutbox | None) -> None:
-        """So many further messages are owed to a channel."""
+        """Expect ``count`` further messages on a channel."""
         with self._changed:
             self._mail[route].expected.extend([(observers, onwards)] * count)
             self._hand_in(route)
@@ -275,7 +286,7 @@ class Receiver:
             self._changed.notify_all()
 
     def leave(self, route: Route, join_s: float) -> None:
-        """Close a channel. After the last one the thread ends; if it waits for a peer, when the connection does."""
+        """Close a channel. The last one ends the thread; a thread that waits for its peer ends with the connection."""
         with self._changed:
             self.routes.discard(route)
             self._mail.pop(route, None)
@@ -295,7 +306,7 @@ class Receiver:
 
     def _fail(self, error: Exception) -> None:
         awaited = self._receiving or next((route for route, mail in [*self._mail.items()] if mail.expected), None)
-        self._arrivals.fail(self.wire.broken(error, "receiving", awaited))
+        self._arrivals.fail(self.wire.failure(error, "receiving", awaited))
 
     def _owed(self) -> int:
         return sum(len(mail.expected) for mail in self._mail.values())
@@ -314,10 +325,10 @@ class Receiver:
         return True
 
     def _receive(self, frame: Tensor) -> None:
-        # a frame of its own, as in the sender: nothing of a message stays behind
+        # a stack frame of its own, as in the sender: no local variable keeps a tensor of the message alive
         rest = None
         if missing := self._reader.missing(frame):
-            rest = torch.empty(missing, dtype=torch.uint8)
+            rest = torch.empty(missing, dtype=torch.uint8, device="cpu")
             self.wire.end(self.wire.take(rest, tag=REST))
         opened = self._reader.read(frame, rest)
         self._receiving, posted = opened.route, self._posts.packets(opened)
@@ -338,8 +349,8 @@ class Receiver:
             self._hand_in(opened.route, passed=passage is not None)
             self._posts.await_frames(self._owed())
 
-    def _let_pass(self, opened: Opened, posted: Sequence[Posted]) -> Passage | None:
-        """Send a message on while its packets come, if it is expected and goes on."""
+    def _let_pass(self, opened: DecodedFrame, posted: Sequence[Posted]) -> Passage | None:
+        """Start to send a message on while its packets arrive, if it is expected and has an onward channel."""
         with self._changed:
             expected = self._mail[opened.route].expected
             observers, onwards = expected[0] if expected else ((), None)
@@ -351,7 +362,7 @@ class Receiver:
         return passage
 
     def _hand_in(self, route: Route, passed: bool = False) -> None:
-        """Give what has come and is expected. Within the lock: messages go on in their order."""
+        """Move messages that are expected from early to arrived. Hold the lock: they are sent on in their order."""
         mail = self._mail[route]
         while mail.early and mail.expected:
             (message, event), (observers, onwards) = mail.early.popleft(), mail.expected.popleft()
@@ -368,8 +379,8 @@ class NetworkInbox:
     """The receiving end of a channel from another process.
 
     Args:
-        route: for messages.
-        receiver: of the line from it.
+        route: route of the channel.
+        receiver: receiver of the line from the other process.
     """
 
     def __init__(self, route: Route, receiver: Receiver) -> None:
@@ -378,16 +389,16 @@ class NetworkInbox:
         self._arrived = receiver.arrived(route)
 
     def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
-        """Post the receives of so many messages, of which the observers will be told, and which are passed on."""
+        """Post the receives of ``count`` messages, which are reported to the observers, and sent on to ``onwards``."""
         assert onwards is None or isinstance(onwards, NetworkOutbox)  # no neighbour of the stage is in this process
         self._receiver.expect(self._route, count, observers, onwards)
 
     def ready(self) -> bool:
-        """Whether a message has arrived."""
+        """Return whether a message has arrived."""
         return bool(self._arrived)
 
     def get(self) -> Message:
-        """Take the oldest message; on an accelerator the current stream waits for its transfer, the host does not."""
+        """Take the oldest message. On an accelerator the current stream waits for its transfer; the host does not."""
         message, event = self._arrived.popleft()
         if event is not None:
             current = self._receiver.wire.port.current_stream()
@@ -398,5 +409,5 @@ class NetworkInbox:
         return message
 
     def close(self, join_s: float) -> None:
-        """Receive no more, and drop what was not taken; see :meth:`Receiver.leave`."""
+        """Stop receiving, and drop messages that were not taken; see :meth:`Receiver.leave`."""
         self._receiver.leave(self._route, join_s)

@@ -1,4 +1,4 @@
-"""A sum over processes whose terms are added in a fixed order, by each process for itself.
+"""A sum over processes whose terms each process adds by itself, in a fixed order.
 
 ::
 
@@ -6,8 +6,9 @@
     process 1   b, d  -> a b c d   a + b + c + d
     process 2   c        a b c d   a + b + c + d
 
-The bits depend neither on who has which term nor on how many have one. All directions of all links are in use at once,
-so that two processes need no longer than for an all-reduce; of three or more each receives all terms of the others.
+The bits of the result depend neither on which process has which term nor on the number of processes. All directions of
+all links are in use at once, so between two processes it takes no longer than an all-reduce. With three or more, each
+process receives all terms of the others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lightning_avgpipe.comm.codec import as_bytes
 
 __all__ = ["sum_in_order"]
 
-_PART = 8 * 1024**2  # elements that are gathered at once, so that the terms of others take little memory
+_PART = 8 * 1024**2  # elements that are gathered at once, to limit the memory for the terms of other processes
 
 
 def sum_in_order(
@@ -32,15 +33,17 @@ def sum_in_order(
     group: dist.ProcessGroup,
     run: Callable[[Callable[[], object]], None],
 ) -> Tensor:
-    """The sum of all terms, the same bits on all processes; all of them call it.
+    """Return the sum of all terms, with the same bits on all processes. All of them call it.
 
     Args:
-        mine: this process's terms, in their order: at least one; flat, of the same length and type everywhere.
-        sources: for each term, in the order in which they are added, the process that has it, as a rank in the group.
-        group: of the processes, each of which has a term.
-        run: runs what waits for the other processes.
+        mine: this process's terms in their order, at least one; flat, of the same length and type on all processes.
+        sources: for each term, in the order in which terms are added, the rank within the group of the process that has
+            it.
+        group: process group; each of its processes has at least one term.
+        run: runs a function that waits for the other processes.
+
     Returns:
-        Flat, of the length of a term.
+        The sum: flat, of the length of a term.
     """
     most = max(map(sources.count, sources))
     places = [(source, sources[:i].count(source)) for i, source in enumerate(sources)]

@@ -1,4 +1,4 @@
-"""A process of a cluster, as it was started."""
+"""A process of a cluster: its rank, its device and its network."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_avgpipe.comm.network import Network
+from lightning_avgpipe.comm.network import Connector
 
 
 @dataclass(frozen=True)
 class Process:
-    """This one.
+    """A process of a cluster, as it was started.
 
     Attributes:
-        rank: among all.
-        device: on which it computes.
+        rank: rank of the process among all.
+        device: device on which it computes.
         timeout_s: longest wait for another process, in seconds.
-        network: connects it with others; not asked if there are none.
-        deaths: rank among all -> how it ended, of those processes started by this one that have died.
+        network: network that connects it with others; unused if there are none.
+        deaths: returns, for each rank that this process started and that has died, how it ended.
     """
 
     rank: int
     device: torch.device
     timeout_s: float
-    network: Network
+    network: Connector
     deaths: Callable[[], Mapping[int, str]] = dict

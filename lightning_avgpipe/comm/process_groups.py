@@ -1,8 +1,8 @@
-"""Process groups: a network of torch, pairs of processes for messages and groups of them for collectives.
+"""Process groups: a network of torch, with pairs of processes for messages and groups of them for collectives.
 
-On the host both are gloo's. Everything that a process connects there shares one listening socket and the thread that
-serves it, those of torch's group of all processes. A process has the connections of one network at a time: the
-next one closes those of the one before, so their number does not grow with the number of trainers.
+On the host both use gloo. All gloo connections of a process share the listening socket, and the thread that serves it,
+of torch's group of all processes. A process has the connections of one network at a time: opening the next network
+closes those of the last one, so their number does not grow with the number of trainers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,29 +22,29 @@ from lightning_avgpipe.comm.alone import own_group
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.network_channel import NetworkInbox, NetworkOutbox, Receiver, Sender
 from lightning_avgpipe.comm.routes import Edge, Party, Route
-from lightning_avgpipe.comm.stores import Stores, part_of
+from lightning_avgpipe.comm.transfer import UNLIMITED
 from lightning_avgpipe.comm.wire import Pair, Wire
 from lightning_avgpipe.utils.device import backends, first_options
+from lightning_avgpipe.utils.torch_compat import default_store
 
-_GRACE = timedelta(seconds=60)
-_NEVER_SENT = 2**30  # a tag of transfers; those of channels count from 0
+_NEVER_SENT = 2**30  # a tag that no transfer has; the tags of channels count from 0
 _HOST = "avgpipe_gloo"  # backend of groups on the host
 
-_current: ProcessGroups | None = None  # of this process
-# the same on all processes, which do the same in order
-_networks, _openings, _runs = itertools.count(), itertools.count(), itertools.count()
+_current: ProcessGroups | None = None  # the open network of this process
+# equal on all processes, because they make the same calls in the same order
+_openings, _runs = itertools.count(), itertools.count()
 
 End = TypeVar("End", Sender, Receiver)
 
 
 @dataclass(frozen=True)
 class _Connected:
-    """A group of processes that has been connected.
+    """A process group that has been connected.
 
     Attributes:
-        group: of torch.distributed.
-        size: of the group, if it connects hosts; else 0.
-        of_torch: whether torch.distributed knows of it.
+        group: process group of torch.
+        size: number of its processes, if it connects hosts; else 0.
+        of_torch: whether torch.distributed has registered it.
     """
 
     group: Any
@@ -52,24 +52,24 @@ class _Connected:
     of_torch: bool
 
     def disconnect(self) -> None:
-        """End what waits in threads.
+        """End the transfers for which threads wait.
 
-        gloo has no way to give up a transfer, but closes all connections of a group when one takes too long.
+        gloo cannot cancel a transfer, but closes all connections of a group when a transfer exceeds its timeout.
         """
         for peer in set(range(self.size)) - {self.group.rank()}:
-            with contextlib.suppress(RuntimeError):  # this is the purpose
-                self.group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            with contextlib.suppress(RuntimeError):  # the timeout is intended
+                self.group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 @dataclass
 class _Line:
-    """From one process to another.
+    """The line from one process to another.
 
     Attributes:
-        on_host: the connection there.
-        between: that of the devices; None if no tensors of stages go this way, or over the host.
-        openings: how often it was in use.
-        end: of this process, if channels are open, or were.
+        on_host: connection of the hosts.
+        between: connection of the devices; None if no stage sends tensors this way, or if they travel over the host.
+        openings: number of times that a wire was made on this line.
+        end: this process's end of the line, if channels are or were open.
     """
 
     on_host: Pair
@@ -79,52 +79,47 @@ class _Line:
 
 
 class ProcessGroups:
-    """Connects processes by their ranks among all.
+    """The network of torch.distributed: connections of this process, by ranks among all.
 
     Args:
-        rank: of this process.
-        device: of this process.
-        timeout: longest wait for another process.
-        device_backend: backend between devices, such as "nccl"; None if all goes over the host.
-
-    Attributes:
-        stores: of this network.
+        rank: rank of this process.
+        device: device of this process.
+        timeout: longest time that connecting, or an exchange between devices that both ends have begun, may take. Waits
+            on the host have no limit here.
+        device_backend: backend between devices, such as "nccl"; None if everything travels over the host.
     """
 
     wire_type: type[Wire] = Wire
 
     def __init__(self, rank: int, device: torch.device, timeout: timedelta, device_backend: str | None = None) -> None:
-        self.stores = Stores(next(_networks), _runs)
         self._rank = rank
-        self._all: tuple[int, ...] | None = None  # the processes of torch's group; None: each by its rank
         self._device = device
-        self._timeout = timeout + _GRACE  # our own waits end first: their errors name stage and action
+        self._timeout = timeout
         self._device_backend = device_backend
-        self._store: dist.Store | None = None  # of this opening
-        self._lines: dict[tuple[int, int], _Line] = {}  # from one process to another
+        self._store: dist.Store | None = None  # None while the network is closed
+        self._lines: dict[tuple[int, int], _Line] = {}  # by (source rank, target rank)
         self._parties: dict[Party, dist.ProcessGroup] = {}
         self._connected: list[_Connected] = []
 
+    def next_run(self, store: dist.Store | None) -> dist.Store:
+        """Return the part of a store that only the next run uses; None stands for the store of torch.distributed."""
+        return _part_of(store, f"runs/{next(_runs)}")
+
     @property
     def is_open(self) -> bool:
-        """Whether it may connect."""
+        """Whether connections can be made."""
         return self._store is not None
 
-    def open(self, ranks: Sequence[int] | None = None) -> None:
-        """Begin to connect, in the place of other connections of this process. Every process calls it.
-
-        Args:
-            ranks: torch's group of all processes has these only, this one among them; None: the same as before.
-        """
+    def open(self) -> None:
+        """Make it possible to connect, and close the last network of this process. Every process calls it."""
         global _current
         if _current is not None and _current is not self:
             _current.close()
-        self._all = self._all if ranks is None else tuple(ranks)
         _current = self
-        self._store = part_of(None, f"connections/{next(_openings)}")
+        self._store = _part_of(None, f"connections/{next(_openings)}")
 
     def close(self) -> None:
-        """Give up all connections, on which nothing is under way. They may be opened again."""
+        """Give up all connections; no message may be in flight. They may be opened again."""
         global _current
         for made in self._connected:
             if made.of_torch:
@@ -137,7 +132,7 @@ class ProcessGroups:
             _current = None
 
     def connect(self, route: Route) -> None:
-        """Connect the ends of a route, unless they are; those of stages also between devices that have a backend."""
+        """Connect the ends of a route, unless they are connected; a hop also between devices that have a backend."""
         ends = route.source, route.target
         line = self._lines.get(ends)
         if line is None:
@@ -147,25 +142,11 @@ class ProcessGroups:
             line.between = Pair(self._join(ranks, self._between), int(ranks[0] == self._rank))
 
     def join(self, party: Party) -> None:
-        """Connect a party, on the host only or also between devices, unless it is."""
+        """Connect a party, unless it is connected: on the host and, unless it is ``on_host``, between devices."""
         if party not in self._parties:
             between = None if party.on_host else self._device_backend
             backend = _HOST if between is None else backends(_HOST, between, self._device)
             self._parties[party] = self._join(party.ranks, backend)
-
-    def meet(self, party: Party, name: str) -> Any:
-        """Connect a party on the host, under a name of its own. Only its members call it."""
-        assert self._store is not None
-        store = self.stores.meeting(f"{party}/{name}", self._store)
-        made = _gloo(store, party.ranks.index(self._rank), len(party.ranks), self._timeout)
-        self._connected.append(_Connected(made, len(party.ranks), of_torch=False))
-        return made
-
-    def part(self, group: Any) -> None:
-        """Close the connections of such a party; what is under way there ends with an error."""
-        for made in [made for made in self._connected if made.group is group]:
-            made.disconnect()
-            self._connected.remove(made)
 
     def outbox(self, route: Route, arrivals: Arrivals) -> NetworkOutbox:
         """Open the sending end of a route."""
@@ -176,16 +157,16 @@ class ProcessGroups:
         return NetworkInbox(route, self._end(Receiver, route, arrivals))
 
     def group(self, party: Party) -> dist.ProcessGroup:
-        """What connects a party."""
+        """Return the process group of a party."""
         return self._parties[party]
 
     @property
     def _between(self) -> str | None:
-        """The backend of messages between devices; gloo would go over the host, as they do without one."""
+        """The backend of messages between devices. None for gloo, which would copy them over the host."""
         return None if self._device_backend == "gloo" else self._device_backend
 
     def _end(self, kind: type[End], route: Route, arrivals: Arrivals) -> End:
-        """This process's end of the line for a route."""
+        """Return this process's end of the line of a route; make a new one if no channel is open on it."""
         line = self._lines[route.source, route.target]
         if not isinstance(line.end, kind) or not line.end.routes:
             peer = route.target if route.source == self._rank else route.source
@@ -195,7 +176,7 @@ class ProcessGroups:
         return line.end
 
     def _pair(self, ends: tuple[int, int]) -> Pair:
-        """Connect two processes on the host; elsewhere this does nothing."""
+        """Connect two processes on the host. On other processes this does nothing."""
         if self._rank not in ends:
             return Pair(None, -1)
         position = ends.index(self._rank)
@@ -207,42 +188,51 @@ class ProcessGroups:
 
     def _join(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
         members = list(ranks)
-        places = members if self._all is None else list(map(self._all.index, members))
         _register()
         options = first_options(backend, self._timeout) if backend == self._between else None
-        made = own_group(dist.new_group(places, timeout=self._timeout, backend=backend, pg_options=options))
+        made = own_group(dist.new_group(members, timeout=self._timeout, backend=backend, pg_options=options))
         if self._rank in members:
             on_host = backend != self._between
             self._connected.append(_Connected(made, len(members) if on_host else 0, of_torch=True))
         return made
 
     def disconnect(self) -> None:
-        """End the transfers that wait in threads; nothing can be sent any more.
+        """End the transfers for which threads wait. Nothing can be sent any more.
 
-        What waits between devices would hold up all that its device does later: it is aborted.
+        A transfer between devices would block everything that its device does later, so it is aborted.
         """
         if self._between is not None:
             for made in self._connected:
-                # it has none there, or nothing to abort
+                # the group has no backend for the device, or nothing to abort
                 with contextlib.suppress(RuntimeError, AttributeError):
                     made.group._get_backend(self._device).abort()
         for made in self._connected:
             made.disconnect()
 
 
+def _part_of(store: dist.Store | None, name: str) -> dist.Store:
+    """Return a view of a store (None: that of torch.distributed) whose keys have this prefix."""
+    store = store or default_store()
+    # A clone has a connection of its own, where torch can make one: connecting may block in the store for long.
+    store = store.clone() if hasattr(store, "clone") else store
+    return dist.PrefixStore(f"avgpipe/{name}", store)
+
+
 # -- gloo ------------------------------------------------------------------------------------------------------------
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, threads: int = 2) -> Any:
-    """Connect over the devices of this process. Collectives run in threads; messages need none."""
+    """Connect over the network interfaces of this process. Collectives run in threads; messages need none."""
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs do not know all of it
     options: Any = gloo._Options()
     options._timeout, options._devices, options._threads = timeout, _devices(), threads
-    return gloo(store, rank, size, options)
+    made = gloo(store, rank, size, options)
+    made._set_default_timeout(UNLIMITED)  # timeout of collectives
+    return made
 
 
 def _devices() -> list[Any]:
-    """Those of torch's group of all processes, if it connects hosts; a device of gloo is a network interface."""
+    """Return the gloo devices (network interfaces) of torch's group of all processes, if it connects hosts by gloo."""
     try:
         default: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
         return list(default.options._devices)

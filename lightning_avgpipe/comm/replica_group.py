@@ -6,7 +6,7 @@
     group 1     stage 0 on rank 3     stage 1 on rank 2
                 ranks 1 and 3         ranks 0 and 2
 
-Groups that train other models average these; groups that train the same sum their gradients.
+Groups that train different models average them; groups that train the same models sum their gradients.
 """
 
 from __future__ import annotations
@@ -26,62 +26,54 @@ from lightning_avgpipe.comm.collectives import Collectives, wait_for
 
 _BUCKET_BYTES = 64 * 1024**2
 
-_Collective = Callable[[Tensor], Any]  # begins, on one tensor
+_Collective = Callable[[Tensor], Any]  # starts a collective on a tensor and returns its work
 
 
 class ReplicaGroup:
-    """What the processes of a replica group do together with tensors on their devices, in few large messages.
+    """The collectives of a replica group on tensors of its devices, in few large messages.
 
     Args:
-        members: connected on host and device, or ``on_host`` only; the first of them is in the first group.
-        number: of this process's group among them.
-        on_host: whether tensors meet on the host, as those of processes that share a device must.
+        members: processes of the group, connected on host and device, or, if ``on_host``, on the host only. The first
+            one is in the first group.
+        number: number of this process's group among them.
+        on_host: whether tensors are exchanged on the host, as is necessary for processes that share a device.
+
+    Attributes:
+        members: as given.
+        number: as given.
+        on_host: as given.
     """
 
     def __init__(self, members: Collectives, number: int, on_host: bool = False) -> None:
         self.members = members
-        self._number = number
-        self._on_host = on_host
-
-    @property
-    def on_host(self) -> bool:
-        """Whether tensors meet on the host."""
-        return self._on_host
-
-    @property
-    def number(self) -> int:
-        """Of this process's group among them."""
-        return self._number
+        self.number = number
+        self.on_host = on_host
 
     @property
     def count(self) -> int:
-        """Number of groups."""
+        """The number of groups."""
         return self.members.world_size
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Sum in place over the groups. All processes get the same bits.
+        """Sum tensors over the groups, in place. All processes get the same bits.
 
         Args:
-            tensors: the same shapes and types on all processes.
+            tensors: tensors of the same shapes and types on all processes.
         """
         self.begin_sum(tensors)()
 
     def begin_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin to sum, and go on meanwhile. All processes begin and end their sums in the same order.
+        """Begin to sum without waiting. All processes begin and end their sums in the same order.
 
         Args:
-            tensors: as of :meth:`sum`; not to be touched before the end.
+            tensors: as of :meth:`sum`; not to be read or written before the end.
         Returns:
-            Ends it: waits for the sums and puts them into the tensors.
+            A function that waits for the sums and puts them into the tensors.
         """
         return self._begin(tensors, "a sum over groups", self._all_reduce)
 
-    def settle(self) -> bool:
-        """Whether the sums that have begun count: not if a group has left meanwhile. All processes ask for it."""
-        return True
-
     def copy(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Take over, in place, what the process in one of the groups has. Arguments as of :meth:`sum`."""
+        """Copy the source group's tensors into those of the other groups. ``tensors`` is as of :meth:`sum`."""
         self._begin(tensors, f"a copy of the parameters of group {source}", partial(self._broadcast, source))()
 
     @torch.no_grad()
@@ -99,8 +91,8 @@ class ReplicaGroup:
     def _exchange(self, bucket: Sequence[Tensor], collective: _Collective) -> _Exchange:
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         sent = torch.view_as_real(flat) if flat.is_complex() else flat
-        met = sent.cpu() if self._on_host else sent
-        # gloo and NCCL go on with it in the background
+        met = sent.cpu() if self.on_host else sent
+        # the collective runs in the background
         return _Exchange(bucket, flat, sent, met, collective(met))
 
     def _all_reduce(self, flat: Tensor) -> Any:
@@ -113,16 +105,16 @@ class ReplicaGroup:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Tensors that are on their way, as one message."""
+    """A bucket of tensors that is being exchanged as one message."""
 
     tensors: Sequence[Tensor]
     flat: Tensor
-    sent: Tensor  # the same, as numbers that every connection knows
-    met: Tensor  # the same, where they meet
+    sent: Tensor  # flat as real numbers, which every backend knows
+    met: Tensor  # sent on the device on which the collective runs
     work: Any
 
     def put(self) -> None:
-        """Put what has arrived into the tensors."""
+        """Copy the result of the collective into the tensors."""
         if self.met is not self.sent:
             self.sent.copy_(self.met)
         parts = self.flat.split([tensor.numel() for tensor in self.tensors])
@@ -131,7 +123,7 @@ class _Exchange:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of the same type, together of a size that is worth a message, and no more than memory has room for."""
+    """Yield buckets of tensors of the same type, large enough for a message and small enough for memory."""
     by_type: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.numel():

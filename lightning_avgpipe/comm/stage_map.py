@@ -30,20 +30,21 @@ from lightning_avgpipe.schedule.kinds import Placement
 
 @dataclass(frozen=True)
 class StageMap:
-    """Stages on the processes of each group; every group has the same.
+    """A mapping of stages to the processes of each group; it is the same for every group.
 
     Attributes:
-        num_stages: K.
+        num_stages: number of stages, K.
         layout: the ranks of each group among all processes; shape ``(groups, processes of a group)``.
         reader: rank within each group of the process that reads the group's data.
-        replicas: groups that train the same models, each on its share of the data; they are a *team*, and teams train
-            other models. Groups of a team follow each other: replica r of team t is group ``t * replicas + r``.
+        replicas: number of groups that train the same models, each on its share of the data. Such groups are a *team*,
+            and other teams train other models. Groups of a team are consecutive: replica r of team t is group
+            ``t * replicas + r``.
         placement: how several stages are placed on each process: in a ``"loop"``, or there and back, as a ``"v"``.
-        stage_replicas: of a group the processes that share the micro-batches of each stage, in turns; shape ``(K,)``.
-            Empty: each process hosts whole stages.
-        order: the processes of a group, those of the last stage first, of each stage in the order of turns; rank 0 is
+        stage_replicas: for each stage, number of a group's processes that share its micro-batches, in turns; shape
+            ``(K,)``. Empty: each process hosts whole stages.
+        order: ranks in a group, those of the last stage first, and those of each stage in the order of turns; rank 0 is
             the first. Empty: ascending.
-        shares_devices: whether several processes have the same device.
+        shares_devices: whether several processes use the same device.
     """
 
     num_stages: int
@@ -59,11 +60,11 @@ class StageMap:
     def on(
         cls, device_layout: DeviceLayout, num_stages: int, reader: int = 0, placement: Placement = "loop"
     ) -> StageMap:
-        """Stages on the processes of devices.
+        """Map stages to the processes of a device layout.
 
         Raises:
-            ConfigurationError: K is neither a multiple nor a divisor of the number of devices that a replica has; the
-                groups are no multiple of the replicas.
+            ConfigurationError: K is neither a multiple nor a divisor of the number of devices of a replica, or the
+                number of groups is not a multiple of the number of replicas.
         """
         if device_layout.stage_replicas:
             return cls._with_stage_replicas(device_layout, num_stages, reader)
@@ -98,10 +99,10 @@ class StageMap:
         return cls(num_stages, device_layout.groups(num_stages), reader, stage_replicas=counts)
 
     def placed(self, devices: Sequence[Sequence[int]]) -> StageMap:
-        """The same processes with other stages, which they share.
+        """Return a map of the same processes with other stages, each of which one or more processes host.
 
         Args:
-            devices: ranks in a group of the processes of each stage, ascending; rank 0 is one of those of the last.
+            devices: for each stage, the ranks in a group of its processes, ascending; the last stage's include rank 0.
         """
         counts = tuple(map(len, devices))
         order = tuple(rank for ranks in reversed(devices) for rank in ranks)
@@ -109,33 +110,33 @@ class StageMap:
 
     @property
     def given_stages(self) -> int:
-        """K as it was asked for, by which batches are divided: where stages are placed, one for each process."""
+        """The K that was asked for, which determines the division of batches, also if :meth:`placed` changed it."""
         return self.group_size if self.order else self.num_stages
 
     @property
     def group_size(self) -> int:
-        """Processes of each group."""
+        """The number of processes of each group."""
         return len(self.layout[0])
 
     @property
     def num_groups(self) -> int:
-        """How many groups there are."""
+        """The number of groups."""
         return len(self.layout)
 
     @property
     def num_teams(self) -> int:
-        """How many there are whose models differ."""
+        """The number of teams: sets of groups that train the same models."""
         return self.num_groups // self.replicas
 
     @property
     def world_size(self) -> int:
-        """Processes of all groups."""
+        """The number of processes of all groups."""
         return self.num_groups * self.group_size
 
     def ranks(self, stage: int, trains: bool = True) -> tuple[int, ...]:
-        """The processes of a group that host a stage; those that share its micro-batches in order.
+        """Return the ranks in a group of the processes that host a stage, in the order in which they take turns.
 
-        In evaluation the last stage works on one of them only, where all results are.
+        In evaluation the last stage runs on the first of them only, so that all results are there.
         """
         if self.stage_replicas:
             first = sum(self.stage_replicas[stage + 1 :])
@@ -145,25 +146,25 @@ class StageMap:
         return (self.group_size - 1 - rank if self.placement == "v" and back % 2 else rank,)
 
     def owner(self, stage: int) -> int:
-        """The first of them, from which others get what the stage has."""
+        """Return the first process that hosts a stage. Other processes get the stage's state from it."""
         return self.ranks(stage)[0]
 
     def share(self, stage: int, rank: int, trains: bool = True) -> tuple[int, int]:
-        """Which micro-batches of a stage a process has: every n-th from the first, as ``(first, n)``."""
+        """Return which micro-batches of a stage a process has: every n-th from the first one, as ``(first, n)``."""
         ranks = self.ranks(stage, trains)
         return ranks.index(rank), len(ranks)
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """The stages that a process hosts, ascending."""
+        """Return the stages that a process hosts, ascending."""
         return tuple(stage for stage in range(self.num_stages) if rank in self.ranks(stage))
 
     def position(self, rank: int) -> tuple[int, int]:
-        """Group, and rank within it, of a rank among all."""
+        """Return the number of the group, and the rank within it, of a rank among all processes."""
         return next((number, ranks.index(rank)) for number, ranks in enumerate(self.layout) if rank in ranks)
 
 
-def meetings(stage_map: StageMap, stage: int, other: int) -> list[tuple[int, int]]:
-    """Pairs of processes of two stages, as ranks in a group, that have micro-batches in common."""
+def pairs(stage_map: StageMap, stage: int, other: int) -> list[tuple[int, int]]:
+    """Return the pairs of processes of two stages, as ranks in a group, that have micro-batches in common."""
     found = []
     for trains in (True, False):
         here, there = stage_map.ranks(stage, trains), stage_map.ranks(other, trains)
@@ -172,7 +173,7 @@ def meetings(stage_map: StageMap, stage: int, other: int) -> list[tuple[int, int
 
 
 def names(stage_map: StageMap) -> list[str]:
-    """Of all processes, for messages: as ``rank 3 (stage 0 of group 1)``."""
+    """Return the names of all processes for messages, such as ``rank 3 (stage 0 of group 1)``."""
     return [_name(stage_map, rank) for rank in range(stage_map.world_size)]
 
 

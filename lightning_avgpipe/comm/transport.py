@@ -1,4 +1,4 @@
-"""The transport: the channels of a process, to other processes and between its own stages."""
+"""The transport: the channels between stages, of a process to others and between its own stages."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.channel import Inbox, Outbox
 from lightning_avgpipe.comm.memory_channel import MemoryChannel
-from lightning_avgpipe.comm.network import Network
+from lightning_avgpipe.comm.network import Connector
 from lightning_avgpipe.comm.routes import Edge, Route
-from lightning_avgpipe.comm.stage_map import StageMap, meetings
+from lightning_avgpipe.comm.stage_map import StageMap, pairs
 from lightning_avgpipe.comm.turns import TurnsInbox, TurnsOutbox
 from lightning_avgpipe.comm.waits import Waits
 
 
 @dataclass(frozen=True)
 class Ends:
-    """One stage's ends of the hop before and of the hop after it.
+    """One stage's ends of the channels to its two neighbours.
 
     Attributes:
-        values: where values come from; None for the first stage.
-        to_next: where values go; None for the last stage.
-        gradients: where gradients come from; None for the last stage.
-        to_previous: where gradients go; None for the first stage.
+        values: inbox of values from the previous stage; None for the first stage.
+        to_next: outbox of values to the next stage; None for the last stage.
+        gradients: inbox of gradients from the next stage; None for the last stage.
+        to_previous: outbox of gradients to the previous stage; None for the first stage.
     """
 
     values: Inbox | None
@@ -36,17 +36,17 @@ class Ends:
 
 
 class Transport:
-    """Opens and closes channels.
+    """The open channels of a process.
 
     Args:
-        stage_map: who hosts what.
-        rank: of this process among all.
-        network: connects the processes.
-        arrivals: told by channels.
-        waits: for connections.
+        stage_map: which process hosts which stage.
+        rank: rank of this process among all.
+        network: network that connects the processes.
+        arrivals: notified by the channels.
+        waits: waits for connections.
     """
 
-    def __init__(self, stage_map: StageMap, rank: int, network: Network, arrivals: Arrivals, waits: Waits) -> None:
+    def __init__(self, stage_map: StageMap, rank: int, network: Connector, arrivals: Arrivals, waits: Waits) -> None:
         self._stage_map = stage_map
         self._rank = rank
         self._group, _ = stage_map.position(rank)
@@ -58,10 +58,10 @@ class Transport:
         self._num_pipelines = 0
 
     def widen(self, num_pipelines: int) -> None:
-        """Connect the stages of so many pipelines, and open their channels, unless they are. Every process calls it.
+        """Connect the stages of pipelines up to ``num_pipelines``, and open their channels. Every process calls it.
 
         Raises:
-            PeerError: a process does not come.
+            PeerError: a process does not connect.
         """
         for pipeline in range(self._num_pipelines, num_pipelines):
             if self._stage_map.world_size > 1:
@@ -76,7 +76,7 @@ class Transport:
             self._num_pipelines += 1
 
     def rearrange(self, stage_map: StageMap) -> None:
-        """From now on other stages are connected, on the same processes. Every process calls it; nothing is under way.
+        """Connect the stages of another map of the same processes. Every process calls it; no message may be in flight.
 
         Channels between the same processes stay open, others between stages are closed.
         """
@@ -90,14 +90,10 @@ class Transport:
                 channels.pop(route).close(self._waits.timeout_s)
         self.widen(num_pipelines)
 
-    def follow(self, stage_map: StageMap) -> None:
-        """Other groups have left; the channels of this one stay as they are."""
-        self._stage_map, self._group = stage_map, stage_map.position(self._rank)[0]
-
     def inbox(self, what: Edge | Route) -> Inbox:
-        """The receiving end of a channel, here; open from now on. What it belongs to is connected.
+        """Return the receiving end of a channel, and open the channel if necessary. Its route must be connected.
 
-        That of a hop is the channel between the first replicas of its stages.
+        The channel of an edge is the one between the first replicas of its stages.
         """
         route = what if isinstance(what, Route) else self._route(what, self._group)
         if route not in self._inboxes:
@@ -105,14 +101,14 @@ class Transport:
         return self._inboxes[route]
 
     def outbox(self, what: Edge | Route) -> Outbox:
-        """The sending end of a channel, as :meth:`inbox`."""
+        """Return the sending end of a channel, as :meth:`inbox` does."""
         route = what if isinstance(what, Route) else self._route(what, self._group)
         if route not in self._outboxes:
             self._open(route)
         return self._outboxes[route]
 
     def ends(self, pipeline: int, stage: int, trains: bool = True) -> Ends:
-        """The channels of a stage of this process, in training or in evaluation."""
+        """Return the channels of a stage of this process, in training or in evaluation."""
         first, last = stage == 0, stage == self._stage_map.num_stages - 1
         return Ends(
             values=None if first else self._from(Edge(pipeline, stage - 1, "forward"), trains),
@@ -122,7 +118,7 @@ class Transport:
         )
 
     def _from(self, edge: Edge, trains: bool) -> Inbox:
-        """What a stage receives, from each replica of the other stage in its turn."""
+        """Return the inbox of a stage, which receives from each replica of the other stage in its turn."""
         ranks = self._stage_map.layout[self._group]
         first, step = self._stage_map.share(edge.target, ranks.index(self._rank), trains)
         sources = [ranks[source] for source in self._stage_map.ranks(edge.source, trains)]
@@ -133,7 +129,7 @@ class Transport:
         return TurnsInbox([inboxes[source] for source in turns])
 
     def _to(self, edge: Edge, trains: bool) -> Outbox:
-        """Where a stage sends, to each replica of the other stage in its turn."""
+        """Return the outbox of a stage, which sends to each replica of the other stage in its turn."""
         ranks = self._stage_map.layout[self._group]
         first, step = self._stage_map.share(edge.source, ranks.index(self._rank), trains)
         targets = [ranks[target] for target in self._stage_map.ranks(edge.target, trains)]
@@ -145,10 +141,10 @@ class Transport:
         )
 
     def close(self, limit_s: float) -> None:
-        """Stop the channels and their threads, all of them within so many seconds if peers are gone."""
+        """Stop the channels and their threads, within ``limit_s`` seconds in total even if peers are gone."""
         deadline = time.monotonic() + limit_s
         channels: list[Inbox | Outbox] = [*self._inboxes.values(), *self._outboxes.values()]
-        for channel in channels:  # all are told before any is waited for: it might take all of the time
+        for channel in channels:  # stop all before waiting for any, which might take all of the time
             channel.close(join_s=0.0)
         for channel in channels:
             channel.close(join_s=max(0.0, deadline - time.monotonic()))
@@ -173,13 +169,13 @@ class Transport:
 
     def _edges(self, pipeline: int) -> Iterator[Edge]:
         for hop in range(self._stage_map.num_stages - 1):
-            # two hops between the same processes (several stages per process) need two connections as well
+            # two hops between the same processes (several stages per process) are two routes as well
             yield Edge(pipeline, hop, "forward")
             yield Edge(pipeline, hop, "backward")
 
     def _routes(self, edge: Edge, group: int) -> Iterator[Route]:
         ranks = self._stage_map.layout[group]
-        for source, target in meetings(self._stage_map, edge.source, edge.target):
+        for source, target in pairs(self._stage_map, edge.source, edge.target):
             yield Route(edge, ranks[source], ranks[target])
 
     def _route(self, edge: Edge, group: int) -> Route:

@@ -17,10 +17,10 @@ from lightning_avgpipe.comm.message import Message
 
 
 class TurnsInbox:
-    """Receives from several processes, in turns.
+    """An inbox that receives from several processes, in turns.
 
     Args:
-        turns: the inboxes in their order, which begins anew with each iteration; one may come several times.
+        turns: inboxes in the order of turns, which starts anew with each iteration; an inbox may occur several times.
     """
 
     def __init__(self, turns: Sequence[Inbox]) -> None:
@@ -28,15 +28,15 @@ class TurnsInbox:
         self._expected: deque[Inbox] = deque()
 
     def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
-        """Post the receives of an iteration."""
-        assert onwards is None  # what goes on to the next stage has no replicas
+        """Post the receives of the ``count`` messages of an iteration."""
+        assert onwards is None  # messages are sent on only between stages without replicas
         self._expected = deque(self._turns[n % len(self._turns)] for n in range(count))
         inboxes = {id(inbox): inbox for inbox in self._expected}
         for number, messages in Counter(map(id, self._expected)).items():
             inboxes[number].expect(messages, observers)
 
     def ready(self) -> bool:
-        """Whether the next message has arrived."""
+        """Return whether the next message has arrived."""
         return bool(self._expected) and self._expected[0].ready()
 
     def get(self) -> Message:
@@ -44,15 +44,15 @@ class TurnsInbox:
         return self._expected.popleft().get()
 
     def close(self, join_s: float) -> None:
-        """The transport closes each channel."""
+        """Do nothing: the transport closes each of the channels."""
 
 
 class TurnsOutbox:
-    """Sends to several processes, in turns.
+    """An outbox that sends to several processes, in turns.
 
     Args:
-        turns: micro-batch modulo ``count`` -> where it goes.
-        count: of the processes that have turns; some may have none here.
+        turns: outbox of each micro-batch, by the number of the micro-batch modulo ``count``.
+        count: number of processes that take turns; this process may send to some of them only.
     """
 
     def __init__(self, turns: Mapping[int, Outbox], count: int) -> None:
@@ -60,8 +60,8 @@ class TurnsOutbox:
         self._count = count
 
     def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
-        """Send to the process that has this micro-batch."""
+        """Send a message to the process that has its micro-batch."""
         self._turns[message.micro_batch % self._count].put(message, observers)
 
     def close(self, join_s: float) -> None:
-        """The transport closes each channel."""
+        """Do nothing: the transport closes each of the channels."""

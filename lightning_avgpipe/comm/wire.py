@@ -1,4 +1,4 @@
-"""Wires: they move bytes from one process to another, over the host or between devices."""
+"""Wires: one-way connections that move bytes from one process to another, over the host or between devices."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch import Tensor
 from lightning_avgpipe.comm.codec import MOST_TAGS, Packet
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Route
-from lightning_avgpipe.comm.transfer import begun, ended
+from lightning_avgpipe.comm.transfer import begun, ended, is_broken_connection
 from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.utils.device import port_of
 
 
 class Passage:
-    """A message on its way through a process: which parts of it have come, for whoever sends them on."""
+    """A message that a process receives and sends on: it tells the sending thread when each part has arrived."""
 
     def __init__(self) -> None:
         self._parts: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def came(self, error: Exception | None = None) -> None:
-        """The next part is there; or none will come."""
+        """Note that the next part has arrived, or that none will because of an error."""
         self._parts.put(error)
 
     def wait(self) -> None:
-        """For the next part."""
+        """Wait for the next part."""
         if (error := self._parts.get()) is not None:
             raise error
 
@@ -40,8 +40,8 @@ class Pair:
     """A connection of two processes.
 
     Attributes:
-        group: of torch.distributed.
-        peer: number of the other process in it.
+        group: process group of torch.
+        peer: rank of the other process in it.
     """
 
     group: Any
@@ -50,12 +50,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Posted:
-    """A packet that is on its way, or will be.
+    """A packet whose receive is posted, or will be.
 
     Attributes:
-        packet: what it is.
-        flat: on the host, where its bytes land; None: on the device, when it is asked for.
-        works: of the transfer.
+        packet: packet to receive.
+        flat: host memory that receives its bytes; None if a device receives them when :meth:`Wire.land` is called.
+        works: works of the transfer.
     """
 
     packet: Packet
@@ -64,16 +64,16 @@ class Posted:
 
 
 class Wire:
-    """Moves bytes from one process to another: one end of a connection for this direction only.
+    """A one-way connection that moves bytes from one process to another; an instance is one end of it.
 
     Args:
-        peer: global rank at the other end.
-        on_host: the two processes.
-        device: where tensors live on this side.
-        between: the two devices; None moves what is on the device over the host.
+        peer: global rank of the other end.
+        on_host: connection of the two processes on the host.
+        device: device of tensors on this end.
+        between: connection of the two devices; None moves tensors of devices over the host.
         moved: called when bytes have moved.
-        opening: how often the connection was in use before, the same at both ends: what was posted then and never came
-            must not take what comes now.
+        opening: number of times that the connection was in use before, equal at both ends. A receive that was posted
+            then and never completed must not take bytes that are sent now.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Wire:
     ) -> None:
         self.peer = peer
         self.device = device
-        # asked directly: dist.send would check its arguments for longer than a small tensor takes
+        # called directly: the checks of dist.send take longer than the transfer of a small tensor
         self._on_host = on_host
         self._between = between
         self._moved = moved
@@ -96,38 +96,42 @@ class Wire:
 
     @functools.cached_property
     def stream(self) -> Any:
-        """On which tensors travel, so that they overlap with compute; None where there are no streams.
+        """The stream on which tensors travel, so that transfers overlap with compute; None where there are no streams.
 
-        There are few of them, so a wire that only moves what is on the host has none.
+        Streams are few, so a wire that only moves tensors of the host makes none.
         """
         return self.port.new_stream()
 
     @property
     def transfer_stream(self) -> Any:
-        """The same; None if the host moves tensors."""
+        """The stream of the transfers themselves; None if the host moves tensors."""
         return None if self._between is None else self.stream
 
-    def broken(self, error: Exception, doing: str, route: Route | None) -> PeerError:
-        """What to say when the other end is gone, with the channel if one is known."""
+    def failure(self, error: Exception, doing: str, route: Route | None) -> Exception:
+        """Return what to raise when this end cannot go on: PeerError if the connection broke, else the error itself."""
         where = "" if route is None else f" on channel '{route}'"
+        if not is_broken_connection(error):
+            error.add_note(f"while {doing}{where}, which connects this process with rank {self.peer}")
+            return error
         lost = PeerError(f"the connection to rank {self.peer} broke while {doing}{where}: {error}")
         lost.__cause__ = error
         return lost
 
     @property
     def sends_at_once(self) -> bool:
-        """Whether what begins to be sent holds up nobody."""
+        """Whether any thread may start a send, because starting one holds up nothing."""
         return self.port.is_host
 
     def load(self, packets: Sequence[Packet], message: Message, ready: Any) -> list[Tensor]:
-        """The bytes of packets, there where they travel. What is on the device may be read after an event.
+        """Return the bytes of packets, in the memory from which they travel.
 
-        Where that travels over the host, this waits for the event, once.
+        Tensors of the device are read after the event ``ready``. If they travel over the host, this method waits until
+        they have been copied there.
         """
         if all(packet.on_host for packet in packets) or self.stream is None:
             return [packet.packed(message) for packet in packets]
         for tensor in message.tensors:
-            if tensor is not None and not tensor.is_cpu:  # whoever made it may let go of it before it has been read
+            if tensor is not None and not tensor.is_cpu:  # its owner may free it before it has been read
                 tensor.record_stream(self.stream)
         with self.port.on_stream(self.stream):
             self.stream.wait_event(ready)
@@ -138,11 +142,11 @@ class Wire:
         return flats
 
     def begin(self, flat: Tensor, pieces: int = 1, tag: int = 0, passage: Passage | None = None) -> Sequence[Any]:
-        """Begin to send bytes that :meth:`load` gave, or parts as they come by a passage; what :meth:`end` takes."""
+        """Begin to send bytes from :meth:`load`, or parts as they arrive by a passage; return works for :meth:`end`."""
         if not flat.is_cpu:
             assert self._between is not None
             with self.port.on_stream(self.stream):
-                self._between.group.send([flat], self._between.peer, 0).wait()  # the stream does
+                self._between.group.send([flat], self._between.peer, 0).wait()  # blocks the stream, not the host
             return ()
 
         def begin(part: Tensor) -> Any:
@@ -153,7 +157,7 @@ class Wire:
         return begun(begin, flat, pieces)
 
     def end(self, works: Sequence[Any]) -> None:
-        """Return when a transfer on the host that has begun is done."""
+        """Wait until a transfer on the host is done."""
         ended(works, self._moved)
 
     def take(self, flat: Tensor, pieces: int = 1, tag: int = 0) -> Sequence[Any]:
@@ -162,15 +166,18 @@ class Wire:
         return begun(lambda part: self._on_host.group.recv([part], self._on_host.peer, own), flat, pieces)
 
     def post(self, packet: Packet, pieces: int = 1, tag: int = 0) -> Posted:
-        """Receive a packet, as soon as it comes; where a device receives by itself, when it is asked for."""
+        """Post the receive of a packet; between devices it is posted later, by :meth:`land`."""
         on_host = packet.on_host or self.port.is_host
         if not on_host and self._between is not None:
             return Posted(packet, None, ())
-        flat = torch.empty(packet.nbytes, dtype=torch.uint8, pin_memory=not on_host)
+        flat = torch.empty(packet.nbytes, dtype=torch.uint8, pin_memory=not on_host, device="cpu")
         return Posted(packet, flat, self.take(flat, pieces, tag))
 
     def land(self, posted: Posted, passage: Passage | None = None) -> Tensor:
-        """The bytes of a packet, whose parts may pass on; on a device they are there when the stream gets here."""
+        """Wait for a packet and return its bytes; a passage is told of each part, so that it can be sent on.
+
+        On a device the bytes are valid once the wire's stream reaches this point.
+        """
 
         def moved() -> None:
             self._moved()
@@ -185,5 +192,5 @@ class Wire:
                 return posted.flat.to(self.device, non_blocking=True)
             assert self._between is not None
             flat = torch.empty(posted.packet.nbytes, dtype=torch.uint8, device=self.device)
-            self._between.group.recv([flat], self._between.peer, 0).wait()  # the stream does
+            self._between.group.recv([flat], self._between.peer, 0).wait()  # blocks the stream, not the host
             return flat

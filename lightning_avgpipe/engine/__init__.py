@@ -1,1 +1,1 @@
-"""What runs: stages, their programs and replay, the executor. Knows nothing of Lightning."""
+"""Execute pipelines: stages, their programs, replay of the step function, and the executor; without Lightning."""

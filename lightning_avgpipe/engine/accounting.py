@@ -1,4 +1,4 @@
-"""Accounting: what a stage keeps in memory during an iteration, measured; and what it would keep in another order.
+"""Measure what a stage keeps in memory during an iteration, and predict what it would keep in another order.
 
 ::
 
@@ -6,10 +6,10 @@
     change in bytes        +s    +s    -s    +s    -s    -s
     kept                   s     2s    s     2s    s     0       the crest is 2s; AFAB's would be 3s
 
-What an action adds or frees does not depend on the order, so one measured iteration tells the crest of any row.
+What an action adds or frees does not depend on the order, so the crest of any row follows from one measured iteration.
 
-The lanes of several pipelines on a stage are counted together. For another row they are taken to run it side by side,
-so that all of them stash the most at the same time.
+The lanes of several pipelines on a stage are counted together. The prediction for another row assumes that all of them
+run it at the same time, so that all of them stash the most at once.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from lightning_avgpipe.utils.torch_compat import storage_id, untraced
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one stage keeps, in bytes.
+    """The memory that one stage uses, in bytes.
 
     Attributes:
-        peak: the most of it, with weights, gradients, optimizer states and the batch.
-        crest: the most that actions had added by the end of one.
-        changes: what each action adds; of several pipelines the sum.
+        peak: most bytes in use, with weights, gradients, optimizer states and the batch.
+        crest: most bytes that actions had added by the end of one of them.
+        changes: bytes that each action adds, summed over pipelines.
     """
 
     peak: int
@@ -51,19 +51,19 @@ class Footprint:
 
     @classmethod
     def estimated(cls, held: int, stash: int, row: Sequence[Action]) -> Footprint:
-        """From estimates.
+        """Make a footprint from estimates.
 
         Args:
-            held: by the stage, whatever the schedule.
-            stash: of one micro-batch, with the values that it received.
-            row: of the schedule that gives the number of micro-batches.
+            held: bytes that the stage holds with any schedule.
+            stash: bytes stashed per micro-batch, with the values that were received.
+            row: actions of the stage in a schedule.
         """
         changes = {action: action.kind.stash * stash for action in row}
         crest = _crest(row, changes)
         return cls(held + crest, crest, changes)
 
     def predicted(self, row: Sequence[Action]) -> int:
-        """The peak in bytes, if the stage ran its actions in this order."""
+        """Return the peak in bytes if the stage ran its actions in this order."""
         return self.peak + _crest(row, self.changes) - self.crest
 
 
@@ -76,14 +76,14 @@ def _crest(row: Sequence[Action], changes: Mapping[Action, int]) -> int:
 
 
 class Meter(Observer, ABC):
-    """Measures the stages of a process while they run one iteration."""
+    """An observer that measures the memory of a process's stages during one iteration."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, list[tuple[int, Action]]] = defaultdict(list)  # with pipelines, as they ran
-        self._kept: dict[int, list[int]] = defaultdict(list)  # before each action
+        self._rows: dict[int, list[tuple[int, Action]]] = defaultdict(list)  # (pipeline, action), in order
+        self._kept: dict[int, list[int]] = defaultdict(list)  # bytes before each action
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
-        """Have an action done."""
+        """Run an action and measure it."""
         stage, action, pipeline = work.stage, work.action, work.pipeline
         self._rows[stage].append((pipeline, action))
         self._kept[stage].append(self._before(stage))
@@ -96,26 +96,26 @@ class Meter(Observer, ABC):
         return output
 
     def _keep(self, work: Work, made: Sequence[Tensor]) -> None:
-        """A forward has sent or returned these."""
-        return  # an allocator knows
+        """Note the tensors that a forward has sent or returned."""
+        return  # counted otherwise
 
     @abstractmethod
     def finish(self, holdings: Mapping[int, Holding]) -> dict[int, Footprint]:
-        """What was measured, by stage."""
+        """Return the measured footprints, by stage."""
 
     @abstractmethod
     def _before(self, stage: int) -> int:
-        """What the stage keeps when an action begins."""
+        """Return the bytes that the stage keeps when an action begins."""
 
     def _during(self, stage: int, action: Action) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
     def _after(self, stage: int, action: Action, pipeline: int) -> None:
-        """An action has ended."""
+        """Note that an action has ended."""
         return
 
     def _changes(self, stage: int) -> tuple[dict[Action, int], int]:
-        """What actions added, and the crest if all pipelines ran them side by side."""
+        """Return the bytes that each action added, and the crest if all pipelines ran their rows at the same time."""
         kept, rows = self._kept[stage], defaultdict(list)
         changes: dict[Action, int] = defaultdict(int)
         for i, (pipeline, action) in enumerate(self._rows[stage]):
@@ -124,18 +124,18 @@ class Meter(Observer, ABC):
         return dict(changes), _crest(max(rows.values(), key=len), changes)
 
     def _top(self, stage: int) -> int:
-        """The most that actions had in fact added by the end of one."""
+        """Return the most bytes that actions had actually added by the end of one of them."""
         return max(self._kept[stage]) - self._kept[stage][0]
 
 
 class HostMeter(Meter):
-    """Counts storages that a backward will need, each once, for as long as they exist.
+    """A meter that counts the storages that a backward will need, each once, as long as they exist.
 
-    These are what autograd saves, received values, and what is sent or returned. Weights and the batch are not among
-    them, nor what an operation needs for itself. Where the allocator cannot be asked, this is what there is.
+    Counted are tensors that autograd saves, received values, and sent or returned tensors. Weights, the batch and
+    temporary memory of operations are not counted. This meter serves where the allocator cannot be asked.
 
     Args:
-        excluded: weights, buffers, tensors of the batch: they are there whatever is stashed.
+        excluded: weights, buffers and tensors of the batch, which are not counted.
     """
 
     def __init__(self, excluded: Iterable[Tensor]) -> None:
@@ -172,7 +172,7 @@ class HostMeter(Meter):
 
     def _during(self, stage: int, action: Action) -> contextlib.AbstractContextManager[object]:
         def pack(tensor: Tensor) -> Tensor:
-            # the step is being followed, and this is no part of it
+            # the tracer of the step must not see this
             with untraced():
                 self._note(stage, tensor)
                 return tensor.detach()  # an output itself would keep its own graph alive
@@ -180,7 +180,7 @@ class HostMeter(Meter):
         return SavedHooks(pack, lambda tensor: tensor)
 
     def _after(self, stage: int, action: Action, pipeline: int) -> None:
-        # in one process the stage before still has what it sent: it counts there
+        # in one process the previous stage still holds the values that it sent, so they count there
         for key in self._received.pop((stage, pipeline, action.micro_batch), ()) if action.kind.stash < 0 else ():
             self._total[stage] -= self._alive[stage].pop(key, (None, 0))[1]
 
@@ -197,9 +197,9 @@ class HostMeter(Meter):
 
 
 class DeviceMeter(Meter):
-    """Asks the device's allocator. What actions need for themselves counts as well.
+    """A meter that asks the device's allocator, so temporary memory of actions counts as well.
 
-    It begins the allocator's own statistics of peaks anew.
+    It resets the allocator's own peak statistics.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -207,7 +207,7 @@ class DeviceMeter(Meter):
         self._memory = port_of(device).memory
         self._memory.reset_peak()
         self._base = self._highest = self._memory.allocated_bytes()
-        self._own: dict[int, int] = defaultdict(int)  # what the actions of each stage have added by now
+        self._own: dict[int, int] = defaultdict(int)  # bytes that each stage's actions have added so far
         self._began = 0
 
     def finish(self, holdings: Mapping[int, Holding]) -> dict[int, Footprint]:
@@ -218,7 +218,7 @@ class DeviceMeter(Meter):
         for stage in self._rows:
             self._kept[stage].append(self._own[stage])
             changes, crest = self._changes(stage)
-            # stages that share a device share what was there before, as far as one can tell
+            # memory in use before is divided among the stages of a device by what they hold
             base = self._base * here[stage] // total if total else self._base // len(self._rows)
             peak = base + holdings[stage].coming + self._top(stage) + passing
             found[stage] = Footprint(peak, crest, changes)

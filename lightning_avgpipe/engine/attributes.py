@@ -1,4 +1,4 @@
-"""What each stage has made of attributes of modules: code between units runs on every stage that comes so far.
+"""Keep values of modules' attributes per stage, since code between units runs on every stage that gets that far.
 
 ::
 
@@ -6,8 +6,9 @@
     stage 0            {"steps": 1}                                      comes to its end before
     last stage         {"steps": 1}, the one that hooks see              [loss]
 
-Parallel models, too, have values of their own while an iteration runs, so that all stages of a model read the same,
-whatever the other models do meanwhile. When it has ended, what each has added to a list, set or dict is put together.
+Parallel models have values of their own too while an iteration runs, so that all stages of a model read the same
+values, whatever the other models do meanwhile. When the iteration has ended, their additions to lists, sets and dicts
+are merged.
 """
 
 from __future__ import annotations
@@ -28,41 +29,41 @@ _COLLECTIONS = (list, deque, set, dict)
 class OwnAttributes:
     """One stage's values of attributes and variables that a step assigns, or whose objects it changes in place.
 
-    Outside of stages, hooks see those of the last stage of this process, of pipeline 0.
+    Code outside of stages, such as hooks, sees the values of the last stage of this process, of pipeline 0.
 
     Args:
         module: the whole module.
-        names: path of a module and name of an attribute; or nothing and the full name of a variable outside.
-        shown: whether this stage's values are those that everybody sees.
+        names: path of a module and name of an attribute; or "" and the full name of a variable outside of modules.
+        shown: whether this stage's values are the ones that code outside of stages sees.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[tuple[str, str]], shown: bool) -> None:
         self.variables = [variable(module, *name) for name in dict.fromkeys(names)]
         self._shows = shown
         self._own = Objects(())
-        self._seen = Objects(())  # what everybody saw when the last iteration ended
+        self._seen = Objects(())  # values outside of stages when the last iteration ended
         self._begun = Objects(())
-        self._has_run = False  # in any iteration
+        self._has_run = False  # whether any iteration has begun
 
     def begin(self) -> None:
-        """An iteration begins: what a hook has assigned or changed since the last one holds for all stages."""
+        """Begin an iteration: take over what hooks have assigned or changed since the last one."""
         if self._shows:
             return
         if self._has_run:
             self._own.follow(self._seen.changed())
-            with self.placed():  # what a hook has put into them is found now, before any stage changes it
+            with self.placed():  # find now what a hook has added, before any stage changes it
                 pass
         else:
             self._own, self._has_run = self._objects(), True
         self._begun = self._own
 
     def end(self) -> None:
-        """An iteration has ended."""
+        """End an iteration: remember the values outside of stages."""
         if not self._shows:
             self._seen = self._objects()
 
     def added(self) -> list[Any]:
-        """Add to everybody's lists, sets and dicts what this stage has added to its own; returns which they are."""
+        """Add this stage's additions to the lists, sets and dicts outside of stages; return the changed ones."""
         before = {id(obj): items for obj, items in self._begun.items()}
         found = []
         for obj, items in self._own.items():
@@ -71,36 +72,36 @@ class OwnAttributes:
         return found
 
     def accept(self, objects: Sequence[Any]) -> None:
-        """Of these this stage has what everybody sees."""
+        """Take over the values outside of stages for these objects."""
         self._own.follow(objects)
 
     def _objects(self) -> Objects:
-        return Objects(self.variables, opaque=True)
+        return Objects(self.variables, opaque=True, like=self._own)  # unchanged arrays are not copied again
 
     @contextlib.contextmanager
     def placed(self) -> Iterator[None]:
-        """Within this context the module has this stage's values. Objects stay the same, whoever refers to them."""
+        """Put this stage's values into the module within this context; objects keep their identity."""
         if self._shows or not self.variables:
             yield
             return
         shown = self._objects()
-        self._own.restore()
+        self._own.restore(shown)
         try:
             yield
         finally:
             self._own = self._objects()
-            shown.restore()
+            shown.restore(self._own)
 
 
 def _add(collection: Any, before: Any, after: Any) -> bool:
-    """Add what else there is after than before; tells whether there is anything."""
+    """Add to a collection what ``after`` has more than ``before``; return whether there was anything."""
     if isinstance(collection, dict):
         new = [key for key in after if key not in before]
         for key in new:
             if key not in collection:
                 collection[key] = after[key]
             elif collection[key] is not after[key] and isinstance(after[key], _COLLECTIONS):
-                _add(collection[key], (), after[key])  # such as a list of a defaultdict
+                _add(collection[key], (), after[key])  # such as a list in a defaultdict
         return bool(new)
     if isinstance(collection, set):
         collection |= after.difference(before)

@@ -1,4 +1,4 @@
-"""Compiled units: stages run each of their units as one function of ``torch.compile``.
+"""Compile the units of stages with ``torch.compile``, each as one function.
 
 ::
 
@@ -6,14 +6,14 @@
       blocks.3(x)            a unit: its forward is compiled, with all that it calls
       x + residual           glue runs as it is
 
-Units of one class share what is compiled, and so do the parallel models, whose parameters are its arguments.
+Units of one class share compiled code, and so do parallel models, whose parameters are arguments of the code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,14 +23,14 @@ from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.torch_compat import is_of_compiler, untraced
 
-_SHOWN = 200  # characters of what a compiler says, which may be pages
+_SHOWN = 200  # characters of a compiler's message that are shown
 
 
 class Compiler:
-    """Compiles units when they are first called.
+    """A cache of compiled units, which compiles each when it is first called.
 
     Args:
-        options: arguments of ``torch.compile``.
+        options: keyword arguments of ``torch.compile``.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -38,12 +38,12 @@ class Compiler:
         self._forwards: dict[int, Callable[..., Any]] = {}
 
     def compiled(self, name: str, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-        """What executes a unit with its forward compiled. Its hooks run as they are.
+        """Return a function that executes a unit with its forward compiled and its hooks as they are.
 
         Args:
-            name: of the unit.
+            name: path of the unit.
             module: the unit.
-            run: executes it; its forward alone, where it has forward hooks.
+            run: executes the unit; only its forward if it has forward hooks.
         """
         if isinstance(module, torch.jit.ScriptModule):
             return run
@@ -63,7 +63,7 @@ class Compiler:
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 try:
-                    with untraced():  # else it would be compiled anew for whoever watches functions
+                    with untraced():  # else each function mode on the stack would cause another compilation
                         return compiled(*args, **kwargs)
                 except Exception as error:
                     if not is_of_compiler(error):  # the user's own
@@ -81,14 +81,18 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Execution:
-    """How stages execute their units.
+    """Options for the execution of units by stages.
 
     Attributes:
-        recompute: what is repeated before, or in, a backward.
-        compiler: of units; None: they run as they are.
-        streams: whether each of several pipelines has a stream of its own.
+        recompute: stages or units whose forward is repeated for the backward.
+        compiler: compiler for units; None: units run uncompiled.
+        streams: whether each of several pipelines has a device stream of its own.
+        static: whether micro-batches run a program that was written down while another one was followed: ``"auto"``:
+            the first one of the same iteration, if the step leaves nothing behind; ``True``: also one of an earlier
+            iteration; ``False``: never.
     """
 
     recompute: Recompute = Recompute()  # noqa: RUF009
     compiler: Compiler | None = None
     streams: bool = False
+    static: bool | Literal["auto"] = "auto"

@@ -1,4 +1,4 @@
-"""Detours: what a step does with a micro-batch that it did not do when it was captured.
+"""Handle a micro-batch with which a step does something else than when it was captured.
 
 ::
 
@@ -8,10 +8,9 @@
                        here the step leaves      a unit of a later stage: there the stage ends, wherever it was
                        the captured path         captured, and says what it did instead
 
-Every stage executes the same step on the same micro-batch, so the later stages come to the same nodes, and find them
-described in the message. Units must still come in the order of the stages; there may be none of a stage. A value is
-known by the number that it got where it was made, so a later stage can lack a value, and say so, but never take one for
-another.
+Every stage executes the same step on the same micro-batch, so later stages come to the same nodes, which the message
+describes. Units must still come in the order of the stages; a stage may have none. A value keeps the index that it got
+where it was made. So a later stage can lack a value, which is an error, but never mistake one for another.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.known_tensors import KnownTensors
-from lightning_avgpipe.engine.operation import Operation, Outcome, Runner
-from lightning_avgpipe.engine.path import Entry, Path, Step
+from lightning_avgpipe.engine.operation import Operation, OperationResult, Runner
+from lightning_avgpipe.engine.path import Entry, OffPathNode, Path
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.placeholder import Absent
@@ -36,17 +35,17 @@ from lightning_avgpipe.utils.torch_compat import address, version_of
 
 
 class Detour:
-    """One stage's part of a detour.
+    """One stage's part of a step that has left the captured path.
 
     Args:
-        program: of the stage.
+        program: program of the stage.
         known: tensors of the step, and their values.
         owned: ``id -> full name`` of parameters.
-        before: what the stages before did.
-        shared: values from them that share memory.
+        before: what the nodes of earlier stages returned, with the nodes that were not captured.
+        shared: values of earlier stages that share memory.
 
     Attributes:
-        sent: values for the later stages.
+        sent: values that are sent to later stages.
     """
 
     def __init__(
@@ -54,54 +53,54 @@ class Detour:
         program: StageProgram,
         known: KnownTensors,
         owned: Mapping[int, str],
-        before: Sequence[Entry | Step],
+        before: Sequence[Entry | OffPathNode],
         shared: frozenset[int] = frozenset(),
     ) -> None:
         self._program = program
         self._known = known
         self._owned = owned
-        self._shared = shared  # values that share memory, here or as they were sent
-        self._own: list[Step] = []
+        self._shared = shared  # values that share memory, here or on an earlier stage
+        self._own: list[OffPathNode] = []
         self._ended = False
-        self._steps = [entry.node for entry in before if isinstance(entry, Step)]
+        self._steps = [entry.node for entry in before if isinstance(entry, OffPathNode)]
         self._numbers = _unused_numbers(len(program.graph.values), self._steps)
         self._values: tuple[int, ...] = ()
         self.sent: tuple[Tensor, ...] = ()
 
     def is_later(self, names: set[str]) -> bool:
-        """Whether units or parameters of these names are those of a later stage."""
+        """Return whether units or parameters of these names belong to a later stage."""
         return not self._program.is_last and not self._is_stateful and not names.isdisjoint(self._program.later)
 
     def may_run(self, kind: str, names: set[str]) -> bool:
-        """Whether this stage can run a node that uses these; the last one may use what no stage has used."""
+        """Return whether this stage can run a node that uses these names; the last one may use names of no stage."""
         if self._program.is_last:
             return names.isdisjoint(self._program.earlier)
         return not self._is_stateful and kind != "region" and names <= self._program.own
 
     @property
     def _is_stateful(self) -> bool:
-        """Whether the step changes state between units: it is not known which node would."""
+        """Whether the step changes state between units, so that it is unknown which stage must execute a new node."""
         return bool(self._program.graph.upkeep or self._program.graph.glue_states)
 
-    def path(self, entries: tuple[Entry | Step, ...]) -> Path:
-        """What all stages so far did, of which captured nodes and the stages before gave these entries."""
+    def path(self, entries: tuple[Entry | OffPathNode, ...]) -> Path:
+        """Return the path of all stages so far, given the entries of captured nodes and of earlier stages."""
         return Path((*entries, *self._own), self._values, self._shared, self._ended)
 
     def _node(self, position: int, kind: Any, name: str) -> Node:
-        """A node like the captured ones that do the same."""
+        """Make a node like a captured one of the same kind and name."""
         like = self._program.alike.get((kind, name))
         if like is None:
             return Node(position, kind, name, source_line())
         return replace(like, index=position, source=source_line(), inputs=(), outputs=(), writes=())
 
-    def begin(self, node: Node, outcome: Outcome, tensors: Sequence[Tensor], here: bool) -> None:
-        """Here the detour begins: a captured node has given something else than then.
+    def begin(self, node: Node, outcome: OperationResult, tensors: Sequence[Tensor], here: bool) -> None:
+        """Begin the detour at a captured node that has returned something else than when it was captured.
 
         Args:
-            node: as it was captured.
-            outcome: what it gave.
-            tensors: that it took.
-            here: whether it belongs to this stage, and nothing else depends on what it was captured to do.
+            node: captured node.
+            outcome: what the node returned now.
+            tensors: tensors that the node took.
+            here: whether the node belongs to this stage, and no other node depends on its captured behaviour.
         Raises:
             StepChangedError: the step cannot go on from there.
         """
@@ -117,7 +116,7 @@ class Detour:
         self._note(node, outcome, tensors, ())
 
     def run(self, operation: Operation, position: int, runner: Runner) -> Any:
-        """Execute what was not there when the step was captured; gives its result."""
+        """Execute an operation that was not captured; return its result."""
         node = self._node(position, operation.kind, operation.name)
         tensors, objects = operation.opened(node)
         versions = [version_of(tensor) for tensor in tensors]
@@ -126,15 +125,15 @@ class Detour:
         return outcome.result
 
     def _note(
-        self, node: Node, outcome: Outcome, tensors: Sequence[Tensor], writes: tuple[tuple[int, int, bool], ...]
+        self, node: Node, outcome: OperationResult, tensors: Sequence[Tensor], writes: tuple[tuple[int, int, bool], ...]
     ) -> None:
         node = replace(node, outputs=self._outputs(node.kind, outcome.tensors, tensors), writes=writes)
         self._steps.append(node)
         if not self._program.is_last:
-            self._own.append(Step(node, outcome.entry))
+            self._own.append(OffPathNode(node, outcome.entry))
 
     def _outputs(self, kind: str, leaves: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """Numbers for what a node gave, as of :attr:`Node.outputs`."""
+        """Return indices for the tensors that a node returned, see :attr:`Node.outputs`."""
         outputs = []
         for leaf in leaves:
             same = next((i for i, t in enumerate(tensors) if t is leaf), None)
@@ -152,7 +151,7 @@ class Detour:
     def _writes(
         self, node: Node, tensors: Sequence[Tensor], versions: Sequence[int]
     ) -> tuple[tuple[int, int, bool], ...]:
-        """What a node has written into, as of :attr:`Node.writes`."""
+        """Return what a node has written into, see :attr:`Node.writes`."""
         writes = []
         for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
             if version_of(tensor) == version:
@@ -168,17 +167,17 @@ class Detour:
         return tuple(writes)
 
     def _may_write(self, value: int | None, is_owned: bool) -> bool:
-        """Whether nobody holds what a node has written into, a value or another tensor; weights are never free."""
+        """Return whether a node may write into a value, or on the last stage into a tensor that is no weight."""
         if value is None:
             return self._program.is_last and not is_owned
         return value not in self._shared
 
     def leave(self, names: set[str], used: Sequence[Tensor], ended: bool = False) -> None:
-        """Choose what is sent when a node of a later stage is reached, or the end.
+        """Choose the values to send when the step reaches a node of a later stage, or its end.
 
         Args:
-            names: of what the node uses; none at the end.
-            used: tensors that it takes, or that the last stage will look at.
+            names: names that the node uses; empty at the end.
+            used: tensors that the node takes, or that the last stage will observe.
             ended: whether the step has returned None.
         """
         self._ended = ended
@@ -191,13 +190,13 @@ class Detour:
         self._shared |= {v for v, tensor in zip(self._values, self.sent, strict=True) if owners[address(tensor)] > 1}
 
     def _captured_at(self, names: set[str]) -> tuple[int, ...]:
-        """The values that crossed a cut before the node of a later stage, and after this stage, when captured."""
+        """Return the values that crossed a cut after this stage, or before the reached node, when captured."""
         graph, end = self._program.graph, self._program.end
         reached = next((n.index for n in graph.nodes[end:] if not names.isdisjoint((n.name, *n.parameters))), end)
         return (*graph.live(end), *graph.live(reached))
 
     def _now(self, value: int) -> Iterator[int]:
-        """The same value on this path: that of the last node in the same line of the user's code."""
+        """Yield a captured value, and the values of the last node on this path from the same source line."""
         yield value
         graph = self._program.graph
         made = graph.nodes[graph.born[value]]
@@ -209,6 +208,6 @@ class Detour:
 
 
 def _unused_numbers(begin: int, steps: Sequence[Node]) -> Iterator[int]:
-    """Numbers for values, of which there were so many when the step was captured, and in these steps others."""
+    """Yield indices for new values, beyond the captured ones and without those of these nodes."""
     taken = {value for node in steps for value in (*node.outputs, *(v for _, v, _ in node.writes))}
     return (number for number in count(begin) if number not in taken)

@@ -1,4 +1,4 @@
-"""Exchange: what one process has, all of a group get, in the same order of events on each of them."""
+"""Share values between the processes of a group that run the same program."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.codec import TensorForm, as_bytes
+from lightning_avgpipe.comm.codec import TensorForm, as_bytes, pickled
 from lightning_avgpipe.comm.message import Message, pack, unpack
-from lightning_avgpipe.comm.parties import subsets
+from lightning_avgpipe.comm.routes import subsets
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.source import source_line
 
 
 class Exchange:
-    """Processes that run the same program, and share its values at the same places.
+    """A connection of processes that run the same program and share values at the same places in it.
 
-    Before anything travels they compare where they are: processes that have taken different ways learn it at once,
-    all of them, and nobody waits for a value that nobody sends.
+    Before anything is sent the processes compare where they are. If they have diverged, all of them raise an error at
+    once, and none waits for a value that is never sent.
 
     Args:
-        cluster: of the processes. Every process builds the exchange at the same time.
+        cluster: cluster of the processes. Every process must construct the exchange at the same time.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -40,32 +40,34 @@ class Exchange:
 
     @property
     def rank(self) -> int:
-        """Of this process in its group."""
+        """The rank of this process in its group."""
         return self._cluster.rank
 
     @property
     def device(self) -> torch.device:
-        """Of this process."""
+        """The device of this process."""
         return self._cluster.device
 
     def share(self, what: str, source: int, item: Any = None) -> Any:
-        """Every process gets the source's item; tensors without history. Every process calls it.
+        """Send the source's item to every process, tensors without history. Every process must call this.
 
         Args:
-            what: the same on every process, unless they have parted.
-            source: rank in the group.
+            what: description of the place, equal on every process that has not diverged.
+            source: rank of the sender in the group.
             item: any tree of tensors and picklable leaves; ignored on other processes.
         Raises:
-            StepChangedError: the processes are at different places; says where each is.
+            StepChangedError: the processes are at different places.
         """
         self._number += 1
         mine = source == self._cluster.rank
         message = pack(item) if mine else Message(0, ())
         tensors = tree.tensors(message.tensors)
         forms = [TensorForm.of(tensor) for tensor in tensors]
-        header = pickle.dumps((forms, message.entries)) if mine else b""
+        header = pickled((forms, message.entries)) if mine else b""
         place = f"{self._number} {what} {source}"
-        own = torch.tensor([int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest()), len(header)])
+        own = torch.tensor(
+            [int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest()), len(header)], device="cpu"
+        )
         places = [torch.empty_like(own) for _ in range(self._cluster.group.world_size)]
         received: list[Any] = []
 
@@ -85,7 +87,11 @@ class Exchange:
     def _broadcast(self, source: int, header: bytes, size: int, tensors: Sequence[Tensor]) -> Any:
         cluster, first = self._cluster, self._cluster.group.ranks[source]
         mine = source == cluster.rank
-        frame = torch.frombuffer(bytearray(header), dtype=torch.uint8) if mine else torch.empty(size, dtype=torch.uint8)
+        frame = (
+            torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            if mine
+            else torch.empty(size, dtype=torch.uint8, device="cpu")
+        )
         dist.broadcast(frame, first, group=cluster.group.process_group)
         forms, entries = pickle.loads(frame.numpy().tobytes())
         arrived = []

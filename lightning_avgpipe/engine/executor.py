@@ -1,9 +1,9 @@
-"""The executor: one loop over the lanes of a process.
+"""Run the lanes of a process in one loop.
 
-Take the next action of a lane whose input has arrived, backwards first, then the lowest micro-batch, then the lowest
-pipeline; wait only when no lane can run, so that what one pipeline waits for is time for another. Where lanes may be in
-different iterations the oldest iteration comes first, then the lowest pipeline: so pipelines drain one after the other,
-and each has the others' time. It knows nothing of schedules' names, of Lightning or of models.
+The loop takes the next action of a lane whose input has arrived: backwards first, then the lowest micro-batch, then the
+lowest pipeline. It waits only when no lane can run, so one pipeline uses the time in which another waits. If lanes may
+be in different iterations, the oldest iteration comes first, then the lowest pipeline. So pipelines drain one after the
+other while the others use their idle time. The executor is independent of schedules' names, of Lightning and of models.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from lightning_avgpipe.capture.wire_format import Format
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.channel import Inbox
+from lightning_avgpipe.comm.compression import compressed, decompressed
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.transport import Ends
 from lightning_avgpipe.comm.waits import Waits
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.errors import StageError
+from lightning_avgpipe.errors import StageError, UnsendableError
 from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.schedule.rules import urgency
+from lightning_avgpipe.utils.random_streams import host_kept
 
 
 @dataclass
@@ -33,16 +36,18 @@ class Lane:
     """One stage of one pipeline in this process, with its ends of the channels.
 
     Attributes:
-        stage: does the work.
-        ends: of the hops before and after it.
-        task: what the actions work on.
-        place: puts the pipeline's model into the module.
-        actions: what is left to do in this iteration.
-        turns: whose turn it is among the stages of its pipeline here, by stage, which they share; None: whoever can.
-        begins: micro-batches whose forwards begin here, although stages come before.
-        relays: whether values go on to the next stage as they come.
-        segments: in how many pieces its own values travel.
-        takes: what is to be done with the first message of an iteration, which is none of values; None: there is none.
+        stage: stage that does the work.
+        ends: ends of the channels to the previous and the next stage.
+        task: work of the iteration.
+        place: put the pipeline's model into the module; None: it is there all the time.
+        actions: actions that are left in this iteration.
+        turns: order of the stages of this pipeline in this process, as a queue that they share; None: any stage whose
+            input has arrived may run.
+        begins: micro-batches whose forwards begin on this stage, because outputs of earlier stages are kept.
+        relays: whether received values are forwarded to the next stage as they arrive.
+        segments: number of messages into which the stage's own values are split.
+        takes: handler for the first message of an iteration, if that holds no values; None: there is no such message.
+        wires: formats in which values travel to the next stage, and gradients to the previous one.
     """
 
     stage: Stage
@@ -55,16 +60,17 @@ class Lane:
     relays: bool = False
     segments: int = 1
     takes: Callable[[Message], None] | None = None
+    wires: tuple[Format | None, Format | None] = (None, None)
 
     def begin(self, row: Sequence[Action], observers: Sequence[Observer] = (), turns: deque[int] | None = None) -> None:
-        """Take on one iteration's actions and post their receives."""
+        """Begin an iteration with these actions, and post their receives."""
         self.actions, self.turns = deque(), turns
         if self.takes is not None and self.ends.values is not None:
             self.ends.values.expect(1)
         self.go_on(row, observers)
 
     def go_on(self, row: Sequence[Action], observers: Sequence[Observer] = ()) -> None:
-        """Further actions follow."""
+        """Append further actions, and post their receives."""
         self.actions.extend(row)
         for direction, inbox in (("forward", self.ends.values), ("backward", self.ends.gradients)):
             if inbox is not None:
@@ -72,22 +78,22 @@ class Lane:
                 inbox.expect(sum(self._consumes(action) == direction for action in row), observers, onwards)
 
     def ready(self) -> bool:
-        """Whether the next action's input has arrived, and it is its turn."""
+        """Return whether the next action's input has arrived, and it is this stage's turn."""
         if self.turns is not None and self.turns[0] != self.stage.program.stage:
             return False
         inbox = self._inbox()
         return inbox is None or inbox.ready()
 
     def urgency(self) -> tuple[tuple[int, int], int]:
-        """That of the next action, then the lowest pipeline: the smallest is the most urgent."""
+        """Return the sort key of the next action, then the pipeline; the lane with the smallest runs first."""
         return urgency(self.actions[0]), self.task.key.pipeline
 
     def seniority(self) -> tuple[int, int, tuple[int, int]]:
-        """The oldest iteration, then the lowest pipeline, then the urgency of the action: the smallest goes first."""
+        """Return a sort key of iteration, pipeline and urgency of the next action; the smallest runs first."""
         return self.task.key.iteration, self.task.key.pipeline, urgency(self.actions[0])
 
     def run_next(self, observers: Sequence[Observer] = ()) -> None:
-        """Do the next action and send what it gives."""
+        """Run the next action and send its output."""
         with self.stage.on_stream():
             self._run_next(observers)
 
@@ -102,19 +108,30 @@ class Lane:
         action = self.actions.popleft()
         if self.turns is not None:
             self.turns.popleft()
-        message = inbox.get() if inbox is not None else None
+        message = decompressed(inbox.get()) if inbox is not None else None
         work = Work(self.stage.program.stage, self.task.key.pipeline, action, message, self.stage.results)
         do: Callable[[], Message | None] = partial(self._do, action, message)
         for observer in reversed(observers):
             do = partial(observer.perform, work, do)
         output = do()
-        outbox = self.ends.to_next if action.kind.produces == "forward" else self.ends.to_previous
-        if output is not None and outbox is not None:
-            wanted = self.segments if outbox is self.ends.to_next else 1
-            outbox.put(output if wanted == 1 else replace(output, segments=wanted), observers)
+        if output is not None:
+            self._send(output, action.kind.produces == "forward", observers)
+
+    def _send(self, message: Message, forward: bool, observers: Sequence[Observer]) -> None:
+        outbox = self.ends.to_next if forward else self.ends.to_previous
+        if outbox is None:
+            return
+        if forward and self.segments > 1:
+            message = replace(message, segments=self.segments)
+        wire, stage = self.wires[not forward], self.stage.program.stage
+        name = f"wire/{'forward' if forward else 'backward'}/{stage}"
+        try:
+            outbox.put(compressed(message, wire, self.task.key_of(message.micro_batch), name), observers)
+        except UnsendableError as error:
+            raise self.stage.unsendable(message, error) from error.__cause__
 
     def drop(self, count: int, waits: Waits) -> None:
-        """Receive so many values that nobody wants any more."""
+        """Receive this many values and drop them."""
         if (values := self.ends.values) is None:
             return
         values.expect(count)
@@ -127,7 +144,7 @@ class Lane:
             return self.stage.perform(action, self.task, message)
 
     def _consumes(self, action: Action) -> str | None:
-        """A forward that begins behind the frozen layers waits for nobody."""
+        """Return the direction of the action's input; None without one, as for a forward behind frozen layers."""
         consumes = action.kind.consumes
         return None if consumes == "forward" and action.micro_batch in self.begins else consumes
 
@@ -138,12 +155,12 @@ class Lane:
 
 @dataclass(frozen=True)
 class IterationContext:
-    """What an iteration runs in.
+    """The environment in which an iteration runs.
 
     Attributes:
-        waits: of this process for others, with their limit.
-        rank: of this process, for messages.
-        observers: see the iteration, each within those before it.
+        waits: waits of this process for others, with their time limit.
+        rank: rank of this process, for messages.
+        observers: observers of the iteration, each within those before it.
         oldest_first: whether lanes may be in different iterations.
     """
 
@@ -157,14 +174,19 @@ def execute(lanes: Sequence[Lane], context: IterationContext, until: Callable[[]
     """Run the actions of all lanes.
 
     Args:
-        lanes: with their actions.
-        context: of the iteration.
-        until: whether to stop before all are done; asked between two actions.
+        lanes: lanes with their actions.
+        context: environment of the iteration.
+        until: return whether to stop before all actions are done; asked between two actions.
     Raises:
-        Exception: of user code; a note names stage, rank and action.
-        StageError: user code left an action by StopIteration.
+        Exception: user code failed; a note names stage, rank and action.
+        StageError: user code raised StopIteration in an action.
         PeerError: nothing arrived in time, a channel broke, or another process has failed.
     """
+    with host_kept():
+        _execute(lanes, context, until)
+
+
+def _execute(lanes: Sequence[Lane], context: IterationContext, until: Callable[[], bool]) -> None:
     waits, monitor, rank = context.waits, context.waits.monitor, context.rank
     order: Callable[[Lane], Any] = Lane.seniority if context.oldest_first else Lane.urgency
     while not until() and (pending := [lane for lane in lanes if lane.actions]):
@@ -181,7 +203,7 @@ def execute(lanes: Sequence[Lane], context: IterationContext, until: Callable[[]
         monitor.activity.text = f"runs {action} of stage {_stage(lane)}"
         try:
             lane.run_next(context.observers)
-        except StopIteration as error:  # which a loop around takes for the end of its data, in this process alone
+        except StopIteration as error:  # a loop outside would take it for the end of its data
             raise StageError(f"{_place(lane, rank)} failed in {action}: StopIteration: {error}") from error
         except Exception as error:
             error.add_note(f"{_place(lane, rank)} failed in {action}")

@@ -1,4 +1,4 @@
-"""Stages that run forwards only, since they have nothing to train: which these are now."""
+"""Follow which stages have nothing to train, so that they run forwards only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_avgpipe.planning.freezing import num_frozen
 
 
 class Freezing:
-    """Follows which parameters of a step function are trained.
+    """A record of the parameters of a step function that are trained now.
 
     Args:
-        graph: of the step.
-        cuts: K-1 positions.
+        graph: call graph of the step.
+        cuts: positions of the K-1 cuts.
         module: the whole module; parameters of other stages may be without contents.
     """
 
@@ -29,7 +29,7 @@ class Freezing:
 
     @property
     def stages(self) -> int:
-        """How many stages, from the first, have nothing to train now."""
+        """The number of stages, from the first, that have nothing to train now."""
         flags = tuple(parameter.requires_grad for _, parameter in self._parameters)
         if flags != self._flags:
             self._flags, self._stages = flags, num_frozen(self._graph, self._cuts, self.trained)
@@ -37,5 +37,5 @@ class Freezing:
 
     @property
     def trained(self) -> frozenset[str]:
-        """Full names of the parameters that the step uses and that are trained now."""
+        """The full names of the parameters that the step uses and that are trained now."""
         return frozenset(name for name, parameter in self._parameters if parameter.requires_grad)

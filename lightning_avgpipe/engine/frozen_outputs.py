@@ -1,15 +1,15 @@
-"""Outputs of a frozen prefix, kept by sample: what the same layers would give for the same sample once more.
+"""Keep outputs of frozen layers on the host, by sample, so that the layers need not run again for the sample.
 
 ::
 
-    micro-batch    samples 4 7 0 2      all known: the forward begins behind the frozen layers
-                   samples 4 7 9 2      9 is not: the frozen layers run, and 9 is kept
+    micro-batch    samples 4 7 0 2      all are known: the forward begins behind the frozen layers
+                   samples 4 7 9 2      9 is not: the frozen layers run, and what they give for 9 is kept
 
-    more frozen    3 -> 5 layers        what is kept of 3 is read, 3 and 4 run, and what they give takes its place
+A sample is identified by a digest of what the frozen layers read of it. So the dataset need not number its samples, and
+an augmented sample counts as a new one. In each epoch the first iteration with a known micro-batch runs the
+frozen layers anyway, and their outputs are compared with the kept ones; none are read before that.
 
-A sample is known by a digest of its part of the batch, as far as the frozen layers read it, so no dataset needs to
-number its samples, and one that was augmented is another sample. Whatever the layers compute although they need not is
-compared with what is kept. Once an epoch micro-batches are computed for that alone.
+The outputs are kept for one position in the step, by the process of the first stage that trains, until the next plan.
 """
 
 from __future__ import annotations
@@ -17,33 +17,38 @@ from __future__ import annotations
 import hashlib
 import logging
 import pickle
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.codec import TensorForm, as_bytes
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.engine.kept_samples import Form, FormName, KeptSamples, Key
+from lightning_avgpipe.engine.forward_only import Freezing
 from lightning_avgpipe.errors import VerificationError
+from lightning_avgpipe.schedule import Schedule, num_forward_only
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.placeholder import Absent
 
 _log = logging.getLogger(__name__)
 
-_NEWS_BYTES = 64 * 1024**2  # which replicas are told after one iteration
-_FEWEST_HITS = 0.5  # of the samples of a second epoch
+_FEWEST_HITS = 0.5  # least share of known samples in later epochs
+
+_Key = tuple[int, bytes]  # number of samples in the micro-batch, and the digest of one
 
 
 def digests(data: Any, size: int, names: Collection[str] | None) -> list[bytes]:
-    """What tells the samples of a micro-batch from others.
+    """Return a digest of each sample of a micro-batch.
 
     Args:
         data: the micro-batch, a tree.
-        size: number of samples. Tensors with another first dimension, and what is no tensor, belong to every sample.
-        names: of the tensors that count; None: all.
+        size: number of samples. Tensors with another first dimension, and leaves that are no tensors, belong to every
+            sample.
+        names: names of the tensors that count; None: all.
     """
     shared, each = hashlib.blake2b(digest_size=16), [hashlib.blake2b(digest_size=16) for _ in range(size)]
     for name, leaf in tree.flatten_with_names(data)[0]:
@@ -60,252 +65,234 @@ def digests(data: Any, size: int, names: Collection[str] | None) -> list[bytes]:
     return [found.digest() + tail for found in each]
 
 
-# samples with their form and rows, and these forms
-_News = tuple[list[tuple[Key, FormName, list[Tensor | None]]], dict[FormName, Form]]
+@dataclass(frozen=True)
+class _Form:
+    """Properties that micro-batches of one size, with samples of one shape, have in common.
+
+    Attributes:
+        tensors: forms of the values.
+        shared: for each value its contents if it has no row per sample, else None.
+        entries: descriptions of what the frozen nodes returned.
+        described: the pickled entries, to compare.
+    """
+
+    tensors: tuple[TensorForm, ...]
+    shared: tuple[Tensor | None, ...]
+    entries: Any
+    described: bytes
 
 
-@dataclass
-class _Depth:
-    """A number of nodes behind which something is or will be kept."""
+class _Sample(NamedTuple):
+    """The kept values of one sample: a row of each value, None where the form holds all of it."""
 
-    described: Any  # what is known to come before
-    is_due: bool = True  # a comparison is to come in this epoch
-    is_compared: bool = False  # ever; before it nothing is read there
+    form: _Form
+    rows: list[Tensor | None]
 
 
 @dataclass
 class _Epoch:
-    """Its samples, and how many of them had come before."""
+    """Counts of an epoch: samples kept when it began, samples seen, and samples seen that were kept."""
 
-    expected: int = 0  # samples that were kept when it began
+    expected: int = 0
     seen: int = 0
     known: int = 0
 
 
-@dataclass
-class _Iteration:
-    """The micro-batches whose forwards are to come."""
-
-    keys: dict[int, list[Key]] = field(default_factory=dict)
-    wanted: dict[int, set[int]] = field(default_factory=dict)  # depths at which nothing has come yet
-    begins: dict[int, int] = field(default_factory=dict)  # the depths at which some are read
-    readers: Counter[Key] = field(default_factory=Counter)  # how many of them read a sample
-    grows: bool = False  # whether something will be kept
-
-
 class FrozenOutputs:
-    """Of one pipeline, on the process with the first stage that trains.
-
-    What is kept is kept behind some *depth*, a number of nodes. When more is frozen it is read there, what is frozen by
-    now runs on from it, and its place is taken by what that gives.
+    """The outputs of frozen layers that one process keeps.
 
     Args:
-        limit: bytes on the host; what is beyond goes into files.
-        folder: for these files; None: where temporary files go.
+        limit: bytes on the host. When they are used up, no further samples are kept.
+        position: number of nodes, from the first, that are frozen.
 
     Attributes:
-        why_not: why nothing is kept any more; empty if it is.
-        hits: samples that were read, since the start.
+        position: as given.
+        why_not: reason why nothing is kept; "" if outputs are kept.
     """
 
-    def __init__(self, limit: float, folder: str | None = None) -> None:
-        self._samples = KeptSamples(limit, folder)
-        self._described: Callable[[int], Any]
-        self._depth = self.hits = 0
-        self._tellers: Sequence[int] = ()
-        self.stop()
-
-    def forget(self) -> None:
-        """Keep nothing of what was kept."""
-        self._samples.clear()
-        self._depths = {self._depth: _Depth(self._described(self._depth))} if self._depth else {}
-        self._now, self._epoch = _Iteration(), _Epoch()
+    def __init__(self, limit: float, position: int) -> None:
+        self.position = position
         self.why_not = ""
-        self._fresh: list[Key] = []  # that replicas are not told of yet
-
-    def follow(self, depth: int, described: Callable[[int], Any], tellers: Sequence[int] = (0,)) -> None:
-        """From now on so many nodes are frozen. What was kept behind fewer stays, if forwards may begin there.
-
-        Args:
-            depth: nodes, from the first.
-            described: of a depth up to this one, anything that is equal for equal nodes; None: no forward may begin
-                there.
-            tellers: ranks of the processes that tell each other what they keep, with this one.
-        """
-        same = {d: of for d, of in self._depths.items() if d <= depth and of.described == described(d) is not None}
-        self._samples.drop_others(same)
-        joined, self._tellers = tuple(tellers) != tuple(self._tellers), tellers
-        self._depth, self._described = depth, described
-        if not self._samples.known and depth not in same:
-            return self.forget()
-        self._depths = {depth: _Depth(described(depth)), **same}
-        self._tidy()
-        self._epoch.expected = min(self._epoch.expected, len(self._samples.known))
-        if len(tellers) < 2:
-            self._fresh = []
-        elif joined:  # some of them have nothing yet
-            self._fresh = [*self._samples.known]
-        return None
-
-    def _tidy(self) -> None:
-        """Forget depths behind which nothing is kept any more."""
-        used = self._samples.tidy(self._depth)
-        self._depths = {depth: of for depth, of in self._depths.items() if depth in used}
-
-    def stop(self) -> None:
-        """Nothing is frozen any more, or others keep what it gives."""
-        self._depth, self._described = 0, lambda depth: None
-        self.forget()
+        self._left = limit
+        self._samples: dict[_Key, _Sample] = {}
+        self._forms: dict[tuple[int, tuple[TensorForm, ...]], _Form] = {}
+        self._keys: dict[int, list[_Key]] = {}  # by micro-batch of this iteration
+        self._is_due = True  # whether outputs must be compared before any are read in this epoch
+        self._is_used = False
+        self._epoch = _Epoch()
 
     def begin_epoch(self) -> None:
-        """What is kept is compared once more. If the samples of an epoch are all new, nothing is kept any more."""
-        self._tidy()
-        for of in self._depths.values():
-            of.is_due = True
+        """Begin an epoch: require a new comparison, and stop keeping if most samples of the last epoch were new."""
         seen, known = self._epoch.seen, self._epoch.known
         if known < _FEWEST_HITS * min(seen, self._epoch.expected):
-            self._give_up(
+            self.stop(
                 f"of {seen} samples of an epoch {known} had come before: the dataloader augments at random or has new "
                 "samples in each epoch"
             )
         elif seen:
             _log.info("of %d samples of the last epoch outputs of frozen layers were kept for %d", seen, known)
-        self._epoch = _Epoch(len(self._samples.known))
+        self._is_due, self._epoch = True, _Epoch(len(self._samples))
 
-    def look_up(self, samples: Mapping[int, list[bytes]]) -> frozenset[int]:
-        """An iteration begins.
+    def stop(self, why: str) -> None:
+        """Forget all outputs, and keep none until the next plan."""
+        if not self.why_not:
+            _log.warning("outputs of frozen layers are not kept: %s", why)
+        self.why_not = why
+        self._samples, self._forms, self._keys = {}, {}, {}
+
+    def look_up(self, samples: Mapping[int, Sequence[bytes]]) -> frozenset[int]:
+        """Begin an iteration, and find out which of its micro-batches are kept.
 
         Args:
-            samples: micro-batch -> digests; none: nothing of it is to be kept.
+            samples: micro-batch -> digests of its samples; empty if they cannot be computed.
         Returns:
-            The micro-batches whose forwards may begin behind frozen layers, all of them or some.
+            The micro-batches whose forwards may begin behind the frozen layers.
         """
-        there = {} if self.why_not else samples
-        now = self._now = _Iteration({i: [(len(found), one) for one in found] for i, found in there.items()})
-        compares = set[int]()
-        for i, keys in now.keys.items():
-            now.wanted[i] = {*self._depths}
-            here = [self._samples.known[key].form.depth for key in keys if key in self._samples.known]
+        self._keys = {} if self.why_not else {i: [(len(of), one) for one in of] for i, of in samples.items()}
+        begins = set[int]()
+        for i, keys in self._keys.items():
+            there = [self._samples[key] for key in keys if key in self._samples]
             self._epoch.seen += len(keys)
-            self._epoch.known += len(here)
-            # samples of one micro-batch that are kept in different forms (padded to other lengths) have other digests
-            if len(here) == len(keys) and len({*here}) == 1:
-                of = self._depths[here[0]]
-                # before the first comparison ever nothing is read; then one micro-batch is left for the next one
-                if of.is_due and not (of.is_compared and here[0] in compares):
-                    compares.add(here[0])
-                else:
-                    now.begins[i] = here[0]
-            now.grows |= len(here) < len(keys) or {*here} != {self._depth}
-        now.readers = Counter(key for i in now.begins for key in {*now.keys[i]})
-        return frozenset(now.begins)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there may be something, after this iteration, that replicas are not told of yet."""
-        return bool(self._fresh) or self._now.grows
-
-    def begins(self, micro_batch: int) -> int:
-        """Of a micro-batch that was found: the depth at which it is read."""
-        return self._now.begins[micro_batch]
-
-    def taps(self, micro_batch: int, begins: int = 0) -> frozenset[int]:
-        """The depths behind ``begins`` at which :meth:`fill` wants what is there."""
-        return frozenset(depth for depth in self._now.wanted.get(micro_batch, ()) if depth > begins)
+            self._epoch.known += len(there)
+            if len(there) == len(keys) and all(sample.form is there[0].form for sample in there):
+                begins.add(i)
+        found = frozenset[int]() if self._is_due else frozenset(begins)
+        self._is_used |= bool(found)
+        return found
 
     def read(self, micro_batch: int, device: torch.device, forward_only: int) -> Message:
-        """What the frozen layers gave for these samples."""
-        keys = self._now.keys[micro_batch]
-        tensors, entries = self._samples.read(keys, device)
-        self.hits += len(keys)
-        return Message(micro_batch, tensors, (False,) * len(tensors), entries, forward_only=forward_only)
+        """Return the kept values for a micro-batch that :meth:`look_up` returned, as a message."""
+        samples = [self._samples[key] for key in self._keys[micro_batch]]
+        form, tensors = samples[0].form, []
+        for i, shared in enumerate(form.shared):
+            if shared is not None:
+                tensors.append(shared.to(device, copy=True))
+            else:
+                value = torch.stack([row for row in (sample.rows[i] for sample in samples) if row is not None])
+                tensors.append(_ordered(value.to(device), form.tensors[i].order))
+        asks = (False,) * len(tensors)
+        return Message(micro_batch, tuple(tensors), asks, form.entries, forward_only=forward_only)
 
-    def fill(self, micro_batch: int, depth: int, tensors: Sequence[Tensor], entries: Any) -> None:
-        """Keep what the frozen layers have given, and compare it with what is kept of the same samples.
+    def wants(self, micro_batch: int) -> bool:
+        """Return whether :meth:`fill` keeps or compares the outputs for a micro-batch."""
+        return micro_batch in self._keys
+
+    def fill(self, micro_batch: int, tensors: Sequence[Tensor], entries: Any) -> None:
+        """Keep the outputs of the frozen layers, and compare them with outputs that are kept for the same samples.
 
         Args:
-            micro_batch: its number.
-            depth: nodes that have run; behind fewer than are frozen by now it is only compared.
-            tensors: the values that are alive there.
-            entries: what these nodes returned.
+            micro_batch: number of the micro-batch.
+            tensors: values that are alive at the position.
+            entries: descriptions of what the nodes before the position returned.
         Raises:
-            VerificationError: it is something else, and has been used.
+            VerificationError: the outputs differ, and kept outputs have been used.
         """
-        if depth not in self.taps(micro_batch):
-            return None
-        self._now.wanted[micro_batch].discard(depth)
-        keys = self._now.keys[micro_batch]
-        divided = tuple(t.ndim > 0 and t.shape[0] == len(keys) for t in tensors)
-        host = [t.detach().cpu() for t in tensors]
-        name, described = FormName(depth, len(keys), tuple(map(TensorForm.of, tensors))), pickle.dumps(entries)
-        form = self._samples.forms.get(name)
+        keys, host = self._keys.pop(micro_batch), [t.detach().cpu() for t in tensors]
+        divided = [t.ndim > 0 and t.shape[0] == len(keys) for t in host]
+        name, described = (len(keys), tuple(map(TensorForm.of, tensors))), pickle.dumps(entries)
+        form = self._forms.get(name)
         if form is None:
-            form = Form(entries, described, tuple(None if d else t.clone() for t, d in zip(host, divided, strict=True)))
+            shared = tuple(None if own else t.clone() for t, own in zip(host, divided, strict=True))
+            form = self._forms[name] = _Form(name[1], shared, entries, described)
         elif described != form.described:
             return self._differ("what the frozen layers return besides tensors")
         for tensor, one in zip(host, form.shared, strict=True):
             if one is not None and not torch.equal(tensor, one):
                 return self._differ(f"a tensor of shape {tuple(tensor.shape)}, which is not one row for each sample,")
-        there = {row: known for row, key in enumerate(keys) if (known := self._samples.known.get(key)) is not None}
-        there = {row: known for row, known in there.items() if known.form.depth == depth}
-        for row, known in there.items():
-            for tensor, part, own in zip(host, known.tensors, divided, strict=True):
-                if own and part is not None and (known.form != name or not _same(tensor[row], part)):
-                    return self._differ("what the frozen layers give for the same sample", tensor[row], part)
-        if len(there) == len(keys):
-            self._depths[depth].is_due, self._depths[depth].is_compared = False, True
-        elif depth == self._depth:
-            self._samples.forms[name] = form
-            for row, key in enumerate(keys):
-                # what another one of this iteration reads stays as it is
-                if row not in there and self._now.readers[key] <= (micro_batch in self._now.begins):
-                    parts = [t[row] if own else None for t, own in zip(host, divided, strict=True)]
-                    if self._samples.keep(key, name, parts) and len(self._tellers) > 1:
-                        self._fresh.append(key)
+        known = [self._samples.get(key) for key in keys]
+        for row, (key, sample) in enumerate(zip(keys, known, strict=True)):
+            parts = [t[row] if own else None for t, own in zip(host, divided, strict=True)]
+            if sample is None:
+                self._keep(key, form, parts)
+            elif sample.form is not form or not all(map(_same, parts, sample.rows)):
+                return self._differ("what the frozen layers give for the same sample")
+        if None not in known:
+            self._is_due = False
         return None
 
-    def fresh(self) -> _News:
-        """What was kept since the last call, or as much of it as is sent at once."""
-        rows: list[tuple[Key, FormName, list[Tensor | None]]] = []
-        size = 0
-        while self._fresh and size < _NEWS_BYTES:
-            if (kept := self._samples.known.get(key := self._fresh.pop())) is not None:
-                rows.append((key, kept.form, kept.tensors))
-                size += sum(part.nbytes for part in kept.tensors if part is not None)
-        return rows, {name: self._samples.forms[name] for _, name, _ in rows}
+    def _keep(self, key: _Key, form: _Form, parts: Sequence[Tensor | None]) -> None:
+        size = sum(part.nbytes for part in parts if part is not None)
+        if size <= self._left and key not in self._samples:
+            self._left -= size
+            rows = [None if part is None else part.clone(memory_format=torch.contiguous_format) for part in parts]
+            self._samples[key] = _Sample(form, rows)
 
-    def accept(self, news: _News) -> None:
-        """Keep what a replica has kept."""
-        rows, forms = news
-        if self.why_not:
-            return
-        for name, form in forms.items():
-            if self._samples.forms.setdefault(name, form).described != form.described:
-                return self._differ("what the frozen layers return besides tensors")
-            if name.depth not in self._depths:
-                self._depths[name.depth] = _Depth(self._described(name.depth))
-        for key, name, parts in rows:
-            if key not in self._samples.known or self._samples.known[key].form.depth < name.depth:
-                self._samples.keep(key, name, parts)
-        return None
-
-    def _differ(self, what: str, now: Tensor | None = None, before: Tensor | None = None) -> None:
-        apart = ""
-        if now is not None and before is not None and now.shape == before.shape:
-            apart = f", by up to {float((now.detach().cpu().double() - before.double()).abs().max()):.3g}"
+    def _differ(self, what: str) -> None:
         found = (
-            f"{what} is not what it was before{apart}: it depends on more than the sample (on others beside it, on "
+            f"{what} is not what it was before: it depends on more than the sample (on others beside it, on "
             "chance, on time), or frozen weights have changed"
         )
-        if self._samples.were_read or self._now.begins:
+        if self._is_used:
             raise VerificationError(f"{found}. Kept outputs of frozen layers are used by now; train without the cache")
-        self._give_up(found)
-
-    def _give_up(self, why: str) -> None:
-        _log.warning("outputs of frozen layers are not kept any more: %s", why)
-        self.forget()
-        self.why_not = why
+        self.stop(found)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(as_bytes(one.detach().cpu().contiguous()), as_bytes(other.contiguous()))
+@dataclass(frozen=True)
+class Keeping:
+    """The decision which micro-batches of a step begin behind the frozen layers, the same on every process.
+
+    Attributes:
+        outputs: kept outputs; used on the owner only.
+        cluster: cluster of the process.
+        graph: call graph of the step.
+        freezing: record of the parameters that are trained now.
+        stage: first stage that trains.
+    """
+
+    outputs: FrozenOutputs
+    cluster: Cluster
+    graph: CallGraph
+    freezing: Freezing
+    stage: int
+
+    @property
+    def owner(self) -> int:
+        """The rank of the process that keeps the outputs."""
+        return self.cluster.stage_map.owner(self.stage)
+
+    @property
+    def leaves(self) -> frozenset[str]:
+        """The names of the tensors of a batch that the frozen layers read."""
+        return frozenset(leaf.name for leaf in self.graph.needed_leaves(0, self.outputs.position))
+
+    def known(self, samples: Sequence[tuple[Any, int]], schedule: Schedule) -> frozenset[int]:
+        """Return the micro-batches of an iteration whose outputs are kept. Every process must call this.
+
+        Args:
+            samples: data and number of samples, by micro-batch.
+            schedule: schedule of the iteration.
+        """
+        why, found = self._why_not(schedule), frozenset[int]()
+        if self.cluster.rank == self.owner:
+            if why:
+                self.outputs.stop(why)
+            there = {} if why or _lacks(samples, self.leaves) else dict(enumerate(samples))
+            found = self.outputs.look_up({i: digests(*sample, self.leaves) for i, sample in there.items()})
+        return found if why else self.cluster.group.broadcast(found, self.owner)
+
+    def _why_not(self, schedule: Schedule) -> str:
+        if not self.freezing.trained <= self.graph.trained:
+            return "layers train that were frozen when the stages were planned"
+        if num_forward_only(schedule) != self.stage:
+            return f"stage {self.stage}, which would keep them, is not the first that trains"
+        return f"stages of one process take turns in schedule={schedule.name!r}" if schedule.turns else ""
+
+
+def _lacks(samples: Sequence[tuple[Any, int]], names: Collection[str]) -> bool:
+    """Return whether tensors of these names were not sent to this process."""
+    leaves = (pair for data, _ in samples for pair in tree.flatten_with_names(data)[0])
+    return any(isinstance(leaf, Absent) and name in names for name, leaf in leaves)
+
+
+def _ordered(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Return the same numbers in this memory order of dimensions, since rounding in kernels may depend on it."""
+    if order is None:
+        return tensor
+    inverse = sorted(range(len(order)), key=lambda i: order[i])
+    return tensor.permute(order).contiguous().permute(inverse)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(as_bytes(one.contiguous()), as_bytes(other.contiguous()))

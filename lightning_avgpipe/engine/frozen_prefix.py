@@ -1,31 +1,28 @@
-"""The frozen prefix of a stage: the stages before that run forwards only, and what is kept of their outputs."""
+"""Handle the frozen prefix of a stage: earlier stages that run forwards only, and kept outputs of frozen layers."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.path import Path
-from lightning_avgpipe.engine.replay import Replayed
+from lightning_avgpipe.engine.replay import Replayed, Tapped
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 
 
 class FrozenPrefix:
-    """What a stage's forwards begin with, where layers before it, or its first ones, are frozen.
+    """The beginning of a stage's forwards when layers before it, or its own first ones, are frozen.
 
     Args:
-        program: of the stage.
-        device: where it computes.
-        kept: the first stage that trains keeps here what the frozen layers give, and begins behind them.
+        program: program of the stage.
+        device: device of the stage.
+        kept: kept outputs of frozen layers, on the first stage that trains; None elsewhere.
 
     Attributes:
-        stages: how many, from the first, run forwards only while others train.
+        stages: number of stages, from the first, that run forwards only while others train.
     """
 
     def __init__(self, program: StageProgram, device: torch.device, kept: FrozenOutputs | None) -> None:
@@ -33,13 +30,13 @@ class FrozenPrefix:
         self._program = program
         self._device = device
         self._kept = kept
-        self._rests: dict[int, StageProgram] = {}  # what is left of the program, by where it begins
+        self._rest = program if kept is None else program.behind(kept.position)
 
     def entering(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
-        """What a forward begins with: what the stage before has sent, or what is kept.
+        """Return the input of a forward: the message of the previous stage, or kept outputs.
 
         Raises:
-            StepChangedError: that stage does something else.
+            StepChangedError: the previous stage runs another micro-batch, or freezes other stages.
         """
         stage, num_stages = self._program.stage, self._program.num_stages
         if self._kept is not None and micro_batch in task.known:
@@ -57,31 +54,33 @@ class FrozenPrefix:
             )
         return message
 
-    def rest(self, task: Task, micro_batch: int, message: Message | None) -> tuple[StageProgram, frozenset[int]]:
-        """What is left of the program, and the positions in it at which :meth:`keep` wants what is there."""
+    def rest(self, task: Task, micro_batch: int, message: Message | None) -> tuple[StageProgram, int]:
+        """Return the program to run, and the position whose values :meth:`keep` needs; 0: it needs none."""
         if self._kept is None or not task.trains:
-            return self._program, frozenset()
+            return self._program, 0
         if micro_batch in task.known:
-            begins = self._kept.begins(micro_batch)
-            return self._rests.setdefault(begins, self._program.behind(begins)), self._kept.taps(micro_batch, begins)
-        taps, start = self._kept.taps(micro_batch), self._program.start
-        if start in taps and message is not None and not isinstance(message.entries, Path):
-            self.keep(micro_batch, {start: ([t for t in message.tensors if t is not None], message.entries)})
-        return self._program, taps
+            return self._rest, 0
+        if not self._kept.wants(micro_batch):
+            return self._program, 0
+        position = self._kept.position
+        if position > self._program.start:
+            return self._program, position
+        if message is not None and not isinstance(message.entries, Path):  # the previous stage took no detour
+            self._kept.fill(micro_batch, [t for t in message.tensors if t is not None], message.entries)
+        return self._program, 0
 
-    def keep(self, micro_batch: int, tapped: Mapping[int, tuple[Any, Any]]) -> None:
-        """Keep the values that were alive at positions, and what the nodes before have returned."""
-        if self._kept is not None:
-            for depth, tap in tapped.items():
-                self._kept.fill(micro_batch, depth, *tap)
+    def keep(self, micro_batch: int, tapped: Tapped | None) -> None:
+        """Keep the values that were alive at that position, and what the nodes before it have returned."""
+        if self._kept is not None and tapped is not None:
+            self._kept.fill(micro_batch, *tapped)
 
     def check_nothing_asks(self, replayed: Replayed) -> None:
-        """Check that nothing that was computed with parameters waits for a gradient, which nobody will send.
+        """Check that no output of a frozen stage was computed from trained parameters, since no gradient will be sent.
 
         Raises:
-            StepChangedError: something does.
+            StepChangedError: one was.
         """
-        # a leaf may ask for one: nothing was computed with parameters to get it
+        # a leaf may require a gradient: it was not computed from parameters
         if any(tensor.grad_fn is not None for tensor in replayed.sent):
             raise StepChangedError(
                 f"stage {self._program.stage} has nothing to train by requires_grad of its parameters, and yet what it "

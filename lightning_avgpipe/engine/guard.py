@@ -1,11 +1,11 @@
-"""The guard: an iteration that runs out of memory ends on all processes, so that another one can be tried.
+"""End an iteration that runs out of memory on all processes, so that another setting can be tried.
 
 ::
 
     stage 0 | F0 F1 F2 B0 .. ..       F1 of stage 1 does not fit: from then on it computes nothing, and says so in what
     stage 1 | F0 !! .. .. .. ..       it sends; who hears of it does the same. Every message comes, and nobody waits.
 
-Only trials run with it. In training a process without memory ends all of them, as after any other error.
+Only trials use the guard. In training a process that runs out of memory ends all of them, as after any other error.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lightning_avgpipe.utils.device import is_out_of_memory
 
 
 class MemoryGuard(Observer):
-    """Watches over the actions of one iteration in this process."""
+    """An observer that catches a lack of memory in the actions of one iteration in this process."""
 
     def __init__(self) -> None:
         self._spoilt = False
         self._account: str | None = None
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
-        """Have an action done, unless something has been spoilt."""
+        """Run an action, unless an action on this or another process has run out of memory."""
         self._spoilt = self._spoilt or (work.received is not None and work.received.abandoned)
         if not self._spoilt:
             try:
@@ -37,7 +37,7 @@ class MemoryGuard(Observer):
         return Message(work.action.micro_batch, (), abandoned=True)
 
     def run(self, do: Callable[[], None], what: str) -> None:
-        """Do something that sends no messages."""
+        """Run something that sends no messages, unless memory has run out."""
         if not self._spoilt:
             try:
                 do()
@@ -45,17 +45,17 @@ class MemoryGuard(Observer):
                 self._note(what, error)
 
     def _note(self, where: str, error: Exception) -> None:
-        """Keep the text only, since the traceback holds tensors; what is no lack of memory is raised again."""
+        """Keep the text of a lack of memory only, since the traceback holds tensors; raise any other error again."""
         if not is_out_of_memory(error):
             raise error
         self._spoilt = True
         self._account = f"{where}: {str(error) or type(error).__name__}"
 
     def agree(self, processes: Collectives) -> None:
-        """All processes learn whether the iteration fitted the memory. Every one of them calls it.
+        """Check on all processes that the iteration fitted the memory. Every process must call this.
 
         Raises:
-            MemoryShortage: it did not; says where, and what the allocator said.
+            MemoryShortage: it did not; the message says where, and what the allocator said.
         """
         accounts = processes.exchange_objects(self._account)
         short = [f"rank {rank}, {account}" for rank, account in enumerate(accounts) if account is not None]

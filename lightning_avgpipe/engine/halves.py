@@ -1,4 +1,4 @@
-"""A backward in two halves: the gradients that the stage before waits for, and later those of the weights.
+"""Split a backward in two: the gradients that the previous stage waits for, and later those of the weights.
 
 ::
 
@@ -6,14 +6,14 @@
               |      |                            came into them
               W2     W1               weight half: runs u2, u1 once more, for what leads to weights
 
-A node of autograd's graph computes what is asked of it, so nothing is computed twice, and with the same operations as
-in a whole backward: as every weight's gradient comes in one piece, weights are equal bit for bit. Some gradients come
-in the first half already, where they are summed as always: of a weight that several nodes use (a layer that is called
-twice, the recurrent weights of an LSTM). What nothing leads from to a gate, as on the first stage, is left to the
-second half.
+A node of autograd's graph computes only the gradients that are needed. So nothing is computed twice, and the operations
+are those of a whole backward. As every weight's gradient is computed in one piece, weights are equal bit for bit. The
+gradient of a weight that several nodes use (a layer that is called twice, the recurrent weights of an LSTM) is computed
+in the first half, which sums it as usual. Parts of the graph that do not lead to a gate, as on the first stage, are
+left to the second half.
 
-A graph is not split where a part of it would run, or be looked at, twice: one with functions of Python (a compiled
-module, a reentrant checkpoint), hooks on values, or hooks on what is saved (a checkpoint).
+A graph is not split if a part of it would run, or be observed, twice: one with Python functions (a compiled module, a
+reentrant checkpoint), hooks on values, or hooks on saved tensors (a checkpoint).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TENSORS_ONLY = f"torch {torch.__version__}, whose backwards begin at tensors on
 
 
 class WeightHalf:
-    """What is left of a backward: for each node that it starts from, what came into it, and the weights behind."""
+    """The second half of a backward: the nodes from which it starts, their incoming gradients, and their weights."""
 
     def __init__(self) -> None:
         self._left: list[tuple[Node, list[Tensor]]] = []
@@ -46,22 +46,34 @@ class WeightHalf:
         self._roots: tuple[list[Tensor], list[Tensor | None], list[Tensor]] | None = None
 
     def run(self) -> None:
-        """Accumulate the gradients of the weights. What a node has kept is free when it has run."""
+        """Accumulate the gradients of the weights; each node frees its saved tensors when it has run."""
         if self._roots is not None:
             roots, gradients, weights = self._roots
             self._roots = None
             torch.autograd.backward(roots, gradients, inputs=weights)
         self._left.reverse()
+        run = torch.autograd.Variable._execution_engine.run_backward
         while self._left:
             node, weights = self._left.pop()
             came = [(i, g) for i, g in enumerate(self._arrived.pop(node, ())) if g is not None]
             if came:
-                edges = [GradientEdge(node, i) for i, _ in came]
-                torch.autograd.backward(edges, [gradient for _, gradient in came], inputs=weights)
+                edges = tuple(GradientEdge(node, i) for i, _ in came)
+                # torch.autograd.backward's checks take as long as a small layer
+                run(edges, tuple(g for _, g in came), False, False, tuple(weights), True, accumulate_grad=True)
+
+    def _catch(self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], entries: Sequence[Tensor]) -> None:
+        """Run the first half for entries only; one call also returns the nodes' incoming gradients, without hooks."""
+        into = [GradientEdge(node, i) for node, _ in self._left for i in range(len(node._input_metadata))]  # type: ignore[attr-defined]
+        wanted: Any = [*entries, *into]
+        found = torch.autograd.grad(list(roots), wanted, list(gradients), retain_graph=True, allow_unused=True)
+        for entry, gradient in zip(entries, found, strict=False):
+            entry.grad = gradient
+        for edge, gradient in zip(into, found[len(entries) :], strict=True):
+            self._arrived[edge.node] = (*self._arrived.get(edge.node, ()), gradient)
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """Within this context what comes into the nodes is kept."""
+        """Keep the incoming gradients of the nodes within this context."""
 
         def keep(node: Node, gradients: _Gradients) -> None:
             self._arrived[node] = gradients
@@ -77,12 +89,12 @@ class WeightHalf:
 def input_half(
     roots: Sequence[Tensor], gradients: Sequence[Tensor | None], entries: Sequence[Tensor]
 ) -> WeightHalf | str:
-    """Run the half of a backward that gives the gradients of what a stage has received.
+    """Run the half of a backward that computes the gradients of the received values.
 
     Args:
-        roots: from which the backward starts.
-        gradients: of the roots; None for a loss.
-        entries: leaves that received values are.
+        roots: tensors from which the backward starts.
+        gradients: gradients of the roots; None for a loss.
+        entries: leaves that hold the received values.
     Returns:
         The other half; or why the graph cannot be split: then nothing has run.
     """
@@ -93,11 +105,11 @@ def input_half(
     order, children = _graph(starts)
     if why := _undivided(order, children, gates):
         return why
-    leading: set[Node] = set()  # to a gate
+    leading: set[Node] = set()  # nodes that lead to a gate
     for node in reversed(order):
         if node in gates or any(child in leading for child in children[node]):
             leading.add(node)
-    # of every node that leads to weights only: the node that leads to gates too, and alone leads to this one
+    # node that leads to weights only -> the only node through which it is reached that leads to a gate as well
     only: dict[Node, Node | str] = {node: "roots" for node in starts if node not in leading}
     for node in order:
         source: Node | str = node if node in leading else only[node]
@@ -109,19 +121,21 @@ def input_half(
         if (weight := getattr(node, "variable", None)) is not None:
             weights.setdefault(source, []).append(weight)
     rest, now = WeightHalf(), [entry for entry, node in zip(entries, ends, strict=True) if node in leading]
-    now += weights.pop("several", [])
+    shared = weights.pop("several", [])
     if late := weights.pop("roots", []):
         pairs = [(r, g) for r, g, node in zip(roots, gradients, starts, strict=True) if node not in leading]
         rest._roots = [r for r, _ in pairs], [g for _, g in pairs], late
     rest._left = [(node, weights[node]) for node in order if node in weights]
-    if now:
+    if shared:
         with rest._watching():
-            torch.autograd.backward(list(roots), list(gradients), inputs=now, retain_graph=True)
+            torch.autograd.backward(list(roots), list(gradients), inputs=[*now, *shared], retain_graph=True)
+    elif now:
+        rest._catch(roots, gradients, now)
     return rest
 
 
 def why_whole(roots: Sequence[Tensor], entries: Sequence[Tensor]) -> str:
-    """Why the graph between roots and entries cannot be split, as far as it shows; empty if it can be."""
+    """Return why the graph between roots and entries cannot be split, as far as the graph shows it; "" if it can be."""
     if not _begins_anywhere():
         return _TENSORS_ONLY
     return _undivided(
@@ -137,7 +151,7 @@ def _undivided(order: Sequence[Node], children: Mapping[Node, Sequence[Node]], g
 
 
 def _graph(starts: Sequence[Node]) -> tuple[list[Node], dict[Node, tuple[Node, ...]]]:
-    """All nodes, each before those that it leads to, and the nodes that each leads to directly."""
+    """Return all nodes, each before those that it leads to, and the nodes that each leads to directly."""
     children: dict[Node, tuple[Node, ...]] = {}
     order: list[Node] = []
     stack: list[tuple[Node, bool]] = [(node, False) for node in starts]
@@ -155,46 +169,46 @@ def _graph(starts: Sequence[Node]) -> tuple[list[Node], dict[Node, tuple[Node, .
 
 @functools.cache
 def _begins_anywhere() -> bool:
-    """Whether this version of torch lets a backward begin within a graph."""
-    leaf = torch.zeros(1, requires_grad=True)
+    """Return whether this version of torch lets a backward begin within a graph."""
+    leaf = torch.zeros(1, requires_grad=True, device="cpu")
     with torch.enable_grad(), contextlib.suppress(TypeError, AttributeError, RuntimeError):
-        torch.autograd.backward([get_gradient_edge(2 * leaf)], [torch.ones(1)], inputs=[leaf])
+        torch.autograd.backward([get_gradient_edge(2 * leaf)], [torch.ones(1, device="cpu")], inputs=[leaf])
     return leaf.grad is not None
 
 
 def _enters(children: Sequence[Node], gates: set[Node]) -> bool:
-    """Whether a node is where a received value enters the step."""
+    """Return whether a node is the one through which a received value enters the step."""
     return len(children) == 1 and children[0] in gates
 
 
 class Halves:
-    """The backwards of one stage, where a schedule wants them in halves.
+    """The split backwards of one stage.
 
     Args:
-        stage: k.
+        stage: number k of the stage.
 
     Attributes:
-        left: micro-batch -> the second half of its backward.
-        watch: within which a forward runs; None: backwards run whole.
+        left: micro-batch -> second half of its backward.
+        watch: watch of the running forward; None: backwards run whole.
     """
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
-        self._said = False  # that they run whole
+        self._said = False  # whether the warning about whole backwards was given
         self.watch: Watch | None = None
         self.left: dict[int, WeightHalf] = {}
 
     def begin(self, wanted: bool) -> None:
-        """An iteration begins, with such backwards or without."""
+        """Begin an iteration whose schedule wants split backwards, or does not."""
         self.watch = Watch() if wanted else None
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context a forward runs; what follows of it within :attr:`watch`, if there is one."""
+        """Run a forward within this context; its later parts run within :attr:`watch`, if there is one."""
         self.watch = None if self.watch is None else Watch()
         return self.watch or contextlib.nullcontext()
 
     def run_first(self, micro_batch: int, stash: Stash, roots: list[Tensor], gradients: list[Tensor | None]) -> bool:
-        """The half that the stage before waits for, if there are two: else nothing runs."""
+        """Run the first half of a backward and return True; run nothing and return False if it cannot be split."""
         half = stash.whole or input_half(roots, gradients, [gate.leaf for gate in stash.gates])
         if isinstance(half, WeightHalf):
             self.left[micro_batch] = half
@@ -208,10 +222,10 @@ class Halves:
 
 
 class Watch:
-    """Notes what keeps the graph of a forward from being split; a context, in which the forward runs.
+    """A context in which a forward runs, and which notes what keeps its graph from being split.
 
     Attributes:
-        found: what it was; empty if there was nothing.
+        found: reason why the graph cannot be split; "" if none was found.
     """
 
     def __init__(self) -> None:
@@ -236,7 +250,7 @@ class Watch:
 _WATCHED = (
     (Tensor, "register_hook", "a hook on a value"),
     (Tensor, "retain_grad", "a value that retains its gradient"),
-    # a node does not tell which hooks it has, but whoever puts one on it must have asked for it
+    # hooks of a node cannot be listed, but code that adds one must have read grad_fn
     (Tensor, "grad_fn", "a look at the grad_fn of a value, which may have got a hook"),
     (saved_tensors_hooks, "__enter__", "a checkpoint, or other hooks on what is saved for backwards"),
 )
@@ -246,7 +260,7 @@ _replaced: list[tuple[type, str, Any]] = []
 
 
 def _noting(original: Any, what: str) -> Any:
-    """In the place of a method, or of a property."""
+    """Return a method or property that replaces the original and notes each use."""
 
     def note() -> None:
         for thread, watch in _watching:

@@ -1,4 +1,4 @@
-"""Iterators that outlive a step and from which it took nothing when it was captured: it must not begin to."""
+"""Check that a step takes no items from iterators from which it took none when it was captured."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_avgpipe.planning.program import StageProgram
 
 
 class IdleIterators:
-    """Those of a module; each process has copies of them, and would take other items.
+    """The iterators of a module that must not advance, since each process has a copy and would take other items.
 
     Args:
-        program: of the stage.
+        program: program of the stage.
         module: the whole module.
     """
 
@@ -27,10 +27,10 @@ class IdleIterators:
         self._leads = program.graph.iterators
 
     def untouched(self) -> contextlib.AbstractContextManager[None]:
-        """A forward runs within this context.
+        """Run a forward within this context, and check that no iterator has advanced.
 
         Raises:
-            StepChangedError: it has taken an item from one.
+            StepChangedError: one has.
         """
         return self._untouched() if self._leads else contextlib.nullcontext()
 

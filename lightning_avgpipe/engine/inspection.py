@@ -1,14 +1,14 @@
-"""Inspection: whether a step reaches tensors of a parallel model that is not its own.
+"""Check that a step does not use tensors of a parallel model other than its own.
 
 ::
 
     module.layer._parameters["weight"]      the placed model's, whichever pipeline runs
     lambda x: x @ weight                    pipeline 0's for ever: a closure, a partial, a plain object, a global
 
-A model is placed in the registers of modules, and in their plain attributes. What user code holds elsewhere cannot be
-exchanged, and training would go on with wrong gradients and no error. So a stage's first forward of a pipeline is
-looked at once, before anything has stepped: which tensors its operations take, and, since compiled code and what is
-written in C++ may hide them, where its gradients would go.
+A model is placed in the registers of modules, and in their plain attributes. Tensors that user code holds elsewhere
+cannot be exchanged, and training would continue with wrong gradients and no error. So the first forward of each stage
+and pipeline is inspected, before any optimizer step: the tensors that its operations take and, since compiled code and
+C++ may hide these, the leaves to which its gradients would go.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightning_avgpipe.utils.placeholder import has_memory
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import storage_id
 
-# From names of buffers that a step changes to what other models have, by name: parameters, and these buffers.
+# Maps the names of buffers that a step changes to the other models' parameters and such buffers, by name.
 ForeignTensors = Callable[[Collection[str]], Mapping[str, Sequence[Tensor]]]
 
 
 def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
-    """Autograd's nodes on which the outputs of a forward depend."""
+    """Yield autograd's nodes on which the outputs of a forward depend."""
     nodes = [tensor.grad_fn for tensor in outputs]
     seen = set()
     while nodes:
@@ -43,15 +43,15 @@ def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Where the gradients of a forward's outputs go."""
+    """Yield the leaves to which the gradients of a forward's outputs go."""
     return (leaf for node in nodes_of(outputs) if (leaf := getattr(node, "variable", None)) is not None)
 
 
 class Inspection(TorchDispatchMode):
-    """Within this context operations are looked at that take tensors of other models.
+    """A context that finds operations which take tensors of other models.
 
     Args:
-        foreign_tensors: what other models have, by name. Memory counts, so a view or an alias of it is found as well.
+        foreign_tensors: tensors of other models, by name. Memory is compared, so views and aliases are found too.
     """
 
     def __init__(self, foreign_tensors: Mapping[str, Sequence[Tensor]]) -> None:
@@ -66,7 +66,7 @@ class Inspection(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether compiled code runs as ever."""
+        """Return True, so that compiled code runs as usual."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,15 +76,15 @@ class Inspection(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def follow_gradients(self, outputs: Iterable[Tensor]) -> None:
-        """Look where the gradients of a forward's outputs go."""
+        """Look at the leaves to which the gradients of a forward's outputs go."""
         for leaf in leaves_of(outputs):
             self._look(leaf, lambda: "compiled code or a library")
 
     def check(self, pipeline: int) -> None:
-        """Raise if something was found.
+        """Check that nothing was found.
 
         Raises:
-            ConfigurationError: names the parameters or buffers, and where they were used.
+            ConfigurationError: something was; the message names parameters or buffers, and where they were used.
         """
         if not self._found:
             return

@@ -1,4 +1,4 @@
-"""Joint calls: one process runs a unit, all get what it returns; backwards likewise."""
+"""Run a unit in one process and share its results with all; backwards likewise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.engine.exchange import Exchange
 from lightning_avgpipe.engine.inspection import leaves_of, nodes_of
-from lightning_avgpipe.errors import CaptureError
+from lightning_avgpipe.errors import CaptureError, UnsendableError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.object_state import ITEMS, same_items
 from lightning_avgpipe.utils.source import source_line
@@ -27,10 +27,10 @@ class Unit:
     """A submodule that one process runs.
 
     Attributes:
-        module: on every process; its parameters have contents where it runs.
-        path: of the module.
+        module: the submodule, on every process; its parameters have contents only where it runs.
+        path: path of the submodule.
         owner: rank of the process that runs it.
-        held: of its parameters that are trained, whether only the owner has it.
+        held: for each of its trained parameters, whether only the owner holds it.
     """
 
     module: nn.Module
@@ -40,7 +40,7 @@ class Unit:
 
 
 class _Place:
-    """Of a tensor in a result: the call's argument of this number itself, or one that the unit made."""
+    """The place of a tensor in a result: the call's argument of this number, or (None) a tensor that the unit made."""
 
     def __init__(self, argument: int | None) -> None:
         self.argument = argument
@@ -48,14 +48,14 @@ class _Place:
 
 @dataclass
 class _Record:
-    """What backwards need of a call. Leaves and outputs are those of the owner's graph; elsewhere there are none.
+    """The data that a backward needs of a call; leaves and outputs are those of the owner's graph, else empty.
 
     Attributes:
-        unit: that was called.
-        num_inputs: tensors that it took.
-        leaves: these tensors inside of the unit.
-        outputs: as the unit made them.
-        shares_graph: whether gradients of gradients go through the same graph: then it outlives each backward.
+        unit: called unit.
+        num_inputs: number of tensors that the unit took.
+        leaves: leaves inside of the unit that stand for these tensors.
+        outputs: tensors that the unit made.
+        shares_graph: whether gradients of gradients go through the same graph, so that it must outlive each backward.
     """
 
     unit: Unit
@@ -66,13 +66,13 @@ class _Record:
 
 
 class Joint:
-    """Runs units for a group of processes.
+    """A runner of units for a group of processes.
 
     Args:
-        exchange: between them.
+        exchange: exchange of values between the processes.
 
     Attributes:
-        runs: whether a unit runs here, for which the others only wait.
+        runs: whether a unit is running here while the other processes wait for its results.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -83,13 +83,13 @@ class Joint:
     def call(
         self, unit: Unit, run: Callable[..., Any], args: Any, kwargs: Any, beside: Callable[[], Any]
     ) -> tuple[Any, Any]:
-        """Call a unit. Every process calls it.
+        """Call a unit. Every process must call this.
 
         Args:
-            run: executes it.
-            args: the same numbers on every process.
-            kwargs: likewise.
-            beside: on the owner, after the call, what else everybody shall get.
+            run: executes the unit.
+            args: positional arguments, with the same numbers on every process.
+            kwargs: keyword arguments, likewise.
+            beside: return, on the owner after the call, what else every process gets.
         Returns:
             What the unit returned, and what was beside it.
         """
@@ -105,11 +105,11 @@ class Joint:
             (structure, written, changed, tensors, wants, idle), extra = self.exchange.share(
                 what, unit.owner, announced
             )
-        except (TypeError, AttributeError) as error:  # of pickle
+        except UnsendableError as error:
             error.add_note(f"{what} returned, or keeps in an attribute, something that cannot go to other processes")
             raise
         if any(wants):
-            anchor = torch.empty(0, requires_grad=True)
+            anchor = torch.empty(0, requires_grad=True, device="cpu")
             taken = [tensor for i, tensor in enumerate(inputs) if i not in idle]
             record.num_inputs = len(taken)
             made = _Joined.apply(self, record, tensors, wants, parameters, anchor, *taken, *parameters)
@@ -133,10 +133,10 @@ class Joint:
         hidden: Sequence[tuple[nn.Module, str, Tensor]],
         traced: bool,
     ) -> Any:
-        """Execute the unit in a graph of its own; returns what to tell the others."""
+        """Execute the unit in a graph of its own; return what is shared with the other processes."""
         module, path = record.unit.module, record.unit.path
         writes = any(getattr(inner, "inplace", False) is True for inner in module.modules())
-        begin = torch.zeros((), requires_grad=True).view(()) if traced else None
+        begin = torch.zeros((), requires_grad=True, device="cpu").view(()) if traced else None
         entered = _Entered(traced, writes)
         own_args, own_kwargs = tree.map_tensors(entered.enter, (args, kwargs))
         record.leaves = entered.leaves
@@ -160,7 +160,7 @@ class Joint:
         if begin is not None and path not in self._inspected:
             self._inspected.add(path)
             _refuse_outer(record, made, begin)
-        # what lies in attributes and is not used may belong to a graph of before
+        # an unused tensor in an attribute may belong to an earlier graph
         idle = entered.unused(made, num_arguments) if traced and hidden else []
         record.leaves = [leaf for i, leaf in enumerate(record.leaves) if i not in idle]
         record.outputs = made if traced else []
@@ -173,7 +173,7 @@ class Joint:
         inputs: Callable[[], Sequence[Tensor]],
         parameters: Sequence[Tensor],
     ) -> list[Tensor | None]:
-        """Gradients of a call's inputs and parameters. Every process calls it, in the midst of a backward."""
+        """Return the gradients of a call's inputs and parameters. Every process must call this, within a backward."""
         unit, mine = record.unit, record.unit.owner == self.exchange.rank
         accumulates = torch.autograd.Variable._execution_engine.is_checkpoint_valid()  # type: ignore[attr-defined]
         if torch.is_grad_enabled():
@@ -202,7 +202,7 @@ class Joint:
         for gradient, held, parameter in zip(of_parameters, unit.held, parameters, strict=True):
             if not held:
                 rest.append(gradient)
-            else:  # autograd.grad insists on something where one was asked for
+            else:  # autograd.grad insists on a gradient for each input
                 rest.append(torch.empty_like(parameter) if gradient and not accumulates else None)
         return [*of_inputs, *rest]
 
@@ -213,7 +213,7 @@ class Joint:
         taken: Sequence[Tensor],
         parameters: Sequence[Tensor],
     ) -> list[Tensor | None]:
-        """Gradients of a call's inputs, in a graph: they are results of a call that took the gradients as well."""
+        """Return the gradients of a call's inputs with a graph: results of a call that also took ``gradients``."""
         unit, given = record.unit, [g for g in gradients if g is not None]
         inputs = [*taken, *given]
         inner, answer = _Record(unit, num_inputs=len(inputs), shares_graph=True), None
@@ -233,14 +233,14 @@ class Joint:
         )
         made: Sequence[Tensor] = tensors
         if any(wants):
-            anchor = torch.empty(0, requires_grad=True)
+            anchor = torch.empty(0, requires_grad=True, device="cpu")
             made = _Joined.apply(self, inner, tensors, wants, parameters, anchor, *inputs, *parameters)
         pieces = iter(made)
         return [next(pieces) if exists else None for exists in there]
 
 
 class _Joined(torch.autograd.Function):
-    """A call of a unit, as autograd sees it on every process."""
+    """A call of a unit as one autograd function, with the same place in the graph of every process."""
 
     @staticmethod
     def forward(
@@ -262,7 +262,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        inputs = partial(getattr, ctx, "saved_tensors")  # which may have changed in place, where nobody needs them
+        inputs = partial(getattr, ctx, "saved_tensors")  # read late: they may have changed in place
         return (*[None] * 6, *ctx.joint.backward(ctx.record, gradients, inputs, ctx.parameters))
 
 
@@ -273,7 +273,7 @@ def _gradients(
     retain_graph: bool | None = None,
     create_graph: bool = False,
 ) -> list[Tensor | None]:
-    """Of each tensor that needs one, as far as there is one."""
+    """Return a gradient, or None, for each wanted tensor."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
     needing = [tensor for tensor in wanted if tensor.requires_grad]
     if not pairs or not needing:
@@ -289,15 +289,15 @@ def _gradients(
 
 
 class _Entered:
-    """What a unit is given: tensors in a graph of its own.
+    """The arguments of a unit in a graph of its own.
 
     Args:
-        traced: whether they are leaves of a graph.
-        clones: whether the unit may write into what it is given.
+        traced: whether the arguments become leaves of a graph.
+        clones: whether the unit may write into its arguments, so that it gets clones.
 
     Attributes:
-        leaves: if they are traced.
-        tensors: as the unit gets them.
+        leaves: leaves of the graph, if ``traced``.
+        tensors: tensors that the unit gets.
     """
 
     def __init__(self, traced: bool, clones: bool) -> None:
@@ -309,11 +309,11 @@ class _Entered:
 
     @property
     def numbers(self) -> dict[int, int]:
-        """``id`` of a tensor -> which it is."""
+        """``id`` of a tensor that the unit gets -> its index."""
         return {id(tensor): i for i, tensor in enumerate(self.tensors)}
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """What the unit gets for a tensor."""
+        """Return the tensor that the unit gets in place of this one."""
         inside = tensor
         if self._traced:
             inside = tensor.detach().requires_grad_(tensor.requires_grad)
@@ -324,10 +324,11 @@ class _Entered:
 
     @contextlib.contextmanager
     def lent(self, hidden: Sequence[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
-        """Within this context attributes of modules hold tensors of this graph too, unless something else is put there.
+        """Put tensors of this graph into attributes of modules within this context, and undo this unless the unit
+        assigns.
 
         Args:
-            hidden: module, name, and the tensor that is there.
+            hidden: module, name of the attribute, and the tensor that it holds.
         """
         for owner, name, tensor in hidden:
             vars(owner)[name] = self.enter(tensor)
@@ -340,11 +341,11 @@ class _Entered:
                     vars(owner)[name] = tensor
 
     def is_written(self, number: int) -> bool:
-        """Whether the unit has written into a tensor."""
+        """Return whether the unit has written into a tensor."""
         return version_of(self.tensors[number]) != self._versions[number]
 
     def unused(self, made: Sequence[Tensor], first: int) -> list[int]:
-        """From a number on, those on which nothing depends that was made."""
+        """Return the leaves, from a number on, that no output depends on."""
         used = {id(leaf) for leaf in leaves_of(made)}
         return [i for i in range(first, len(self.leaves)) if id(self.leaves[i]) not in used]
 
@@ -353,13 +354,13 @@ class _Entered:
 
 
 def _apart(value: Any, made: list[Tensor], inside: dict[int, int]) -> tuple[list[Any], Any]:
-    """Leaves of a tree, without tensors, and its structure."""
+    """Return the leaves of a tree, with places instead of tensors, and its structure."""
     leaves, spec = tree.flatten(value)
     return [_taken(leaf, made, inside) for leaf in leaves], spec
 
 
 def _taken(leaf: Any, made: list[Tensor], inside: dict[int, int]) -> Any:
-    """What stands for a leaf of a result on its way: its tensors travel apart."""
+    """Return what represents a leaf of a result on the wire; its tensor, if the unit made it, is added to ``made``."""
     if not isinstance(leaf, Tensor):
         return leaf
     if id(leaf) not in inside:
@@ -374,7 +375,7 @@ def _filled(leaf: Any, pieces: Any, inputs: Sequence[Tensor]) -> Any:
 
 
 def _hidden(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Tensors with a history that somebody has put into attributes of a module, which it may use as arguments."""
+    """Return tensors with gradients in attributes of a module's submodules, which the module may use like arguments."""
     return [
         (inner, name, value)
         for inner in module.modules()
@@ -384,7 +385,7 @@ def _hidden(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]:
-    """The attributes of all submodules, and what their containers hold."""
+    """Return the attributes of all submodules, with copies of their containers."""
     found = []
     for path, inner in module.named_modules():
         own = {name: value for name, value in vars(inner).items() if name not in _INTERNALS}
@@ -394,7 +395,7 @@ def _attributes(module: nn.Module) -> list[tuple[str, nn.Module, dict[str, Any],
 
 
 def _changes(module: nn.Module, before: Sequence[Any]) -> list[tuple[str, str, Any]]:
-    """Attributes that have changed: path of the submodule, name, value."""
+    """Return the attributes that have changed: path of the submodule, name, value."""
     found = []
     for path, inner, own, held in before:
         for name, value in vars(inner).items():
@@ -406,7 +407,7 @@ def _changes(module: nn.Module, before: Sequence[Any]) -> list[tuple[str, str, A
 
 
 def _refuse_outer(record: _Record, made: Sequence[Tensor], begin: Tensor) -> None:
-    """A unit's graph must end at its arguments and parameters: what else it used would get no gradient."""
+    """Check that a unit's graph ends at its arguments and parameters; other tensors would get no gradient."""
     assert begin.grad_fn is not None
     first, unit = begin.grad_fn._sequence_nr(), record.unit
     known = {id(t) for t in (*record.leaves, *unit.module.parameters())}

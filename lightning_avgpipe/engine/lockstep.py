@@ -1,4 +1,4 @@
-"""Lockstep: all processes run the same whole step, and each submodule runs where its parameters are.
+"""Run the same whole step in all processes, each submodule where its parameters are.
 
 ::
 
@@ -7,14 +7,14 @@
                        same numbers  rank 1 runs it,     rank 0 runs it,             each unit where      each its
                                      both have x         both have the loss          it ran, backwards    parameters
 
-A step that calls backward and optimizers itself may do so in any order and under any condition, and call submodules
-forwards and back. So no order of stages is asked of it, as a pipeline would. Instead every process executes all of the
-user's code, glue included; of a *unit*, a submodule whose parameters are all in one process, only its owner executes
-the inside, and everybody gets the results. For autograd a unit is one function with the same place in everybody's
-graph, so backwards reach the units in the same order everywhere; the owner computes the gradients of its inputs and
-everybody gets them. What only one process holds (parameters and buffers of units, and their gradients) is shared when
-glue reads it, and changed by its owner when glue writes it. Random numbers follow rank 0's generators, and those of the
-owner where a unit draws, so that even they are what one process would have drawn.
+A step that calls backward and optimizers itself may do so in any order and under any condition, and may call submodules
+in any order. So it need not follow an order of stages, as in a pipeline. Instead every process executes all of the
+user's code, glue included. The inside of a *unit*, a submodule whose parameters are all in one process, is executed by
+its owner only, and all processes get the results. For autograd a unit is one function with the same place in the graph
+of every process. So backwards reach the units in the same order everywhere; the owner computes the gradients of the
+unit's inputs, and all processes get them. Tensors that only one process holds (parameters and buffers of units, and
+their gradients) are shared when glue reads them, and changed by their owner when glue writes them. Random numbers
+follow rank 0's generators, and the owner's while a unit draws, so they are what a single process would have drawn.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from lightning_avgpipe.utils.source import source_line
 
 _Tensor: Any = Tensor  # whose descriptors are not typed
 _READ_GRADIENT = _Tensor.grad.__get__
-# What one process does to its own tensor, and the others need not hear of.
+# Functions that each process applies to its own tensor without telling the others.
 _LOCAL = frozenset((
     _Tensor.requires_grad.__set__, _Tensor.requires_grad_, _Tensor.register_hook,
     _Tensor.register_post_accumulate_grad_hook, _Tensor.retain_grad,
 ))  # fmt: skip
 _WRITES = frozenset((_Tensor.grad.__set__, _Tensor.data.__set__))
-_RTOL, _ATOL = 1e-3, 1e-5  # of the same operations on the same numbers, on devices that may add in any order
+_RTOL, _ATOL = 1e-3, 1e-5  # the same operations may add in another order on another device
 
 
 class Lockstep(StepTracer):
-    """Follows whole steps of a module in all processes of a group.
+    """A tracer that follows whole steps of a module in all processes of a group.
 
     Args:
-        module: divided: parameters of other processes are on meta.
-        exchange: between the processes.
-        owner: full name of each parameter or buffer that one process holds -> its rank. Others are held by all.
-        observers: modules that only look at values (metrics): all processes run them.
+        module: the divided module; parameters of other processes are on the meta device.
+        exchange: exchange of values between the processes.
+        owner: full name of each parameter or buffer that one process holds -> its rank. All processes hold the others.
+        observers: modules that only look at values (metrics); all processes run them.
     """
 
     def __init__(
@@ -72,15 +72,18 @@ class Lockstep(StepTracer):
         self._rank_of: dict[str, int] = {}
         self._names: dict[int, tuple[Tensor, str]] = {}  # with the tensors, so that their ids stay theirs
         self._runs = False
+        self._speaks = True
 
     # -- when it follows -------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def running(self, what: str) -> Iterator[None]:
-        """Within this context all processes run the same code of the user. Every process enters it.
+    def running(self, what: str, speaks: bool = True) -> Iterator[None]:
+        """Run the same user code in all processes within this context. Every process must enter it.
 
         Args:
             what: name of the step or hook, the same on every process.
+            speaks: whether each process shows its prints, warnings and logs from outside of units; else only rank 0
+                does.
         """
         if self._runs:
             with self.again():
@@ -89,7 +92,7 @@ class Lockstep(StepTracer):
         self._look_up()
         drawn = self.exchange.share(f"the random state of {what}", 0, RandomState(self.exchange.device))
         drawn.put(self.exchange.device)
-        self._runs = True
+        self._runs, self._speaks = True, speaks or self.exchange.rank == 0
         try:
             with self.following():
                 yield
@@ -97,17 +100,24 @@ class Lockstep(StepTracer):
             self._runs = False
 
     @property
+    def mutes(self) -> bool:
+        return not self._speaks
+
+    def is_muted(self) -> bool:
+        return not self._inside
+
+    @property
     def follows(self) -> bool:
-        """Whether all processes run the same code now."""
+        """Whether all processes are running the same code now."""
         return self._runs and not self._inside
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context code runs that each process runs for itself: optimizers, logging."""
+        """Run code that each process runs for itself (optimizers, logging) within this context."""
         return self.aside() if self.follows else contextlib.nullcontext()  # type: ignore[return-value]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Within this context, inside of :meth:`quiet`, all processes run the same code once more."""
+        """Run the same code in all processes again within this context, inside of :meth:`quiet`."""
         if not self._runs or not self._inside:
             yield
             return
@@ -133,7 +143,7 @@ class Lockstep(StepTracer):
         self._units = units
 
     def _is_open(self, part: nn.Module) -> bool:
-        """Whether others than its caller see what happens inside: hooks on what it holds, and observers."""
+        """Return whether hooks or observers inside of a module see what happens there, so that it is no unit."""
         inner = [module for module in part.modules() if module is not part]
         return any(m._forward_hooks or m._forward_pre_hooks or id(m) in self._observers for m in inner)
 
@@ -175,12 +185,12 @@ class Lockstep(StepTracer):
         stand_ins = {key: self.contents(tensor) for key, tensor in held.items()}
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: stand_ins.get(id(t), t), (args, kwargs))
         result = func(*args, **kwargs)
-        # what an operation in place returns is the tensor itself
+        # an operation in place returns its argument
         originals = {id(stand_in): held[key] for key, stand_in in stand_ins.items()}
         return pytree.tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
 
     def contents(self, tensor: Tensor) -> Tensor:
-        """What a tensor holds, wherever it is held. Every process calls it."""
+        """Return a tensor with the contents that its owner holds. Every process must call this."""
         if id(tensor) not in self._names:
             return tensor
         name = self._names[id(tensor)][1]
@@ -188,7 +198,7 @@ class Lockstep(StepTracer):
         return tensor if self._is_mine(tensor) else found.requires_grad_(tensor.requires_grad)
 
     def agree_on_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Of parameters that all processes hold, every process takes rank 0's gradients. Every process calls it."""
+        """Replace the gradients of parameters that all processes hold by rank 0's. Every process must call this."""
         common = [p for p in parameters if id(p) not in self._names and p.grad is not None]
         if not common:
             return
@@ -210,7 +220,7 @@ class Lockstep(StepTracer):
         self._agree(_argument(args, kwargs, 0, "tensors"))
         func(*args, **kwargs)
         for tensor, _ in self._names.values():
-            if tensor.is_meta:  # asked for by ``inputs``
+            if tensor.is_meta:  # a gradient that ``inputs`` has asked for
                 tensor.grad = None
 
     def _gradients(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -235,7 +245,7 @@ class Lockstep(StepTracer):
         return tuple(found)
 
     def _agree(self, outputs: Any) -> None:
-        """A backward begins at the same numbers everywhere: else something is kept where only one process has it."""
+        """Check that a backward begins at the same numbers in all processes."""
         own = [tensor.detach() for tensor in tensor_arguments([outputs])]
         first = self.exchange.share("a backward", 0, own)
         if not all(map(_is_close, own, first)):
@@ -249,7 +259,7 @@ class Lockstep(StepTracer):
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self.again():
-            return args[0](*args[2:])  # after the function comes whether it keeps the random state
+            return args[0](*args[2:])  # args[1] says whether the checkpoint keeps the random state
 
     def region(self, generator: Iterator[Any]) -> Iterator[Any]:
         generator.close()  # type: ignore[attr-defined]
@@ -270,6 +280,6 @@ def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, nam
 
 
 def _changed_since(before: RandomState, device: torch.device) -> RandomState | None:
-    """The random state, if it has changed."""
+    """Return the random state if it has changed; else None."""
     now = RandomState(device)
     return None if now.is_same(before) else now

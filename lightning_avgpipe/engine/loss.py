@@ -1,4 +1,4 @@
-"""The loss in what a training step returned."""
+"""Find the loss in what a training step returned."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning_avgpipe.errors import ConfigurationError
 
 
 def trainable_loss(result: Any) -> torch.Tensor:
-    """The loss in what training_step returned for a micro-batch, from which a backward can start.
+    """Return the loss in what training_step returned for a micro-batch, from which a backward can start.
 
     Raises:
-        ConfigurationError: there is none, it is no single number, or it needs no gradient.
+        ConfigurationError: there is no loss, it is no single number, or it needs no gradient.
     """
     found = loss_in(result)
     if found.numel() != 1:
@@ -32,7 +32,7 @@ def trainable_loss(result: Any) -> torch.Tensor:
 
 
 def loss_in(result: Any) -> torch.Tensor:
-    """The loss in what training_step returned, as it is."""
+    """Return the loss in what training_step returned, unchecked apart from its type."""
     found = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(found, torch.Tensor):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Micro-batches: the parts of a batch, and how the results of the parts become the result of the batch."""
+"""Split a batch into micro-batches, and merge the results of the micro-batches into the result of the batch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class MicroBatch:
     """One part of a batch.
 
     Attributes:
-        index: i, in the order of the samples.
-        data: what the step function gets as its batch.
+        index: index i, in the order of the samples.
+        data: the batch that the step function gets.
         size: number of samples.
         weight: ``size`` as a share of the batch; the weights of a batch sum to 1.
-        count: what it counts in a mean, of any unit; None: its samples.
+        count: weight in a mean, in any unit; None: its number of samples.
     """
 
     index: int
@@ -36,17 +36,17 @@ class MicroBatch:
 
     @property
     def counted(self) -> float:
-        """What it counts in a mean."""
+        """The weight in a mean, in any unit."""
         return self.size if self.count is None else self.count
 
 
 def batch_size(batch: Any, expected: Expected = Expected()) -> int | None:  # noqa: B008
-    """Count the samples of a batch, see :func:`layout`.
+    """Count the samples of a batch, see :func:`~lightning_avgpipe.engine.sample_layout.layout`.
 
     Returns:
         The number of samples; None if there is nothing to count, or if plain lists disagree.
     Raises:
-        BatchError: it cannot be told.
+        BatchError: the number cannot be determined.
     """
     found = layout(batch, expected)
     return None if found is None else found[0]
@@ -69,8 +69,8 @@ def split(
     Args:
         batch: any tree.
         num_microbatches: M >= 1.
-        expected: what the dataloader says of its batches.
-        seen: in batches of the same source before; this one adds to it.
+        expected: information of the dataloader about its batches.
+        seen: findings about earlier batches of the same source; this batch adds to them.
         smallest: fewest samples of a micro-batch; a smaller batch is not split.
     Returns:
         min(M, samples // smallest) micro-batches, so none is empty unless the batch is; one if there is nothing to
@@ -91,12 +91,14 @@ def split(
 
 
 def fewest_samples(module: nn.Module) -> int:
-    """Of a micro-batch that can train: where batches are normalised, one sample alone has no statistics."""
+    """Return the fewest samples of a micro-batch that can train: 2 with batch normalisation, which needs statistics."""
     return 2 if any(isinstance(m, _BatchNorm) and m.training for m in module.modules()) else 1
 
 
 def whole(batch: Any, expected: Expected = Expected()) -> list[MicroBatch]:  # noqa: B008
-    """One micro-batch. Where its samples cannot be told, they are counted as Lightning does: by the first tensor."""
+    """Return the batch as one micro-batch; samples that cannot be counted are those of the first tensor, as in
+    Lightning.
+    """
     try:
         size = batch_size(batch, expected)
     except BatchError:
@@ -109,7 +111,7 @@ def split_with(splitter: Callable[[Any, int], Sequence[Any]], batch: Any, num_mi
 
     Args:
         splitter: ``(batch, num_microbatches) -> list`` of one to ``num_microbatches`` smaller batches.
-        batch: what ``splitter`` understands.
+        batch: batch in a form that ``splitter`` accepts.
         num_microbatches: M >= 1.
     Returns:
         The parts, weighted by their numbers of samples, or equally with size 1 if those cannot be told for all.
@@ -152,7 +154,7 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
     Args:
         outputs: one per micro-batch, in order.
         sizes: number of samples of each micro-batch.
-        weights: of the micro-batches in a mean; None: their sizes.
+        weights: weights of the micro-batches in a mean; None: their sizes.
     """
     if len(outputs) != len(sizes):
         raise ValueError(f"{len(outputs)} outputs with {len(sizes)} sizes; each micro-batch needs one of both")
@@ -164,7 +166,7 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
 
 
 def mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The weighted mean of tensors of one shape and type."""
+    """Return the weighted mean of tensors of one shape and dtype."""
     if len(tensors) == 1:
         return tensors[0]
     wide = torch.promote_types(tensors[0].dtype, torch.float32)  # half precision sums would lose digits
@@ -183,7 +185,7 @@ def _check_count(num_microbatches: int) -> None:
 def _batch_size_if_known(part: Any) -> int | None:
     try:
         return batch_size(part)
-    except BatchError:  # whoever splits batches that this module cannot split need not obey its rules
+    except BatchError:  # a user's splitter may return batches that cannot be counted
         return None
 
 
@@ -231,7 +233,7 @@ def _merge_leaves(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[
 
 
 def _can_be_joined(parts: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-    kinds = {(part.shape[1:], part.dtype, part.device) for part in parts}  # texts of other lengths are other shapes
+    kinds = {(part.shape[1:], part.dtype, part.device) for part in parts}  # padded texts may differ in length
     return len(kinds) == 1 and all(part.ndim > 0 and part.shape[0] == n for part, n in zip(parts, sizes, strict=True))
 
 
@@ -240,7 +242,7 @@ def _is_inexact(tensor: Tensor) -> bool:
 
 
 def _mean(values: Sequence[Any], sizes: Sequence[float]) -> Any:
-    """Weight by sizes; with Python numbers, so that nothing is copied to a device. What weighs nothing may be NaN."""
+    """Return a weighted mean; weights are Python numbers, so nothing is copied, and parts of weight 0 may be NaN."""
     weights = sizes if sum(sizes) else [1] * len(sizes)
     pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
     return sum(value * weight for value, weight in pairs) / sum(weights)

@@ -1,4 +1,4 @@
-"""Observers: what looks on while a process runs an iteration, and may step in."""
+"""Define observers of an iteration in a process, which may also intervene."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Work:
     """An action that is about to run.
 
     Attributes:
-        stage: k.
-        pipeline: n.
-        action: of the stage.
-        received: its input; None where it has none.
-        results: of the last stage, by micro-batch, once they are there.
+        stage: number k of the stage.
+        pipeline: number n of the pipeline.
+        action: action of the stage.
+        received: input of the action; None if it has none.
+        results: results of the last stage so far, by micro-batch.
     """
 
     stage: int
@@ -34,50 +34,50 @@ class Work:
 
 
 class Observer:
-    """Sees the iterations that it is passed to; by default it does nothing.
+    """A base class for observers of iterations; by default it does nothing.
 
-    The main thread tells it of actions, and any thread of messages between processes.
+    The main thread calls the methods about actions; any thread may call those about messages.
     """
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
-        """Have an action done; returns what to send."""
+        """Run an action by calling ``do``; return the message to send."""
         return do()
 
     def waiting(self, note: str) -> AbstractContextManager[None]:
-        """The executor waits within this context."""
+        """Observe a wait of the executor, which lasts for this context."""
         return contextlib.nullcontext()
 
     def queued(self) -> None:
-        """A message will be sent."""
+        """Observe that a message will be sent."""
 
     def sending(self, route: Route, micro_batch: int, stream: Any) -> AbstractContextManager[None]:
-        """A queued message is sent within this context: on a stream, or None: by the host."""
+        """Observe the sending of a queued message within this context, on a stream, or (None) by the host."""
         return contextlib.nullcontext()
 
     def arrived(self, route: Route, micro_batch: int, stream: Any) -> None:
-        """A message is there: when its stream gets here, or None: now."""
+        """Observe the arrival of a message: when its stream gets here, or (None) now."""
 
     def activity(self, kind: Literal["step", "averaging"]) -> AbstractContextManager[None]:
-        """The device does something else, after the iteration, within this context."""
+        """Observe other work of the device after the iteration, which lasts for this context."""
         return contextlib.nullcontext()
 
     def agree(self, processes: Collectives) -> None:
-        """The iteration has ended here. Every process calls it, with observers of the same kinds."""
+        """Exchange findings after the iteration. Every process must call this, with observers of the same kinds."""
 
 
 class Observers:
-    """Those that see the next iterations of a process."""
+    """The observers of a process's next iterations."""
 
     def __init__(self) -> None:
         self._present: list[Observer] = []
 
     def __iter__(self) -> Iterator[Observer]:
-        """In the order in which they came."""
+        """Iterate over the observers in the order in which they were added."""
         return iter(self._present)
 
     @contextlib.contextmanager
     def having(self, *more: Observer) -> Iterator[None]:
-        """Within this context there are more of them."""
+        """Add observers within this context."""
         self._present = [*self._present, *more]
         try:
             yield
@@ -86,7 +86,7 @@ class Observers:
 
     @contextlib.contextmanager
     def activity(self, kind: Literal["step", "averaging"]) -> Iterator[None]:
-        """The device does something else, after the iteration, within this context."""
+        """Let all observers observe other work of the device after the iteration, within this context."""
         with contextlib.ExitStack() as seen:
             for observer in self._present:
                 seen.enter_context(observer.activity(kind))

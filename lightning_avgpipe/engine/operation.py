@@ -1,4 +1,4 @@
-"""Operations: what a step does now, how this stage executes it, and what comes of it."""
+"""Define the operations of a step, how a stage executes them, and their outcomes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Operation(NamedTuple):
-    """What the step has come to.
+    """A call of a unit, a glue function or a checkpointed region that the step has come to.
 
     Attributes:
-        kind, name: as of a :class:`Node`.
+        kind, name: as in :class:`~lightning_avgpipe.capture.graph.Node`.
         run: ``run(*args, **kwargs)`` executes it.
-        tensors: among its arguments.
-        module: that is called, if it is a call.
+        tensors: tensors among its arguments.
+        module: called module, if it is a call.
     """
 
     kind: str
@@ -47,15 +47,15 @@ class Operation(NamedTuple):
         return {"call": f"unit '{self.name}'", "glue": f"{self.name}()", "region": "a checkpoint"}[self.kind]
 
     def matches(self, node: Node | None) -> bool:
-        """Whether the step did this, at a node, when it was captured."""
+        """Return whether the step executed this operation at a node when it was captured."""
         return node is not None and node.kind == self.kind and (node.name == self.name or self.kind == "region")
 
     def uses(self, owned: Mapping[int, str]) -> set[str]:
-        """The names of the unit, or of the parameters, that it uses."""
+        """Return the name of the called unit, or the names of the parameters that the operation uses."""
         return {self.name} if self.kind == "call" else {owned[id(t)] for t in self.tensors if id(t) in owned}
 
     def opened(self, node: Node) -> tuple[list[Tensor], Objects | None]:
-        """All tensors that a node takes, also those in objects that it may write into; and these objects."""
+        """Return all tensors that a node takes, also those in objects that it may write into, and these objects."""
         if not node.opens:
             return self.tensors, None
         modules = self.module.modules() if self.module is not None and node.exports else ()
@@ -63,13 +63,13 @@ class Operation(NamedTuple):
         return [*self.tensors, *objects.tensors], objects
 
 
-class Outcome(NamedTuple):
-    """What came of an operation.
+class OperationResult(NamedTuple):
+    """The outcome of an operation.
 
     Attributes:
-        result: of it.
-        tensors: in all that it gave.
-        parcel: of what it wrote into objects, if it does so.
+        result: result of the operation.
+        tensors: all tensors that it returned.
+        parcel: packed changes of the objects that it wrote into; None if it writes into none.
     """
 
     result: Any
@@ -78,11 +78,11 @@ class Outcome(NamedTuple):
 
     @property
     def entry(self) -> Entry:
-        """The same for later stages."""
+        """The description of the outcome for later stages."""
         return described(self.result) if self.parcel is None else self.parcel
 
     def is_as_captured(self, node: Node, taken: Sequence[Tensor], known: KnownTensors) -> bool:
-        """Whether a captured node gave back what it was given where it did so then, and as many tensors."""
+        """Return whether a node returned as many tensors as when captured, and its arguments in the same places."""
         if len(self.tensors) != len(node.outputs):
             return False
         for value, tensor in zip(node.outputs, self.tensors, strict=True):
@@ -93,10 +93,10 @@ class Outcome(NamedTuple):
                 return False
         return True
 
-    def apart(self, node: Node, taken: Sequence[Tensor]) -> Outcome:
-        """The same of a captured node that gives back what it was given, and gave something new then.
+    def apart(self, node: Node, taken: Sequence[Tensor]) -> OperationResult:
+        """Return the outcome with views in place of arguments that the node returned instead of new tensors.
 
-        A view stands for that, which gets the number of the new one; what was given keeps its own.
+        The view gets the index of the new value; the argument keeps its own.
         """
         given = set(map(id, taken))
         if given.isdisjoint(map(id, self.tensors)):
@@ -108,18 +108,18 @@ class Outcome(NamedTuple):
                 value = next(values)
                 if id(leaf) in given and value >= 0 and value not in node.inputs:
                     leaves[i] = leaf.view_as(leaf)
-        return Outcome(tree.unflatten(leaves, spec), [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        return OperationResult(tree.unflatten(leaves, spec), [leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
 
 class Runner:
-    """Executes the operations of one stage's part of a step.
+    """A runner of the operations in one stage's part of a step.
 
     Args:
-        draws: random numbers for what draws; None: nothing does.
-        repeat: makes what executes a unit into what keeps less for the backward.
-        packer: of the module; None if no unit writes into objects.
+        draws: random streams of the operations; None: nothing draws.
+        repeat: wrap the function that executes a unit so that it keeps less for the backward.
+        packer: packer of the module; None if no unit writes into objects.
         around: context within which each operation runs.
-        compiler: of units; None: they run as they are.
+        compiler: compiler of units; None: they run uncompiled.
 
     Attributes:
         draws: as given.
@@ -139,17 +139,19 @@ class Runner:
         self._around = around
         self._compiler = compiler
 
-    def run(self, operation: Operation, node: Node, objects: Objects | None) -> Outcome:
-        """Execute what stands at a node and may write into these objects."""
+    def run(self, operation: Operation, node: Node, objects: Objects | None) -> OperationResult:
+        """Execute an operation that stands at a node and may write into these objects."""
         with _NOTHING if self._around is None else self._around(operation, node):
             result = self._result(operation, node)
         if objects is not None and self._packer is not None:
             parcel, tensors = self._packer.pack(result, objects)
-            return Outcome(result, tensors, parcel)
-        return Outcome(result, [result] if type(result) is Tensor else tree.tensors(result))
+            return OperationResult(result, tensors, parcel)
+        return OperationResult(result, [result] if type(result) is Tensor else tree.tensors(result))
 
     def _result(self, operation: Operation, node: Node) -> Any:
         run = operation.run
+        if self.draws is not None and node.kind == "call":
+            self.draws.begin_unit()
         compiled = self._compiler is not None and operation.module is not None
         if compiled:
             run = self._compiled(operation, node)
@@ -163,7 +165,7 @@ class Runner:
             return run(*operation.args, **operation.kwargs)
 
     def _compiled(self, operation: Operation, node: Node) -> Callable[..., Any]:
-        """What executes a unit that is compiled: whatever it draws, it draws from one stream."""
+        """Return a function that executes a compiled unit, all of whose draws come from one stream."""
         assert self._compiler is not None and operation.module is not None
         run = self._compiler.compiled(operation.name, operation.module, operation.run)
         if self.draws is None or not node.drawn:

@@ -1,4 +1,4 @@
-"""Generators of random numbers that are no common ones: a stage must not draw from a copy that others draw from too."""
+"""Check that stages do not begin to draw from generators of the model, of which each process has a copy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _NOTHING = contextlib.nullcontext()
 
 
 class OwnGenerators:
-    """Notices when stages begin to draw from one generator of the model's own, of which each process has a copy.
+    """A check for stages that begin to draw from a random generator that the model holds.
 
-    What was drawn when the step was captured is known, and cuts suit it. Code between units runs on every stage up to
-    the stage's own end, so what it begins to draw later would be drawn by some; on the last stage that is all of it. A
-    unit runs on one stage and may begin to draw, unless others may draw from the same generator.
+    The draws in the captured step are known, and the cuts allow for them. Code between units runs on every stage that
+    gets that far, so draws that it begins later would be made by several stages; only the last stage runs all of it. A
+    unit runs on one stage and may begin to draw, unless other units may draw from the same generator.
 
     Args:
-        program: of the stage.
+        program: program of the stage.
         module: the whole module.
     """
 
@@ -40,15 +40,15 @@ class OwnGenerators:
         called = {node.name for node in (*nodes[: program.start], *nodes[program.end :]) if node.kind == "call"}
         self._own = program.own - called
         self._units = [_reaching(use, program, module) for use in self._uses]
-        self._found: dict[int, tuple[Any, int]] = {}  # a generator, and which use is of it
+        self._found: dict[int, tuple[Any, int]] = {}  # id of a generator -> the generator, and the index of its use
         self._before = Objects(())
-        self._position = -1  # up to which code between nodes has been looked at
+        self._position = -1  # position up to which code between nodes was checked
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        """A forward runs within this context.
+        """Run a forward within this context, and check the draws in it.
 
         Raises:
-            StepChangedError: a stage has drawn what others know nothing of.
+            StepChangedError: this stage has made a draw that other stages do not take into account.
         """
         return self._watched() if self._uses else _NOTHING
 
@@ -65,14 +65,14 @@ class OwnGenerators:
         self._found = {}
 
     def _generator(self, use: GeneratorUse) -> Any:
-        """The one that a use is of; None where only rank 0 has what leads to it, and draws nowhere else."""
+        """Return the generator of a use; None if only rank 0 holds what leads to it."""
         for path, name, number in use.leads:
             with contextlib.suppress(KeyError, IndexError, AttributeError):
                 return Objects([variable(self._module, path, name)], opaque="generators").opaque[number]
         return None
 
     def node(self, operation: Operation, node: Node) -> contextlib.AbstractContextManager[None]:
-        """A node of this stage runs within this context."""
+        """Run a node of this stage within this context, and check its draws."""
         made = self._made(operation, node)
         return _NOTHING if made is None and not self._uses else self._node(node, made)
 
@@ -86,20 +86,20 @@ class OwnGenerators:
             self._refuse(f"a generator that the step makes, in {node}")
 
     def _made(self, operation: Operation, node: Node) -> Objects | None:
-        """Generators that the step may have made, if what they become does not go with the micro-batch."""
+        """Return generators that the step may have made and that are not sent with the micro-batch; None if none."""
         given = (*operation.args, *operation.kwargs.values())
         if self._program.is_last or node.generators or _PLAIN.issuperset(map(type, given)):
             return None
         return Objects(given, opaque="generators")
 
     def _changed(self) -> list[int]:
-        """Numbers of the uses of those that have drawn since this was last asked."""
+        """Return the indices of the uses whose generators have drawn since the last call."""
         changed = self._before.changed() if self._found else []
         self._before.follow(changed)
         return [self._found[id(one)][1] for one in changed if id(one) in self._found]
 
     def _check_node(self, use: GeneratorUse, units: frozenset[str], node: Node) -> None:
-        """A node of this stage has drawn; whoever else does must be on this stage."""
+        """Check that all draws from a generator are on this stage, after a node of it has drawn."""
         program = self._program
         if use.nodes:
             allowed = program.start <= use.nodes[0] < program.end
@@ -113,7 +113,7 @@ class OwnGenerators:
             self._refuse(f"{self._name(use)} in {node}{beside}")
 
     def _look(self, position: int) -> None:
-        """Code between nodes has run up to this one."""
+        """Check the draws of code between nodes up to this position."""
         program, before, self._position = self._program, self._position, position
         for number in self._changed():
             use = self._uses[number]
@@ -145,13 +145,13 @@ class OwnGenerators:
 
 
 def unmoved(args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    """After this context generators in a micro-batch are as they were: stages of one process share it."""
+    """Restore generators in a micro-batch after this context, since stages of one process share the micro-batch."""
     found = [leaf for leaf in tree.leaves(tuple(args)) if opaque.is_generator(leaf)]
     return Objects(found, opaque="generators").restored() if found else _NOTHING
 
 
 def _reaching(use: GeneratorUse, program: StageProgram, module: nn.Module) -> frozenset[str]:
-    """Units that may draw from a generator: those that hold it, name it, or were given it."""
+    """Return the units that may draw from a generator: those that hold it, name it, or were given it."""
     found = set(use.given)
     for path, name, _ in use.leads:
         for unit in program.graph.units:

@@ -1,4 +1,4 @@
-"""The module while one stage works: with the weights that it uses, and its own values of attributes."""
+"""Put into the module, while one stage works, the weights that it uses and its own values of attributes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.weights.double import Double
@@ -15,20 +16,20 @@ from lightning_avgpipe.weights.tied import TiedParameters
 
 
 class OwnModule:
-    """What a stage makes of the module.
+    """The module as one stage sees it.
 
     Args:
-        program: of the stage.
+        program: program of the stage.
         module: the whole module; parameters of other stages may be absent.
-        weights: parameters that other stages use as well, or several versions of the weights; or those of a stage
-            whose forwards run here too.
-        of_units: what the units of its pipeline make of attributes.
-        shown: whether hooks on this process see what it made of its own.
+        weights: parameters that other stages use as well, several versions of the weights, or the weights of a previous
+            stage whose forwards run here too.
+        of_units: attribute values of the units of its pipeline.
+        shown: whether code outside of stages, such as hooks, sees this stage's values of attributes.
 
     Attributes:
         program: as given.
         module: as given.
-        attributes: its own.
+        attributes: values of attributes of this stage.
     """
 
     def __init__(
@@ -44,20 +45,26 @@ class OwnModule:
         self._weights = weights
         self._of_units = of_units or OwnAttributes(module, (), True)
         self.attributes = OwnAttributes(module, (*program.graph.attributes, *program.holders), shown)
+        self._passing = [variable(module, *key) for key in program.graph.passing if not program.is_last]
 
     @contextmanager
     def placed(self) -> Iterator[dict[int, str]]:
-        """Within this context it is as the stage has it; gives ``id -> name`` of what stands for parameters."""
+        """Put the stage's weights and attributes into the module in this context; yield ``id -> name`` of copies."""
         with self._weights.placed(self.program.stage) as copies, self._of_units.placed(), self.attributes.placed():
-            yield copies
+            before = [(passing, passing.state()) for passing in self._passing]
+            try:
+                yield copies
+            finally:  # a stage that leaves the step early does not come to the line that sets them back
+                for passing, state in before:
+                    passing.put(state)
 
     def changed_buffers(self) -> dict[str, Tensor]:
-        """Those that the stage's forwards change, by name."""
+        """Return the buffers that the stage's forwards change, by name."""
         names = dict.fromkeys(name for node in self.program.nodes for name in node.states)
         return {name: self.module.get_buffer(name) for name in names}
 
     def end(self) -> None:
-        """An iteration has ended."""
+        """End an iteration."""
         self.attributes.end()
         if isinstance(self._weights, Double):
             self._weights.clear()

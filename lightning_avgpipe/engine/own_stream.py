@@ -1,4 +1,4 @@
-"""A stream of its own for each of several parallel pipelines, so that their kernels share a device.
+"""Give each of several parallel pipelines a device stream of its own, so that their kernels share the device.
 
 ::
 
@@ -6,8 +6,8 @@
     of pipeline 0                    +- F0 F1 .......... F2 ......+- B0 B1 ---+
     of pipeline 1                    +- F0 F1 B0 F2 B1 B2 --------------------+
 
-A pipeline's stream begins after all that the caller's has been given, which waits for it when the iteration ends. What
-pipelines have in common, such as the state of a metric, stays on the caller's stream.
+A pipeline's stream starts after all work queued on the caller's stream, which waits for it when the iteration ends.
+Work that pipelines share, such as the update of a metric, stays on the caller's stream.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lightning_avgpipe.utils.device import DevicePort
 
 
 class OwnStream:
-    """The stream of one pipeline.
+    """The device stream of one pipeline.
 
     Args:
-        port: of the device, which has streams.
+        port: port of the device, which must have streams.
     """
 
     def __init__(self, port: DevicePort) -> None:
@@ -32,27 +32,27 @@ class OwnStream:
         self._callers: Any = None
 
     def begin(self) -> None:
-        """An iteration begins: what the caller's stream was given comes before."""
+        """Begin an iteration after the work queued on the caller's stream."""
         self._callers = self._port.current_stream()
         self._stream.wait_event(self._port.event())
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
-        """Work within this context is the pipeline's."""
+        """Run work of the pipeline within this context."""
         return self._port.on_stream(self._stream)
 
     @contextlib.contextmanager
     def left(self) -> Iterator[None]:
-        """Work within this context, in the midst of the pipeline's, goes to the caller's stream."""
+        """Run work on the caller's stream within this context, between work of the pipeline."""
         self._callers.wait_event(self._stream.record_event())
         with self._port.on_stream(self._callers):
             yield
         self._stream.wait_event(self._callers.record_event())
 
     def call(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call something so."""
+        """Call a function on the caller's stream."""
         with self.left():
             return run(*args, **kwargs)
 
     def end(self) -> None:
-        """The iteration has ended: what the current stream is given now comes after it."""
+        """End the iteration: later work on the current stream waits for the pipeline."""
         self._port.current_stream().wait_event(self._stream.record_event())

@@ -1,4 +1,4 @@
-"""Paths: what nodes gave on the stages so far, as the later ones are told."""
+"""Define the message about what nodes returned on the stages so far."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.utils.parcel import Parcel
 from lightning_avgpipe.utils.placeholder import Description
 
-# What a node gave: described, or what it wrote into objects too.
+# Description of a node's result, with the objects that it wrote into if there are any.
 Entry = Description | Parcel
 
 
-class Step(NamedTuple):
-    """A node off the captured path, and what it gave."""
+class OffPathNode(NamedTuple):
+    """A node that was not captured, and the description of its result."""
 
     node: Node
     entry: Entry
 
 
 class Path(NamedTuple):
-    """What the stages so far did with a micro-batch, if it was not what was captured.
+    """The nodes that earlier stages executed with a micro-batch, if these were not the captured ones.
 
     Attributes:
-        entries: of captured nodes what they gave; then steps.
-        values: the numbers of those that are sent.
-        shared: those of them that share memory.
+        entries: descriptions of the results of captured nodes, then steps.
+        values: indices of the values that are sent.
+        shared: indices of the values that share memory.
         ended: whether the step has returned None.
     """
 
-    entries: tuple[Entry | Step, ...]
+    entries: tuple[Entry | OffPathNode, ...]
     values: tuple[int, ...]
     shared: frozenset[int]
     ended: bool = False

@@ -1,7 +1,7 @@
-"""Random numbers that depend on what is computed, not on where or when.
+"""Make random numbers depend on what is computed, not on where or when.
 
-Every module that draws gets numbers seeded by (seed, iteration, pipeline, micro-batch, module, occurrence), so
-partition, schedule and advance do not change a result. The process's own streams are left as they were.
+Every module that draws gets numbers seeded by (seed, iteration, pipeline, micro-batch, module, occurrence). So
+partition, schedule and advance do not change a result. The process's own generators are restored afterwards.
 
 A module without children (a dropout layer, an LSTM) is seeded when it is called. A module with children, and the step's
 own code, is seeded anew at each drawing function that it calls: on one stage such a function may run inside a unit, on
@@ -9,7 +9,13 @@ another as glue between units, and it must draw the same.
 
 Code outside of units runs on every stage, and may begin to draw at any time (in a later epoch, or by chance), so it is
 always followed; what is inside of a unit only if it drew when the step was captured. A unit that begins later draws
-from a stream of its own, which the generators of code outside of it do not notice.
+from a stream of its own, which the generators of code outside of it do not notice. Such streams of Python's and NumPy's
+generators take too long to be begun for nothing: units have them if anything drew from these generators when the step
+was captured, or after the first iteration in which something does. In that one a unit draws from the stream of the
+micro-batch on its stage.
+
+A module in a unit may seed torch's generators itself (``torch.manual_seed``): from then on, until its call ends, it
+and what it calls draw from what it has seeded.
 
 What ``torch.utils.checkpoint`` runs again in a backward draws again what it drew in the forward.
 """
@@ -28,9 +34,17 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.tracer import CallWatcher, function_name, watching
+from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer, function_name, watching
 from lightning_avgpipe.capture.ways import may_draw
-from lightning_avgpipe.utils.random_streams import RandomKey, host_stream, restored, seed_all
+from lightning_avgpipe.utils.random_streams import (
+    RandomKey,
+    host_stream,
+    peek_host,
+    restored,
+    seed_all,
+    seed_host,
+    seeds_of,
+)
 
 # fmt: off
 DRAWING_FUNCTIONS = frozenset((
@@ -45,18 +59,30 @@ DRAWING_FUNCTIONS = frozenset((
 # fmt: on
 
 
+# Path of the module that draws, number of its calls before, and number of the drawing function within the call.
+Draw = tuple[str, int, int]
+
+
+def may_draw_itself(name: str) -> bool:
+    """Return whether a torch function of this name may draw random numbers."""
+    return name in DRAWING_FUNCTIONS or name.endswith(".apply")
+
+
 @dataclass(frozen=True)
 class DrawingCall:
-    """What calls of a module draw.
+    """The way in which calls of a module draw random numbers.
 
     Attributes:
-        path: of the module; "" is the step's own code.
-        is_simple: whether it has no children.
-        is_seeded: whether its calls begin a stream: those of simple modules, and of units that did not draw when the
-            step was captured.
-        is_composite: whether its own code may draw from torch's generators, and it is not simple.
-        on_host: whether it may draw from the generators of Python and NumPy.
-        layers: what is inside of a unit that may do so in hooks only, since it is torch's own.
+        path: path of the module; "" is the step's own code.
+        is_simple: whether the module has no children.
+        is_seeded: whether its calls begin a stream, as calls of simple modules and of units do. In a unit something may
+            begin to draw that did not when the step was captured.
+        is_composite: whether the module has children and its own code may draw from torch's generators.
+        on_host: whether it may draw from the generators of Python or NumPy.
+        layers: modules of torch inside of a unit; they draw from the generators of Python or NumPy only if they have
+            hooks.
+        is_unit: whether it is a unit, so that one stage executes its calls and the others skip them.
+        seeds: whether it seeds torch's generators itself.
     """
 
     path: str
@@ -65,29 +91,35 @@ class DrawingCall:
     is_composite: bool
     on_host: bool
     layers: tuple[nn.Module, ...]
+    is_unit: bool
+    seeds: bool
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """The modules of a step that draw, or may.
+    """The modules of a step that draw, or may draw, random numbers.
 
     Attributes:
-        calls: of them, by the ids of the modules.
-        composite: paths of those that are.
-        known: ids of all modules of the root; what the step makes itself is none of them, and draws for its caller.
+        calls: the way in which their calls draw, by ids of the modules.
+        composite: paths of the modules that have children and whose own code may draw.
+        known: ids of all modules of the root; draws of a module that the step makes count as its caller's.
         seen: whether anything drew when the step was captured.
+        on_host: whether anything drew from the generators of Python or NumPy then.
+        late_on_host: whether anything has begun to draw from these since.
     """
 
     calls: Mapping[int, DrawingCall]
     composite: frozenset[str]
     known: frozenset[int]
     seen: bool
+    on_host: bool
+    late_on_host: bool = False
 
     @classmethod
     def of(cls, module: nn.Module, graph: CallGraph) -> Drawing:
-        """Find the modules by their paths.
+        """Find the modules of a step that draw or may draw.
 
-        Those outside of all units may draw, and so may those that chance has left out when the step was captured.
+        Modules outside of all units may draw, and so may those that chance left out when the step was captured.
         """
         drawing, host_drawing, units = may_draw(graph, module), graph.host_drawing, frozenset(graph.units)
         inside = {id(inner) for path in units for inner in module.get_submodule(path).modules()}
@@ -97,44 +129,58 @@ class Drawing:
         layers = {path: inner for path, inner in layers.items() if all(map(_is_of_torch, inner))}
         simple = frozenset(path for path, m in modules.items() if path and not any(True for _ in m.children()))
         composite = frozenset((*drawing, *outside)) - simple
-        late = units.difference(drawing)
         host = frozenset(("", *host_drawing, *units)).difference(layers)
         calls = {
             id(m): DrawingCall(
-                path, path in simple, path in simple | late, path in composite, path in host, layers.get(path, ())
+                path,
+                is_simple=path in simple,
+                is_seeded=path in simple | units,
+                is_composite=path in composite,
+                on_host=path in host,
+                layers=layers.get(path, ()),
+                is_unit=path in units,
+                seeds=path in graph.seeding,
             )
             for path, m in modules.items()
         }
-        return cls(calls, composite, frozenset(map(id, module.modules())), bool(drawing or host_drawing))
+        seen, on_host = bool(drawing or host_drawing), bool(host_drawing)
+        return cls(calls, composite, frozenset(map(id, module.modules())), seen, on_host)
 
 
 class _Scope:
-    """One call of a module: its path, the how-manieth call it is, and the drawing functions that it called so far."""
+    """One call of a module: its path, the number of earlier calls, and the drawing functions called so far.
 
-    __slots__ = ("_entered", "functions", "occurrence", "path", "regions", "seeds_functions")
+    Attributes:
+        begins: the call of a unit whose stream has not begun, until it is known that the unit is executed here; else
+            None.
+    """
+
+    __slots__ = ("_entered", "begins", "functions", "occurrence", "path", "regions", "seeds_functions")
 
     def __init__(self, path: str, occurrence: int, seeds_functions: bool) -> None:
         self.path = path
         self.occurrence = occurrence
         self.seeds_functions = seeds_functions
+        self.begins: DrawingCall | None = None
         self.functions = 0
         self.regions = 0
         self._entered: list[contextlib.AbstractContextManager[Any]] = []
 
     def enter(self, context: contextlib.AbstractContextManager[Any]) -> None:
-        """The rest of the call is within this context."""
+        """Enter a context for the rest of the call."""
         context.__enter__()
         self._entered.append(context)
 
     def leave(self) -> None:
-        """The call has ended."""
+        """End the call."""
         while self._entered:
             self._entered.pop().__exit__(None, None, None)
 
     def region(self) -> _Scope:
-        """What is checkpointed in one piece; where the call is split, not every stage executes it, so it counts alone.
+        """Return the scope of a region that is checkpointed in one piece.
 
-        Every process asks for it at the same point of the call.
+        The region counts its draws separately, since not every stage executes it if the call is split. Every process
+        must ask for the scope at the same point of the call.
         """
         if self is _QUIET:
             return _QUIET
@@ -142,7 +188,7 @@ class _Scope:
         return _Scope(f"{self.path}<{self.regions}>", self.occurrence, self.seeds_functions)
 
     def copy(self) -> _Scope:
-        """The same call as far as it has come, within no context."""
+        """Return a copy of the scope with its present counts, and without contexts."""
         if self is _QUIET:
             return _QUIET
         copied = _Scope(self.path, self.occurrence, self.seeds_functions)
@@ -155,7 +201,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Draws(CallWatcher):
-    """Seeds the draws of one execution of a step, and remembers how far it has come."""
+    """A watcher that seeds the draws in one execution of a step, and counts calls and functions."""
 
     def __init__(self, drawing: Drawing, key: RandomKey, device: torch.device) -> None:
         self.only: Container[int] | None = drawing.calls
@@ -164,8 +210,11 @@ class Draws(CallWatcher):
         self._device = device
         self._counts: Counter[str] = Counter()
         self._scopes = [_Scope("<step>", 0, True)]
-        self._within = False  # a unit, some of whose functions draw
-        self._functions: _Functions | None = None  # if they are seen
+        self._within = False  # whether a unit is running in which functions draw
+        self._functions: _Functions | None = None  # None unless functions are watched
+        self._seeding: _Scope | None = None  # the outermost call of a module that may seed
+        self._seeds: tuple[int, ...] = ()  # seeds that the generators got last within that call
+        self._has_seeded = False
 
     # -- calls of modules ---------------------------------------------------------------------------------------------
 
@@ -178,51 +227,100 @@ class Draws(CallWatcher):
         path = call.path
         occurrence = self._counts[path]
         self._counts[path] = occurrence + 1
-        if call.is_seeded:
-            seed_all(self._key.derive(path, occurrence), self._device)
-        if call.is_simple and not (call.on_host or call.layers):
-            self._scopes.append(_QUIET)
-            return
         scope = _Scope(path, occurrence, not call.is_simple)
         self._scopes.append(scope)
-        if call.on_host or (call.layers and any(map(_is_hooked, call.layers))):
-            scope.enter(host_stream(self._key.derive(path, occurrence)))
+        if call.seeds and self._seeding is None:
+            self._seeding, self._seeds = scope, seeds_of(self._device)
+        # a unit with forward hooks begins its stream at once, since the hooks run on every stage
+        if call.is_unit and not module._forward_hooks and StepTracer.current() is not None:
+            scope.begins = call
+        else:
+            self._begin(scope, call, self._drawing.on_host)
         if call.is_composite and self._within and self._functions is None:
             scope.enter(_Functions(self))
+
+    def begin_unit(self, elsewhere: bool = False) -> None:
+        """Begin the stream of the unit that was called last: it is executed here, perhaps also on other stages."""
+        scope, drawing = self._scopes[-1], self._drawing
+        if scope.begins is not None:
+            # each stage finds out late draws by itself, so they must not change streams that other stages use
+            self._begin(scope, scope.begins, drawing.on_host or (drawing.late_on_host and not elsewhere))
+            scope.begins = None
+
+    def _begin(self, scope: _Scope, call: DrawingCall, on_host: bool) -> None:
+        on_host = on_host and (call.on_host or any(map(_is_hooked, call.layers)))
+        if not (call.is_seeded or on_host):
+            return
+        seed = self._key.derive(scope.path, scope.occurrence)
+        if call.is_seeded:
+            self.begin_stream(seed)
+        if on_host:
+            scope.enter(host_stream(seed))
 
     def leave(self, module: nn.Module) -> None:
         if id(module) in self._drawing.known:
             scope = self._scopes.pop()
+            if scope is self._seeding:
+                self._seeding, self._has_seeded = None, False
             if scope is not _QUIET:
                 scope.leave()
 
+    def begin_on_host(self) -> tuple[float, float] | None:
+        """Begin the stream of Python's and NumPy's generators for code outside of units.
+
+        Returns:
+            The first numbers of it, if nothing is expected to draw from it.
+        """
+        seed, first = self._key.derive("host"), None
+        if not (self._drawing.on_host or self._drawing.late_on_host):
+            seed_host(seed)
+            first = peek_host()
+        seed_host(seed)
+        return first
+
     def skip(self, calls: Sequence[str]) -> None:
-        """These calls happened on another stage."""
+        """Count calls, by the paths of modules, that happen on another stage."""
         self._counts.update(calls)
 
     @property
     def seed(self) -> int:
-        """Of a stream for all that the call draws which has begun."""
+        """The seed of a stream for all draws of the running call."""
         scope = self._scopes[-1]
         return self._key.derive(scope.path, scope.occurrence)
 
     def begin_stream(self, seed: int) -> None:
-        """What is drawn now comes from a new stream."""
+        """Begin a new stream for later draws, unless the module that draws has seeded one itself."""
+        if self._seeding is not None:
+            self._has_seeded = self._has_seeded or seeds_of(self._device) != self._seeds
+            if self._has_seeded:
+                return
         seed_all(seed, self._device)
+        if self._seeding is not None:
+            self._seeds = seeds_of(self._device)
 
     # -- functions ----------------------------------------------------------------------------------------------------
 
-    def function(self, name: str) -> None:
-        """A torch function is about to be called, here or (as glue of an earlier stage) elsewhere."""
-        if name in DRAWING_FUNCTIONS or name.endswith(".apply"):
-            self.drawing_function()
+    def function(self, name: str) -> Draw | None:
+        """Begin a stream if a torch function that is about to be called here, or on an earlier stage as glue, may draw.
 
-    def drawing_function(self) -> None:
-        """The same of one that draws."""
+        Returns:
+            The draw whose stream has begun for it, if one has.
+        """
+        return self.drawing_function() if may_draw_itself(name) else None
+
+    def drawing_function(self) -> Draw | None:
+        """Begin a stream for a function that may draw; return its draw, or None if it has no stream of its own."""
         scope = self._scopes[-1]
-        if scope.seeds_functions:
-            seed_all(self._key.derive(scope.path, scope.occurrence, 1 + scope.functions), self._device)
-            scope.functions += 1
+        if not scope.seeds_functions:
+            return None
+        scope.functions += 1
+        draw = scope.path, scope.occurrence, scope.functions
+        self.begin_draw(draw)
+        return draw
+
+    def begin_draw(self, draw: Draw) -> None:
+        """Begin the stream of a draw."""
+        self.begin_stream(self._key.derive(*draw))
 
     def opaque(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._functions is not None:
@@ -234,11 +332,11 @@ class Draws(CallWatcher):
             self._scopes.pop()
 
     def functions(self, path: str, calls: Collection[str]) -> contextlib.AbstractContextManager[Any]:
-        """Within this context a unit runs, of which functions are seen where they may draw.
+        """Watch the functions of a unit within this context, if they may draw.
 
         Args:
-            path: of the unit; "": code of the step itself.
-            calls: within it that drew when the step was captured.
+            path: path of the unit; "": code of the step itself.
+            calls: paths of the modules called within it that drew when the step was captured.
         """
         if path in self._drawing.composite:
             return _Functions(self)
@@ -258,6 +356,7 @@ class Draws(CallWatcher):
         counts, calls = self._counts.copy(), 0
         within = [*self._scopes, self._scopes[-1].region()] if calls_before else self._scopes
         scopes = [scope.copy() for scope in within]
+        seeding, has_seeded = self._seeding, self._has_seeded
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
@@ -270,7 +369,8 @@ class Draws(CallWatcher):
                     self._scopes.pop()
             again = Draws(self._drawing, self._key, self._device)
             again._counts, again._scopes = counts.copy(), [scope.copy() for scope in scopes]
-            # what the checkpoint has put into the generators is for draws that nobody has seen
+            again._seeding, again._seeds, again._has_seeded = seeding, seeds_of(self._device), has_seeded
+            # the state that the checkpoint restores is only for draws that are not watched
             with restored(self._device), watching(again), _Functions(again):
                 return function(*args, **kwargs)
 
@@ -286,7 +386,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 class _Functions(TorchFunctionMode):
-    """Within this context functions are seen before they run, and all modules: theirs are none of their callers'."""
+    """A context that sees functions before they run, and calls of all modules, so that draws have the right caller."""
 
     def __init__(self, draws: Draws) -> None:
         super().__init__()
@@ -309,5 +409,4 @@ class _Functions(TorchFunctionMode):
 
 @functools.cache
 def _is_drawing(func: Any) -> bool:
-    name = function_name(func)
-    return name in DRAWING_FUNCTIONS or name.endswith(".apply")
+    return may_draw_itself(function_name(func))

@@ -1,4 +1,4 @@
-"""Recomputation: a stage keeps its inputs instead of its activations, and repeats its forward before the backward.
+"""Recompute: a stage keeps its inputs instead of its activations, and repeats its forward before the backward.
 
 ::
 
@@ -6,10 +6,10 @@
     recompute=True         F0 F1 . . . F0'B0 ...... keeps what F0 and F1 received; F0' is the replay once more
     recompute=["blocks"]   F0 F1 . . . B0'......... keeps the inputs of these units, each repeated within the backward
 
-The whole stage: the step function is replayed a second time, with the numbers, random numbers and state of the first
-time, so glue, autocast and everything else that the step does around its units is as it was. Only the backward's
-transient is one full stash, whatever is in flight. Single units: ``torch.utils.checkpoint``; no glue is repeated, and
-the last stage benefits even where its backward follows at once.
+For a whole stage, the step function is replayed a second time with the inputs, random numbers and state of the first
+time. So glue, autocast and everything else around the units is as it was. Only one full stash exists, during the
+backward, whatever is in flight. Single units use ``torch.utils.checkpoint``: no glue is repeated, and the last stage
+saves memory even if its backward follows at once.
 
 A repetition leaves no trace: buffers and attributes of modules are as before it, and nothing is logged.
 """
@@ -48,21 +48,21 @@ _repeating = _Repeating()
 
 
 def is_repeating() -> bool:
-    """Whether this thread repeats a forward, whose effects have happened already."""
+    """Return whether this thread repeats a forward, whose side effects have happened already."""
     return _repeating.now
 
 
-class Surroundings:
+class ForwardState:
     """The state of modules that a forward reads and changes, as it was before the forward.
 
-    Made before the first execution. Buffers are known to change from the capture, and copied; of attributes those are
-    kept which the first execution changes.
+    It must be constructed before the first execution. Buffers that are known to change from the capture are copied. Of
+    attributes, those are kept that the first execution changes.
 
     Args:
-        modules: that the forward may change.
-        buffers: ids of the buffers of theirs that it changes.
-        parameters: that it writes into.
-        read: what leads to objects that it reads or changes, and others may change before it is repeated.
+        modules: modules that the forward may change.
+        buffers: ids of the modules' buffers that it changes.
+        parameters: parameters that it writes into.
+        read: roots of objects that it reads or changes, and that other code may change before the repetition.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class Surroundings:
         return Objects(self._read, opaque=True), Objects(attribute_values(self._modules), opaque=True)
 
     def done(self) -> None:
-        """The first execution has ended."""
+        """End the first execution: keep only what it has changed."""
         self._before.keep_changed()
         self._inner = self._inner.among(set(map(id, self._inner.changed())))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Within this context the modules are as before the first execution; then as they were before this context.
+        """Restore the state before the first execution within this context, and the present state after it.
 
         Raises:
             StepChangedError: a tensor that is no buffer was changed in place, which cannot be undone.
@@ -107,7 +107,7 @@ class Surroundings:
         self._inner.restore()
         self._objects.restore()
         for module, name, copy in self._buffers:
-            # other objects, not other contents: what was saved for a backward stays as it is
+            # another object, since the contents may be saved for a backward
             module._buffers[name] = copy
         memory = [(parameter, parameter.detach()) for parameter, _ in self._parameters]
         for parameter, copy in self._parameters:
@@ -131,10 +131,10 @@ class Surroundings:
 
 
 class Observations:
-    """What ``self.log`` and metrics returned in the first execution; they are not called again.
+    """The results of ``self.log`` and metrics in the first execution, which a repetition gets without calling them.
 
     Args:
-        observe: calls them; None: they are called as they are.
+        observe: call them; None: they are called directly.
     """
 
     def __init__(self, observe: Callable[[Callable[..., Any], Any, Any], Any] | None = None) -> None:
@@ -142,7 +142,7 @@ class Observations:
         self._results: list[Any] = []
 
     def first(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Observe."""
+        """Call a function that observes, and keep its result."""
         result = run(*args, **kwargs) if self._observe is None else self._observe(run, args, kwargs)
         if any(tensor.grad_fn is not None for tensor in tree.tensors(result)):
             raise ConfigurationError(
@@ -153,7 +153,7 @@ class Observations:
         return result
 
     def again(self) -> Callable[[Callable[..., Any], Any, Any], Any]:
-        """What to call in the repetition: gives the same results in the same order."""
+        """Return a function for the repetition that returns the same results in the same order."""
         results = iter(self._results)
         return lambda run, args, kwargs: next(results)
 
@@ -162,13 +162,13 @@ class Observations:
 
 
 class UnitRepeater:
-    """Makes calls of units keep their inputs only.
+    """A wrapper for calls of units that makes them keep their inputs only.
 
     Args:
         module: the whole module.
-        recompute: which units.
-        device: of the stage.
-        read: what leads to objects outside of units that units may change, and that change otherwise.
+        recompute: options that choose the units.
+        device: device of the stage.
+        read: roots of objects outside of units that units may change, and that other code changes too.
     """
 
     def __init__(self, module: nn.Module, recompute: Recompute, device: torch.device, read: Sequence[Any] = ()) -> None:
@@ -179,19 +179,19 @@ class UnitRepeater:
         self._device = device
 
     def __call__(self, node: Node, run: Callable[..., Any]) -> Callable[..., Any]:
-        """What executes the unit: ``run`` itself where it was not chosen."""
+        """Return the function that executes a unit; ``run`` itself if the unit was not chosen."""
         if not self._recompute.includes(node.name) or not torch.is_grad_enabled():
             return run
         modules = list(self._module.get_submodule(node.name).modules())
         buffers = {id(self._buffer(name)) for name in node.states}
-        draws = RandomState(self._device)  # the unit was seeded just now; if it has not drawn so far, it may begin to
+        draws = RandomState(self._device)  # kept even if the unit has not drawn so far, since it may begin to
         parameters = [self._module.get_parameter(name) for name in node.states if name in self._parameters]
-        surroundings: Surroundings | None = None
+        surroundings: ForwardState | None = None
 
         def unit(*args: Any, **kwargs: Any) -> Any:
             nonlocal surroundings
             if surroundings is None:
-                surroundings = Surroundings(modules, buffers, parameters, (args, kwargs, *self._read))
+                surroundings = ForwardState(modules, buffers, parameters, (args, kwargs, *self._read))
                 result = run(*args, **kwargs)
                 surroundings.done()
                 return result
@@ -200,7 +200,7 @@ class UnitRepeater:
                 return run(*args, **kwargs)
 
         def repeatable(*args: Any, **kwargs: Any) -> Any:
-            # what is drawn inside is seeded by whoever watches
+            # a watcher seeds the draws inside
             return checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
         return repeatable
@@ -214,17 +214,17 @@ class UnitRepeater:
 
 
 class Repetition:
-    """What a stage, or a neighbour that has what it received, does once more.
+    """The forwards that a stage repeats for their backwards.
 
     Args:
-        own: what the stage makes of the module.
-        device: where it computes.
-        recompute: what is to be repeated.
-        relayed: whether what the stage receives goes on to the next one.
+        own: the module as the stage sees it.
+        device: device of the stage.
+        recompute: options that choose what is repeated.
+        relayed: whether the values that the stage receives are forwarded to the next one.
 
     Attributes:
-        overwritten: received values that the stage changes in place, and somebody needs once more.
-        units: makes calls of units keep their inputs; None: none does.
+        overwritten: received values that the stage changes in place although they are needed again.
+        units: wrapper for the units that keep their inputs only; None: there are none.
     """
 
     def __init__(self, own: OwnModule, device: torch.device, recompute: Recompute, relayed: bool) -> None:
@@ -238,22 +238,22 @@ class Repetition:
         self._micro_batches: frozenset[int] = frozenset()
 
     def follow(self, row: Sequence[Action]) -> None:
-        """These actions of the stage follow; forwards whose backwards are not among them come with those that do."""
+        """Take the next actions of the stage, with the backward of each forward that is to be repeated."""
         self._micro_batches = repeated(row, self._program.is_last) if self._stages else frozenset()
 
     def __contains__(self, micro_batch: int) -> bool:
-        """Whether the forward of a micro-batch is repeated."""
+        """Return whether the forward of a micro-batch is repeated."""
         return micro_batch in self._micro_batches
 
-    def surroundings(self, rewritten: Sequence[nn.Parameter]) -> Surroundings:
-        """Of a forward that begins, which writes into these parameters."""
+    def surroundings(self, rewritten: Sequence[nn.Parameter]) -> ForwardState:
+        """Return a record of the state before a forward that writes into these parameters."""
         states = {name for node in self._program.nodes for name in node.states}
         buffers = {id(b) for name, b in self._module.named_buffers() if name in states} if states else set()
-        return Surroundings(self._scope, buffers, rewritten, self._read)
+        return ForwardState(self._scope, buffers, rewritten, self._read)
 
 
 def _scope(program: StageProgram, module: nn.Module) -> list[nn.Module]:
-    """The modules that a stage's forward may change: its units, and what lies outside of all units."""
+    """Return the modules that a stage's forward may change: its units, and what lies outside of all units."""
     mine = {node.name for node in program.nodes if node.kind == "call"}
     foreign = {
         id(inner)
@@ -266,7 +266,7 @@ def _scope(program: StageProgram, module: nn.Module) -> list[nn.Module]:
 
 
 def _unowned(program: StageProgram, module: nn.Module) -> list[Any]:
-    """The variables that units change (global counters); of others generators, from which they may begin to draw."""
+    """Return the variables that units change (global counters), and random generators in others, for late draws."""
     changed, found = {name for path, name in program.graph.of_units if not path}, list[Any]()
     for name, variable in outside(module).items():
         found += [variable] if name in changed else Objects([variable], opaque="generators").opaque
@@ -274,7 +274,7 @@ def _unowned(program: StageProgram, module: nn.Module) -> list[Any]:
 
 
 def _overwritten(program: StageProgram) -> frozenset[int]:
-    """The received values that a stage changes in place, by themselves or by a value in the same memory."""
+    """Return the received values that a stage changes in place, directly or by another value in the same memory."""
     values = program.graph.values
     written = {values[v].storage for node in program.nodes for _, v, _ in node.writes}
     return frozenset(value for value in program.receives if values[value].storage in written)

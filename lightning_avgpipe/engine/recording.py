@@ -1,4 +1,4 @@
-"""Recording: what the processes do in one iteration, put together as a timeline on one clock."""
+"""Record what the processes do in one iteration, and assemble a timeline on one clock."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.schedule import Action, Activity, Span, Timeline, Transfer, peak_stash
 from lightning_avgpipe.utils.device import Moment
 
-_Message = tuple[Edge, int]  # with the micro-batch
+_Message = tuple[Edge, int]  # edge and micro-batch
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What one process did; times in seconds on its own clock.
+    """The record of one process; times are in seconds on its own clock.
 
     Attributes:
-        rank: of the process.
-        clock: how far its clock is off.
-        spans: its actions.
-        activities: everything else it did.
+        rank: rank of the process.
+        clock: offset of its clock.
+        spans: actions that it ran.
+        activities: all other activities.
         sent: (edge, micro-batch) -> begin and end of sending.
-        arrived: (edge, micro-batch) -> when it was there.
+        arrived: (edge, micro-batch) -> time of arrival.
     """
 
     rank: int
@@ -43,11 +43,11 @@ class Recording:
 
 
 class Recorder(Observer):
-    """Collects the moments of one iteration in this process; its methods may be called from any thread.
+    """An observer that records one iteration in this process; its methods may be called from any thread.
 
     Args:
-        rank: of this process.
-        device: of this process.
+        rank: rank of this process.
+        device: device of this process.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class Recorder(Observer):
         self._all_sent = threading.Condition()
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
-        """Have an action done."""
+        """Run an action and record its times."""
         begin = self._clock.now()
         output = do()
         self._spans.append((work.stage, work.action, work.pipeline, begin, self._clock.now()))
@@ -69,26 +69,26 @@ class Recorder(Observer):
 
     @contextlib.contextmanager
     def waiting(self, note: str) -> Iterator[None]:
-        """The executor, on the host, waits within this context."""
+        """Record a wait of the executor, on the host, that lasts for this context."""
         begin = host_now()
         yield
         self._activities.append(("wait", begin, host_now(), note))
 
     @contextlib.contextmanager
     def activity(self, kind: Literal["step", "averaging"]) -> Iterator[None]:
-        """The device does something else within this context."""
+        """Record other work of the device that lasts for this context."""
         begin = self._clock.now()
         yield
         self._activities.append((kind, begin, self._clock.now(), ""))
 
     def queued(self) -> None:
-        """A message will be sent."""
+        """Count a message that will be sent."""
         with self._all_sent:
             self._unsent += 1
 
     @contextlib.contextmanager
     def sending(self, route: Route, micro_batch: int, stream: Any) -> Iterator[None]:
-        """A queued message is sent within this context: on a stream, or None: by the host."""
+        """Record the sending of a queued message within this context, on a stream, or (None) by the host."""
         begin = self._there(stream)
         yield
         if isinstance(route.what, Edge):
@@ -98,15 +98,15 @@ class Recorder(Observer):
             self._all_sent.notify_all()
 
     def arrived(self, route: Route, micro_batch: int, stream: Any) -> None:
-        """A message is there: when its stream gets here, or None: now."""
+        """Record the arrival of a message: when its stream gets here, or (None) now."""
         if isinstance(route.what, Edge):
             self._arrived[route.what, micro_batch] = self._there(stream)
 
     def finish(self, clock: ClockOffset, timeout_s: float) -> Recording:
-        """What was recorded, after the last message has left.
+        """Return the recording when the last message has been sent.
 
         Raises:
-            PeerError: it did not leave in time.
+            PeerError: it was not sent in time.
         """
         with self._all_sent:
             if not self._all_sent.wait_for(lambda: self._unsent == 0, timeout_s):
@@ -129,11 +129,11 @@ class Recorder(Observer):
 
 
 def assemble(recordings: Sequence[Recording], replicas: Sequence[Sequence[int]]) -> Timeline:
-    """Put the recordings of all processes together, on the clock of rank 0; the first action begins at 0.
+    """Assemble the recordings of all processes on the clock of rank 0; the first action begins at 0.
 
     Args:
-        recordings: of every process.
-        replicas: ranks of each stage, which take its micro-batches in turns, shape ``(K,)``.
+        recordings: recordings of all processes.
+        replicas: ranks of each stage, which take turns at its micro-batches, shape ``(K,)``.
     """
     begins = [span.begin_s + recording.clock.offset_s for recording in recordings for span in recording.spans]
     zero = min(begins, default=0.0)
@@ -156,7 +156,7 @@ def assemble(recordings: Sequence[Recording], replicas: Sequence[Sequence[int]])
 
 
 def _transfer(message: _Message, begin_s: float, end_s: float, arrival_s: float) -> Transfer:
-    """Sending ends before it is noticed that it did, and clocks are a little off: nothing arrives before it is sent."""
+    """Make a transfer whose times are in order: the end of sending is noticed late, and clocks differ a little."""
     edge, micro_batch = message
     arrival_s = max(arrival_s, begin_s)
     end_s = min(end_s, arrival_s)

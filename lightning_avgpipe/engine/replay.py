@@ -1,4 +1,4 @@
-"""Replay: execute the whole step function, of which only one stage's part happens.
+"""Replay: execute the whole step function such that only one stage's part of it happens.
 
 ::
 
@@ -7,16 +7,16 @@
     values:           absent or      | real            | the step ends with an exception
                       received       |                 |
 
-Nodes of earlier stages give back the values that were received, or absent ones. The nodes of this stage run. Before
-the first node of a later stage the step is left. Free glue runs wherever it stands. A micro-batch with which the step
-does something else takes a detour.
+Nodes of earlier stages return the values that were received, or absent ones. The nodes of this stage run. The step ends
+before the first node of a later stage. Free glue runs wherever it stands. If the step does something else than when it
+was captured, it takes a detour.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -26,19 +26,24 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
+from lightning_avgpipe.engine.attestation import Attestation, Attested
 from lightning_avgpipe.engine.compiling import Compiler
+from lightning_avgpipe.engine.constants import Constants
 from lightning_avgpipe.engine.detour import Detour
 from lightning_avgpipe.engine.operation import Around, Operation, Repeat, Runner
-from lightning_avgpipe.engine.path import Entry, Path, Step
+from lightning_avgpipe.engine.path import Entry, OffPathNode, Path
+from lightning_avgpipe.engine.program_writer import ProgramWriter
 from lightning_avgpipe.engine.randomness import Drawing, Draws
+from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.engine.stand_ins import StandIns
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.object_state import ObjectState, put_state, state_of
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
-from lightning_avgpipe.utils.random_streams import RandomKey, host_stream, stream
-from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.random_streams import RandomKey, peek_host, stream
+from lightning_avgpipe.utils.source import caught_line, source_line
 
 Observe = Callable[[Callable[..., Any], Any, Any], Any]
 
@@ -48,33 +53,39 @@ Tapped = tuple[tuple[Tensor, ...], tuple[Entry, ...]]
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a stage made of one micro-batch.
+    """The outcome of one stage's part of a step on one micro-batch.
 
     Attributes:
-        result: of the step function; None unless this is the last stage.
-        sent: the values that the program sends, in its order; or those of a detour.
-        entries: what the nodes up to the end of this stage returned, or their path.
-        tapped: by position where that was asked for, and where the step came: copies of the values that are alive, and
-            what the nodes before it returned.
+        result: result of the step function; None unless this is the last stage.
+        sent: tensors for the next stage, in the order of the program, or of a detour.
+        entries: descriptions of what the nodes up to the end of this stage returned, or their path.
+        tapped: copies of the values that are alive at the tapped position, and descriptions of what the nodes before it
+            returned; None if the step did not come there.
+        began_on_host: whether Python's or NumPy's generators have moved, although nothing drew from them when the step
+            was captured.
+        attested: requests for the nodes up to the end of this stage; empty if not wanted.
     """
 
     result: Any
     sent: tuple[Tensor, ...]
     entries: tuple[Entry, ...] | Path
-    tapped: Mapping[int, Tapped]
+    tapped: Tapped | None
+    began_on_host: bool
+    attested: tuple[Attested, ...] = ()
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What the replays of a stage have in common.
+    """The data that all replays of a stage share.
 
     Attributes:
         units: ``id(module) -> path``.
         owned: ``id -> full name`` of parameters, and of buffers that glue changes.
-        drawing: the modules that draw; None: nothing does.
-        device: of the stage.
-        packer: of the module; None if no unit writes into objects.
-        compiler: of units; None: they run as they are.
+        drawing: modules that draw random numbers; None: nothing draws.
+        device: device of the stage.
+        packer: packer of the module; None if no unit writes into objects.
+        compiler: compiler of units; None: they run uncompiled.
+        constants: buffers that free glue must not change; None: it may change all.
     """
 
     units: Mapping[int, str]
@@ -83,13 +94,14 @@ class Ground:
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     packer: Packer | None = None
     compiler: Compiler | None = None
+    constants: Constants | None = None
 
 
 _NOTHING = contextlib.nullcontext()
 
 
 class _StageEnd(BaseException):
-    """Leaves the step function; no error, so not an Exception that user code might catch."""
+    """An exception that leaves the step function; no Exception, which user code might catch."""
 
 
 def replay(
@@ -102,39 +114,46 @@ def replay(
     key: RandomKey | None = None,
     observe: Observe | None = None,
     repeat: Repeat | None = None,
-    taps: frozenset[int] = frozenset(),
+    tap: int = 0,
     around: Around | None = None,
+    attested: tuple[Attested, ...] | None = None,
+    writer: ProgramWriter | None = None,
 ) -> Replayed:
     """Execute one stage's part of a step on one micro-batch.
 
     Args:
-        program: what to do.
-        ground: of the stage.
+        program: program of the stage.
+        ground: data that all replays of the stage share.
         run: executes the step function.
-        args: its arguments, the micro-batch first.
-        received: tensors for ``program.receives``, in its order; or for the values of a path.
-        entries: what the nodes of earlier stages returned; fewer if the step returned None on one of them. Or the path
-            that they took.
-        key: names this execution, for random numbers.
-        observe: calls ``self.log`` and metrics on the last stage; None: as they are.
-        repeat: makes what executes a unit into what keeps less for the backward.
-        taps: positions where values are copied, those behind the start of the program.
+        args: arguments of the step, the micro-batch first.
+        received: tensors for ``program.receives``, in its order, or for the values of a path.
+        entries: descriptions of what the nodes of earlier stages returned, fewer if the step returned None on one of
+            them; or the path that they took.
+        key: key of this execution's random numbers.
+        observe: call ``self.log`` and metrics on the last stage; None: they are called directly.
+        repeat: wrap the function that executes a unit so that it keeps less for the backward.
+        tap: position after the start of the program at which values are copied; 0: none.
         around: context within which each node runs.
+        attested: requests of the step for the nodes of earlier stages; None: they are not compared.
+        writer: writer that writes down a flat program.
     Raises:
-        StepChangedError: the step did something else than when it was captured.
+        StepChangedError: the step did something else than when it was captured, or than on an earlier stage.
         AbsentValueError: the step needs a value that was not sent.
     """
     key, drawing, device = key or RandomKey(0), ground.drawing, ground.device
     draws = None if drawing is None else Draws(drawing, key, device)
     runner = Runner(draws, repeat, ground.packer, around, ground.compiler)
-    replayer = _Replayer(program, ground, received, entries, observe, runner, taps)
+    replayer = _Replayer(program, ground, received, entries, observe, runner, tap, attested, writer)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if program.graph.batch_writes else _same, tuple(args))
+    if replayer.attestation is not None:
+        replayer.attestation.batch(tree.tensors(args))
+    begun = None if draws is None else draws.begin_on_host()
     with (
         _NOTHING if draws is None else stream(key.derive("step"), device),
         _NOTHING if draws is None else watching(draws),
-        _NOTHING if draws is None else host_stream(key.derive("host")),
         replayer.following(compiled=ground.compiler is not None or drawing is None or not drawing.seen),
+        _NOTHING if writer is None else writer.looking(replayer.is_inside),
     ):
         try:
             result = run(*args)
@@ -146,76 +165,74 @@ def replay(
         else:
             replayer.check_finished(result)
         finally:
-            replayer.stand_ins.restore()
-    return Replayed(result, replayer.sent(), replayer.entries(), replayer.tapped)
+            replayer.close()
+    began_on_host = begun is not None and begun != peek_host()
+    sent = replayer.sent()
+    told = () if replayer.attestation is None else replayer.attestation.told()
+    if writer is not None:
+        writer.end(result, sent, told[len(attested or ()) :], complete=replayer.is_complete(result))
+    return Replayed(result, sent, replayer.entries(), replayer.tapped, began_on_host, told)
 
 
 @dataclass
 class _Trail:
-    """What nodes have returned so far.
+    """The descriptions of what nodes have returned so far.
 
     Attributes:
-        before: of earlier stages; fewer if the step ended on one of them.
-        start: where this stage begins.
-        ended: where the step has ended on an earlier stage; None: it has not.
-        own: of this stage.
+        before: descriptions from earlier stages; fewer if the step ended on one of them.
+        start: position where this stage begins.
+        ended: position where the step has ended on an earlier stage; None: it has not.
+        own: descriptions from this stage.
+        left: exception that has ended the step on this stage.
     """
 
-    before: tuple[Entry | Step, ...]
+    before: tuple[Entry | OffPathNode, ...]
     start: int
     ended: int | None
     own: list[Entry] = field(default_factory=list)
+    left: _StageEnd | None = None
 
     @classmethod
     def of(cls, path: tuple[Entry, ...] | Path, program: StageProgram) -> _Trail:
-        """Of earlier stages, which went the captured way or another."""
+        """Make a trail from the descriptions, or the path, of earlier stages."""
         if isinstance(path, Path):
             return cls(path.entries, len(path.entries), len(path.entries) if path.ended else None)
         return cls(path, program.start, len(path) if len(path) < program.start else None)
 
     @property
     def entries(self) -> tuple[Any, ...]:
-        """Of all nodes; steps among them if an earlier stage went another way."""
+        """The descriptions of all nodes; steps are among them if an earlier stage took a detour."""
         return (*self.before, *self.own) if self.own else self.before
 
 
-@dataclass
-class _Taps:
-    """Positions at which values are copied that are alive, and those that have been."""
-
-    positions: frozenset[int]
-    found: dict[int, Tapped] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.last = max(self.positions, default=0)
-
-
 class _Sending:
-    """Values that will be sent, as far as they have been made here.
+    """The values to be sent, as far as they have been made here.
 
     Args:
-        program: of the stage.
-        taps: positions at which values are copied as well.
-        stand_ins: for what was received.
-        device: of the stage.
+        program: program of the stage.
+        tap: position at which values are copied as well; 0: none.
+        stand_ins: stand-ins for the values of earlier stages.
+        device: device of the stage.
 
     Attributes:
-        device: the same.
+        tap: as given.
+        device: as given.
     """
 
-    def __init__(self, program: StageProgram, taps: frozenset[int], stand_ins: StandIns, device: torch.device) -> None:
-        self._wanted = frozenset(program.sends).union(*map(program.graph.live, taps))
+    def __init__(self, program: StageProgram, tap: int, stand_ins: StandIns, device: torch.device) -> None:
+        self.tap = tap
+        self._wanted = frozenset(program.sends) | frozenset(program.graph.live(tap) if tap else ())
         self._made: dict[int, Tensor] = {}
         self._stand_ins = stand_ins
         self.device = device
 
     def made(self, tensor: Tensor, value: int) -> None:
-        """A node of this stage gave a value."""
+        """Note that a node of this stage has returned a value."""
         if value in self._wanted:
             self._made[value] = tensor
 
     def tensor(self, value: int) -> Tensor:
-        """What is sent for it; an empty one for what was not made because the step ended before."""
+        """Return the tensor to send for a value; an empty one if the step ended before the value was made."""
         tensor = self._made.get(value)
         if tensor is None:
             tensor = self._stand_ins.of(value)
@@ -223,7 +240,7 @@ class _Sending:
 
 
 class _Replayer(StepTracer):
-    """Where a replay stands in the graph; arguments are those of :func:`replay`."""
+    """The state of a replay; the arguments are those of :func:`replay`."""
 
     def __init__(
         self,
@@ -233,39 +250,92 @@ class _Replayer(StepTracer):
         path: tuple[Entry, ...] | Path,
         observe: Observe | None,
         runner: Runner,
-        taps: frozenset[int],
+        tap: int,
+        attested: tuple[Attested, ...] | None,
+        writer: ProgramWriter | None,
     ) -> None:
         super().__init__(ground.units, ground.owned, ground.device)
+        self.attestation = None
+        if attested is not None:
+            self.attestation = Attestation(self.known, program.stage, attested, program.is_last)
         self._program = program
+        self._writer = writer
+        self._constants = ground.constants
         self._runner = runner
         self._observe = observe
-        self._observed: list[Tensor] = []  # what the last stage will look at
+        self._observed: list[Tensor] = []  # tensors that the last stage will observe
         self._trail = _Trail.of(path, program)
-        # if the step is off the captured path
+        # None while the step is on the captured path
         self._detour = self._new_detour(path.shared) if isinstance(path, Path) else None
         values = path.values if isinstance(path, Path) else program.receives
         given = dict(zip(values, received, strict=True))
         self.stand_ins = StandIns(program, given, self.known, ground.device, ground.packer)
-        self._taps = _Taps(taps)
-        self._sending = _Sending(program, taps, self.stand_ins, ground.device)
+        self.tapped: Tapped | None = None
+        self._sending = _Sending(program, tap, self.stand_ins, ground.device)
         self._position = 0
+        self._runs_everywhere = False  # whether a unit that depends on the batch alone is running
+        self._held: list[
+            tuple[Any, ObjectState]
+        ] = []  # lasting objects, with their state where the stage left the step
+
+    @property
+    def mutes(self) -> bool:
+        """Whether output of code between units is muted: it appears on the last stage only."""
+        return not self._program.is_last or is_repeating()
+
+    def is_muted(self) -> bool:
+        """Return whether output is muted now; that of a unit appears where the unit runs."""
+        return not self._inside or self._runs_everywhere or is_repeating()
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tree.tensors((args, kwargs))
         alike = path not in self._program.graph.resident and all(self.known.value_of(t) is None for t in tensors)
-        # one that was not called when the step was captured may have weights, which one stage must train
+        # a unit that was not captured may have weights, which one stage must train
         if alike and not any(True for _ in module.parameters()):
-            return run(*args, **kwargs)
+            if self._runner.draws is not None:
+                self._runner.draws.begin_unit(elsewhere=True)
+            self._runs_everywhere = True
+            try:
+                with self.executing():
+                    result = run(*args, **kwargs)
+            finally:
+                self._runs_everywhere = False
+            if self._writer is not None:
+                self._writer.call(module, args, kwargs, result)
+            return result
         return self._at_node(Operation("call", path, run, args, kwargs, tensors, module))
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors, name = tensor_arguments(args, kwargs), function_name(func)
-        if self._runner.draws is not None:
-            self._runner.draws.function(name)
+        draw = None if self._runner.draws is None else self._runner.draws.function(name)
+        if self._writer is not None:
+            self._writer.draw = draw
         for tensor in tensors:
             if id(tensor) in self._owned or self.known.value_of(tensor) is not None:
                 return self._at_node(Operation("glue", name, func, args, kwargs, tensors))
-        return func(*args, **kwargs)
+        if any(isinstance(tensor, Absent) for tensor in tensors):  # a left-over of the previous micro-batch
+            with Absent.flowing():
+                result = func(*args, **kwargs)
+        else:
+            if self._constants is not None and tensors:
+                self._constants.check_write(name, tensors[0])
+            result = func(*args, **kwargs)
+        if self.attestation is not None:
+            self.attestation.made(name, args, kwargs, result)
+        if self._writer is not None:
+            self._writer.glue(func, args, kwargs, result, tensors)
+        return result
+
+    def _like(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = super()._like(func, args, kwargs)
+        if self._writer is not None:
+            self._writer.refuse(f"{function_name(func)}() makes a tensor like a parameter")
+        return result
+
+    def region(self, generator: Iterator[Any]) -> Iterator[Any]:
+        if self._writer is not None:
+            self._writer.refuse("it checkpoints a region")
+        return super().region(generator)
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return self._at_node(Operation("region", "", run, args, kwargs, tensor_arguments(args, kwargs)))
@@ -274,16 +344,22 @@ class _Replayer(StepTracer):
         if not self._program.is_last:
             self._observed += tree.tensors((args, kwargs))
             return Absent(TensorMeta((), torch.get_default_dtype(), False, False), self._sending.device, "a metric")
-        return run(*args, **kwargs) if self._observe is None else self._observe(run, args, kwargs)
+        with self.executing():
+            result = run(*args, **kwargs) if self._observe is None else self._observe(run, args, kwargs)
+        if self._writer is not None:
+            self._writer.observed(run, args, kwargs, result)
+        return result
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def _at_node(self, operation: Operation) -> Any:
-        """The step has come to its next node: leave it out, execute it, or leave the step."""
+        """Skip, execute or end at the step's next node."""
+        if self._trail.left is not None:
+            raise self._caught(self._trail.left)
         position, start = self._position, self._trail.start
-        if position > start and position in self._taps.positions and self._detour is None:
+        if position == self._sending.tap > start and self._detour is None:
             values = tuple(self._sending.tensor(v).detach().clone() for v in self._program.graph.live(position))
-            self._taps.found[position] = values, self._trail.entries
+            self.tapped = values, self._trail.entries
         if position == self._trail.ended:
             raise self._changed(operation, None)
         node, entry = self._expected(position)
@@ -291,22 +367,24 @@ class _Replayer(StepTracer):
             if not operation.matches(node):
                 return self._off_path(operation, node)
             if position == self._program.end:
-                raise _StageEnd
+                raise self._ended()
             if entry is not None and not self._program.is_last:
                 self._trail.own.append(entry)
         elif not operation.matches(node):
             raise self._changed(operation, node)
         assert node is not None
+        if self.attestation is not None:
+            self.attestation.node(position, operation, position >= start and entry is None)
         self._position += 1
         return self._execute(operation, node) if entry is None else self._skip(operation, node, entry)
 
     def _expected(self, position: int) -> tuple[Node | None, Entry | None]:
-        """The node that comes now, if that is known, and what it gives if it is not executed here."""
+        """Return the node that is expected next, if known, and its description if it is not executed here."""
         nodes, program = self._program.graph.nodes, self._program
         entry = program.elsewhere.get(position)
         if position < self._trail.start:
             before = self._trail.before[position]
-            if isinstance(before, Step):
+            if isinstance(before, OffPathNode):
                 return before
             return nodes[position], before if entry is None and position not in program.upkeep else entry
         if self._detour is not None or position >= len(nodes):
@@ -316,11 +394,16 @@ class _Replayer(StepTracer):
     def _skip(self, operation: Operation, node: Node, entry: Entry) -> Any:
         if self._runner.draws is not None and node.drawn:
             self._runner.draws.skip(node.drawn)
+        if self._writer is not None:
+            self._writer.skipped(node)
         return self.stand_ins.result(node, entry, *operation.opened(node))
 
     def _execute(self, operation: Operation, node: Node) -> Any:
         taken, objects = operation.opened(node)
-        outcome = self._runner.run(operation, node, objects)
+        if self._writer is not None:
+            self._writer.begin_node(operation)
+        with _NOTHING if operation.kind == "glue" else self.executing():
+            outcome = self._runner.run(operation, node, objects)
         if not outcome.is_as_captured(node, taken, self.known):
             is_here = node.index >= self._trail.start and node.index not in self._program.upkeep
             detour = self._new_detour()
@@ -328,7 +411,9 @@ class _Replayer(StepTracer):
             self._detour = detour
             return outcome.result
         if objects is None:
-            outcome = outcome.apart(node, taken)
+            whole, outcome = outcome, outcome.apart(node, taken)
+        if self._writer is not None:
+            self._writer.node(operation, node, outcome, apart=objects is None and whole is not outcome)
         for value, tensor in zip(node.outputs, outcome.tensors, strict=True):
             if value >= 0:
                 self._learn(tensor, value)
@@ -336,7 +421,7 @@ class _Replayer(StepTracer):
             target = taken[i]._base if of_base else taken[i]
             if target is not None:
                 self._learn(target, value)
-        if (not self._program.is_last or node.index < self._taps.last) and node.index >= self._trail.start:
+        if (not self._program.is_last or node.index < self._sending.tap) and node.index >= self._trail.start:
             self._trail.own.append(outcome.entry)
         return outcome.result
 
@@ -345,7 +430,7 @@ class _Replayer(StepTracer):
         self._sending.made(tensor, value)
 
     def explain(self, error: AbsentValueError) -> None:
-        """Say so if the step does something else than when it was captured, here or on a stage before."""
+        """Add a note to an error if the step has left the captured path here or on an earlier stage."""
         if self._detour is not None:
             error.add_note(
                 f"With this micro-batch {self._program.graph.step} does something else than with the first one, by "
@@ -355,10 +440,12 @@ class _Replayer(StepTracer):
     # -- detours ----------------------------------------------------------------------------------------------------
 
     def _new_detour(self, shared: frozenset[int] = frozenset()) -> Detour:
+        if self._writer is not None:
+            self._writer.refuse("it does something else than when it was captured")
         return Detour(self._program, self.known, self._owned, self._trail.before, shared)
 
     def _off_path(self, operation: Operation, expected: Node | None) -> Any:
-        """A node that was not there when the step was captured."""
+        """Handle a node that was not captured."""
         detour, names = self._detour or self._new_detour(), operation.uses(self._owned)
         is_later = detour.is_later(names)
         if not (is_later or detour.may_run(operation.kind, names)):
@@ -366,39 +453,63 @@ class _Replayer(StepTracer):
         self._detour = detour
         if is_later:
             detour.leave(names, [*operation.tensors, *self._observed, *_variables()])
-            raise _StageEnd
+            raise self._ended()
         self._position += 1
-        return detour.run(operation, self._position - 1, self._runner)
+        with self.executing():
+            return detour.run(operation, self._position - 1, self._runner)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
+    def close(self) -> None:
+        """Clean up after the step; the exception that ended it holds its frames and thereby all activations."""
+        self.stand_ins.restore()
+        self._trail.left = None
+        for obj, state in self._held:
+            if not state.is_same(state_of(obj)):
+                put_state(obj, state)
+
     def sent(self) -> tuple[Tensor, ...]:
-        """Tensors for ``program.sends``."""
+        """Return the tensors for ``program.sends``, or those of a detour."""
         if self._detour is not None:
             return self._detour.sent
         return tuple(map(self._sending.tensor, self._program.sends))
 
-    @property
-    def tapped(self) -> Mapping[int, Tapped]:
-        """By position."""
-        return self._taps.found
-
     def entries(self) -> tuple[Entry, ...] | Path:
-        """What all nodes up to the end of this stage returned."""
+        """Return the descriptions of all nodes up to the end of this stage, or their path."""
         entries = self._trail.entries
         return entries if self._detour is None else self._detour.path(entries)
 
+    def is_complete(self, result: Any) -> bool:
+        """Return whether this stage's part of the step went as far as when it was captured."""
+        return self._position == self._program.end and (result is not None or not self._program.is_last)
+
     def check_finished(self, result: Any) -> None:
-        """The step must have come as far as it did when it was captured, or have returned None, and on all stages."""
+        """Check that the step has come as far as when it was captured, or has returned None, on all stages."""
+        if self._trail.left is not None:
+            raise self._caught(self._trail.left)
         position, program, trail = self._position, self._program, self._trail
         expected = trail.start if program.is_last else program.end
         if trail.start <= position <= program.end < len(program.graph.nodes) and result is not None:
-            self._detour = self._detour or self._new_detour()  # there was more when it was captured
+            self._detour = self._detour or self._new_detour()  # the captured step went on
         if self._detour is not None and not program.is_last and position != trail.ended:
             self._detour.leave(set(), [*tree.tensors(result), *self._observed], ended=result is None)
             return
         if position < expected and (result is not None or position != (trail.ended or position)):
             raise self._changed(None, program.graph.nodes[position])
+
+    def _ended(self) -> _StageEnd:
+        self._held = [] if self._constants is None else self._constants.held()
+        self._trail.left = _StageEnd()
+        return self._trail.left
+
+    def _caught(self, end: _StageEnd) -> StepChangedError:
+        """Return the error for a step that has caught the exception which ends it on this stage."""
+        return StepChangedError(
+            f"{self._program.graph.step} catches every exception at {caught_line(end)}, also the one which ends the "
+            f"step where stage {self._program.stage} does (it is no Exception); write 'except Exception' in the place "
+            "of a bare 'except', 'except BaseException' or a 'return' in 'finally', or keep these lines on one stage "
+            "with split_points"
+        )
 
     def _changed(self, operation: Operation | None, node: Node | None) -> StepChangedError:
         now = "it ended" if operation is None else f"it came to {operation} at {source_line()}"
@@ -413,7 +524,7 @@ class _Replayer(StepTracer):
 
 
 def _variables() -> list[Tensor]:
-    """Tensors in the local variables of the functions that the step is in, which it may use further on."""
+    """Return tensors in local variables of the functions that the step is in, which it may use later."""
     found: list[Tensor] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not replay.__code__:

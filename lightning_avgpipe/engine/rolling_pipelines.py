@@ -1,4 +1,4 @@
-"""Pipelines whose iterations overlap: each begins its next one when it has ended here."""
+"""Run pipelines whose iterations overlap: each begins its next one when it has ended here."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_avgpipe.schedule import Schedule
 
 
 class RollingPipelines:
-    """Pipelines of a cluster that are in iterations of their own, one apart at most; mixed as they have work.
+    """The pipelines of a cluster, in iterations that differ by at most one, interleaved as their inputs arrive.
 
-    Stages that change attributes cannot do this: pipelines would see each other's values.
+    A step that changes attributes cannot be run so: pipelines would see each other's values.
 
     Args:
-        cluster: of the pipelines.
+        cluster: cluster of the pipelines.
         step: name of the step function.
     """
 
@@ -30,22 +30,22 @@ class RollingPipelines:
         self._begun: dict[int, tuple[Pipeline, Schedule, list[Lane]]] = {}
 
     def begin(self, pipeline: Pipeline, schedule: Schedule, task: Task) -> None:
-        """A pipeline begins an iteration: its model is ready for it. Nothing runs yet.
+        """Begin an iteration of a pipeline whose model is ready for it; nothing runs yet.
 
         Raises:
-            ScheduleError: a schedule has actions that stages cannot run, or that cannot roll.
+            ScheduleError: the schedule has actions that stages cannot run, or forwards values past stages.
         """
         check_runnable(schedule)
         if schedule.relays:
             raise ScheduleError(
                 f"the schedule {schedule.name!r} has values pass stages, whose weights go on before each iteration: "
-                "iterations cannot roll; use rolling=False, or another schedule"
+                "iterations cannot roll; use Averaging(rolling=False), or another schedule"
             )
         assert pipeline.number not in self._begun
         self._begun[pipeline.number] = pipeline, schedule, pipeline.lanes(self._step, schedule, task)
 
     def finish(self, number: int) -> Outcome:
-        """Run what there is to run, of all pipelines, until the iteration of one has ended here."""
+        """Run actions of all pipelines until the iteration of one of them has ended here; return its outcome."""
         pipeline, schedule, own = self._begun[number]
         with intercepting(), torch.enable_grad():
             execute(
@@ -55,13 +55,13 @@ class RollingPipelines:
             )
         pipeline.end()
         outcome = pipeline.outcome(self._step, schedule)
-        for lane in own:  # what is in their channels belongs to the next iteration, which a neighbour may have begun
+        for lane in own:  # the channels are kept: they may hold messages of the next iteration
             lane.stage.clear()
         self._forget(number)
         return outcome
 
     def clear(self) -> None:
-        """Nothing is under way any more, in this process."""
+        """Drop all iterations that have begun in this process."""
         for number, (pipeline, _, lanes) in list(self._begun.items()):
             pipeline.end()
             clear(lanes)

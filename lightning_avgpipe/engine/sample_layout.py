@@ -1,4 +1,4 @@
-"""Layout: where the samples of a batch are, in dimension 0 of its tensors or one by one in its lists.
+"""Find the samples of a batch: in dimension 0 of its tensors, or one by one in its lists.
 
 ::
 
@@ -7,7 +7,7 @@
     {"ids": Tensor[8, t], "positions": [1, t]}     8 samples, if the dataloader says so: the second one is repeated
     (Tensor[t, 8, f], Tensor[t, 8])                refused: the dataloader makes batches of 8 samples
 
-What the dataloader knows of the size of its batches comes first. Without that, the leaves must agree.
+The batch size of the dataloader decides if it is known. Otherwise the leaves must agree.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ WAY_OUT = (
     "split_batch=...; it returns a list of at most num_microbatches smaller batches"
 )
 _NAMES_PER_SIZE = 4
-_RECORD = 3  # elements of a list of tensors that is rather a record (input, target, weight) than a list of samples
-# the same for all samples, whatever they are; anything else that is no container may hold samples
+_RECORD = 3  # most elements of a list of tensors that counts as a record (input, target, weight), not as samples
+# Types that are the same for all samples; anything else that is no container may hold samples.
 _CONSTANTS = (
     *(NoneType, bool, int, float, complex, str, bytes, Enum, type, np.generic, torch.dtype, torch.device, torch.Size),
     *(pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, range, slice),
@@ -46,12 +46,12 @@ _CONSTANTS = (
 
 @dataclass(frozen=True)
 class Expected:
-    """What a dataloader says of its batches.
+    """The dataloader's information about its batches.
 
     Attributes:
-        size: samples of a batch, of which some may have fewer; None if it does not say.
-        stacked: whether samples were put into dimension 0 of every tensor, by torch's own collation.
-        changed: whether the user's hooks may have changed them since.
+        size: samples of a batch, of which some may have fewer; None if unknown.
+        stacked: whether torch's own collation put the samples into dimension 0 of every tensor.
+        changed: whether hooks of the user may have changed the batches since.
     """
 
     size: int | None = None
@@ -61,12 +61,12 @@ class Expected:
 
 @dataclass
 class Seen:
-    """What batches of the same source have shown so far, which decides where a later one has two readings.
+    """Findings about earlier batches of the same source, which decide if a later one is ambiguous.
 
     Attributes:
         lists: name -> whether the list holds one element per sample.
-        settled: whether a whole batch had its samples in dimension 0, and could not have had them in another.
-        refusal: why the first batch could not be split. Later ones may look as if they could.
+        settled: whether a full batch had its samples in dimension 0, and could not have had them in another.
+        refusal: reason why the first batch could not be split; later batches are refused too.
     """
 
     lists: dict[str, bool] = field(default_factory=dict)
@@ -77,18 +77,18 @@ class Seen:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a batch, or a part of one, is split.
+    """The way in which a batch, or a part of it, is split.
 
     Attributes:
-        kind: split along dimension 0 or element by element, repeated for all parts, or a container of both.
-        below: of a container, what its children are.
+        kind: ``"split"`` along dimension 0 or by elements, ``"repeat"`` for all parts, or ``"inside"``: a container.
+        below: layouts of a container's children.
     """
 
     kind: Literal["split", "repeat", "inside"]
     below: tuple[Layout, ...] = ()
 
     def parts(self, node: Any, sizes: Sequence[int]) -> list[Any]:
-        """Parts of so many samples."""
+        """Split a batch into parts with these numbers of samples."""
         if self.kind == "repeat":
             return [node] * len(sizes)
         if self.kind == "inside":
@@ -101,7 +101,7 @@ class Layout:
         return [node[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def split(self, node: Any) -> Iterator[Any]:
-        """What is split of a batch."""
+        """Yield the parts of a batch that are split."""
         if self.kind == "split":
             yield node
         elif self.kind == "inside":
@@ -110,7 +110,7 @@ class Layout:
 
     @property
     def divides(self) -> bool:
-        """Whether something is split."""
+        """Whether anything is split."""
         return self.kind == "split" or any(layout.divides for layout in self.below)
 
 
@@ -119,8 +119,8 @@ def layout(batch: Any, expected: Expected = Expected(), seen: Seen | None = None
 
     Args:
         batch: any tree.
-        expected: of its dataloader.
-        seen: in batches before; this one adds to it.
+        expected: information of the batch's dataloader.
+        seen: findings about earlier batches; this batch adds to them.
     Returns:
         The number of samples, and how they are split; None if there is nothing that may hold samples.
     Raises:
@@ -172,11 +172,11 @@ def _found(batch: Any, expected: Expected, seen: Seen) -> tuple[int, Layout] | N
 
 
 class _Ambiguity(BatchError):
-    """Two readings."""
+    """An error for a batch that can be read in two ways."""
 
 
 class _Reader:
-    """Reads a batch as one of n samples."""
+    """A reader of a batch under the assumption that it has n samples."""
 
     def __init__(self, n: int, expected: Expected, seen: Seen) -> None:
         self._n = n
@@ -185,10 +185,10 @@ class _Reader:
         self.lists: dict[str, bool] = {}
 
     def read(self, node: Any, name: str) -> Layout:
-        """How a part of the batch is split.
+        """Return how a part of the batch is split.
 
         Raises:
-            BatchError: it is no part of n samples, or it is in two ways.
+            BatchError: it is no part of n samples, or is ambiguous.
         """
         if isinstance(node, (Tensor, np.ndarray)):
             return self._read_array(node, name)
@@ -254,7 +254,7 @@ class _Reader:
 
 
 def _candidates(batch: Any, size: int | None) -> list[int]:
-    """Sizes that a batch may have: the dataloader's, or those of dimension 0 and of lists, the largest first."""
+    """Return possible sizes of a batch: the dataloader's, or those of dimension 0 and of lists, the largest first."""
     if not _arrays(batch):
         sizes = {len(column) for column in _columns(batch)}
         return [size] if size in sizes else list(sizes) if len(sizes) == 1 else []
@@ -293,7 +293,7 @@ def _columns(batch: Any) -> Iterator[Sequence[Any]]:
 
 
 def _chosen(batch: Any, sizes: Sequence[int], size: int | None) -> int:
-    """One of several possible sizes: where tensors agree, a short list around them is taken for a record."""
+    """Return one of several possible sizes: if tensors agree, a short list around them counts as a record."""
     agreed = {int(tensor.shape[0]) for _, tensor in _arrays(batch)}
     if len(agreed) == 1 and type(batch) in (list, tuple) and len(batch) <= _RECORD:
         (n,) = agreed
@@ -309,7 +309,7 @@ def _chosen(batch: Any, sizes: Sequence[int], size: int | None) -> int:
 
 
 def _check_first_dimension(batch: Any, read: Layout, size: int) -> None:
-    """Where all that is split are tensors with the dataloader's size in dimension 1, they may be time-major."""
+    """Check that tensors are not time-major, as when all have the dataloader's size in dimension 1."""
     if all(
         isinstance(node, (Tensor, np.ndarray)) and node.ndim > 1 and node.shape[1] == size for node in read.split(batch)
     ):
@@ -321,7 +321,7 @@ def _check_first_dimension(batch: Any, read: Layout, size: int) -> None:
 
 
 def _check_repeated(batch: Any, read: Layout, name: str, seen: Seen) -> None:
-    """What nobody knows must be in a list of samples, not beside it."""
+    """Check that unknown objects are elements of a list of samples, not next to it."""
     if read.kind == "inside":
         for layout_, (below, child) in zip(read.below, tree.named_children(batch, name), strict=True):
             _check_repeated(child, layout_, below, seen)
@@ -337,7 +337,7 @@ def _is_constant(node: Any) -> bool:
 
 
 def _is_opaque(node: Any) -> bool:
-    """Whether it may hold samples that cannot be taken out: packed, nested and sparse tensors, graphs, any object."""
+    """Return whether a leaf may hold samples that cannot be taken out: packed, nested or sparse tensors, or objects."""
     if isinstance(node, PackedSequence):
         return True
     if isinstance(node, Tensor):
@@ -348,7 +348,7 @@ def _is_opaque(node: Any) -> bool:
 
 
 def _is_labels(node: Any) -> bool:
-    """Whether it is a row of anything, such as an index of pandas. As long as the batch it may hold samples."""
+    """Return whether a leaf is a one-dimensional array-like, such as a pandas index, which may hold the samples."""
     return hasattr(node, "__array__") and not isinstance(node, Tensor) and len(getattr(node, "shape", ())) == 1
 
 
@@ -361,13 +361,13 @@ def _leaves(node: Any, name: str = "batch") -> Iterator[tuple[str, Any]]:
 
 
 def _arrays(batch: Any) -> list[tuple[str, Any]]:
-    """Arrays with dimensions."""
+    """Return the arrays with dimensions, by name."""
     found = ((name, leaf) for name, leaf in _leaves(batch) if isinstance(leaf, (Tensor, np.ndarray)))
     return [(name, leaf) for name, leaf in found if not _is_opaque(leaf) and leaf.ndim > 0]
 
 
 def _alike(elements: Sequence[Any]) -> bool:
-    """Whether elements may be samples of one kind: the same structure, tensors of the same type."""
+    """Return whether elements may be samples of one kind: the same structure, and tensors of the same dtype."""
     kinds = set()
     for element in elements:
         leaves, spec = tree.flatten(element)
@@ -377,17 +377,17 @@ def _alike(elements: Sequence[Any]) -> bool:
 
 
 def is_plain_list(node: Any, length: int) -> bool:
-    """Whether it is a list or tuple of so many elements without tensors."""
+    """Return whether a node is a list or tuple of this length without tensors."""
     return type(node) in (list, tuple) and len(node) == length > 0 and not tree.tensors(node)
 
 
 def is_square(plain_list: Any) -> bool:
-    """Whether all elements are lists or tuples that are as long as the whole: rows look like columns."""
+    """Return whether all elements are lists or tuples as long as the whole, so that rows look like columns."""
     return len(plain_list) > 1 and all(is_plain_list(element, len(plain_list)) for element in plain_list)
 
 
 def _may_be_columns(leaf: Any) -> bool:
-    """Whether a square may be rows or columns.
+    """Return whether a square list may hold rows or columns.
 
     A list of lists is read as rows, one list per sample (tokens, boxes). A list of tuples may be rows or what
     ``default_collate`` makes of strings, and a tuple of either may come from ``zip(*samples)``.
@@ -422,7 +422,7 @@ def _unknown(name: str, leaf: Any) -> BatchError:
 
 
 def _sizes_by_name(batch: Any) -> str:
-    """``8 in batch['x'] (8, 3); 7 in batch['y'] (7,)``: a few leaves of each size."""
+    """Return a text with a few leaves of each size: ``8 in batch['x'] (8, 3); 7 in batch['y'] (7,)``."""
     by_size: dict[int, list[str]] = {}
     for name, leaf in _arrays(batch):
         by_size.setdefault(int(leaf.shape[0]), []).append(f"{name} {tuple(leaf.shape)}")

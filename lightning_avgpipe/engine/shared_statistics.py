@@ -1,4 +1,4 @@
-"""Shared statistics: batch normalisation over the micro-batches that the replicas of a stage have at the same time."""
+"""Batch normalisation over the micro-batches that the replicas of a stage process at the same time."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from lightning_avgpipe.comm.collectives import Collectives, wait_for
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.observer import Observer, Work
 
-# the arguments of torch.batch_norm, whose order is not that of torch.nn.functional
+# The arguments of torch.batch_norm, whose order differs from torch.nn.functional's.
 _IN_TORCH = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
 _WHAT = "a batch normalisation (sync_batchnorm=True)"
 
 
 class SharedStatistics(Observer):
-    """While a stage runs an action, calls of ``batch_norm`` in training normalise with what all replicas have.
+    """An observer by which ``batch_norm`` in training normalises with the statistics of all replicas.
 
     All replicas of the stage run the same actions in the same order. Each gathers count, mean and variance of the
     others in the forward, and two sums for each channel in the backward, and combines them in the order of the
-    replicas, so all have the same bits, also in running means. Whatever calls
-    :func:`torch.nn.functional.batch_norm` takes part, whichever module it is.
+    replicas. So all have the same bits, also in running means. It works for any module that calls
+    :func:`torch.nn.functional.batch_norm`.
 
     Args:
-        members: the replicas of the stage, on a connection of their own.
-        on_host: whether tensors meet on the host.
+        members: replicas of the stage, on a connection of their own.
+        on_host: whether tensors are gathered on the host.
     """
 
     def __init__(self, members: Collectives, on_host: bool) -> None:
@@ -37,12 +37,12 @@ class SharedStatistics(Observer):
         self._on_host = on_host
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
-        """Have an action done within the mode, which autograd hands on to its threads."""
+        """Run an action within the mode, which autograd passes on to its threads."""
         with _Synchronised(self.gathered):
             return do()
 
     def gathered(self, mine: Tensor) -> Tensor:
-        """A tensor of each replica; shape ``(R, *mine.shape)``."""
+        """Gather a tensor of each replica; shape ``(R, *mine.shape)``."""
         sent = mine.detach().cpu() if self._on_host else mine.detach().contiguous()
         parts = [torch.empty_like(sent) for _ in self._members.ranks]
         work = self._members.process_group.allgather(parts, sent)
@@ -143,5 +143,5 @@ def _but_channels(x: Tensor) -> list[int]:
 
 
 def _of_channels(x: Tensor) -> list[int]:
-    """A shape in which values by channel meet those of ``x``."""
+    """Return the shape in which values by channel broadcast to ``x``."""
     return [-1 if dim == 1 else 1 for dim in range(x.ndim)]

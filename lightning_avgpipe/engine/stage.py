@@ -1,16 +1,19 @@
-"""A stage at work: its forwards, what they keep, and its backwards."""
+"""Run a stage: its forwards, what they keep, and its backwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.snapshot import Attributes
+from lightning_avgpipe.comm.codec import pickled
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.attributes import OwnAttributes
+from lightning_avgpipe.engine.casts import Casts
 from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.frozen_prefix import FrozenPrefix
@@ -18,18 +21,20 @@ from lightning_avgpipe.engine.halves import Halves
 from lightning_avgpipe.engine.inspection import ForeignTensors
 from lightning_avgpipe.engine.own_module import OwnModule
 from lightning_avgpipe.engine.own_stream import OwnStream
-from lightning_avgpipe.engine.path import Path
+from lightning_avgpipe.engine.path import OffPathNode, Path
 from lightning_avgpipe.engine.recompute import Observations, Repetition
 from lightning_avgpipe.engine.replay import Observe, Replayed
+from lightning_avgpipe.engine.rewriting import explained
 from lightning_avgpipe.engine.stage_step import StageStep
 from lightning_avgpipe.engine.stash import Gate, Inputs, Stash, entered
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.errors import ScheduleError, StepChangedError
+from lightning_avgpipe.errors import ScheduleError, StepChangedError, UnsendableError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Schedule
 from lightning_avgpipe.schedule.kinds import DOUBLE_FORWARD, GRAPH
 from lightning_avgpipe.schedule.rules import check_can_run
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.random_streams import restored
 from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.weights.double import Double
 from lightning_avgpipe.weights.store import WeightStore
@@ -37,29 +42,29 @@ from lightning_avgpipe.weights.tied import TiedParameters
 
 
 class Stage:
-    """Stage k of one pipeline.
+    """Stage k of one pipeline, at work in this process.
 
     Args:
-        program: its part of the step function.
+        program: the stage's part of the step function.
         module: the whole module; parameters of other stages may be absent.
-        device: where it computes.
-        copies: parameters that other stages use as well, or several versions of the weights; or those of a stage whose
-            forwards run here too.
-        execution: what is repeated before, or in, a backward, and what is compiled.
-        foreign_tensors: what its first forward of training must not use; None: it may use everything.
-        shown: whether hooks on this process see what it made of attributes of modules.
-        of_units: what the units of its pipeline make of theirs.
-        kept: the first stage that trains keeps here what the frozen layers give, and begins behind them.
-        double: the stage before, with weights of its own, if its forwards run here as well.
-        relayed: whether what it receives goes on to the next stage.
+        device: device of the stage.
+        copies: parameters that other stages use as well, several versions of the weights, or the weights of a previous
+            stage whose forwards run here too.
+        execution: options of recomputation and compilation.
+        foreign_tensors: tensors that its first forward in training must not use; None: it may use all.
+        shown: whether code outside of stages, such as hooks, sees this stage's values of attributes.
+        of_units: attribute values of the units of its pipeline.
+        kept: kept outputs of frozen layers, on the first stage that trains; None elsewhere.
+        double: the previous stage with weights of its own, if its forwards run here as well.
+        relayed: whether the values that it receives are forwarded to the next stage.
 
     Attributes:
         program: as given.
         double: as given.
-        module: what it makes of the module.
+        module: the module as this stage sees it.
         stash: micro-batch -> what its forward keeps for its backward.
-        results: on the last stage, what the step returned for each micro-batch.
-        skipped: micro-batches without a loss, which had a backward nevertheless: it brought no gradients.
+        results: micro-batch -> result of the step, on the last stage.
+        skipped: micro-batches without a loss, whose backwards carried no gradients.
     """
 
     def __init__(
@@ -79,23 +84,29 @@ class Stage:
         self.program = program
         self.double = double
         self.module = OwnModule(program, module, copies, of_units, shown)
-        self._step = StageStep(program, module, device, foreign_tensors, execution.compiler)
+        self._device = device
+        self._seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
+        self._kept_by_seeding: dict[int, Attributes] = {}
+        self._step = StageStep(program, module, device, foreign_tensors, execution)
         self._prefix = FrozenPrefix(program, device, kept)
         self._repetition = Repetition(self.module, device, execution.recompute, relayed)
         self._halves = Halves(program.stage)
+        # only for weights that do not change within an iteration; compiled code casts its own
+        constant = isinstance(copies, TiedParameters) and not self._step.rewritten.parameters()
+        self._casts = Casts() if constant and execution.compiler is None else None
         self.stash: dict[int, Stash | Inputs] = {}
         self.results: dict[int, Any] = {}
         self.skipped: set[int] = set()
 
     def begin(self, row: Sequence[Action], forward_only: int = 0, stream: OwnStream | None = None) -> None:
-        """An iteration with these actions begins.
+        """Begin an iteration with these actions.
 
         Args:
-            row: of this stage.
-            forward_only: how many stages, from the first, run forwards only while others train.
-            stream: on which they are performed; None: on the current one.
+            row: actions of this stage.
+            forward_only: number of stages, from the first, that run forwards only while others train.
+            stream: stream on which the actions run; None: the current one.
         """
-        self._step.stream = stream
+        self._step.begin(stream)
         self.module.attributes.begin()
         if self.double is not None:
             self.double.begin(())
@@ -104,11 +115,11 @@ class Stage:
         self.go_on(row)
 
     def go_on(self, row: Sequence[Action]) -> None:
-        """These actions follow; a forward whose backward is not among them comes with those that do."""
+        """Take further actions; the backward of each forward that is to be repeated must be among them."""
         self._repetition.follow(row)
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Within this context its actions are performed, and messages taken and sent."""
+        """Run actions, and take and send messages, on the stage's stream within this context."""
         stream = self._step.stream
         return nullcontext() if stream is None else stream.entered()
 
@@ -116,9 +127,9 @@ class Stage:
         """Run one action.
 
         Args:
-            action: of a kind that :func:`check_runnable` accepts.
-            task: the iteration's.
-            message: that the action waits for; None if it waits for none.
+            action: action of a kind that :func:`check_runnable` accepts.
+            task: work of the iteration.
+            message: input of the action; None if it has none.
         Returns:
             The message that it sends; None if it sends none.
         """
@@ -126,7 +137,7 @@ class Stage:
             return _HANDLERS[action.kind](self, task, action.micro_batch, message)
 
     def _forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
-        """What a forward keeps depends on whether it trains, and on whether it will be repeated."""
+        """Run a forward; what it keeps depends on whether it trains, and on whether it will be repeated."""
         program, message = self.program, self._prefix.entering(task, micro_batch, message)
         with self.module.placed() as copies:
             if task.trains and micro_batch in self._repetition:
@@ -135,8 +146,8 @@ class Stage:
             self._prefix.keep(micro_batch, replayed.tapped)
         if program.is_last:
             self.results[micro_batch] = replayed.result
-            if task.finish is not None:  # the user's hooks see the module's own parameters, no copies
-                # of a result with its graph the received values would stay until the iteration ends
+            if task.finish is not None:  # outside of placed(): hooks see the module's own parameters
+                # a result with its graph would keep the received values until the iteration ends
                 self.results[micro_batch] = tree.map_tensors(Tensor.detach, replayed.result)
                 with self._halves.watch or nullcontext():
                     loss = self._step.loss(task.finish, micro_batch, replayed.result)
@@ -149,28 +160,30 @@ class Stage:
         return self._message(task, micro_batch, replayed)
 
     def _graph(self, task: Task, micro_batch: int, message: Message | None) -> None:
-        """A forward for this stage's own backward: the next stage has computed what it would send."""
+        """Run a forward only for this stage's own backward; the next stage has computed the values that it sends."""
         assert message is not None
         versions = tuple(version_of(t) for t in message.tensors)
         self._forward(task, micro_batch, message)
         self._check_unchanged(message, versions, "whose tensors other stages may still read")
 
     def _double_forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
-        """A forward of the stage before, which nobody needs the graph of here, and then this one's."""
+        """Run the forward of the previous stage without keeping its graph, and then this stage's."""
         assert self.double is not None and message is not None
         return self._forward(task, micro_batch, self.double.ahead(task, micro_batch, message))
 
     def ahead(self, task: Task, micro_batch: int, message: Message) -> Message:
-        """What a forward sends, with nothing kept for a backward.
+        """Run a forward that keeps nothing for a backward; return its message.
 
-        It does have a graph until it ends: which values ask for a gradient is seen from it, and operations may round
-        otherwise where none is wanted.
+        It has a graph until it ends: the graph shows which values require a gradient, and operations may round
+        otherwise without one.
         """
         with self.module.placed() as copies:
             _, replayed = self._replay(task, micro_batch, message, copies)
         return self._message(task, message.micro_batch, replayed)
 
     def _keep(self, micro_batch: int, gates: tuple[Gate, ...], roots: tuple[Tensor, ...]) -> None:
+        if self._seeding:
+            self._kept_by_seeding[micro_batch] = Attributes(self._seeding)
         self.stash[micro_batch] = Stash(gates, roots, "" if (watch := self._halves.watch) is None else watch.found)
 
     def _replay(
@@ -182,32 +195,60 @@ class Stage:
         observe: Observe | None = None,
     ) -> tuple[tuple[Gate, ...], Replayed]:
         """Execute this stage's part of the step; ``observe`` as for :func:`replay`."""
-        program, taps = self._prefix.rest(task, micro_batch, message)
+        program, tap = self._prefix.rest(task, micro_batch, message)
         gates: tuple[Gate, ...] = ()
         received: list[Tensor] = []
         if message is not None:
             values = self._received(message, program)
             gates, received = entered(message, values, task.trains, self._repetition.overwritten)
-        entries = message.entries if message is not None else ()
-        repeat, watch = self._repetition.units if task.trains else None, self._halves.watched()
-        replayed = self._step.run(program, task, micro_batch, received, entries, copies, observe, repeat, taps, watch)
+        entries, attested = (message.entries, message.attested) if message is not None else ((), ())
+        repeat = self._repetition.units if task.trains else None
+        with self._casts.reused() if self._casts is not None and task.trains else nullcontext():
+            replayed = self._step.run(
+                program, task, micro_batch, received, entries, copies, observe, repeat, tap, self._halves.watched,
+                attested,
+            )  # fmt: skip
         return gates, replayed
 
     def _received(self, message: Message, program: StageProgram) -> tuple[int, ...]:
-        """The numbers of a message's values."""
+        """Return the indices of a message's values."""
         return message.entries.values if isinstance(message.entries, Path) else program.receives
 
     def _message(self, task: Task, micro_batch: int, replayed: Replayed) -> Message:
         requires_grad = tuple(task.trains and tensor.requires_grad for tensor in replayed.sent)
         sent = tuple(t.detach() for t in replayed.sent)
-        return Message(micro_batch, sent, requires_grad, replayed.entries, forward_only=self._prefix.stages)
+        return Message(
+            micro_batch,
+            sent,
+            requires_grad,
+            replayed.entries,
+            forward_only=self._prefix.stages,
+            attested=replayed.attested,
+        )
+
+    def unsendable(self, message: Message, error: UnsendableError) -> UnsendableError:
+        """Return an error that names the node whose result cannot be sent to the next stage."""
+        path = message.entries.entries if isinstance(message.entries, Path) else message.entries
+        what = f"stage {self.program.stage} sends something"
+        for number, entry in enumerate(path):
+            node, returned = entry if isinstance(entry, OffPathNode) else (self.program.graph.nodes[number], entry)
+            try:
+                pickled(returned)
+            except UnsendableError as own:
+                what, error = f"{node} returned something", own
+                break
+        return UnsendableError(
+            f"{what} that cannot be pickled to go to the next stage, in another process: {error.__cause__}. Define its "
+            "class at the top level of a module, return a tuple or a dict instead, or keep all that needs it on one "
+            "stage with split_points"
+        )
 
     # -- repeated forwards ---------------------------------------------------------------------------------------------
 
     def _forward_to_repeat(
         self, task: Task, micro_batch: int, message: Message | None, copies: dict[int, str]
     ) -> Message | None:
-        """A forward that keeps its inputs. What it computes lives until it ends, as it will in the backward."""
+        """Run a forward that keeps only its inputs, from which the backward computes the activations again."""
         surroundings = self._repetition.surroundings(self._step.rewritten.parameters())
         observations = Observations(self._step.observe)
         versions = tuple(version_of(t) for t in message.tensors) if message is not None else ()
@@ -226,7 +267,7 @@ class Stage:
     def _repeat(
         self, kept: Inputs, micro_batch: int, gradients: Message | None, copies: dict[int, str]
     ) -> tuple[Stash, Sequence[Tensor | None]]:
-        """Execute a forward once more: what it would have kept, and the gradients of its roots."""
+        """Repeat a forward; return the stash that it would have kept, and the gradients of its roots."""
         if kept.message is not None:
             self._check_unchanged(
                 kept.message, kept.versions, "and it cannot be repeated from it; or do without recompute"
@@ -259,17 +300,17 @@ class Stage:
                 )
 
     def _backward(self, task: Task, micro_batch: int, message: Message | None, halve: bool = False) -> Message | None:
-        """Gradients of this stage's parameters accumulate; those of what it received are sent back.
+        """Run a backward: accumulate gradients of this stage's parameters, and return those of the received values.
 
-        Where it is halved the former wait for :meth:`_weight_gradient`, unless it cannot be.
+        With ``halve`` the former wait for :meth:`_weight_gradient`, unless the backward cannot be split.
         """
         stash = self.stash.pop(micro_batch)
         gradients: Sequence[Tensor | None] = (None,) if message is None else message.tensors
         skipped = stash.is_skipped if message is None else bool(message.entries)
         if skipped:
             self.skipped.add(micro_batch)
-        alone = message is None  # a loss needs no gradient
-        with self.module.placed() as copies:
+        alone = message is None  # a loss needs no incoming gradient
+        with self.module.placed() as copies, explained(self.program, self.module.module), self._seeded(micro_batch):
             if isinstance(stash, Inputs):
                 stash, gradients = self._repeat(stash, micro_batch, message, copies)
                 alone = False
@@ -287,26 +328,47 @@ class Stage:
         return Message(micro_batch, tuple(gate.gradient for gate in stash.gates), entries=skipped)
 
     def _input_gradient(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
-        """The half of a backward that the stage before waits for."""
+        """Run the half of a backward that the previous stage waits for."""
         return self._backward(task, micro_batch, message, halve=True)
 
     def _weight_gradient(self, task: Task, micro_batch: int, message: Message | None) -> None:
-        """The other half; nothing is left where the first ran whole, or had nothing to start from."""
+        """Run the other half of a backward; do nothing if the first half ran whole, or had nothing to start from."""
         if (half := self._halves.left.pop(micro_batch, None)) is not None:
-            with self.module.placed():
+            with self.module.placed(), explained(self.program, self.module.module), self._seeded(micro_batch):
                 half.run()
 
+    @contextmanager
+    def _seeded(self, micro_batch: int) -> Iterator[None]:
+        """Run a backward within this context that may seed torch's generators as its forward did (RevNets).
+
+        Modules that seed get back the attributes of the forward, such as the seed; generators are restored afterwards.
+        """
+        then = self._kept_by_seeding.get(micro_batch)
+        if then is None:
+            yield
+            return
+        now = Attributes(self._seeding)
+        then.restore()
+        try:
+            with restored(self._device):
+                yield
+        finally:
+            now.restore()
+
     def roots(self, micro_batch: int) -> tuple[Tensor, ...]:
-        """What a backward begins with, of a forward that keeps it."""
+        """Return the tensors from which a micro-batch's backward starts; empty if its forward is repeated first."""
         stash = self.stash[micro_batch]
         return stash.roots if isinstance(stash, Stash) else ()
 
     def clear(self) -> None:
         """Forget everything about unfinished micro-batches."""
+        if self._casts is not None:
+            self._casts.clear()
         self.module.end()
         if self.double is not None:
             self.double.clear()
         self.stash.clear()
+        self._kept_by_seeding.clear()
         self._halves.left.clear()
         self.results.clear()
         self.skipped.clear()
@@ -344,10 +406,10 @@ def _roots(replayed: Replayed) -> tuple[Tensor, ...]:
 
 
 def _cut(tensor: Tensor) -> Tensor:
-    """The same numbers without history, such that a gradient can be asked for."""
+    """Return the same numbers without history, as a leaf for which a gradient can be requested."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _profiled(name: str) -> AbstractContextManager[Any]:
-    """A range in the trace of torch's profiler, if it runs: the range alone costs as much as a small operation."""
+    """Return a range for torch's profiler if that runs; the range alone costs as much as a small operation."""
     return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()

@@ -1,7 +1,8 @@
-"""One stage's part of a step, executed on one micro-batch after the other."""
+"""Execute one stage's part of a step on one micro-batch after the other."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -12,36 +13,41 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.recorder import owned_tensors
-from lightning_avgpipe.engine.compiling import Compiler
+from lightning_avgpipe.capture.tracer import uncompiled, watching
+from lightning_avgpipe.engine.attestation import Attested
+from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.constants import Constants
+from lightning_avgpipe.engine.flat_program import FlatProgram, Surprise
 from lightning_avgpipe.engine.idle_iterators import IdleIterators
 from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
-from lightning_avgpipe.engine.operation import Repeat
+from lightning_avgpipe.engine.operation import Repeat, Runner
 from lightning_avgpipe.engine.own_generators import OwnGenerators, unmoved
 from lightning_avgpipe.engine.own_stream import OwnStream
 from lightning_avgpipe.engine.path import Entry, Path
-from lightning_avgpipe.engine.randomness import Drawing
+from lightning_avgpipe.engine.programs import Form, Programs
+from lightning_avgpipe.engine.randomness import Drawing, Draws
 from lightning_avgpipe.engine.replay import Ground, Observe, Replayed, replay
 from lightning_avgpipe.engine.rewriting import Rewritten
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.parcel import Packer
+from lightning_avgpipe.utils.random_streams import seed_host, stream
 
 
 class StageStep:
     """The step as a stage executes it, one micro-batch after the other.
 
     Args:
-        program: of the stage.
+        program: program of the stage.
         module: the whole module; parameters of other stages may be absent.
-        device: where it computes.
-        foreign_tensors: what its first forward of training must not use; None: it may use everything.
-        compiler: of units; None: they run as they are.
+        device: device of the stage.
+        foreign_tensors: tensors that its first forward in training must not use; None: it may use all.
+        execution: options of compilation and of flat programs.
 
     Attributes:
-        rewritten: the tensors that it writes into.
-        stream: on which it runs; None: on the current one.
+        rewritten: tensors that the stage changes in place.
+        stream: stream on which it runs; None: the current one.
     """
 
     def __init__(
@@ -50,20 +56,33 @@ class StageStep:
         module: nn.Module,
         device: torch.device,
         foreign_tensors: ForeignTensors | None,
-        compiler: Compiler | None,
+        execution: Execution,
     ) -> None:
         graph = program.graph
         self._graph = graph
+        self._program = program
         self._module = module
+        self._programs = Programs(program, module, device, execution.static)
         self._foreign_tensors = foreign_tensors
         units = {id(module.get_submodule(path)): path for path in graph.units}
         packer = Packer(module) if any(node.opens for node in graph.nodes) else None
-        self._ground = Ground(units, owned_tensors(module, ()), Drawing.of(module, graph), device, packer, compiler)
+        constants = Constants.of(program, module)
+        drawing = Drawing.of(module, graph)
+        self._ground = Ground(units, owned_tensors(module, ()), drawing, device, packer, execution.compiler, constants)
+        self._began_on_host = False  # in this iteration
         self.rewritten = Rewritten.of(program, module)
         self.stream: OwnStream | None = None
-        self._constants = Constants.of(program, module)
         self._generators = OwnGenerators(program, module)
         self._iterators = IdleIterators(program, module)
+
+    def begin(self, stream: OwnStream | None) -> None:
+        """Begin an iteration whose actions run on this stream."""
+        self.stream = stream
+        self._programs.begin()
+        if self._began_on_host:  # only now: within an iteration a repeated forward must draw the same
+            assert self._ground.drawing is not None
+            self._ground = replace(self._ground, drawing=replace(self._ground.drawing, late_on_host=True))
+            self._began_on_host = False
 
     def run(
         self,
@@ -75,18 +94,34 @@ class StageStep:
         copies: Mapping[int, str],
         observe: Observe | None,
         repeat: Repeat | None,
-        taps: frozenset[int],
-        watch: AbstractContextManager[Any],
+        tap: int,
+        watched: Callable[[], AbstractContextManager[Any]],
+        attested: tuple[Attested, ...],
     ) -> Replayed:
         """Execute a program, the stage's own or a part of it, on one micro-batch of a task.
 
+        Further arguments are as for :func:`replay`.
+
         Args:
-            copies: ``id -> full name`` of what stands for parameters now.
-            watch: within which the step runs.
-        Others are as for :func:`replay`.
+            copies: ``id -> full name`` of the copies that stand for parameters now.
+            watched: return the context within which the step runs.
         """
-        with self._inspected(task) as inspection, self.rewritten.saved(task.trains), self._constants.checked():
-            with watch, self._iterators.untouched(), self._generators.watched(), unmoved(task.args[micro_batch]):
+        observe = observe or self.observe
+        flat = task.trains and program is self._program and not tap and self._may_repeat(task, entries)
+        form = self._programs.form(task.args[micro_batch], received, (entries, attested)) if flat else None
+        writer = None
+        if form is not None:
+            for written in self._programs.find(form):
+                with watched(), self.rewritten.saved(task.trains), contextlib.suppress(Surprise):
+                    return self._run_program(written, form, task, micro_batch, entries, attested, observe, repeat)
+            writer = self._programs.writer(form)
+        constants = self._ground.constants
+        checked = nullcontext() if constants is None else constants.checked()
+        with self._inspected(task) as inspection, self.rewritten.saved(task.trains), checked:
+            with watched(), self._iterators.untouched(), self._generators.watched(), unmoved(task.args[micro_batch]):
+                if writer is not None and form is not None and task.around is not None:
+                    with task.around(micro_batch):  # the context may set modes, such as autocast
+                        writer.begin(form.tensors)
                 replayed = replay(
                     program,
                     self._ground_now(copies),
@@ -95,27 +130,67 @@ class StageStep:
                     received,
                     entries,
                     task.key_of(micro_batch),
-                    observe or self.observe,
+                    observe,
                     repeat,
-                    taps,
+                    tap,
                     self._generators.node if program.num_stages > 1 else None,
+                    attested if task.trains else None,
+                    writer,
                 )
+            self._began_on_host |= replayed.began_on_host
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
+        if writer is not None and form is not None:
+            self._programs.keep(form, writer)
         return replayed
+
+    def _may_repeat(self, task: Task, entries: tuple[Entry, ...] | Path) -> bool:
+        """Return whether a program that is written for one micro-batch of a task may run with others."""
+        drawing = self._ground.drawing
+        late = drawing is not None and drawing.late_on_host
+        several = task.around is not None and (len(task.args) > 1 or self._programs.static)
+        return several and not late and self._programs.why_not is None and not isinstance(entries, Path)
+
+    def _run_program(
+        self,
+        program: FlatProgram,
+        form: Form,
+        task: Task,
+        micro_batch: int,
+        entries: tuple[Entry, ...] | Path,
+        attested: tuple[Attested, ...],
+        observe: Observe | None,
+        repeat: Repeat | None,
+    ) -> Replayed:
+        """Run a program that was written for another micro-batch on this one."""
+        ground, key = self._ground, task.key_of(micro_batch)
+        assert task.around is not None and not isinstance(entries, Path)
+        draws = None if ground.drawing is None else Draws(ground.drawing, key, ground.device)
+        runner = Runner(draws, repeat, ground.packer, None, ground.compiler)
+        compiled = ground.compiler is not None or ground.drawing is None or not ground.drawing.seen
+        seed_host(key.derive("host"))  # nothing drew from these when the program was written
+        with (
+            nullcontext() if draws is None else stream(key.derive("step"), ground.device),
+            nullcontext() if draws is None else watching(draws),
+            nullcontext() if compiled else uncompiled(),
+            task.around(micro_batch),
+        ):
+            done = program.run(form.tensors, runner, observe)
+        told = entries if self._program.is_last else (*entries, *done.entries)
+        return Replayed(done.result, done.sent, told, None, False, (*attested, *program.attested))
 
     @property
     def observe(self) -> Observe | None:
-        """What calls ``self.log`` and metrics; None: they are called as they are."""
+        """The function that calls ``self.log`` and metrics; None: they are called directly."""
         return None if self.stream is None else self.stream.call
 
     def loss(self, finish: Callable[[int, Any], Tensor | None], micro_batch: int, result: Any) -> Tensor | None:
-        """What the backward of a micro-batch begins with; the user's hooks are called for it."""
+        """Return the tensor from which a micro-batch's backward starts; this calls the user's hooks."""
         with nullcontext() if self.stream is None else self.stream.left():
             return finish(micro_batch, result)
 
     def _inspected(self, task: Task) -> AbstractContextManager[Inspection | None]:
-        """A forward runs within this context; the first of training is inspected."""
+        """Run a forward within this context, and inspect it if it is the first in training."""
         return nullcontext() if self._foreign_tensors is None or not task.trains else self._inspection(task)
 
     @contextmanager
@@ -125,11 +200,11 @@ class StageStep:
         try:
             with inspection:
                 yield inspection
-        finally:  # a replay that fails may do so because the step reached past its model
+        finally:  # using another model's tensors may be why a replay fails
             inspection.check(task.key.pipeline)
 
     def _ground_now(self, copies: Mapping[int, str]) -> Ground:
         if not copies and not self._graph.glue_states:
             return self._ground
-        # buffers that glue changes may be other objects by now
+        # glue may have replaced buffers by other objects
         return replace(self._ground, owned={**owned_tensors(self._module, self._graph.glue_states), **copies})

@@ -1,4 +1,4 @@
-"""Stand-ins: what a step gets on this stage where a node belongs to an earlier one."""
+"""Provide stand-ins for the values of nodes that belong to earlier stages."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lightning_avgpipe.engine.path import Entry
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.object_state import State, put_state, state_of
+from lightning_avgpipe.utils.object_state import ObjectState, put_state, state_of
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer, Parcel
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 
 
 class StandIns:
-    """Tensors for the values of earlier stages: those that were received, and absent ones.
+    """The tensors for values of earlier stages: received ones, and absent ones.
 
     Args:
-        program: of this stage.
-        received: value -> its numbers.
-        known: learns which tensor stands for which value.
-        device: of this stage.
-        packer: of the module; None if no unit writes into objects.
+        program: program of this stage.
+        received: value -> received tensor.
+        known: record of which tensor stands for which value.
+        device: device of this stage.
+        packer: packer of the module; None if no unit writes into objects.
     """
 
     def __init__(
@@ -45,23 +45,23 @@ class StandIns:
         self._device = device
         self._packer = packer
         self._tensors: dict[int, Tensor] = {}
-        self._written: list[tuple[Any, State, State]] = []  # lasting objects, before and after units were skipped
+        self._written: list[tuple[Any, ObjectState, ObjectState]] = []  # object, and its states around a skipped unit
 
     def of(self, value: int) -> Tensor | None:
-        """What stands for a value, or was received for it, if anything."""
+        """Return the tensor that stands for a value, or was received for it; None if there is none."""
         tensor = self._tensors.get(value)
         return self._received.get(value) if tensor is None else tensor
 
     def result(self, node: Node, entry: Entry, tensors: list[Tensor], objects: Objects | None) -> Any:
-        """What a node gives that is not executed here.
+        """Return the result of a node that is not executed here.
 
         Args:
-            node: of an earlier stage.
-            entry: what it gave there.
-            tensors: that it takes.
-            objects: that it may write into.
+            node: node of an earlier stage.
+            entry: description of its result there.
+            tensors: tensors that it takes here.
+            objects: objects that it may write into.
         Raises:
-            StepChangedError: it was given other objects than on its own stage.
+            StepChangedError: the node was given other objects than on its own stage.
         """
         for i, value, of_base in node.writes:
             target = tensors[i]._base if of_base else tensors[i]
@@ -91,12 +91,13 @@ class StandIns:
             return tensors[-1 - value]
         if value not in self._tensors:
             tensor = self._received.get(value)
-            self._tensors[value] = Absent(meta, self._device, node.name) if tensor is None else tensor
+            name = node.name if node.kind == "call" else str(node)
+            self._tensors[value] = Absent(meta, self._device, name) if tensor is None else tensor
             self._known.learn(self._tensors[value], value)
         return self._tensors[value]
 
     def _open(self, node: Node, parcel: Parcel, tensors: list[Tensor], objects: Objects | None) -> Any:
-        """Let happen to the objects of this stage what the unit did to those of its own."""
+        """Apply the unit's changes of objects to the objects of this stage."""
         assert objects is not None and self._packer is not None
         given = [self._tensor(node, i, meta, tensors) for i, meta in enumerate(parcel.tensors)]
         lasting = [objects.owners[i] for i in node.lasting if i < len(objects.owners)]
@@ -112,7 +113,7 @@ class StandIns:
         return result
 
     def restore(self) -> None:
-        """Objects that outlive the step are again as this stage's own units left them."""
+        """Restore objects that outlive the step to the state in which this stage's own units left them."""
         for owner, before, after in reversed(self._written):
             if after.is_same(state_of(owner)) and not before.is_same(after):
                 put_state(owner, before)

@@ -1,4 +1,4 @@
-"""What a stage keeps of a forward for its backward, and how received values enter a step."""
+"""Define what a stage keeps of a forward for its backward, and how received values enter a step."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.engine.recompute import Observations, Surroundings
+from lightning_avgpipe.engine.recompute import ForwardState, Observations
 from lightning_avgpipe.engine.task import Task
 
 
 class Gate:
-    """Where a received value enters the step, and its gradient comes out.
+    """The point where a received value enters the step, and its gradient leaves the backward.
 
-    The gradient is what autograd found, with its strides: accumulated in a leaf it would be laid out anew, and the
-    kernels of the stage before would round otherwise.
+    The gradient is the tensor that autograd computes, with its strides. Accumulated in a leaf it would get another
+    memory layout, and kernels of the previous stage would round otherwise.
 
     Attributes:
-        leaf: the value, with nothing before it.
-        gradient: once it has come.
+        leaf: the received value, as a leaf.
+        gradient: its gradient, once computed; else None.
     """
 
     def __init__(self, leaf: Tensor) -> None:
@@ -32,12 +32,12 @@ class Gate:
 
 @dataclass(frozen=True)
 class Stash:
-    """What a forward keeps.
+    """The data that a forward keeps for its backward.
 
     Attributes:
-        gates: that its gradients come out of.
-        roots: the tensors that they start from.
-        whole: why its backward cannot be split; empty if it may be.
+        gates: gates of the received values that require gradients.
+        roots: tensors from which the backward starts.
+        whole: reason why the backward cannot be split; "" if it can be.
     """
 
     gates: tuple[Gate, ...]
@@ -46,38 +46,38 @@ class Stash:
 
     @property
     def is_skipped(self) -> bool:
-        """Of the last stage, whether there is no loss."""
+        """Whether the micro-batch has no loss, on the last stage."""
         return not self.roots
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a forward keeps that will be repeated.
+    """The data that a forward keeps for its repetition.
 
     Attributes:
-        task: which holds the micro-batch.
-        message: as received; None on the first stage.
-        versions: of the received tensors.
-        surroundings: what else the forward reads.
-        observations: what it logged.
-        ending: on the last stage where its backward starts, and the tensors of the result that lead there.
+        task: work of the iteration, which holds the micro-batch.
+        message: received message; None on the first stage.
+        versions: version counters of the received tensors.
+        surroundings: the state that the forward reads.
+        observations: results of ``self.log`` and metrics.
+        ending: on the last stage the loss, and the tensors of the result from which it was computed.
     """
 
     task: Task
     message: Message | None
     versions: tuple[int, ...]
-    surroundings: Surroundings
+    surroundings: ForwardState
     observations: Observations
     ending: tuple[Tensor | None, tuple[Tensor | None, ...]] | None
 
     @property
     def is_skipped(self) -> bool:
-        """Of the last stage, whether there is no loss."""
+        """Whether the micro-batch has no loss, on the last stage."""
         return self.ending is not None and self.ending[0] is None
 
 
 class _Enter(torch.autograd.Function):
-    """A received leaf enters the step: without a copy, and yet such that in-place glue may change it."""
+    """The entry of a received leaf into the step, without a copy, such that glue may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, gate: Gate) -> Tensor:
@@ -93,19 +93,19 @@ class _Enter(torch.autograd.Function):
 def entered(
     message: Message, values: Sequence[int], trains: bool, overwritten: frozenset[int]
 ) -> tuple[tuple[Gate, ...], list[Tensor]]:
-    """The gates of received values, and the values as they enter the step.
+    """Return the gates of received values, and the values as they enter the step.
 
     Args:
-        message: as received.
-        values: numbers of its tensors.
-        trains: whether gradients come out of the gates.
-        overwritten: numbers of the values that the step changes, and somebody needs once more.
+        message: received message.
+        values: indices of its tensors' values.
+        trains: whether gradients are needed.
+        overwritten: indices of the values that the step changes in place although they are needed again.
     """
     gates: list[Gate] = []
     received: list[Tensor] = []
     for value, tensor, wanted in zip(values, message.tensors, message.requires_grad, strict=True):
         assert tensor is not None
-        if value in overwritten:  # it, or its neighbour in this process, is needed once more
+        if value in overwritten:  # the original is needed again, here or by a neighbour in this process
             tensor = tensor.clone()
         if wanted and trains:
             gates.append(Gate(tensor.detach().requires_grad_()))

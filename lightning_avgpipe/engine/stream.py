@@ -1,4 +1,4 @@
-"""A stream: one pipeline that goes from batch to batch without a drain, while its stages are updated in between."""
+"""Run one pipeline from batch to batch without a drain, while its stages are updated in between."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from lightning_avgpipe.weights.store import WeightStore
 
 @dataclass(frozen=True)
 class _Joined(Task):
-    """The tasks of batches as one: micro-batches count from the last drain.
+    """The tasks of several batches as one task, whose micro-batches count from the last drain.
 
     Attributes:
-        tasks: by batch, those that are not done.
-        count: M.
+        tasks: task of each batch that is not done.
+        count: number M of micro-batches per batch.
     """
 
     tasks: dict[int, Task] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class _Joined(Task):
 
     @classmethod
     def of(cls, count: int, pipeline: int) -> _Joined:
-        """No batch yet."""
+        """Make a joined task without any batch."""
         tasks: dict[int, Task] = {}
 
         def run(i: int, *args: Any) -> Any:
@@ -54,12 +54,12 @@ class _Joined(Task):
         return cls(run, _Arguments(tasks, count), finish, RandomKey(0, pipeline=pipeline), tasks=tasks, count=count)
 
     def key_of(self, micro_batch: int) -> RandomKey:
-        """Random numbers of micro-batch i: those of its own batch."""
+        """Return the random key of micro-batch i within its own batch."""
         return self.tasks[micro_batch // self.count].key_of(micro_batch % self.count)
 
 
 class _Arguments(Sequence[Any]):
-    """Those of the micro-batches of batches that are not done."""
+    """The arguments of the micro-batches of all batches that are not done."""
 
     def __init__(self, tasks: dict[int, Task], count: int) -> None:
         self._tasks, self._count = tasks, count
@@ -72,16 +72,16 @@ class _Arguments(Sequence[Any]):
 
 
 class Stream(Observer):
-    """The batches from one drain to the next. After each the optimizers step, see :class:`WeightStore`.
+    """The batches from one drain to the next. After each batch the optimizers step, see :class:`WeightStore`.
 
     Args:
-        pipeline: whose steps change no attributes.
+        pipeline: pipeline whose steps change no attributes.
         step: name of the step function.
-        weights: versions, which have begun.
-        num_microbatches: M, of every batch.
+        weights: versions of the weights.
+        num_microbatches: number M of micro-batches of every batch.
 
     Attributes:
-        batch: number of the batch that runs, or comes next, since the drain.
+        batch: index, since the drain, of the batch that runs or comes next.
         num_microbatches: as given.
     """
 
@@ -89,28 +89,28 @@ class Stream(Observer):
         self.batch = 0
         self.num_microbatches = num_microbatches
         self._runs = False
-        self._forwards_of: int | None = 0  # batches of which forwards may have run; None: one has failed
+        self._forwards_of: int | None = 0  # number of batches whose forwards may have run; None: one has failed
         self._pipeline = pipeline
         self._step = step
         self._weights = weights
         self._task = _Joined.of(num_microbatches, pipeline.number)
         self._lanes: list[Lane] = []
-        self._kept: dict[int, list[tuple[Stage, dict[str, Tensor]]]] = defaultdict(list)  # buffers before a batch ahead
+        self._kept: dict[int, list[tuple[Stage, dict[str, Tensor]]]] = defaultdict(list)  # buffers before it
 
     @property
     def known(self) -> int:
-        """Batches since the drain that are done, or were taken."""
+        """The number of batches since the drain that are done or were added by :meth:`take`."""
         return max(self._task.tasks, default=self.batch - 1) + 1
 
     def take(self, task: Task) -> None:
-        """A further batch."""
+        """Add the task of a further batch."""
         self._task.tasks[self.known] = task
 
     def run(self, observers: Sequence[Observer] = ()) -> Outcome:
-        """Run until every stage here has ended the next batch, which was taken with as many more as run ahead.
+        """Run until every stage here has ended the next batch; forwards of later batches that were taken may run too.
 
         Args:
-            observers: of this batch.
+            observers: observers of this batch.
         """
         cluster, known = self._pipeline.cluster, self.known
         context = IterationContext(cluster.channels.waits, cluster.world.rank, (self, *observers))
@@ -135,7 +135,7 @@ class Stream(Observer):
         return self._ended()
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
-        """Have an action use its weights, and keep the buffers that a batch ahead will change."""
+        """Run an action with its version of the weights, and keep the buffers that a later batch will change."""
         kind, i = work.action
         self._weights.act(work.stage, i, kind is BACKWARD)
         if kind is BACKWARD:
@@ -150,7 +150,7 @@ class Stream(Observer):
         return message
 
     def _ended(self) -> Outcome:
-        """What the batch gave; nothing of it is left."""
+        """Return the outcome of the batch, and forget the batch."""
         results, skipped = None, set[int]()
         first = self.batch * self.num_microbatches
         for lane in self._lanes:
@@ -164,12 +164,12 @@ class Stream(Observer):
         return Outcome(results, frozenset(skipped), self.num_microbatches)
 
     def end(self, together: bool = True) -> None:
-        """Drain: what has run ahead has not happened.
+        """Drain: drop the forwards of later batches as if they had not run.
 
         Args:
-            together: whether every process calls it, after the same batch; else the channels are used no more.
+            together: whether every process calls this after the same batch; if not, the channels are not used again.
         Raises:
-            ScheduleError: a batch runs.
+            ScheduleError: a batch is running.
         """
         if self._runs:
             raise ScheduleError(

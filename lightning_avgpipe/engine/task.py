@@ -1,8 +1,9 @@
-"""A task: what an iteration has the stages of a process run."""
+"""Define the work that the stages of a process run in an iteration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +14,16 @@ from lightning_avgpipe.utils.random_streams import RandomKey
 
 @dataclass(frozen=True)
 class Task:
-    """One iteration's work, the same for all stages of a process.
+    """The work of one iteration, the same for all stages of a process.
 
     Attributes:
         run: ``run(i, *args[i])`` executes the step function on micro-batch i.
-        args: arguments per micro-batch.
-        finish: turns the result of micro-batch i on the last stage into the tensor to start its backward from;
-            None if there is no backward. It may return None for a micro-batch that does not count.
-        key: random numbers of this iteration, and of the first micro-batch.
-        known: micro-batches for which the outputs of the frozen layers are kept.
+        args: arguments of the step, for each micro-batch.
+        finish: return the tensor from which a backward starts, given i and the result of micro-batch i on the last
+            stage; None if there is no backward. It may return None for a micro-batch that does not count.
+        key: key of the random numbers of this iteration and its first micro-batch.
+        known: micro-batches for which outputs of the frozen layers are kept.
+        around: ``around(i)`` is the context in which ``run`` calls the step function; None: only ``run`` can call it.
     """
 
     run: Callable[..., Any]
@@ -29,6 +31,7 @@ class Task:
     finish: Callable[[int, Any], Tensor | None] | None = None
     key: RandomKey = RandomKey(0)  # noqa: RUF009
     known: frozenset[int] = frozenset()
+    around: Callable[[int], AbstractContextManager[None]] | None = None
 
     @property
     def trains(self) -> bool:
@@ -36,6 +39,6 @@ class Task:
         return self.finish is not None
 
     def key_of(self, micro_batch: int) -> RandomKey:
-        """Random numbers of micro-batch i."""
+        """Return the random key of micro-batch i."""
         key = self.key
         return RandomKey(key.seed, key.iteration, key.pipeline, key.micro_batch + micro_batch)

@@ -1,4 +1,4 @@
-"""Utilisation: how much of its device a process uses while actions run."""
+"""Measure how much of its device a process uses while actions run."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _FORWARDS = f"avgpipe::{FORWARD}"
 
 
 class BusyRecorder(Recorder):
-    """A recorder that also takes the time of the processor, of all threads of the process.
+    """A recorder that also measures the processor time of all threads of the process.
 
     Attributes:
-        processor_s: (stage, kind of action) -> seconds, one for each action.
+        processor_s: (stage, kind of action) -> seconds of each action.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class BusyRecorder(Recorder):
         self.processor_s: dict[tuple[int, Kind], list[float]] = defaultdict(list)
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
-        """Have an action done."""
+        """Run an action, and record its times and processor time."""
 
         def timed() -> Message | None:
             before = time.process_time()
@@ -52,12 +52,12 @@ class BusyRecorder(Recorder):
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel on the device, in seconds of the profiler's clock.
+    """A kernel on the device; times are in seconds of the profiler's clock.
 
     Attributes:
-        begin_s: when it began.
-        end_s: when it ended.
-        share: of the multiprocessors that it occupies, 0..1.
+        begin_s: begin of the kernel.
+        end_s: end of the kernel.
+        share: share of the multiprocessors that it occupies, 0..1.
     """
 
     begin_s: float
@@ -66,11 +66,11 @@ class Kernel:
 
 
 class KernelTrace:
-    """What torch's profiler saw of a device.
+    """The kernels of a device, as torch's profiler saw them.
 
     Attributes:
-        kernels: in the order of their begins; none where the driver does not let it look.
-        forwards_s: when forwards began, by micro-batch; the profiler's clock is another than the recorder's.
+        kernels: kernels by begin; empty if the driver does not permit profiling.
+        forwards_s: micro-batch -> begin of its forward, on the profiler's clock, which differs from the recorder's.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class KernelTrace:
         self.forwards_s: dict[int, float] = {}
 
     def read(self, path: Path) -> None:
-        """Read the profiler's trace."""
+        """Read the trace that the profiler has exported."""
         for event in json.loads(path.read_text())["traceEvents"]:
             category, arguments = event.get("cat"), event.get("args", {})
             begin_s = float(event.get("ts", 0.0)) / 1e6
@@ -92,7 +92,7 @@ class KernelTrace:
 
 @contextlib.contextmanager
 def tracing_kernels(device: torch.device) -> Iterator[KernelTrace]:
-    """Within this context torch's profiler watches a device; the trace is there at its end."""
+    """Profile a device with torch's profiler within this context; the trace is filled at its end."""
     from torch.profiler import profile, supported_activities
 
     trace = KernelTrace()
@@ -107,10 +107,10 @@ def tracing_kernels(device: torch.device) -> Iterator[KernelTrace]:
 
 @contextlib.contextmanager
 def sampling_device(device: torch.device) -> Iterator[list[float]]:
-    """Within this context NVML is asked for which part of the time a CUDA device is busy, 0..1, again and again.
+    """Sample the utilisation of a CUDA device, 0..1, by NVML within this context.
 
-    The samples are there at its end; none where NVML cannot be asked (``pip install nvidia-ml-py``). The driver looks
-    back over up to a second, and any kernel makes the whole device busy: a coarse measure, for want of a better one.
+    The list is complete at the end, and empty if NVML is not available (``pip install nvidia-ml-py``). The measure is
+    coarse: the driver averages over up to a second, and any kernel makes the whole device busy.
     """
     samples: list[float] = []
     ended = threading.Event()

@@ -1,4 +1,4 @@
-"""Weighting: what the loss of each micro-batch counts in the mean over its batch."""
+"""Weight the loss of each micro-batch in the mean over its batch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent
 
-# a function of a micro-batch, or the name of a leaf whose entries other than IGNORED are counted
+# a function of a micro-batch, or the name of a leaf whose entries other than _IGNORED are counted
 LossWeight = Callable[[Any], Any] | str
 
-_IGNORED = -100  # as losses of torch have it
+_IGNORED = -100  # the default ignore_index of torch's losses
 
 
 def weighted(parts: Sequence[MicroBatch], loss_weight: LossWeight) -> list[MicroBatch]:
-    """The same micro-batches, each weighted by its share of the batch's weight.
+    """Return the micro-batches, each weighted by its share of the batch's weight.
 
-    If all weigh nothing, they keep their weights: the loss of such a batch is not a number anywhere.
+    If all weights are 0, the micro-batches keep their weights: the loss of such a batch is NaN anyway.
 
     Args:
-        parts: of a batch.
-        loss_weight: gives the weight of a micro-batch, of any unit.
+        parts: micro-batches of a batch.
+        loss_weight: return the weight of a micro-batch, in any unit; or the name of a leaf.
     Raises:
         ConfigurationError: no leaf has the name, or a weight is no finite number of at least 0.
     """
@@ -46,10 +46,10 @@ def weighted(parts: Sequence[MicroBatch], loss_weight: LossWeight) -> list[Micro
 
 
 def counts_for(data: Any, loss_weight: LossWeight) -> float:
-    """What a micro-batch counts, of any unit.
+    """Return the weight of a micro-batch, in any unit.
 
     Raises:
-        ConfigurationError: no leaf has the name, or it is no finite number of at least 0.
+        ConfigurationError: no leaf has the name, or the weight is no finite number of at least 0.
     """
     if isinstance(loss_weight, str):
         return float(_targets([_leaf(data, loss_weight)])[0])
@@ -61,7 +61,7 @@ def counts_for(data: Any, loss_weight: LossWeight) -> float:
 
 
 def _targets(labels: Sequence[Tensor]) -> list[int]:
-    """How many of each are not ignored: all are counted before the host waits, once."""
+    """Return how many entries of each tensor are not ignored; all are counted before the host waits, once."""
     counts = [(leaf != _IGNORED).sum() for leaf in labels]
     return torch.stack([count.to(counts[0].device) for count in counts]).tolist() if counts else []
 
@@ -77,12 +77,12 @@ def _leaf(data: Any, name: str) -> Tensor:
 
 
 def _plain(path: str) -> str:
-    """``['labels']`` is ``labels``, ``[1].mask`` is ``1.mask``."""
+    """Return a leaf's name as users write it: ``['labels']`` is ``labels``, ``[1].mask`` is ``1.mask``."""
     return re.sub(r"\['?([^'\]]*)'?\]", r".\1", path).lstrip(".")
 
 
 def uneven_targets(parts: Sequence[MicroBatch]) -> str | None:
-    """The name of a tensor of integers that holds ignored targets, and more in one micro-batch than in another."""
+    """Return the name of an integer tensor whose share of ignored targets differs between micro-batches, if any."""
     labels = [
         (_plain(path), leaf)
         for part in parts

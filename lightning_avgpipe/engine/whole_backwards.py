@@ -1,4 +1,4 @@
-"""Whole backwards: which stages of a plan cannot split theirs, found by running the forward of each once."""
+"""Find the stages of a plan that cannot split their backwards, by running the forward of each once."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def whole_backwards(
     device: torch.device,
     recompute: Recompute,
 ) -> dict[int, str]:
-    """Stage -> why its backward runs whole, of those that are to split it and cannot. Nothing else remains.
+    """Return stage -> reason, for stages that are to split their backwards and cannot. Nothing else remains.
 
     Args:
-        plan: of the stages.
-        schedule: that they will run with.
-        module: whose step it is; its parameters visit the device stage by stage.
+        plan: plan of the stages.
+        schedule: schedule that they will run.
+        module: module whose step it is; its parameters are moved to the device stage by stage.
         run: executes the step, with the module's own grad mode and precision.
         args: arguments of one micro-batch.
-        device: where to compute.
-        recompute: what is repeated.
+        device: device to compute on.
+        recompute: options that choose what is repeated.
     """
     graph, found = plan.graph, dict[int, str]()
     if not any(action.kind is INPUT_GRADIENT for row in schedule for action in row):
@@ -67,7 +67,7 @@ def whole_backwards(
             repeats = recompute.stages and repeated(schedule[program.stage], program.is_last)
             why = "recompute" if repeats else watch.found or why_whole(roots, [gate.leaf for gate in gates])
             inner = (m for name in program.own & set(graph.units) for m in module.get_submodule(name).modules())
-            if not drawing.seen and any(map(is_compiled, inner)):  # what draws is never run compiled
+            if not drawing.seen and any(map(is_compiled, inner)):  # units that draw run uncompiled
                 why = why or "a compiled module"
             if why and roots:
                 found[program.stage] = why
@@ -77,7 +77,7 @@ def whole_backwards(
 
 
 def _needed(program: StageProgram, module: nn.Module) -> list[torch.Tensor]:
-    """What its units have, and what lies outside of all units."""
+    """Return the tensors of a stage's units, and those outside of all units."""
     units = {name: tensors_of(module.get_submodule(name)) for name in program.graph.units}
     mine = {id(t) for name, tensors in units.items() if name in program.own for t in tensors}
     others = {id(t) for tensors in units.values() for t in tensors} - mine

@@ -1,4 +1,4 @@
-"""From call graphs and costs to plans: which calls, parameters and values belong to which stage, on which devices."""
+"""Planning: divide a call graph, by its costs, into stages with calls, parameters and devices."""
 
 from lightning_avgpipe.capture.costs import Costs, Link
 from lightning_avgpipe.planning.balance import cut_at, cut_balanced, cut_like, scattered

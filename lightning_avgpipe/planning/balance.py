@@ -1,4 +1,4 @@
-"""Where to cut: positions in a call graph that give every stage its share.
+"""Choice of cuts: positions in a call graph at which to divide it into stages of about equal time.
 
 ::
 
@@ -7,8 +7,8 @@
     gaps            [   ]        [    ]       [   ]          between two calls; one position of each is enough
     cuts                  |            |                     3 stages
 
-A gap offers the position where the fewest bytes cross; of equals the earliest, so glue goes with the call that reads
-it.
+A gap offers the position where the fewest bytes cross, and the earliest of equal ones, so that glue belongs to the
+same stage as the call that reads it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,22 @@ from lightning_avgpipe.planning.memory import Memory, nbytes
 from lightning_avgpipe.planning.ranges import Ranges, evenest, least_bottleneck
 from lightning_avgpipe.utils.names import is_within
 
-# Among partitions within this share of the best bottleneck the evenest with the least traffic is taken.
+# Among partitions within this share of the best bottleneck, the most even one with the least traffic is taken.
 _SLACK = 0.01
 _SHOWN = 3  # reasons in an error
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Between two consecutive calls, which are nodes: the best legal position, or why there is none."""
+    """A gap between two consecutive calls of units, with the best position for a cut.
+
+    Attributes:
+        after: index of the call before the gap.
+        before: index of the call behind the gap.
+        position: legal position where the fewest bytes cross; the best illegal one if none is legal.
+        nbytes: bytes that cross a cut at this position.
+        obstacle: why no position is legal; None if one is.
+    """
 
     after: int
     before: int
@@ -44,10 +52,10 @@ class Gap:
 
 
 def gaps(graph: CallGraph) -> list[Gap]:
-    """One gap between every two consecutive calls of units, in program order.
+    """Return the gaps between all consecutive calls of units, in program order.
 
-    Glue with parameters (``F.linear(x, self.fc.weight)``) counts as a call. A cut without parameters on one of its
-    sides would be of no use: it counts as illegal.
+    Glue with parameters (``F.linear(x, self.fc.weight)``) counts as a call. A cut with no parameters on one of its
+    sides counts as illegal, because that stage would have nothing to train.
     """
     calls = [node.index for node in _calls(graph)]
     trained = [node.index for node in graph.nodes if node.parameters and node.index not in graph.upkeep]
@@ -77,24 +85,25 @@ def cut_balanced(
     replicas: Sequence[int] = (),
     slack: float = _SLACK,
 ) -> tuple[int, ...]:
-    """Cuts that make the slowest stage or transfer as fast as possible; of these, the evenest with the least traffic.
+    """Return the cuts that make the slowest stage or transfer as fast as possible, and the others even.
 
-    Even: where one unit alone sets the pace, the other stages still share the rest (and its memory). The sum of
-    ``stage time squared / bottleneck`` plus all transfers is minimised. The earliest cuts of equals are taken.
+    Among the partitions with the best bottleneck, the one with the least sum of ``stage time squared / bottleneck`` and
+    all transfers is taken. So stages share the rest evenly even where one unit alone is the bottleneck. Of equal
+    partitions the earliest cuts are taken.
 
     Args:
-        graph: to be cut.
-        costs: of its nodes and hops.
-        num_stages: K.
-        memory: limits the stages, and tells the sizes of parameters, of which a cut may make copies.
+        graph: call graph to be cut.
+        costs: costs of its nodes and hops.
+        num_stages: K, number of stages.
+        memory: memory limit of the stages, and sizes of parameters, of which a cut may make copies.
         whole: unit -> why it cannot be opened, for messages.
-        replicas: of each stage, which share its micro-batches; empty: one of each.
-        slack: share by which the slowest stage or transfer may exceed the fastest that there can be.
+        replicas: number of replicas of each stage, which share its micro-batches; empty: one of each.
+        slack: share by which the slowest stage or transfer may exceed the best possible bottleneck.
     Returns:
         K-1 increasing positions.
     Raises:
-        PartitionError: fewer than K-1 legal cuts, and what forbids the others; or stages that do not fit into memory,
-            and how much is missing.
+        PartitionError: there are fewer than K-1 legal cuts, or stages do not fit into memory. The message says what
+            forbids cuts, or how much memory is missing.
     Source: the dynamic program of PipeDream (Narayanan et al., SOSP 2019), without replicated stages.
     """
     memory = memory or Memory()
@@ -112,10 +121,12 @@ def cut_balanced(
 
 
 def cut_at(graph: CallGraph, split_points: Sequence[str], num_stages: int) -> tuple[int, ...]:
-    """Cuts before the first call of each named unit.
+    """Return the cuts before the first call of each named unit.
 
     Args:
+        graph: call graph to be cut.
         split_points: names of the units (or of modules that hold units) at which stages 1..K-1 begin.
+        num_stages: K, number of stages.
     Raises:
         PartitionError: a wrong number of names, a name that is never called, names out of order, or an illegal cut.
     """
@@ -133,7 +144,8 @@ def cut_at(graph: CallGraph, split_points: Sequence[str], num_stages: int) -> tu
         if first is None:
             raise PartitionError(f"split point {name!r} is never called by {graph.step}; it calls: {called}")
         if first is calls[0]:
-            raise PartitionError(f"split point {name!r} is the first call of {graph.step}; stage 0 would be empty")
+            reason = graph.obstacles[first.index] or "stage 0 would be empty"
+            raise PartitionError(f"split point {name!r} is the first call of {graph.step}; {reason}")
         gap = before[first.index]
         if gap.obstacle is not None:
             raise PartitionError(f"no cut may lie before split point {name!r}: {gap.obstacle}")
@@ -147,24 +159,24 @@ def cut_at(graph: CallGraph, split_points: Sequence[str], num_stages: int) -> tu
 
 
 def _belongs(node: Node, name: str) -> bool:
-    """Whether a node is a call of a module, or of what it holds, or glue with its parameters."""
+    """Return whether a node is a call of the named module or of one of its submodules, or glue with its parameters."""
     if node.kind == "glue":
         return any(parameter.startswith(f"{name}.") for parameter in node.parameters)
     return is_within(node.name, name)
 
 
 def cut_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]], num_stages: int) -> tuple[int, ...]:
-    """Cuts for another step function of the same module, so that every parameter is used where a plan has put it.
+    """Return cuts for another step function of a module, so that each parameter is used on the stage that has it.
 
     Args:
-        graph: of the other step function.
-        stages_of: unit, parameter or changed buffer -> the stages that a plan gave it.
-        num_stages: K.
+        graph: call graph of the other step function.
+        stages_of: unit, parameter or changed buffer -> its stages in the plan.
+        num_stages: K, number of stages.
     Returns:
         K-1 positions that do not decrease; a stage may be empty in this step.
     Raises:
         StepOrderError: the step goes back to an earlier stage.
-        PartitionError: it must be cut where no cut is legal, or has a unit with parameters of several stages.
+        PartitionError: no legal cut separates two stages, or a unit has parameters of several stages.
     """
     stages = _stages_like(graph, stages_of)
     cuts: list[int] = []
@@ -182,7 +194,7 @@ def cut_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]], num_stage
 
 
 def scattered(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
-    """Units that no stage has all parameters of; same arguments as :func:`cut_like`."""
+    """Return the units whose parameters are on no single stage; the arguments are those of :func:`cut_like`."""
     found = []
     for node in graph.nodes:
         holders = [set(stages_of[name]) for name in node.parameters if name in stages_of]
@@ -192,11 +204,14 @@ def scattered(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> tuple
 
 
 def _stages_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> list[int | None]:
-    """For each node the first stage, not before the node before it, that has all it needs; None if it needs nothing."""
+    """Return for each node the first stage that has all its parameters and states; None if it needs none.
+
+    Stages do not decrease from node to node.
+    """
     stages: list[int | None] = []
     current, latest = 0, None
     for node in graph.nodes:
-        if node.index in graph.upkeep:  # which is done where it is needed
+        if node.index in graph.upkeep:  # upkeep runs on the stages that need it
             stages.append(None)
             continue
         names = [name for name in (*node.parameters, *node.states) if name in stages_of]
@@ -221,7 +236,7 @@ def _stages_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> li
 
 
 def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int]) -> PartitionError:
-    """The error that says what the partition that needs least is short of, and what would help."""
+    """Make the error that says how much memory the partition with the least need lacks, and what would help."""
     chosen, k = ranges.leanest()
     bounds = [0, *chosen, len(positions) - 1]
     need, limit = ranges.need(k, bounds[k], bounds[k + 1]), ranges.memory.limit
@@ -249,7 +264,7 @@ def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int
 def _too_few_cuts(
     graph: CallGraph, costs: Costs, num_stages: int, count: int, whole: Mapping[str, str]
 ) -> PartitionError:
-    """The error that says how many cuts are legal, and what forbids the others."""
+    """Make the error that says how many cuts are legal, and what forbids the others."""
     calls = len(_calls(graph))
     because = "".join(f"\n  - {limit}" for limit in limits(graph, costs, whole)[:_SHOWN])
     return PartitionError(

@@ -1,4 +1,4 @@
-"""The dynamic program of SPP: stages whose slowest stage or link has the least to do."""
+"""The dynamic program of SPP, which finds stages whose slowest stage or link has the least work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_avgpipe.planning.problem import Problem, Stage
+from lightning_avgpipe.planning.problem import PlacedStage, Problem
 
 _ROUNDING = 1e-9
 
@@ -16,13 +16,13 @@ _ROUNDING = 1e-9
 class _Plans(NamedTuple):
     """The best plans of the first l units on the first i devices, for l in a window.
 
-    By number of stages - 1, replicas of the last stage - 1, and l - lowest.
+    The arrays are indexed by (number of stages - 1, replicas of the last stage - 1, l - lowest).
 
     Attributes:
         lowest: l of the first column.
-        seconds: W, infinite above the limit.
-        begins: the first unit of the last stage.
-        before: replicas of the stage before it.
+        seconds: W of each plan; infinite above the limit.
+        begins: first unit of the last stage of each plan.
+        before: replicas of the last but one stage of each plan.
     """
 
     lowest: int
@@ -32,18 +32,19 @@ class _Plans(NamedTuple):
 
     @classmethod
     def none(cls, window: np.ndarray, shape: tuple[int, int]) -> _Plans:
-        """None are known."""
+        """Return plans of a shape without any entry: W is infinite."""
         shape_ = (*shape, len(window))
         none = np.full(shape_, math.inf), np.zeros(shape_, np.int32), np.zeros(shape_, np.int32)
         return cls(int(window[0]) if len(window) else 0, *none)
 
 
-def least_bottlenecks(problem: Problem, limit_s: float, most_stages: int) -> dict[int, list[Stage]]:
-    """For each number of stages the plan with the least W, where that is at most ``limit_s``.
+def least_bottlenecks(problem: Problem, limit_s: float, most_stages: int) -> dict[int, list[PlacedStage]]:
+    """Return the plan with the least W for each number of stages for which W is at most ``limit_s``.
 
-    ``W(l, s, r, i) = min over l', r' of max(W(l', s-1, r', i-r), M transfer, M work / r + all-reduce)``, of the first l
-    units on the first i devices. Only l are looked at whose units the i devices, and the units after them the others,
-    can work off within the limit; where the limit is close to evenly shared work, these are few.
+    ``W(l, s, r, i) = min over l', r' of max(W(l', s-1, r', i-r), M transfer, M work / r + all-reduce)`` is that of the
+    first l units on the first i devices. An l is considered only if, by work alone, the first i devices can run the
+    first l units within the limit and the other devices the remaining units. Where the limit is close to evenly shared
+    work, few l are left.
     """
     units, devices = problem.costs.num_units, len(problem.network)
     work, limit_s = problem.num_microbatches * problem.costs.busy_s, limit_s * (1 + _ROUNDING)
@@ -64,13 +65,13 @@ def least_bottlenecks(problem: Problem, limit_s: float, most_stages: int) -> dic
 
 
 def _total_s(problem: Problem, first: int, stop: int) -> np.ndarray:
-    """Seconds of a stage with the first l units, shape ``(L+1,)``."""
+    """Return the seconds of a stage with the first l units on devices ``first .. stop-1``, shape ``(L+1,)``."""
     total = problem.num_microbatches * problem.costs.busy_s * problem.slow(first, stop) / (stop - first)
     return np.asarray(total + problem.reduce_s_per_byte(first, stop) * problem.costs.parameters)
 
 
 def _work_s(problem: Problem, begins: np.ndarray, ends: np.ndarray, first: int, stop: int) -> np.ndarray:
-    """Seconds of a stage with the units from each of ``begins`` to each of ``ends``; infinite where it does not fit."""
+    """Return the seconds of a stage from each of ``begins`` to each of ``ends``; infinite where it does not fit."""
     total, parameters = _total_s(problem, first, stop), problem.costs.parameters
     seconds = np.subtract(total[ends], total[begins][:, None])
     if begins[-1] >= ends[0]:
@@ -83,7 +84,7 @@ def _work_s(problem: Problem, begins: np.ndarray, ends: np.ndarray, first: int, 
 def _extend(
     problem: Problem, shorter: _Plans, longer: _Plans, first: int, i: int, window: np.ndarray, limit_s: float
 ) -> None:
-    """Plans get one more stage, on the devices ``first .. i-1``."""
+    """Extend the plans ``shorter`` by a stage on the devices ``first .. i-1``, and store the results in ``longer``."""
     network, count, most = problem.network, problem.num_microbatches, len(longer.seconds) - 1
     if not shorter.seconds.size:
         return
@@ -100,7 +101,7 @@ def _extend(
     possible = np.flatnonzero((arrivals_s <= limit_s).any(axis=0))
     if not len(possible):
         return
-    # of the ends those that the last stage alone can reach within the limit
+    # only ends that the last stage alone can reach within the limit
     total, begins = _total_s(problem, first, i), possible + shorter.lowest
     near_s = total[begins[-1]] + limit_s * (1 + _ROUNDING)
     ends = window[: int(np.searchsorted(total[window], near_s, side="right"))]
@@ -119,17 +120,17 @@ def _extend(
             longer.before[where] = replicas[choice[able[best]]]
 
 
-def _traced_back(problem: Problem, plans: Sequence[_Plans], num_stages: int) -> list[Stage] | None:
-    """The stages of the plan with the least W for all units on all devices; None if there is none."""
+def _traced_back(problem: Problem, plans: Sequence[_Plans], num_stages: int) -> list[PlacedStage] | None:
+    """Return the stages of the plan with the least W for all units on all devices; None if there is none."""
     end, i = problem.costs.num_units, len(problem.network)
     last = plans[i].seconds[num_stages - 1, :, end - plans[i].lowest :]
     if not last.size or not math.isfinite(last.min()):
         return None
     replicas = int(last[:, 0].argmin()) + 1
-    stages: list[Stage] = []
+    stages: list[PlacedStage] = []
     for s in range(num_stages - 1, -1, -1):
         at = s, replicas - 1, end - plans[i].lowest
         begin, before = int(plans[i].begins[at]), int(plans[i].before[at])
-        stages.append(Stage(begin, end, i - replicas, i))
+        stages.append(PlacedStage(begin, end, i - replicas, i))
         end, i, replicas = begin, i - replicas, before
     return stages[::-1]

@@ -1,4 +1,4 @@
-"""Closing: units that were opened for the sake of balance, and that no cut divides, become one unit again.
+"""Closing of units: units that were opened for balance, and that no cut divides, become one unit again.
 
 ::
 
@@ -6,9 +6,9 @@
     cut                                                  |
     closed    embed | block0                   | norm  qkv  out  up  down | head
 
-A stage then runs a whole block as it always ran, instead of following it call by call. Nothing else changes: a module
-is closed only where its calls use its own parameters and buffers and all of the former, observe nothing, and where
-nobody calls its parts or hooks on to them.
+A stage then runs a whole block as in plain PyTorch, instead of call by call. Nothing else changes: a module is closed
+only where its calls use all of its parameters, no others, change only its own buffers, and observe nothing, and where
+its parts have no forward hooks and are not called from elsewhere.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from functools import cached_property
 from torch import nn
 
 from lightning_avgpipe.capture.costs import Costs
-from lightning_avgpipe.capture.graph import CallGraph, Opened
+from lightning_avgpipe.capture.graph import CallGraph, OpenedCall
 from lightning_avgpipe.planning.divisible import Divisible
 
 
 @dataclass(frozen=True)
 class Closing:
-    """What becomes of a graph and its cuts.
+    """A mapping from a graph with open units to one with coarser units.
 
     Attributes:
-        graph: as it was captured with the open units.
+        graph: graph as captured with the open units.
         units: paths of the coarser units.
-        names: of the nodes with these units, in order.
+        names: names of the nodes with the coarser units, in order.
         bounds: the nodes ``bounds[i] .. bounds[i + 1] - 1`` of the graph become node i.
     """
 
@@ -41,11 +41,11 @@ class Closing:
     bounds: tuple[int, ...]
 
     def cuts(self, cuts: Sequence[int]) -> tuple[int, ...]:
-        """The same cuts, as positions among the coarser nodes."""
+        """Return cuts of the graph as positions among the coarser nodes."""
         return tuple(self.bounds.index(cut) for cut in cuts)
 
     def costs(self, costs: Costs) -> Costs:
-        """The sums of what the nodes cost."""
+        """Return the costs of the coarser nodes: the sums over their parts."""
         ranges = [slice(*pair) for pair in zip(self.bounds, self.bounds[1:], strict=False)]
         return replace(
             costs,
@@ -55,7 +55,7 @@ class Closing:
         )
 
     def is_met_by(self, graph: CallGraph, cuts: Sequence[int]) -> bool:
-        """Whether a capture with the coarser units has these nodes, and allows the same stages between the cuts."""
+        """Return whether a capture with the coarser units has the expected nodes, and allows the same cuts."""
         fine = self.graph
         if tuple(node.name for node in graph.nodes) != self.names:
             return False
@@ -72,15 +72,15 @@ class Closing:
 
 
 def closing(subject: Divisible, graph: CallGraph, cuts: Sequence[int], keep: Collection[str]) -> Closing | None:
-    """What can be closed; None if there is nothing.
+    """Find the units that can be closed; None if there are none.
 
     Args:
-        subject: whose step it is.
-        graph: as captured.
-        cuts: positions that stay.
+        subject: module whose step was captured.
+        graph: graph as captured with the open units.
+        cuts: positions that must stay possible cuts.
         keep: paths of modules that stay units, or hold units.
     """
-    calls: dict[str, list[Opened]] = {}
+    calls: dict[str, list[OpenedCall]] = {}
     for call in graph.opened:
         calls.setdefault(call.path, []).append(call)
     rules = _Rules(subject, graph, cuts, keep)
@@ -100,7 +100,7 @@ def closing(subject: Divisible, graph: CallGraph, cuts: Sequence[int], keep: Col
 
 @dataclass(frozen=True)
 class _Rules:
-    """Which modules may be closed. Same arguments as :func:`closing`."""
+    """The rules for which modules may be closed; the fields are the arguments of :func:`closing`."""
 
     subject: Divisible
     graph: CallGraph
@@ -111,8 +111,8 @@ class _Rules:
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self.subject.module.named_parameters()}
 
-    def allow(self, path: str, calls: Sequence[Opened]) -> bool:
-        """Whether a module, given all of its calls, may become a unit."""
+    def allow(self, path: str, calls: Sequence[OpenedCall]) -> bool:
+        """Return whether a module, given all of its calls, may become a unit."""
         module, below = self.subject.module.get_submodule(path), f"{path}."
         if any(name.startswith(below) for name in self.keep):
             return False
@@ -124,7 +124,7 @@ class _Rules:
         inside = {i for call in calls for i in range(call.begin, call.end)}
         return all(n.index in inside for n in self.graph.nodes if n.kind == "call" and n.name.startswith(below))
 
-    def _is_whole(self, module: nn.Module, below: str, call: Opened) -> bool:
+    def _is_whole(self, module: nn.Module, below: str, call: OpenedCall) -> bool:
         nodes = self.graph.nodes[call.begin : call.end]
         if not nodes or call.observes or any(call.begin < cut < call.end for cut in self.cuts):
             return False

@@ -1,4 +1,4 @@
-"""Costing: what nodes cost, as measured on the device, or by counting operations."""
+"""Costing: find the costs of nodes by measuring them on the device, or by counting operations."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Costing:
-    """How costs are found.
+    """The settings of how costs are found.
 
     Attributes:
-        kind: ``"measured"`` on the device, or counted operations (``"flops"``).
-        cache: of measured costs; None measures every time.
-        samples: what was measured on this device for earlier plans, which is not measured again.
+        kind: ``"measured"``: on the device; ``"flops"``: counted operations.
+        cache: cache of measured costs; None: costs are measured every time.
+        samples: measurements on this device for earlier plans, which are reused.
     """
 
     kind: Literal["measured", "flops"] = "flops"
@@ -32,7 +32,7 @@ class Costing:
     samples: Samples = field(default_factory=Samples, compare=False)
 
     def measured(self, subject: Divisible, step: Step, graph: CallGraph) -> Costs:
-        """Measured costs of a step's units, from the cache if they are there."""
+        """Return the measured costs of a step's units, from the cache if it has them."""
         key, about = fingerprint(graph, subject.module, subject.place)
         costs = self.cache.load(key, len(graph.nodes)) if self.cache is not None else None
         if costs is None:

@@ -1,9 +1,9 @@
-"""Divisible modules: their steps are captured unit by unit, and their units can be opened."""
+"""Divisible modules: capture of their steps unit by unit, and opening of their units."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +12,10 @@ from torch import nn
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.units import is_container
-from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.errors import PartitionError, SeedingError
 from lightning_avgpipe.utils.names import close_to, is_within, joined
 
-# These use their children where nobody sees it, or all of their parameters at once.
+# Modules that use their children without calling them, or all of their parameters at once.
 _ATOMS: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "is one operation",
     nn.RNNBase: "is one operation for all of its layers; chain several with num_layers=1",
@@ -24,7 +24,7 @@ _ATOMS: dict[type[nn.Module], str] = {
 
 
 class Step(NamedTuple):
-    """A step function: its name, what executes it, and the arguments of one micro-batch."""
+    """A step function: its name, the function that runs it, and the arguments of one micro-batch."""
 
     name: str
     run: Callable[..., Any]
@@ -33,43 +33,56 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Divisible:
-    """A module that is to be divided.
+    """A module that is to be divided into stages.
 
     Attributes:
-        module: whose steps are captured.
-        device: where captures compute; None: where the parameters are.
-        observers: modules that only look at values (metrics).
+        module: module whose steps are captured.
+        device: device on which captures compute; None: the device of the parameters.
+        observers: modules that only read values, such as metrics.
     """
 
     module: nn.Module
     device: torch.device | None = None
     observers: Collection[nn.Module] = ()
+    _seeding: set[str] = field(default_factory=set, init=False, compare=False)  # modules that must be units
 
     @property
     def place(self) -> torch.device:
-        """Where nodes are timed."""
+        """The device on which nodes are timed."""
         return self.device or torch.device("cpu")
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Of each parameter."""
+        """The bytes of each parameter by its full name."""
         return {name: p.numel() * p.element_size() for name, p in self.module.named_parameters()}
 
     def capture(self, step: Step, units: Sequence[str] | None = None) -> CallGraph:
-        """The call graph of a step, at the granularity of these units, or of the coarsest."""
-        return capture(*step, self.module, self.units() if units is None else units, self.device, self.observers)
+        """Capture the call graph of a step at the granularity of these units; None: of the coarsest units.
+
+        A module whose own code seeds torch's random number generators becomes a unit, because its random numbers depend
+        on this.
+        """
+        units = self.units() if units is None else units
+        while True:
+            try:
+                return capture(*step, self.module, units, self.device, self.observers)
+            except SeedingError as error:
+                if not error.module or error.module in self._seeding:
+                    raise
+                self._seeding.add(error.module)
+                units = (*(unit for unit in units if not is_within(unit, error.module)), error.module)
 
     # -- units --------------------------------------------------------------------------------------------------------
 
     def units(self) -> tuple[str, ...]:
-        """Paths of the coarsest ones: the children of the module, with containers opened."""
+        """Return the paths of the coarsest units: the children of the module, with containers opened."""
         return tuple(self._below(""))
 
     def split(self, units: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-        """Finer units, of which one begins at each of these names.
+        """Return units that are refined until a unit begins at each of the names.
 
         Raises:
-            PartitionError: a name is that of no submodule; says which names come close.
+            PartitionError: a name is not that of a submodule. The message says which names come close.
         """
         known = {name for name, _ in self.module.named_modules() if name}
         for point in names:
@@ -79,22 +92,24 @@ class Divisible:
             while above := [unit for unit in units if point.startswith(f"{unit}.") and self.opens(unit)]:
                 units = self.refine(units, above)
             if not any(is_within(unit, point) or is_within(point, unit) for unit in units):
-                units = (*units, point)  # none of the units that an earlier step called
+                units = (*units, point)  # a module that the step of the given units does not call
         return tuple(units)
 
     def refine(self, units: Sequence[str], chosen: Collection[str]) -> tuple[str, ...]:
-        """The same units, with the chosen ones replaced by their children; one without children stays."""
+        """Return units with the chosen ones replaced by their children; units that cannot be opened stay."""
         refined: list[str] = []
         for path in units:
             refined.extend(self._below(path) if path in chosen and self.opens(path) else [path])
         return tuple(dict.fromkeys(refined))
 
     def opens(self, unit: str) -> bool:
-        """Whether it has children that it could be replaced by."""
+        """Return whether a unit can be replaced by its children."""
         return self._why_whole(unit) is None
 
     def _why_whole(self, unit: str) -> str | None:
         module = self.module.get_submodule(unit)
+        if unit in self._seeding:
+            return "seeds torch's random numbers"
         if not any(True for _ in self._below(unit)) and not isinstance(module, nn.RNNBase):
             return "has no submodules"
         return next((reason for kind, reason in _ATOMS.items() if isinstance(module, kind)), None)
@@ -107,11 +122,11 @@ class Divisible:
             yield from self._below(full) if is_container(child) else (full,)
 
     def whole(self, units: Sequence[str]) -> dict[str, str]:
-        """Unit -> why it cannot be opened."""
+        """Return for each unit that cannot be opened the reason."""
         reasons = ((unit, self._why_whole(unit)) for unit in units)
         return {unit: reason for unit, reason in reasons if reason is not None}
 
     def half_frozen(self, units: Sequence[str]) -> list[str]:
-        """Units that can be opened, and have trained and frozen parameters."""
+        """Return the units that can be opened and have both trained and frozen parameters."""
         flags = {unit: {p.requires_grad for p in self.module.get_submodule(unit).parameters()} for unit in units}
         return [unit for unit in units if len(flags[unit]) > 1 and self.opens(unit)]

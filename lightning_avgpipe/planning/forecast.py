@@ -1,4 +1,4 @@
-"""Forecasts: what an iteration of a plan will take, by simulation of its schedule with the costs of its stages."""
+"""Forecasts of the time of an iteration, by simulating the schedule with the costs of a plan's stages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from lightning_avgpipe.schedule.broadcast import without_relays
 from lightning_avgpipe.schedule.rules import trains
 from lightning_avgpipe.schedule.versions import WeightPolicy
 
+_ITERATIONS = 4  # of rolling models, after which one takes as long as the next
+
 
 def idle_share(units: SppCosts, plan: SppPlan, num_microbatches: int, slowness: Sequence[float]) -> float:
-    """The share of all devices' time in which they do not compute."""
+    """Return the share of the time of all devices in which they do not compute, for a plan of SPP."""
     busy_s, devices = 0.0, 0
     for first, last, ranks in plan.stages:
         of_one_s = float(units.busy_s[last + 1] - units.busy_s[first])
@@ -32,28 +34,44 @@ def idle_share(units: SppCosts, plan: SppPlan, num_microbatches: int, slowness: 
 
 
 def stage_costs(plan: Plan, frozen: int = 0) -> StageCosts:
-    """What the simulator must know of the stages, in seconds if the plan was measured.
+    """Return the costs of the stages for the simulator, in seconds if the plan was measured.
 
     Args:
-        plan: of the stages.
-        frozen: how many of them, from the first, run forwards only by now.
+        plan: plan of the stages.
+        frozen: number of stages, from the first, that run forwards only.
     """
     hops = list(zip(plan.links, plan.stages[:-1], strict=True))
     return StageCosts(
         [stage.forward for stage in plan.stages],
         [stage.backward * (stage.index >= frozen) for stage in plan.stages],
-        [link.per_byte * stage.boundary_bytes for link, stage in hops],
-        [link.per_byte * sum(v.nbytes for v in stage.sends if v.requires_grad) for link, stage in hops],
+        [link.per_byte * stage.wire_bytes for link, stage in hops],
+        [link.per_byte * stage.gradient_bytes for link, stage in hops],
         [link.latency for link, _ in hops],
     )
 
 
-def forecast_of(plan: Plan, schedule: Schedule | None, policy: WeightPolicy) -> Forecast | None:
-    """Simulate the schedule with the costs of the stages."""
+def forecast_of(
+    plan: Plan,
+    schedule: Schedule | None,
+    policy: WeightPolicy,
+    owners: Sequence[int] = (),
+    num_models: int = 1,
+    rolling: bool = False,
+) -> Forecast | None:
+    """Simulate the schedule with the costs of the stages.
+
+    Args:
+        plan: plan of the stages.
+        schedule: schedule to simulate; None: there is no forecast.
+        policy: weight policy, which says which weights actions use.
+        owners: rank of the process of each stage, shape ``(K,)``; empty: one process per stage.
+        num_models: number N of parallel models in these stages.
+        rolling: whether each model begins its next batch without waiting for the others.
+    """
     if schedule is None:
         return None
     if not policy.drains and plan.num_stages > 1:
-        repeated = replace(policy, backward=None)  # what is repeated is in the costs already
+        repeated = replace(policy, backward=None)  # the costs already include repeated forwards
         count = schedule.num_microbatches
         timeline = simulate_policy(repeated, stage_costs(plan), count, 2 + 4 * plan.num_stages)
         copies = " ".join(map(str, copies_of_weights(policy, plan.num_stages, count)))
@@ -61,5 +79,9 @@ def forecast_of(plan: Plan, schedule: Schedule | None, policy: WeightPolicy) -> 
         return Forecast(name, count, timeline.steady_s, max(0.0, timeline.steady_bubble_fraction))
     frozen = num_frozen(plan.graph, plan.cuts, plan.graph.trained) if trains(schedule.rows[-1]) else 0
     schedule = without_relays(schedule) if frozen else schedule
-    timeline = simulate(forward_only(schedule, frozen), stage_costs(plan, frozen))
-    return Forecast(schedule.name, schedule.num_microbatches, timeline.iteration_s, timeline.bubble_fraction)
+    costs = stage_costs(plan, frozen)
+    costs = costs.on(owners) if owners else costs
+    iterations = _ITERATIONS if rolling and num_models > 1 else 1
+    timeline = simulate([forward_only(schedule, frozen)] * num_models, costs, owners, iterations=iterations)
+    idle = max(0.0, timeline.steady_bubble_fraction)
+    return Forecast(schedule.name, schedule.num_microbatches, timeline.steady_s, idle, num_models)

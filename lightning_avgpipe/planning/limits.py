@@ -1,4 +1,4 @@
-"""Limits: what keeps stages from being even, with its share of the time."""
+"""Limits of balance: parts of a step that cannot be divided, with their shares of the time."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
 
-# A smaller part of the time is no reason for anything.
+# Parts with a smaller share of the time are not reported.
 _LEAST = 0.05
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A piece of a step that cannot be divided.
+    """A part of a step that cannot be divided.
 
     Attributes:
-        share: of the time of the whole step, 0..1.
-        reason: which piece, and why.
+        share: its share of the time of the whole step, 0..1.
+        reason: which part this is, and why it cannot be divided.
     """
 
     share: float
@@ -32,14 +32,14 @@ class Limit:
 def limits(
     graph: CallGraph, costs: Costs, whole: Mapping[str, str], start: int = 0, end: int | None = None
 ) -> list[Limit]:
-    """What cannot be divided between two positions of a graph, the largest first.
+    """Return the parts between two positions of a graph that cannot be divided, the largest first.
 
     Args:
-        graph: of a step.
-        costs: of its nodes.
+        graph: call graph of a step.
+        costs: costs of its nodes.
         whole: unit -> why it cannot be opened.
-        start: position at which the piece begins.
-        end: position at which it ends; None: where the graph ends.
+        start: first position.
+        end: last position; None: the end of the graph.
     """
     total = sum(costs.node) or 1.0
     nodes = graph.nodes[start:end]

@@ -1,4 +1,4 @@
-"""How much memory a stage may use on its device."""
+"""The option ``memory_limit``: how much memory a stage may use on its device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def parse_limit(limit: MemoryLimit) -> float:
-    """Bytes, or a fraction of the device if it is at most 1; infinite for None.
+    """Parse a limit into bytes or, if the result is at most 1, a fraction of the device's memory; infinite for None.
 
     Raises:
-        ConfigurationError: neither bytes, nor a size such as "10GB", nor a fraction.
+        ConfigurationError: the limit is not a number of bytes, a size such as "10GB", or a fraction.
     """
     if limit is None:
         return math.inf
@@ -39,12 +39,12 @@ def parse_limit(limit: MemoryLimit) -> float:
 
 
 def limit_of(limit: MemoryLimit, device: torch.device, sharing: int) -> float:
-    """Bytes that one stage may use.
+    """Return the bytes that one stage may use.
 
     Args:
-        limit: as the user gave it: bytes for each stage, or a fraction of the device for all of its stages.
-        device: that hosts the stage.
-        sharing: stages that share the device.
+        limit: limit as the user gave it: bytes for each stage, or a fraction of the device for all of its stages.
+        device: device that hosts the stage.
+        sharing: number of stages that share the device.
     """
     number = parse_limit(limit)
     return number * port_of(device).memory.total_bytes() / sharing if number <= 1 else number

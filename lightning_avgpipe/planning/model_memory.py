@@ -1,4 +1,4 @@
-"""Memory of models: how much a stage holds for each parameter, and for parallel models."""
+"""Estimates of memory for weights and optimizer states, also of several parallel models and weight versions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_avgpipe.schedule.versions import POLICIES, Place, WeightPolicy
 from lightning_avgpipe.schedule.versions import held as held_by
 from lightning_avgpipe.utils.tensors import tensor_bytes
 
-_UNKNOWN_COPIES = 2  # as Adam
+_UNKNOWN_COPIES = 2  # as for Adam
 _SINGLE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What a stage holds whatever it stashes, in bytes.
+    """The memory that a stage holds independently of its stash, in bytes.
 
     Attributes:
-        total: weights, gradients, optimizer states and the batch.
-        coming: of it optimizer states that are not there yet.
+        total: bytes of weights, gradients, optimizer states and the batch.
+        coming: the part of ``total`` that is not allocated yet, such as optimizer states before the first step.
     """
 
     total: int
@@ -35,12 +35,12 @@ class Holding:
 
 @dataclass(frozen=True)
 class Updates:
-    """How stages are updated, which decides what they hold besides weights and activations.
+    """The way in which stages are updated, which decides what they hold besides weights and activations.
 
     Attributes:
-        policy: which weights actions use.
-        sharing: whole replicas that share the optimizer states of each stage with its own; 0: each keeps all.
-        rolling: whether several pipelines go on without waiting for each other.
+        policy: weight policy, which says which weights actions use.
+        sharing: number of replicas of the pipeline that shard the optimizer states of each stage; 0: no sharding.
+        rolling: whether parallel pipelines go on without waiting for each other.
     """
 
     policy: WeightPolicy = POLICIES["flush"]
@@ -49,7 +49,7 @@ class Updates:
 
 
 def state_copies(optimizers: Sequence[Optimizer]) -> int:
-    """Tensors of a parameter's size that the optimizers keep for it; as many as Adam's where it is not known."""
+    """Return how many tensors of its size the optimizers keep for a parameter; 2, as for Adam, where unknown."""
     return max(map(_copies, optimizers), default=_UNKNOWN_COPIES)
 
 
@@ -73,16 +73,18 @@ def memory_of(
     replicas: Sequence[int] = (),
     rolling: bool = False,
 ) -> Memory:
-    """What a partition must know: sizes, and how many micro-batches each stage has in flight.
+    """Return the sizes of weights, and how many micro-batches each stage has in flight.
 
     Args:
-        schedule: of the step; None for one micro-batch without a backward.
-        copies: optimizer state of each parameter that has a gradient, in copies of it.
-        limit: bytes for each stage.
+        module: module that is divided.
+        schedule: schedule of the step; None for one micro-batch without a backward.
+        copies: size of the optimizer state of each trained parameter, in multiples of the parameter.
+        limit: bytes that each stage may use.
         recompute: whether stages repeat their forwards.
-        num_pipelines: N; of several, each has what is trained for itself, and there is their reference.
-        num_groups: of processes, each with N pipelines.
-        replicas: of each stage, which take its micro-batches in turns; empty: one of each.
+        num_pipelines: N, number of parallel models. Each of several has its own trained parameters, and all share a
+            reference.
+        num_groups: number of process groups, each with N pipelines.
+        replicas: number of replicas of each stage, which take its micro-batches in turns; empty: one of each.
         rolling: whether pipelines go on without waiting for each other.
     """
     flights: tuple[int, ...] = ()
@@ -109,7 +111,7 @@ def memory_of(
         return memory
     return replace(
         memory,
-        in_flight=tuple(flights[k - (k in relays)] for k in range(len(flights))),  # it waits for as many as were sent
+        in_flight=tuple(flights[k - (k in relays)] for k in range(len(flights))),  # a relay keeps all that was sent
         stashed=flights,
         doubles=frozenset(k + 1 for k in relays),
         doubled={name: num_pipelines * size for name, size in weights.items()},
@@ -117,14 +119,14 @@ def memory_of(
 
 
 def copies_of_weights(policy: WeightPolicy, num_stages: int, num_microbatches: int) -> list[int]:
-    """By stage, how many a policy holds at most; of one stage alone there is one."""
+    """Return how many copies of its weights each stage holds at most under a policy; one if there is a single stage."""
     if num_stages == 1:
         return [1]
     return [held_by(policy, Place(k, num_stages, num_microbatches)) for k in range(num_stages)]
 
 
 def with_versions(memory: Memory, module: nn.Module, policy: WeightPolicy, schedule: Schedule) -> Memory:
-    """The same under a weight policy: versions of what is trained, and forwards of the next batches in flight."""
+    """Return the memory under a weight policy: further versions of trained weights, and more forwards in flight."""
     stages = schedule.num_stages
     if policy.drains or stages == 1:
         return memory
@@ -137,7 +139,7 @@ def with_versions(memory: Memory, module: nn.Module, policy: WeightPolicy, sched
 
 
 def with_shards(memory: Memory, module: nn.Module, copies: int, sharing: Sequence[int]) -> Memory:
-    """The same where so many processes share the optimizer states of each stage, each of which keeps a part."""
+    """Return the memory where ``sharing[k]`` processes shard the optimizer states of each stage k."""
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     states = {name: copies * memory.weights[name] for name in trained}
     held = {name: nbytes - states.get(name, 0) for name, nbytes in memory.held.items()}
@@ -145,7 +147,7 @@ def with_shards(memory: Memory, module: nn.Module, copies: int, sharing: Sequenc
 
 
 def _reference_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int:
-    """Of what parallel models have in common: their reference, and what groups sum up in single precision for it."""
+    """Return the bytes of a parameter that parallel models share: the reference, and with groups a float32 sum."""
     if num_pipelines * num_groups == 1:
         return 0
     widened = max(1, _SINGLE_BYTES // tensor.element_size())
@@ -153,7 +155,10 @@ def _reference_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int
 
 
 def _rolling_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int:
-    """Of what models keep to meet one at a time: where each began, the reference before; of groups a further sum."""
+    """Return the bytes of a parameter that rolling models need for averaging one at a time.
+
+    These are the start values of each model, the previous reference, and with groups a further float32 sum.
+    """
     if num_pipelines * num_groups == 1:
         return 0
     widened = max(1, _SINGLE_BYTES // tensor.element_size()) if num_groups > 1 else 0
@@ -163,13 +168,14 @@ def _rolling_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int:
 def holdings(
     plan: Plan, stages: Sequence[int], module: nn.Module, optimizers: Sequence[Optimizer], num_microbatches: int
 ) -> dict[int, Holding]:
-    """What stages of this process hold whatever they stash, with the optimizer states that will come.
+    """Return the memory of stages of this process that does not depend on the stash, with future optimizer states.
 
     Args:
-        plan: of the module.
-        stages: some of its stages; their parameters are here.
-        optimizers: that step the module; what they have no state for yet will get as much as is usual for them.
-        num_microbatches: M, which make up the batch.
+        plan: plan of the module.
+        stages: stages whose parameters are in this process.
+        module: module that is divided.
+        optimizers: optimizers of the module. For parameters without a state yet, the usual size of it is assumed.
+        num_microbatches: M, number of micro-batches of a batch.
     """
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     copies = state_copies(optimizers)
@@ -205,13 +211,14 @@ def holdings_of_models(
     rolling: bool = False,
     meeting: bool = False,
 ) -> dict[int, Holding]:
-    """What stages of this process hold for N parallel models; arguments as of :func:`holdings`, :func:`memory_of`.
+    """Return the memory of stages for N parallel models that does not depend on the stash.
 
-    ``shared + N model + reference``, of which the module shows pipeline 0's, and copies of that reference where they
-    roll. Of one model, versions by its policy.
+    For several models it is ``shared + N model + reference``, where the sizes are those of pipeline 0, and further
+    copies where pipelines roll. For one model it includes the weight versions of its policy. The other arguments are
+    those of :func:`holdings` and :func:`memory_of`.
 
     Args:
-        meeting: whether these copies are there.
+        meeting: whether the further copies of rolling pipelines are already allocated.
     """
     own = holdings(plan, stages, module, optimizers, num_microbatches)
     if num_pipelines * num_groups == 1:
@@ -235,7 +242,7 @@ def holdings_of_models(
 def with_doubles(
     found: Mapping[int, Holding], plan: Plan, schedule: Schedule, module: nn.Module, num_pipelines: int
 ) -> dict[int, Holding]:
-    """The same where values pass stages: those keep what they receive, and the next ones have their weights as well."""
+    """Add the memory of broadcast forward: relays keep values that they received, and leaves have the mids' weights."""
     tensors, peaks = dict([*module.named_parameters(), *module.named_buffers()]), peak_stash(schedule)
     further = dict.fromkeys(found, 0)
     for relay in schedule.relays:
@@ -249,12 +256,12 @@ def with_doubles(
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What the parallel models on a stage consist of.
+    """The bytes of the parallel models on a stage.
 
     Attributes:
-        model: of each: what is trained with gradients and optimizer states, buffers that change, and its batch.
-        reference: of all of them together, if there are several or several groups.
-        shared: frozen parameters.
+        model: bytes of each model: trained parameters, their gradients and optimizer states, changed buffers, a batch.
+        reference: bytes of the reference that all models share, where there are several models or groups.
+        shared: bytes of the frozen parameters, which all models share.
     """
 
     model: int
@@ -270,14 +277,14 @@ def model_bytes(
     num_microbatches: int,
     num_groups: int = 1,
 ) -> dict[int, ModelBytes]:
-    """What stages of this process hold of a model, by stage; arguments as of :func:`holdings` and :func:`memory_of`."""
+    """Return the bytes of a model by stage; the arguments are those of :func:`holdings` and :func:`memory_of`."""
     parameters = dict(module.named_parameters())
     own = holdings(plan, stages, module, optimizers, num_microbatches)
     found = {}
     for k in stages:
         here = [parameters[name] for name in plan.stages[k].parameters]
         frozen = sum(p.nbytes for p in here if not p.requires_grad)
-        several = 2  # pipelines at least; how many does not matter to what they have in common
+        several = 2  # any number above 1: the size of the reference does not depend on it
         reference = sum(_reference_bytes(p, several, num_groups) for p in here if p.requires_grad)
         found[k] = ModelBytes(own[k].total - frozen, reference, frozen)
     return found

@@ -1,4 +1,4 @@
-"""Devices and their links: what a planner needs to know of a network."""
+"""Networks of devices and the bandwidths of their links, as planners use them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ Matrix = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Network:
-    """V devices and the bandwidth between each two.
+    """A network of V devices with the bandwidth between every two of them.
 
     Attributes:
-        bandwidth: bytes per second from device u to device v, shape ``(V, V)``; the diagonal does not matter.
-        ranks: of the devices, if they all-reduce in a ring of ascending ranks; empty: between every two of them.
+        bandwidth: bytes per second from device u to device v, shape ``(V, V)``; the diagonal is ignored.
+        ranks: ranks of the devices, if they all-reduce in a ring of ascending ranks; empty: an all-reduce uses the
+            links between every two of them.
     Raises:
-        PartitionError: no device, no square matrix, or a bandwidth that is not positive.
+        PartitionError: there is no device, the matrix is not square, or a bandwidth is not positive.
     """
 
     bandwidth: tuple[tuple[float, ...], ...]
@@ -44,22 +45,22 @@ class Network:
 
     @classmethod
     def of(cls, bandwidth: Matrix, rings: bool = False) -> Network:
-        """A network with this matrix, of devices that all-reduce in rings, or between every two."""
+        """Make a network from a matrix; ``rings`` says whether devices all-reduce in rings."""
         return cls(tuple(tuple(map(float, row)) for row in bandwidth), tuple(range(len(bandwidth))) if rings else ())
 
     def __len__(self) -> int:
         return len(self.bandwidth)
 
     def ordered(self, order: Sequence[int]) -> Network:
-        """The same network, whose device i is now what was ``order[i]``."""
+        """Return the network with its devices in another order: device i is ``order[i]`` of this network."""
         ranks = tuple(self.ranks[u] for u in order) if self.ranks else ()
         return Network(tuple(tuple(self.bandwidth[u][v] for v in order) for u in order), ranks)
 
     @cached_property
     def within(self) -> np.ndarray:
-        """Least bandwidth of the links over which the devices ``a .. b-1`` all-reduce, either way.
+        """The least bandwidth of the links over which devices ``a .. b-1`` all-reduce, in either direction.
 
-        Shape ``(V+1, V+1)``; infinite for one device.
+        Its shape is ``(V+1, V+1)``; it is infinite for one device.
         """
         size = len(self)
         least = np.full((size + 1, size + 1), math.inf)
@@ -78,12 +79,12 @@ class Network:
 
     @cached_property
     def forward(self) -> np.ndarray:
-        """Least bandwidth from the devices ``a .. b-1`` to the devices ``b .. c-1``, shape ``(V+1, V+1, V+1)``."""
+        """The least bandwidth from devices ``a .. b-1`` to devices ``b .. c-1``, shape ``(V+1, V+1, V+1)``."""
         return _between(self._array)
 
     @cached_property
     def backward(self) -> np.ndarray:
-        """Least bandwidth from the devices ``b .. c-1`` to the devices ``a .. b-1``, shape ``(V+1, V+1, V+1)``."""
+        """The least bandwidth from devices ``b .. c-1`` to devices ``a .. b-1``, shape ``(V+1, V+1, V+1)``."""
         return _between(self._array.T)
 
     @cached_property
@@ -101,12 +102,12 @@ def _between(bandwidth: np.ndarray) -> np.ndarray:
 
 
 def device_order(bandwidth: Matrix) -> tuple[int, ...]:
-    """An order of devices in which neighbours have fast links: the network is cut where it is weakest, recursively.
+    """Return an order of devices in which neighbours have fast links, by cutting the network recursively.
 
     Args:
-        bandwidth: bytes per second between every two devices, shape ``(V, V)``; of two directions the sum counts.
+        bandwidth: bytes per second between every two devices, shape ``(V, V)``; the sum of both directions is used.
     Returns:
-        All devices. Of the two sides of a cut that with the lowest index comes first.
+        All devices. Of the two sides of a cut, the one with the lowest device index comes first.
     Raises:
         PartitionError: as for :class:`Network`.
     Source: RDO in Luo et al., INFOCOM 2022; global minimum cuts by Stoer and Wagner.

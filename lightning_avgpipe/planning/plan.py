@@ -1,4 +1,4 @@
-"""The plan: stages with their units, parameters and boundaries. Made once, printed once."""
+"""The plan of a model: its stages with their units, parameters and boundaries."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cached_property
 
 from lightning_avgpipe.capture.costs import Costs, Link
 from lightning_avgpipe.capture.graph import CallGraph, Leaf, Value
+from lightning_avgpipe.capture.wire_format import Format, wire_bytes
 from lightning_avgpipe.planning.memory import Memory, Need, nbytes
 from lightning_avgpipe.planning.ranges import Ranges
 from lightning_avgpipe.planning.replicated_costs import SppCosts
@@ -17,22 +18,23 @@ from lightning_avgpipe.utils.table import table
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage.
+    """The plan of one stage.
 
     Attributes:
-        index: k, 0-based.
-        units: paths of the units that it calls, in order of their first call.
-        parameters: full names of the parameters that it uses, or may with another batch; of one that other stages use
-            too it has a copy.
-        states: full names of the buffers that it changes.
-        num_parameters: elements of these parameters.
-        share: its part of the time of all stages, 0..1.
-        forward: time of one micro-batch, divided by the replicas of the stage; seconds if the costs were measured, else
-            counted operations.
-        backward: the same for the backward, with the forward before it where that is repeated.
-        memory: bytes that it needs, estimated.
-        sends: values that cross to the next stage; empty for the last.
-        leaves: tensors of the batch that it needs.
+        index: k, number of the stage, 0-based.
+        units: paths of the units that the stage calls, in order of their first call.
+        parameters: full names of the parameters that the stage uses, or may use with another batch. It has a copy of a
+            parameter that other stages use too.
+        states: full names of the buffers that the stage changes.
+        num_parameters: number of elements of these parameters.
+        share: share of the stage in the time of all stages, 0..1.
+        forward: time of the forward of one micro-batch, divided by the replicas of the stage; in seconds if costs were
+            measured, otherwise in counted operations.
+        backward: time of the backward, in the same unit, including a repeated forward.
+        memory: estimated bytes that the stage needs.
+        sends: values that the stage sends to the next one; empty for the last stage.
+        leaves: tensors of the batch that the stage needs.
+        wire: format in which values travel to the next stage, and their gradients back; None: as they are.
     """
 
     index: int
@@ -46,47 +48,59 @@ class StagePlan:
     memory: Need
     sends: tuple[Value, ...]
     leaves: tuple[Leaf, ...] = ()
+    wire: Format | None = None
 
     @property
     def boundary_bytes(self) -> int:
-        """Bytes that one captured micro-batch sends to the next stage."""
+        """The bytes that are sent to the next stage for the micro-batch that was captured."""
         return sum(value.nbytes for value in self.sends)
+
+    @property
+    def wire_bytes(self) -> int:
+        """The bytes of the sent values in the wire format of the link."""
+        return sum(wire_bytes(value, self.wire) for value in self.sends)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of the gradients that come back, in the wire format of the link."""
+        return sum(wire_bytes(value, self.wire) for value in self.sends if value.requires_grad)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a simulation of the schedule expects of a plan.
+    """The forecast of an iteration by simulating the schedule of a plan.
 
     Attributes:
         schedule: name of the schedule.
-        num_microbatches: M.
-        iteration_s: time of one batch, without the optimizer's step.
-        bubble: the share of all stages' time in which they are idle, 0..1.
+        num_microbatches: M, number of micro-batches of an iteration.
+        iteration_s: time of one iteration, of a batch for each model, without the optimizer's step.
+        bubble: share of the time of all stages in which they are idle, 0..1.
+        num_models: number N of parallel models in the stages.
     """
 
     schedule: str
     num_microbatches: int
     iteration_s: float
     bubble: float
+    num_models: int = 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which stage calls and owns what; ``str(plan)`` is a table.
+    """A plan that says which stage calls and owns which parts of a model; ``str(plan)`` is a table.
 
     Attributes:
-        stages: K of them.
+        stages: plans of the K stages.
         cuts: K-1 positions in the graph.
-        graph: of the step that decided.
+        graph: call graph of the step that decided the plan.
         measured: whether times are measured seconds, not counted operations.
-        forecast: None if no schedule was given.
-        links: of the hops, shape ``(K-1,)``, in the unit of the stages' times.
+        forecast: forecast of an iteration; None if no schedule was given.
+        links: link of each hop, shape ``(K-1,)``, in the unit of the stages' times.
         note: why the stages are not even; empty if they are.
-        frozen: nodes, from the first, whose outputs are kept from epoch to epoch; their forwards take no time.
+        frozen: number of nodes, from the first, whose outputs are kept from epoch to epoch and not computed again.
         devices: ranks of the processes of each stage; empty: those of the stage map.
-        whole: stage -> why it runs its backwards whole, although the schedule splits them.
-        units: what the units cost between which it could be cut, if they were measured.
-        advised: stages of each of more groups, which would train more batches in the same time; None: there are none.
+        whole: stage -> why it does not split its backwards, although the schedule does.
+        units: costs of the units between possible cuts; None if they were not measured.
     """
 
     stages: tuple[StagePlan, ...]
@@ -100,44 +114,55 @@ class Plan:
     devices: tuple[tuple[int, ...], ...] = ()
     whole: Mapping[int, str] = field(default_factory=dict)
     units: SppCosts | None = field(default=None, repr=False)
-    advised: int | None = None
 
     @property
     def slowest(self) -> StagePlan:
-        """The stage that takes the largest part of the time."""
+        """The stage with the largest share of the time."""
         return max(self.stages, key=lambda stage: stage.share)
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """The number of stages K."""
         return len(self.stages)
+
+    @property
+    def in_turns_s(self) -> float | None:
+        """The seconds that one device would take for all micro-batches of an iteration; None without measured costs."""
+        if not self.measured or self.forecast is None:
+            return None
+        count = self.forecast.num_microbatches * self.forecast.num_models
+        return count * sum(stage.forward + stage.backward for stage in self.stages)
+
+    @property
+    def wires(self) -> tuple[Format | None, ...]:
+        """The wire format of each link between stages, shape ``(K-1,)``."""
+        return tuple(stage.wire for stage in self.stages[:-1])
 
     @cached_property
     def stages_of(self) -> dict[str, tuple[int, ...]]:
-        """Unit, parameter or changed buffer -> its stages, ascending; the first one is the owner.
+        """The stages of each unit, parameter and changed buffer, in ascending order; the first one is the owner.
 
-        What is missing is used by no stage, and kept by all.
+        Names that are missing are used by no stage, and kept by all.
         """
         found: dict[str, tuple[int, ...]] = {}
         for stage in self.stages:
             for name in (*stage.units, *stage.parameters, *stage.states):
                 found[name] = (*found.get(name, ()), stage.index)
-        return found
+        return {name: tuple(dict.fromkeys(stages)) for name, stages in found.items()}
 
     @cached_property
     def copied(self) -> dict[str, tuple[int, ...]]:
-        """Parameters that several stages use, each on a copy of its own -> these stages."""
+        """The parameters that several stages use, each on its own copy, with these stages."""
         names = {name for stage in self.stages for name in stage.parameters}
         return {name: stages for name, stages in self.stages_of.items() if name in names and len(stages) > 1}
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("stage", "units", "parameters", "time", "memory", "sends to the next")]
+        rows: list[tuple[str, ...]] = [("stage", "rank", "units", "parameters", "time", "memory", "sends to the next")]
         rows += [self._row(stage) for stage in self.stages]
-        if self.devices:
-            placed = ["ranks", *(", ".join(map(str, ranks)) for ranks in self.devices)]
-            rows = [(*row, ranks) for row, ranks in zip(rows, placed, strict=True)]
-        shown = [i for i in range(len(rows[0])) if i != 4 or self.measured]  # the counted one leaves too much out
-        lines = [*table([[row[i] for i in shown] for row in rows]), *self._copies(), *self._batch()]
+        hidden = {1} if not self.devices else set()
+        hidden |= {5} if not self.measured else set()  # without measuring, the estimate of memory is too low
+        shown = [i for i in range(len(rows[0])) if i not in hidden]
+        lines = [*table([[row[i] for i in shown] for row in rows]), *self._copies(), *self._batch(), *self._saved()]
         lines += [f"stage {k} runs its backwards whole: there is {why}" for k, why in self.whole.items()]
         if self.forecast is not None:
             lines.append(self._expectation(self.forecast))
@@ -145,11 +170,24 @@ class Plan:
 
     def _batch(self) -> list[str]:
         parts = [
-            f"{', '.join(leaf.name for leaf in stage.leaves) or 'nothing'} "
-            f"({nbytes(sum(leaf.nbytes for leaf in stage.leaves))}) for stage {stage.index}"
+            f"{', '.join(leaf.name for leaf in stage.leaves)} to stage {stage.index} "
+            f"({nbytes(sum(leaf.nbytes for leaf in stage.leaves))})"
             for stage in self.stages
+            if stage.leaves
         ]
-        return [f"of each micro-batch: {'; '.join(parts)}"] if self.graph.leaves else []
+        return [f"each micro-batch sends {'; '.join(parts)}"] if self.graph.leaves else []
+
+    def _saved(self) -> list[str]:
+        """What the wire formats save of each micro-batch, both ways."""
+        found = []
+        for stage, link in zip(self.stages, self.links, strict=False) if self.measured else ():
+            if stage.wire is not None:
+                asked = sum(value.nbytes for value in stage.sends if value.requires_grad)
+                before, now = stage.boundary_bytes + asked, stage.wire_bytes + stage.gradient_bytes
+                took, takes = format_seconds(link.per_byte * before), format_seconds(link.per_byte * now)
+                hop = f"{stage.index} and {stage.index + 1}"
+                found.append(f"{stage.wire} between stages {hop}: {takes} on the link instead of {took} a micro-batch")
+        return found
 
     def _copies(self) -> list[str]:
         by_stages: dict[tuple[int, ...], list[str]] = {}
@@ -163,9 +201,12 @@ class Plan:
     def _row(self, stage: StagePlan) -> tuple[str, ...]:
         values = "value" if len(stage.sends) == 1 else "values"
         sends = f"{len(stage.sends)} {values}, {nbytes(stage.boundary_bytes)} a micro-batch"
+        if stage.wire is not None:
+            sends += f", {nbytes(stage.wire_bytes)} as {stage.wire}"
         shown = format_seconds(stage.forward + stage.backward)
         return (
             str(stage.index),
+            ", ".join(map(str, self.devices[stage.index])) if self.devices else "",
             first_to_last(stage.units),
             _count(stage.num_parameters),
             f"{shown} ({stage.share:.0%})" if self.measured else f"{stage.share:.0%}",
@@ -174,7 +215,8 @@ class Plan:
         )
 
     def _expectation(self, forecast: Forecast) -> str:
-        time = f"{format_seconds(forecast.iteration_s)} an iteration, " if self.measured else ""
+        of = f" of {forecast.num_models} models" if forecast.num_models > 1 else ""
+        time = f"{format_seconds(forecast.iteration_s)} an iteration{of}, " if self.measured else ""
         count = forecast.num_microbatches
         batches = f"{count} micro-batch" + ("es" if count > 1 else "")
         return f"expected: {time}{forecast.bubble:.0%} idle ({forecast.schedule}, {batches})"
@@ -188,15 +230,15 @@ def make_plan(
     memory: Memory | None = None,
     replicas: Sequence[int] = (),
 ) -> Plan:
-    """Describe the stages between the cuts.
+    """Make the plan of the stages between the cuts.
 
     Args:
-        graph: of the step function that decides, in training ``training_step``.
+        graph: call graph of the step function that decides the plan, in training ``training_step``.
         cuts: K-1 increasing positions.
-        costs: for the time shares.
+        costs: costs of its nodes and hops.
         sizes: full name of each parameter -> number of elements.
-        memory: for what the stages need of it.
-        replicas: of each stage, over which its time is divided; empty: one of each.
+        memory: sizes for the estimate of memory.
+        replicas: number of replicas of each stage, by which its time is divided; empty: one of each.
     """
     bounds = [0, *cuts, len(graph.nodes)]
     memory = memory or Memory()
@@ -207,12 +249,14 @@ def make_plan(
     for k, count in enumerate(replicas):
         forward[k], backward[k] = forward[k] / count, backward[k] / count
     total = sum(forward) + sum(backward) or 1.0
+    slowest = max((f + b for f, b in zip(forward, backward, strict=True)), default=0.0)
     stages: list[StagePlan] = []
     for k, (start, end) in enumerate(itertools.pairwise(bounds)):
         nodes = graph.executed(start, end)
         used = (name for node in nodes for name in node.parameters)
         beside = (name for name, place in graph.places.items() if start <= place < end and name in sizes)
         parameters = tuple(dict.fromkeys((*used, *beside)))
+        sends = tuple(graph.values[v] for v in graph.live(end)) if k < len(cuts) else ()
         stages.append(
             StagePlan(
                 index=k,
@@ -224,8 +268,9 @@ def make_plan(
                 forward=forward[k],
                 backward=backward[k],
                 memory=_with_double(ranges.need(k, k, k + 1), k, memory, ranges, stages),
-                sends=tuple(graph.values[v] for v in graph.live(end)) if k < len(cuts) else (),
+                sends=sends,
                 leaves=graph.needed_leaves(start, end),
+                wire=costs.chosen(k, sends, slowest) if sends else None,
             )
         )
     links = tuple(costs.link(hop) for hop in range(len(cuts)))
@@ -233,7 +278,7 @@ def make_plan(
 
 
 def _with_double(need: Need, stage: int, memory: Memory, ranges: Ranges, before: Sequence[StagePlan]) -> Need:
-    """The same with the weights of the stage before and, while one of its forwards runs, what that computes."""
+    """Return the need of a leaf of broadcast forward: also the weights and one stash of the stage before it."""
     if stage not in memory.doubles:
         return need
     held = sum(memory.doubled[name] for name in {*before[-1].parameters, *before[-1].states})
@@ -242,7 +287,7 @@ def _with_double(need: Need, stage: int, memory: Memory, ranges: Ranges, before:
 
 
 def first_to_last(units: Sequence[str]) -> str:
-    """Names of units for people: ``layers.0 .. layers.8 (9)``."""
+    """Format names of units for messages, such as ``layers.0 .. layers.8 (9)``."""
     if len(units) <= 2:
         return ", ".join(units)
     return f"{units[0]} .. {units[-1]} ({len(units)})"
@@ -257,7 +302,7 @@ def _count(number: float) -> str:
 
 
 def format_seconds(number: float) -> str:
-    """Seconds for people: ``2.0 ms``."""
+    """Format seconds for messages, such as ``2.0 ms``."""
     if number >= 1:
         return f"{number:.2f} s"
     return f"{number * 1e3:.1f} ms" if number >= 1e-3 else f"{number * 1e6:.0f} us"

@@ -1,4 +1,4 @@
-"""The planner: captures a step function, refines its units as far as balance needs it, and divides it into stages."""
+"""The planner, which captures a step function, refines its units as balance needs, and divides it into stages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure, reading_s
 from lightning_avgpipe.capture.ways import Way, fullest
+from lightning_avgpipe.capture.wire_format import Wire
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan, scattered
 from lightning_avgpipe.planning.coarsening import closing
@@ -21,7 +21,7 @@ from lightning_avgpipe.planning.costing import Costing
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.forecast import forecast_of, idle_share
 from lightning_avgpipe.planning.freezing import backward_ends, frozen_prefix
-from lightning_avgpipe.planning.halving import Halving, expected, expected_of_groups, fewest, processes_of
+from lightning_avgpipe.planning.halving import Halving, expected, fewest, processes_of
 from lightning_avgpipe.planning.limits import limits
 from lightning_avgpipe.planning.model_memory import Updates, memory_of, with_shards, with_versions
 from lightning_avgpipe.planning.network import Matrix
@@ -35,29 +35,29 @@ from lightning_avgpipe.schedule.rules import trains
 _log = logging.getLogger(__name__)
 
 _ASKS = "reads numbers of values, so that what it calls may differ between batches"
-# How much slower the slowest stage may be for less traffic, and how much less time the schedule must then take.
+# By what share the slowest stage may be slower for less traffic; then the schedule must be faster by _QUICKER.
 _SLACKS = 0.05, 0.1, 0.2
 _QUICKER = 0.98
-# A slowest stage beyond its fair share by this factor is explained, with so many reasons.
+# A slowest stage that exceeds its fair share by this factor is explained, with at most _SHOWN reasons.
 _UNEVEN = 1.25
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Under which a plan is to do well.
+    """The conditions for which a plan is made: schedule, links, parallel models and processes.
 
     Attributes:
-        schedule: of the step; None if it is not known: then nothing is forecast.
-        links: one for each hop; none: hops are free.
-        state_copies: optimizer state of each trained parameter, in copies of it.
-        num_pipelines: N.
-        num_groups: of processes, each with N pipelines.
-        bandwidth: bytes per second between every two processes, shape ``(V, V)``, on which stages are placed; None:
-            every process has its stages.
-        slowness: how many times as long each process takes as the fastest, shape ``(V,)``; empty: all are alike.
-        halving: leave to make fewer stages than the K processes that there are, and share them; None: no leave.
-        kept: names of the nodes, from the first, whose outputs are kept by now: a stage may begin behind them.
+        schedule: schedule of the step; None if it is not known, and there is no forecast.
+        links: one link for each hop; empty: messages take no time.
+        state_copies: size of the optimizer state of each trained parameter, in multiples of the parameter.
+        num_pipelines: N, number of parallel models.
+        num_groups: number of process groups, each with N pipelines.
+        bandwidth: bytes per second between every two processes on which SPP may place stages, shape ``(V, V)``; None:
+            the stages of each process are given.
+        owners: rank of the process of each stage, shape ``(K,)``; empty: one process per stage, or as ``turns`` says.
+        slowness: time of each process in units of the fastest, shape ``(V,)``; empty: all are equally fast.
+        halving: conditions for fewer stages than processes, which then share stages; None: not allowed.
     """
 
     schedule: Schedule | None = None
@@ -66,25 +66,26 @@ class Conditions:
     num_pipelines: int = 1
     num_groups: int = 1
     bandwidth: Matrix | None = None
+    owners: tuple[int, ...] = ()
     slowness: tuple[float, ...] = ()
     halving: Halving | None = None
-    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes plans for one module.
+    """A planner that divides the steps of one module into stages.
 
     Attributes:
-        subject: the module whose steps are divided.
-        num_stages: K.
-        split_points: names of the units at which stages 1..K-1 begin; None balances.
-        costing: how the costs of its units are found.
+        subject: module whose steps are divided.
+        num_stages: K, number of stages.
+        split_points: names of the units at which stages 1..K-1 begin; None: balanced stages.
+        costing: how the costs of the units are found.
         memory_limit: bytes that each stage may use.
         recompute: what is repeated before, or in, a backward.
-        replicas: of each stage, which share its micro-batches; empty: one of each.
+        replicas: number of replicas of each stage, which share its micro-batches; empty: one of each.
         updates: how stages are updated.
-        keeps: whether the outputs of frozen layers are kept, where that is faster than to compute them.
+        keeps: whether the outputs of frozen layers are kept, where reading them is faster than computing them.
+        wire: format in which values travel between stages.
     """
 
     subject: Divisible
@@ -96,22 +97,23 @@ class Planner:
     replicas: Sequence[int] = ()
     updates: Updates = Updates()  # noqa: RUF009
     keeps: bool = False
+    wire: Wire = None
 
     @property
     def measures(self) -> bool:
-        """Whether costs are measured: on one stage nothing depends on them, and absent parameters cannot compute."""
+        """Whether costs are measured. They are not for one stage, which needs none, or with parameters on meta."""
         absent = any(p.is_meta for p in self.subject.module.parameters())
         return self.costing.kind == "measured" and self.num_stages > 1 and not absent
 
     def seconds(self, step: Step) -> float:
-        """What a step takes on the device of this process, unit by unit; 0 where nothing is measured."""
+        """Return the measured seconds of a step on the device of this process; 0 where costs are not measured."""
         if not self.measures:
             return 0.0
         costs = measure(self.subject.capture(step), step.run, step.args, self.subject.module, self.subject.place)
         return sum(costs.forward) + sum(costs.backward)
 
     def capture_like(self, step: Step, plan: Plan) -> CallGraph:
-        """The call graph of another step, whose units are opened until each has its parameters on one stage."""
+        """Capture another step, opening its units until each has all its parameters on one stage of the plan."""
         units = plan.graph.units
         while True:
             graph = self.subject.capture(step, units)
@@ -121,7 +123,7 @@ class Planner:
             units = self.subject.refine(graph.units, wide)
 
     def provisional(self, step: Step, conditions: Conditions) -> Plan:
-        """A plan for a step that comes before the one that decides: any, if there is no good one."""
+        """Make a plan for a step that runs before the deciding step; the last stage runs it if it cannot be divided."""
         planner = replace(self, costing=Costing())
         try:
             return planner.plan(step, conditions=conditions)
@@ -139,13 +141,13 @@ class Planner:
         Args:
             step: to be divided.
             units: units to start from, for instance those of an earlier plan.
-            conditions: schedule and links.
+            conditions: schedule, links and processes; None: the defaults.
         Raises:
             PartitionError: there are not enough legal cuts, however fine the units, or memory is too small.
         """
         conditions = conditions or Conditions()
         if conditions.bandwidth is not None and self.num_stages > 2:
-            try:  # units as fine as a stage on each device asks for
+            try:  # refine units as far as one stage on each device needs it
                 return self._plan(step, units, conditions)
             except PartitionError as error:
                 _log.debug("%s: %s", step.name, error)
@@ -166,7 +168,7 @@ class Planner:
             way = fullest(graph, step.run, subject.module, subject.place, follow)
         graph, step = way.graph, step._replace(run=way.run)
         refinement = Refinement(subject, step, self.num_stages)
-        # shares what is found; each plan may take its time
+        # share the samples of earlier plans, but give each plan its own time budget
         costing = replace(self.costing, samples=replace(self.costing.samples, spent_s=0.0))
         measured = partial(self._measured, costing, step, conditions.links)
         if self.split_points is not None:
@@ -183,28 +185,28 @@ class Planner:
         if conditions.bandwidth is not None and conditions.schedule is not None:
             return self._placed(step, plan.graph, costs, conditions.bandwidth, conditions)
         apart = units_between(plan.graph, costs, subject.nbytes)[0] if self.measures else None
-        fewer, shares = self._fewest(plan, costs, conditions), conditions.halving
-        if fewer is not None and shares is not None and not shares.as_groups:
+        fewer = self._fewest(plan, costs, conditions)
+        if fewer is not None:
             planner, plan, memory, forecast = fewer
-            plan = planner._closed(step, plan, costs, memory, conditions.kept)
+            plan = planner._closed(step, plan, costs, memory)
             plan = replace(plan, devices=processes_of(planner.replicas), forecast=forecast)
         else:
             note = self._note(plan, costs, refinement.spared)
-            plan = self._closed(step, plan, costs, memory, conditions.kept)
-            plan = replace(plan, forecast=forecast_of(plan, conditions.schedule, self.updates.policy), note=note)
-            plan = plan if fewer is None else replace(plan, advised=fewer[0].num_stages)
-        plan = replace(plan, units=apart)
-        return replace(plan, frozen=frozen_prefix(plan.graph, plan.graph.trained)[0]) if costs.kept else plan
+            plan = self._closed(step, plan, costs, memory)
+            models = conditions.num_pipelines, self.updates.rolling
+            expected = forecast_of(plan, conditions.schedule, self.updates.policy, conditions.owners, *models)
+            plan = replace(plan, forecast=expected, note=note)
+        return replace(plan, units=apart, frozen=self._kept(plan.graph, costs))
 
     def _initial(self, units: Sequence[str]) -> tuple[str, ...]:
-        """The units to start from, as fine as is known to be needed."""
+        """Return the units to start from, which are opened where this is known to be needed."""
         units = self.subject.split(units or self.subject.units(), self.recompute.modules)
         while self.keeps and (mixed := self.subject.half_frozen(units)):
             units = self.subject.refine(units, mixed)
         return self.subject.split(units, self.split_points or ())
 
     def _for_schedule(self, plan: Plan, costs: Costs, memory: Memory, conditions: Conditions) -> Plan:
-        """The plan, or a less even one with less traffic, where the schedule waits for transfers long enough."""
+        """Return a less even plan with less traffic if the simulated schedule is faster with it, otherwise the plan."""
         if not any(link.per_byte for link in costs.links) or conditions.bandwidth is not None:
             return plan
         least = forecast_of(plan, conditions.schedule, self.updates.policy)
@@ -221,13 +223,13 @@ class Planner:
         return plan
 
     def _placed(self, step: Step, graph: CallGraph, costs: Costs, bandwidth: Matrix, conditions: Conditions) -> Plan:
-        """SPP's stages, with the processes of each."""
+        """Make the plan with SPP's stages and the processes of each."""
         begin, schedule = time.perf_counter(), conditions.schedule
         assert schedule is not None
         num_microbatches = schedule.num_microbatches
         slow = conditions.slowness
         units, positions = units_between(graph, costs, self.subject.nbytes)
-        if slow and slow[0] > 1:  # costs are those of rank 0
+        if slow and slow[0] > 1:  # costs were measured on rank 0
             faster = ((seconds / slow[0] for seconds in of) for of in (units.forward_s, units.backward_s))
             units = replace(units, **dict(zip(("forward_s", "backward_s"), map(tuple, faster), strict=True)))
 
@@ -257,7 +259,7 @@ class Planner:
     def _fewest(
         self, plan: Plan, costs: Costs, conditions: Conditions
     ) -> tuple[Planner, Plan, Memory, Forecast] | None:
-        """Fewer stages, which processes share, if there is leave and it takes no longer; None: as planned."""
+        """Return a plan with fewer stages that processes share, if that is allowed and not slower; None otherwise."""
         halving, schedule = conditions.halving, conditions.schedule
         if halving is None or schedule is None or self.split_points is not None:
             return None
@@ -267,23 +269,19 @@ class Planner:
         tried: dict[tuple[int, ...], tuple[Planner, Plan, Memory]] = {}
 
         def divide(counts: tuple[int, ...]) -> Plan:
-            shared = () if halving.as_groups else counts
-            fewer = replace(self, num_stages=len(counts), replicas=shared, memory_limit=halving.memory_limit)
-            order = with_replicas(build(schedule.name, len(counts), schedule.num_microbatches), shared)
+            fewer = replace(self, num_stages=len(counts), replicas=counts, memory_limit=halving.memory_limit)
+            order = with_replicas(build(schedule.name, len(counts), schedule.num_microbatches), counts)
             memory = fewer._memory(replace(conditions, schedule=order))
             made = fewer._balanced(plan.graph, replace(costs, links=(slowest,)), memory)
             halving.accept(made, counts)
             tried[counts] = fewer, made, memory
             return made
 
-        told: dict[str, Any] = {"schedule": schedule, "link": slowest, "trained": trained}
-        if halving.as_groups:
-            told["groups"] = conditions.num_groups
-        found = fewest(plan, divide, partial(expected_of_groups if halving.as_groups else expected, **told))
+        found = fewest(plan, divide, partial(expected, schedule=schedule, link=slowest, trained=trained))
         return None if found is None else (*tried[found[0]], found[1])
 
     def _note(self, plan: Plan, costs: Costs, spared: Collection[str]) -> str:
-        """Why the slowest stage takes so long, if it does."""
+        """Return why the slowest stage takes so long; empty if the stages are even."""
         slowest = plan.slowest
         if slowest.share * self.num_stages <= _UNEVEN:
             return ""
@@ -315,33 +313,31 @@ class Planner:
             if self.updates.sharing:
                 sharing = [self.updates.sharing * count for count in self.replicas or (1,) * self.num_stages]
                 memory = with_shards(memory, self.subject.module, conditions.state_copies, sharing)
-        # where nothing is measured the price of a byte is a guess, and no reason to avoid a copy
+        # without measured costs the time of a byte is a guess, and no reason to avoid copies of parameters
         return memory if self.measures else replace(memory, weights={})
 
     def _counted(self, graph: CallGraph) -> Costs:
         counted, first = Costs.from_flops(graph), backward_ends(graph)
-        counted = replace(counted, backward=(0.0,) * first + counted.backward[first:])
+        counted = replace(counted, backward=(0.0,) * first + counted.backward[first:], wire=self.wire)
         return self._with_kept(graph, self.recompute.costs(graph, counted))
 
-    def _closed(self, step: Step, plan: Plan, costs: Costs, memory: Memory, kept: Sequence[str] = ()) -> Plan:
-        """The same stages, with those units closed again that no cut divides, nor the end of what is or was kept."""
+    def _closed(self, step: Step, plan: Plan, costs: Costs, memory: Memory) -> Plan:
+        """Return the plan with those units closed again that neither a cut nor the end of kept outputs divides."""
         stays = (*plan.cuts, costs.kept) if costs.kept else plan.cuts
-        if 0 < len(kept) <= costs.kept and tuple(kept) == tuple(node.name for node in plan.graph.nodes[: len(kept)]):
-            stays = (*stays, len(kept))
         closed = closing(self.subject, plan.graph, stays, self.recompute.modules)
         if closed is None:
             return plan
         graph = self.subject.capture(step, closed.units)
-        if not closed.is_met_by(graph, stays):  # the step tells its parts apart, say by an attribute they set
+        if not closed.is_met_by(graph, stays):  # for instance, it uses what a part has set
             _log.debug("%s needs its units open: %s", step.name, ", ".join(plan.graph.units))
             return plan
         return self._made(graph, closed.cuts(plan.cuts), closed.costs(costs), memory)
 
     def _balanced(self, graph: CallGraph, costs: Costs, memory: Memory) -> Plan:
-        """The best plan for this graph.
+        """Return the most balanced plan for this graph.
 
         Raises:
-            PartitionError: there is none.
+            PartitionError: no plan has enough legal cuts, or fits into memory.
         """
         whole = self.subject.whole(graph.units)
         return self._made(
@@ -349,16 +345,27 @@ class Planner:
         )
 
     def _measured(self, costing: Costing, step: Step, links: tuple[Link, ...], graph: CallGraph) -> Costs:
-        # what the cache holds is of the units alone, whatever is repeated
+        # the cache holds costs without recomputation
         costs = costing.measured(self.subject, step, graph)
-        return self._with_kept(graph, self.recompute.costs(graph, replace(costs, links=links)))
+        return self._with_kept(graph, self.recompute.costs(graph, replace(costs, links=links, wire=self.wire)))
 
     def _with_kept(self, graph: CallGraph, costs: Costs) -> Costs:
-        """What is read instead takes no time."""
+        """Return costs in which nodes with kept outputs take no time, if reading the outputs is faster."""
         frozen = frozen_prefix(graph, graph.trained)[0] if self.keeps else 0
         if costs.measured and sum(costs.forward[:frozen]) < reading_s(graph, frozen, self.subject.device):
             return costs
         return replace(costs, forward=(0.0,) * frozen + tuple(costs.forward[frozen:]), kept=frozen)
+
+    def _kept(self, graph: CallGraph, costs: Costs) -> int:
+        """Return how many nodes, from the first, are frozen and kept; log why there are not more."""
+        frozen, why = frozen_prefix(graph, graph.trained) if self.keeps else (0, "")
+        if frozen and not costs.kept:
+            frozen, why = 0, "computing them takes less time than reading them"
+        if why and frozen:
+            _log.info("outputs of frozen layers are kept up to %s: %s", graph.nodes[frozen - 1], why)
+        elif why:
+            _log.warning("outputs of frozen layers are not kept: %s", why)
+        return frozen
 
     def _made(self, graph: CallGraph, cuts: Sequence[int], costs: Costs, memory: Memory | None = None) -> Plan:
         sizes = {name: parameter.numel() for name, parameter in self.subject.module.named_parameters()}

@@ -1,4 +1,4 @@
-"""A planning problem, and what a plan for it costs."""
+"""The planning problem of SPP, and the times of plans for it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
 from lightning_avgpipe.schedule.costs import least_possible_s
 
 BUCKET_BYTES = 4 * 1024**2
-"""Of gradients that are all-reduced as one message while a backward computes, at least, but for the last message."""
+"""The least bytes of gradients that are all-reduced as one message during a backward, except the last message."""
 
-_SLACK = 0.1  # plans are looked for within this share above evenly shared work, then within twice as much, ...
+_SLACK = 0.1  # share above evenly shared work within which plans are searched first; it is doubled until one is found
 
 
-class Stage(NamedTuple):
-    """The units ``begin .. end-1`` on the devices ``first .. stop-1`` of the order."""
+class PlacedStage(NamedTuple):
+    """A stage with the units ``begin .. end-1`` on the devices ``first .. stop-1`` of the order."""
 
     begin: int
     end: int
@@ -32,23 +32,23 @@ class Stage(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """r."""
+        """The number of replicas r."""
         return self.stop - self.first
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Units for devices, which are numbered in their order.
+    """A problem: assign units to devices, which are numbered in a given order.
 
     Attributes:
-        costs: of the units, on a device that is not slow.
-        network: of the devices.
-        num_microbatches: M.
-        memory_limit: bytes of parameters on a device.
-        slowness: how many times as long each device takes, shape ``(V,)``; empty: all take what units cost. Turns know
-            of it, and the slowest stage; SPP does not.
-        bucket_bytes: of gradients that are all-reduced as one message, while a last backward still computes; turns
-            know of it, SPP all-reduces after it.
+        costs: costs of the units, on a device that is not slow.
+        network: network of the devices.
+        num_microbatches: M, number of micro-batches of an iteration.
+        memory_limit: bytes of parameters that a device may hold; None: no limit.
+        slowness: time of each device in units of a device that is not slow, shape ``(V,)``; empty: none is slow. The
+            simulation of turns and the bottleneck use it; SPP's own simulation ignores it.
+        bucket_bytes: bytes of gradients that are all-reduced as one message while the last backward still computes.
+            SPP's own simulation all-reduces after the last backward instead.
     """
 
     costs: SppCosts
@@ -71,23 +71,23 @@ class Problem:
     # -- one plan --------------------------------------------------------------------------------------------------
 
     def reduce_s_per_byte(self, first: int, stop: int) -> float:
-        """Seconds to all-reduce a byte over devices ``first .. stop-1``."""
+        """Return the seconds of an all-reduce per byte over devices ``first .. stop-1``."""
         replicas = stop - first
         if replicas == 1:
             return 0.0
         return 2 * (replicas - 1) / replicas / float(self.network.within[first, stop])
 
-    def reduce_s(self, stage: Stage) -> float:
-        """Seconds to all-reduce the gradients of a stage."""
+    def reduce_s(self, stage: PlacedStage) -> float:
+        """Return the seconds of the all-reduce of a stage's gradients."""
         parameters = self.costs.parameters
         return float(parameters[stage.end] - parameters[stage.begin]) * self.reduce_s_per_byte(stage.first, stage.stop)
 
     def slow(self, first: int, stop: int) -> float:
-        """How many times as long the slowest of the devices ``first .. stop-1`` takes."""
+        """Return the slowness of the slowest of the devices ``first .. stop-1``."""
         return max(self.slowness[first:stop], default=1.0)
 
-    def reduce_left_s(self, stage: Stage) -> float:
-        """Seconds that an all-reduce goes on after the last backward, in which it begins, unit by unit."""
+    def reduce_left_s(self, stage: PlacedStage) -> float:
+        """Return how many seconds the all-reduce, which begins during the last backward, continues after it."""
         costs, per_byte = self.costs, self.reduce_s_per_byte(stage.first, stage.stop)
         slow, clock_s, done_s, held = self.slow(stage.first, stage.stop), 0.0, 0.0, 0.0
         for unit in reversed(range(stage.begin, stage.end)):
@@ -98,8 +98,8 @@ class Problem:
                 held = 0.0
         return done_s - clock_s
 
-    def stage_costs(self, stages: Sequence[Stage]) -> StageCosts:
-        """Seconds per micro-batch."""
+    def stage_costs(self, stages: Sequence[PlacedStage]) -> StageCosts:
+        """Return the seconds per micro-batch of each stage and hop, with each micro-batch sliced over the replicas."""
         costs, forward, backward = self.costs, self.network.forward, self.network.backward
         hops = [(a.end - 1, a.replicas * b.replicas, (a.first, a.stop, b.stop)) for a, b in pairwise(stages)]
         return StageCosts(
@@ -110,19 +110,19 @@ class Problem:
             [0.0] * len(hops),
         )
 
-    def bound_s(self, stages: Sequence[Stage]) -> float:
-        """W: seconds that the slowest stage, with its all-reduce, or the slowest link needs for all micro-batches."""
+    def bound_s(self, stages: Sequence[PlacedStage]) -> float:
+        """Return W: the seconds of all micro-batches on the slowest stage, with its all-reduce, or the slowest link."""
         costs, count = self.stage_costs(stages), self.num_microbatches
         busy = zip(costs.forward_s, costs.backward_s, stages, strict=True)
         work = [count * (forward_s + backward_s) + self.reduce_s(stage) for forward_s, backward_s, stage in busy]
         return max([*work, *(count * seconds for seconds in (*costs.send_forward_s, *costs.send_backward_s))])
 
-    def least_s(self, stages: Sequence[Stage]) -> float:
-        """Seconds that no order of execution falls short of; at least W."""
+    def least_s(self, stages: Sequence[PlacedStage]) -> float:
+        """Return a lower bound for the seconds of an iteration with any order of execution, which is at least W."""
         return max(self.bound_s(stages), least_possible_s(self.stage_costs(stages), self.num_microbatches))
 
-    def makespan(self, stages: Sequence[Stage], schedules: Iterable[Schedule]) -> tuple[float, tuple[int, ...]]:
-        """Seconds of an iteration with the fastest of these schedules, and its warm-up."""
+    def makespan(self, stages: Sequence[PlacedStage], schedules: Iterable[Schedule]) -> tuple[float, tuple[int, ...]]:
+        """Return the seconds of an iteration with the fastest of these schedules, and the warm-up of this schedule."""
         costs, reduce_s = self.stage_costs(stages), [self.reduce_s(stage) for stage in stages]
         found = []
         for schedule in schedules:
@@ -136,11 +136,11 @@ class Problem:
 
     @property
     def most_stages(self) -> int:
-        """As many as there are units and devices."""
+        """The largest possible number of stages: one per unit and per device."""
         return min(self.costs.num_units, len(self.network))
 
     def limits_s(self) -> Iterator[float]:
-        """Growing limits for W: from a little more than evenly shared work takes, to what no plan exceeds."""
+        """Yield growing limits for W: from slightly above evenly shared work to a value that no plan exceeds."""
         costs, count = self.costs, self.num_microbatches
         slowest = min(min(row[:u] + row[u + 1 :], default=math.inf) for u, row in enumerate(self.network.bandwidth))
         largest = max((*costs.bytes_forward, *costs.bytes_backward), default=0.0)
@@ -155,11 +155,11 @@ class Problem:
         yield most_s
 
     def fits(self, nbytes: np.ndarray) -> np.ndarray:
-        """Whether so many bytes of parameters fit on a device."""
+        """Return whether ``nbytes`` bytes of parameters fit on a device, elementwise."""
         return nbytes <= (math.inf if self.memory_limit is None else self.memory_limit)
 
     def too_little_memory(self) -> PartitionError:
-        """The error that says what a device would have to hold."""
+        """Make the error that says how many bytes of parameters a device would have to hold."""
         evenly = float(self.costs.parameters[-1]) / self.most_stages
         need = max(evenly, max(self.costs.parameter_bytes))
         return PartitionError(

@@ -1,4 +1,4 @@
-"""What one stage has to do of a step function: a slice of its call graph."""
+"""The program of a stage: the slice of a step's call graph that the stage runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from lightning_avgpipe.utils.placeholder import Description
 
 @dataclass(frozen=True)
 class StageProgram:
-    """The nodes ``start .. end-1`` of a call graph.
+    """The program of one stage: the nodes ``start .. end-1`` of a call graph.
 
     Attributes:
-        stage: k, 0-based.
-        num_stages: K.
+        graph: call graph of the step function.
+        stage: k, number of the stage, 0-based.
+        num_stages: K, number of stages.
+        start: first node of the stage.
+        end: node after the last one of the stage.
         receives: values that cross the cut before this stage.
-        sends: values that cross the cut after it; none for the last stage.
+        sends: values that cross the cut after this stage; none for the last stage.
     """
 
     graph: CallGraph
@@ -31,38 +34,38 @@ class StageProgram:
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
-        """What the stage executes."""
+        """The nodes that the stage executes."""
         return self.graph.executed(self.start, self.end)
 
     @cached_property
     def upkeep(self) -> frozenset[int]:
-        """What of it may stand anywhere."""
+        """The nodes of the stage that are upkeep, which may run at any place of the step."""
         return frozenset(node.index for node in self.nodes if node.index in self.graph.upkeep)
 
     @cached_property
     def elsewhere(self) -> dict[int, Description]:
-        """What other stages execute although it may stand here, and what it looks like."""
+        """The upkeep nodes that only other stages execute, with a description of their results."""
         nodes = (self.graph.nodes[index] for index in self.graph.upkeep if index not in self.upkeep)
         return {node.index: node.entry for node in nodes if node.entry is not None}
 
     @cached_property
     def holders(self) -> tuple[tuple[str, str], ...]:
-        """Path of a module and name of attributes that lead to objects which the step changes where it comes to."""
+        """The attributes (module path, name) that hold objects which the step changes by the end of this stage."""
         return tuple(key for key, position in self.graph.holders if position <= self.end or self.is_last)
 
     @cached_property
     def own(self) -> frozenset[str]:
-        """Names of the units and parameters that the stage uses, or may with another batch."""
+        """The names of the units and parameters that the stage uses, or may use with another batch."""
         return _names(self.nodes) | self._beside(self.start, self.end)
 
     @cached_property
     def later(self) -> frozenset[str]:
-        """Names of the units and parameters that only later stages use, or may."""
+        """The names of the units and parameters that only later stages use, or may use."""
         return self._after - self.own
 
     @cached_property
     def earlier(self) -> frozenset[str]:
-        """Names of the units and parameters that only earlier stages use, or may."""
+        """The names of the units and parameters that only earlier stages use, or may use."""
         return (_names(self.graph.nodes[: self.start]) | self._beside(0, self.start)) - self.own - self._after
 
     @cached_property
@@ -74,21 +77,21 @@ class StageProgram:
 
     @cached_property
     def alike(self) -> dict[tuple[str, str], Node]:
-        """Kind and name -> the last node of the stage that has them."""
+        """The last node of the stage for each kind and name."""
         return {(node.kind, node.name): node for node in self.nodes}
 
     @property
     def is_last(self) -> bool:
-        """Whether the result of the step is computed here."""
+        """Whether this is the last stage, which computes the result of the step."""
         return self.stage == self.num_stages - 1
 
     def behind(self, position: int) -> StageProgram:
-        """What is left of it if all before this position is there."""
+        """Return the rest of the program, which begins at ``position`` and receives the values that cross it."""
         return replace(self, start=position, receives=self.graph.live(position))
 
     @property
     def leaves(self) -> frozenset[str]:
-        """Names of the tensors of the batch that are needed here."""
+        """The names of the tensors of the batch that the stage needs."""
         return frozenset(leaf.name for leaf in self.graph.needed_leaves(self.start, self.end))
 
 
@@ -98,10 +101,10 @@ def _names(nodes: Sequence[Node]) -> frozenset[str]:
 
 
 def stage_programs(graph: CallGraph, cuts: Sequence[int]) -> tuple[StageProgram, ...]:
-    """One program per stage.
+    """Return one program per stage.
 
     Args:
-        graph: of one step function.
+        graph: call graph of one step function.
         cuts: K-1 positions that do not decrease.
     """
     bounds = [0, *cuts, len(graph.nodes)]

@@ -1,4 +1,4 @@
-"""Ranges: what every possible stage would cost, and the dynamic programs that choose K of them.
+"""Ranges of nodes: the costs of every possible stage, and the dynamic programs that choose K of them.
 
 Points 0..n-1 are the positions at which a stage may begin or end; a stage is a range of points ``[i, j)``::
 
@@ -13,31 +13,33 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.wire_format import wire_bytes
 from lightning_avgpipe.planning.memory import Memory, Need
 
-# Times are rounded to this part of their sum, so that equal ones stay equal whatever they are added to.
+# Times are rounded to this fraction of their sum, so that equal times stay equal in sums of any order.
 _GRAIN = 2.0**-40
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """Costs of all ranges of n points.
+    """The costs of all ranges of n points.
 
     Attributes:
-        num_stages: K.
+        num_stages: K, number of stages.
         work: time of a stage from point i to point j, shape ``(n, n)``; infinite where ``j <= i``.
-        forward: the forward's part of it, which a stage that repeats its forwards takes once more, shape ``(n, n)``.
+        forward: time of the forward of this stage, which is added where forwards are repeated, shape ``(n, n)``.
         transfer: time for which a cut at each point occupies each hop, shape ``(K-1, n)``.
-        held: bytes of weights, gradients and optimizer states from i to j, shape ``(n, n)``.
-        versions: bytes of each further version of the weights, shape ``(n, n)``.
+        held: bytes of weights, gradients and optimizer states from point i to point j, shape ``(n, n)``.
+        versions: bytes of each further version of the weights from point i to point j, shape ``(n, n)``.
         stash: bytes that one micro-batch stashes before each point, shape ``(n,)``.
         crossing: bytes that cross a cut at each point, shape ``(n,)``.
-        memory: the limit, and the micro-batches in flight.
+        memory: memory limit and numbers of micro-batches in flight.
     """
 
     num_stages: int
@@ -52,14 +54,16 @@ class Ranges:
 
     @classmethod
     def of(cls, graph: CallGraph, costs: Costs, positions: Sequence[int], num_stages: int, memory: Memory) -> Ranges:
-        """Ranges between positions of a graph, the first of which is 0 and the last ``len(graph.nodes)``.
+        """Compute the ranges between positions of a graph, the first of which is 0 and the last ``len(graph.nodes)``.
 
-        A parameter that is used inside a range and outside of it has copies, whose gradients are summed once in an
-        iteration: that takes the slowest link the time of its bytes.
+        A parameter that is used inside and outside a range has copies, whose gradients are summed once in an iteration.
+        This is counted as a transfer of its bytes over the slowest link.
         """
         points = np.asarray(positions)
         crossing = np.array([graph.boundary_bytes[p] for p in positions], dtype=float)
         crossing[[0, -1]] = 0.0
+        sent = graph.crossing(partial(wire_bytes, wire=costs.smallest))
+        travels = np.array([sent[p] for p in positions], dtype=float) * (crossing > 0)
         used, alone = _owned(graph, points, memory.weights)
         slowest = max((costs.link(hop).per_byte for hop in range(num_stages - 1)), default=0.0)
         node = np.asarray(costs.node, dtype=float)
@@ -72,7 +76,7 @@ class Ranges:
             num_stages,
             work,
             forward[None, :] - forward[:, None],
-            np.array([costs.link(hop).per_byte for hop in range(num_stages - 1)])[:, None] * crossing,
+            np.array([costs.link(hop).per_byte for hop in range(num_stages - 1)])[:, None] * travels,
             _owned(graph, points, memory.held)[0],
             _owned(graph, points, memory.versioned)[0],
             np.concatenate([[0.0], np.cumsum(costs.stash_bytes, dtype=float)])[points],
@@ -81,14 +85,14 @@ class Ranges:
         )
 
     def needed(self, stage: int) -> np.ndarray:
-        """Bytes that a stage from i to j needs, shape ``(n, n)``; infinite where ``j <= i``."""
+        """Return the bytes that a stage from point i to point j needs, shape ``(n, n)``; infinite where ``j <= i``."""
         stash = (self.stash[None, :] - self.stash[:, None]) * self.memory.stashes(stage)
         held = self.held + self.versions * self.memory.further(stage)
         needed = held + stash + self.crossing[:, None] * self.memory.flights(stage)
         return np.where(np.isinf(self.work), np.inf, needed)
 
     def need(self, stage: int, first: int, last: int) -> Need:
-        """What a stage from point ``first`` to point ``last`` needs."""
+        """Return the memory that a stage from point ``first`` to point ``last`` needs."""
         return Need(
             int(self.held[first, last] + self.versions[first, last] * self.memory.further(stage)),
             int(self.stash[last] - self.stash[first]) * self.memory.stashes(stage),
@@ -96,14 +100,14 @@ class Ranges:
         )
 
     def times(self, stage: int) -> np.ndarray:
-        """Time of a stage from i to j, shape ``(n, n)``; infinite where it does not fit."""
+        """Return the time of a stage from point i to point j, shape ``(n, n)``; infinite where memory is too small."""
         work = self.work + self.forward if self.memory.is_repeated(stage) else self.work
         if np.isinf(self.memory.limit):
             return work
         return np.where(self.needed(stage) <= self.memory.limit, work, np.inf)
 
     def leanest(self) -> tuple[list[int], int]:
-        """The inner points that need the least memory on the stage that needs most, and that stage."""
+        """Return the inner points for which the stage that needs most memory needs least, and this stage."""
         stages = [self.needed(k) for k in range(self.num_stages)]
         free = np.zeros_like(self.transfer)
         limit = least_bottleneck(stages, free)
@@ -113,13 +117,13 @@ class Ranges:
 
 
 def least_bottleneck(stages: Sequence[np.ndarray], transfer: np.ndarray) -> float:
-    """The smallest possible maximum of stages and transfers, over all ways to take K-1 of the inner points.
+    """Return the smallest possible maximum of stages and transfers, over all choices of K-1 inner points.
 
     Args:
         stages: for each stage its cost from point i to point j, each of shape ``(n, n)``; infinite is forbidden.
         transfer: cost of a cut at each point for each hop, shape ``(K-1, n)``.
     Returns:
-        The maximum; infinite if there is no way.
+        The maximum; infinite if no choice is allowed.
     """
     best = stages[0][0]
     for stage, sent in zip(stages[1:], transfer, strict=True):
@@ -128,9 +132,10 @@ def least_bottleneck(stages: Sequence[np.ndarray], transfer: np.ndarray) -> floa
 
 
 def evenest(stages: Sequence[np.ndarray], transfer: np.ndarray, limit: float) -> list[int]:
-    """Inner points with the least sum of ``stage squared / limit`` and transfers, none of which exceeds the limit.
+    """Return the inner points with the least sum of ``stage squared / limit`` and transfers within a limit.
 
-    The earliest of equals. Same arguments as :func:`least_bottleneck`, whose result the limit must not be below.
+    No stage or transfer exceeds the limit, which must be at least the result of :func:`least_bottleneck`. Of equal
+    choices the earliest points are taken. The other arguments are those of :func:`least_bottleneck`.
     """
     scale = 1.0 / limit if limit > 0 else 0.0
 
@@ -142,7 +147,7 @@ def evenest(stages: Sequence[np.ndarray], transfer: np.ndarray, limit: float) ->
         finite = np.where(np.isinf(stage), 0.0, stage)
         return bounded(stage, finite * finite * scale)
 
-    squares = {id(stage): squared(stage) for stage in stages}  # without a limit on memory all are the same
+    squares = {id(stage): squared(stage) for stage in stages}  # equal without a memory limit
     best = squares[id(stages[0])][0]
     choices: list[np.ndarray] = []
     for stage, sent in zip(stages[1:], transfer, strict=True):
@@ -157,7 +162,7 @@ def evenest(stages: Sequence[np.ndarray], transfer: np.ndarray, limit: float) ->
 
 
 def _owned(graph: CallGraph, points: np.ndarray, sizes: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of what is used between points i and j, and of what is used there only; both of shape ``(n, n)``."""
+    """Return the bytes of names used between points i and j, and of names used only there, each ``(n, n)``."""
     n = len(points)
     users: dict[str, list[int]] = defaultdict(list)
     for node in graph.nodes:
@@ -167,8 +172,8 @@ def _owned(graph: CallGraph, points: np.ndarray, sizes: Mapping[str, int]) -> tu
     for intervals in users.values():
         intervals.sort()
     uses = np.zeros(n)
-    both = np.zeros((n, n))  # [a, b]: bytes of what is used in interval a and next in interval b
-    ends = np.zeros((n, n))  # [a, b]: bytes of what is used first in interval a and last in interval b
+    both = np.zeros((n, n))  # [a, b]: bytes of names used in interval a and next in interval b
+    ends = np.zeros((n, n))  # [a, b]: bytes of names used first in interval a and last in interval b
     for name, intervals in users.items():
         size = sizes.get(name, 0)
         for one, other in itertools.pairwise(intervals):
@@ -181,6 +186,6 @@ def _owned(graph: CallGraph, points: np.ndarray, sizes: Mapping[str, int]) -> tu
 
 
 def _inside(pairs: np.ndarray) -> np.ndarray:
-    """For points i and j the sum of ``pairs[a, b]`` with ``i <= a`` and ``b < j``."""
+    """Return for points i and j the sum of ``pairs[a, b]`` with ``i <= a`` and ``b < j``."""
     summed = np.cumsum(np.cumsum(pairs[::-1], axis=0)[::-1], axis=1)
     return np.concatenate([np.zeros((len(pairs), 1)), summed[:, :-1]], axis=1)

@@ -1,4 +1,4 @@
-"""What is recomputed: whole stages, or units one by one; and what it costs."""
+"""The option ``recompute``: which stages or units repeat their forwards, and the costs of this."""
 
 from __future__ import annotations
 
@@ -18,26 +18,32 @@ from lightning_avgpipe.utils.names import close_to, fitting, is_within
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is repeated before, or in, a backward.
+    """A choice of the forwards that are repeated before, or in, a backward.
 
     Attributes:
-        stages: whether whole stages are.
-        modules: paths of the modules whose units are, one by one.
+        stages: whether whole stages are repeated.
+        modules: paths of the modules whose units are repeated one by one.
     """
 
     stages: bool = False
     modules: tuple[str, ...] = ()
 
     def includes(self, unit: str) -> bool:
-        """Whether a unit is repeated by itself: it was named, or a module that holds it."""
+        """Return whether a unit is repeated by itself, because it or a module that holds it was named."""
         return any(is_within(unit, name) for name in self.modules)
 
     def check(self, graph: CallGraph) -> None:
-        """Raise where a unit that was named cannot be repeated by itself.
+        """Check that the chosen units can be repeated.
 
         Raises:
-            ConfigurationError: it changes its inputs.
+            ConfigurationError: a named unit changes its inputs, or a repeated unit seeds random number generators.
         """
+        for unit in sorted(graph.seeding):
+            if self.stages or self.includes(unit):
+                raise ConfigurationError(
+                    f"recompute repeats '{unit}', which seeds torch's random numbers, perhaps otherwise the second "
+                    "time; do without recompute, or name units that do not"
+                )
         for node in graph.nodes:
             if node.kind == "call" and node.writes and self.includes(node.name):
                 raise ConfigurationError(
@@ -46,9 +52,9 @@ class Recompute:
                 )
 
     def costs(self, graph: CallGraph, costs: Costs) -> Costs:
-        """Costs of single units that are repeated: the forward once more in the backward; what is kept are values.
+        """Return costs in which named units repeat their forward in the backward, and stash only their inputs.
 
-        (Whether a stage is repeated depends on the stage; the partition adds that.)
+        The partition adds the costs of repeated stages, because they depend on the stage.
         """
         if not self.modules:
             return costs
@@ -60,12 +66,13 @@ class Recompute:
 
 
 def chosen(module: nn.Module, recompute: bool | Sequence[str]) -> Recompute:
-    """What the option says about this module.
+    """Return the choice that the option ``recompute`` makes for a module.
 
     Args:
-        recompute: True, False, or paths of submodules and patterns of such (``blocks.*``).
+        module: module that is divided.
+        recompute: True, False, or paths of submodules and patterns for them (``blocks.*``).
     Raises:
-        ConfigurationError: a name that fits no submodule; says which names come close.
+        ConfigurationError: a name fits no submodule. The message says which names come close.
     """
     if isinstance(recompute, bool):
         return Recompute(stages=recompute)
@@ -78,8 +85,9 @@ def chosen(module: nn.Module, recompute: bool | Sequence[str]) -> Recompute:
 
 
 def repeated(row: Sequence[Action], is_last: bool) -> frozenset[int]:
-    """The micro-batches whose forward a stage repeats: not those whose backward follows at once, on the last stage or
-    where graphs are made late anyway.
+    """Return the micro-batches whose forward a stage repeats.
+
+    A forward is not repeated if its backward follows at once, on the last stage or on one that builds graphs late (G).
     """
     at_once = {
         action.micro_batch

@@ -1,4 +1,4 @@
-"""Refinement: units are opened as far as the balance of stages needs it."""
+"""Refinement: open units as far as the balance of stages needs it."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from lightning_avgpipe.planning.plan import Plan
 
 # Refining ends when the slowest stage is within this share of a perfect balance ...
 _BALANCED = 1.03
-# ... and opens only units that weigh more than this part of a stage's fair share,
+# ... and opens only units that weigh more than this share of a stage's fair share,
 _HEAVY = 0.25
-# then, so many times, those next to a cut that could move it by more than this part.
+# then, at most _NEAR_CUTS times, units next to a cut that weigh more than the share _MOVES of a stage's fair share.
 _NEAR_CUTS = 3
 _MOVES = 0.03
 # Finer units must make the slowest stage or the unevenness smaller by this factor.
 _WORTH = 0.99
-# A unit that learns numbers of values may do other things with other micro-batches. As one unit it may; opened, it is
-# refused when it does. So it stays one unless the slowest stage exceeds its fair share by this factor.
+# A unit that reads numbers of tensors (``.item()``) may call other modules for other micro-batches. This is allowed
+# for a whole unit, and an error for an opened one. So such a unit stays whole unless the slowest stage exceeds its fair
+# share by this factor.
 _SPARED = 1.8
 
 
 class Refinement:
-    """Opens the units of one step.
+    """A search that opens the units of one step until its stages are balanced.
 
     Args:
-        subject: whose step it is.
-        step: that is captured with finer and finer units.
-        num_stages: K.
+        subject: module whose step is captured.
+        step: step that is captured with finer and finer units.
+        num_stages: K, number of stages.
 
     Attributes:
-        spared: units that stay whole, since they learn numbers of values.
+        spared: units that stay whole, because they read numbers of tensors.
     """
 
     def __init__(self, subject: Divisible, step: Step, num_stages: int) -> None:
@@ -45,18 +46,18 @@ class Refinement:
     def best(
         self, graph: CallGraph, costs_of: Callable[[CallGraph], Costs], cut: Callable[[CallGraph, Costs], Plan]
     ) -> tuple[Plan, Costs]:
-        """The best plan for this graph, or for a finer one where that is better; and the costs of its nodes.
+        """Return the best plan for this graph or a finer one, and the costs of its nodes.
 
         Args:
-            graph: to begin with.
-            costs_of: what the nodes of a graph cost.
-            cut: the best plan for a graph.
+            graph: call graph to begin with.
+            costs_of: function that returns the costs of a graph's nodes.
+            cut: function that returns the best plan for a graph and its costs.
         Raises:
             PartitionError: there are not enough legal cuts, however fine the units, or memory is too small.
         """
         best: tuple[Plan, Costs] | None = None
         closer = _NEAR_CUTS
-        tried: set[str] = set()  # all that were spared at some time
+        tried: set[str] = set()  # all units that were ever spared
         costs = costs_of(graph)
         while True:
             plan, failure = _attempt(cut, graph, costs)
@@ -84,7 +85,7 @@ class Refinement:
             graph, costs = finer, costs_of(finer)
 
     def _too_heavy(self, graph: CallGraph, costs: Costs, plan: Plan | None) -> list[str]:
-        """Units that are to be opened; one that stays whole only where no plan is good without it."""
+        """Return the units to open. Spared units are opened only if no plan is good without that."""
         fair_s = sum(costs.node) / self._num_stages
         found = self._heavy_units(graph, costs, fair_s * _HEAVY if plan is not None else 0.0)
         found += [unit for unit in sorted(graph.leaving) if unit not in found and self._subject.opens(unit)]
@@ -105,7 +106,7 @@ class Refinement:
 def _attempt(
     cut: Callable[[CallGraph, Costs], Plan], graph: CallGraph, costs: Costs
 ) -> tuple[Plan | None, PartitionError | None]:
-    """The best plan for this graph, or why there is none."""
+    """Return the best plan for this graph, or the error that says why there is none."""
     try:
         return cut(graph, costs), None
     except PartitionError as error:
@@ -117,12 +118,12 @@ def _unevenness(plan: Plan) -> float:
 
 
 def _beside_cuts(plan: Plan) -> set[str]:
-    """The last unit of each stage, and the first of the next."""
+    """Return the units next to cuts: the last unit of each stage, and the first of the next."""
     ends = {unit for stage in plan.stages[:-1] for unit in stage.units[-1:]}
     return ends | {unit for stage in plan.stages[1:] for unit in stage.units[:1]}
 
 
 def _gains(plan: Plan, best: Plan) -> bool:
-    """Finer units cost a little at every call, so they must be worth it: a faster pace, or a more even rest."""
+    """Return whether a plan with finer units is faster or more even by enough to justify its additional calls."""
     now, before = plan.slowest.share, best.slowest.share
     return now < before * _WORTH or (now <= before and _unevenness(plan) < _unevenness(best) * _WORTH)

@@ -1,4 +1,4 @@
-"""Costs of units, as SPP's and PipeDream's planners take them."""
+"""Costs of units in the form that SPP's planner takes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_avgpipe.errors import PartitionError
 
 @dataclass(frozen=True)
 class SppCosts:
-    """What the L units of a model cost, for one micro-batch on one device.
+    """The costs of the L units of a model, for one micro-batch on one device.
 
     Attributes:
-        forward_s: seconds of each unit, shape ``(L,)``.
-        backward_s: seconds of each unit, shape ``(L,)``.
-        bytes_forward: values from each unit to the next, shape ``(L-1,)``.
-        bytes_backward: gradients to each unit from the next, shape ``(L-1,)``.
-        parameter_bytes: of each unit, shape ``(L,)``.
+        forward_s: seconds of the forward of each unit, shape ``(L,)``.
+        backward_s: seconds of the backward of each unit, shape ``(L,)``.
+        bytes_forward: bytes of activations from each unit to the next, shape ``(L-1,)``.
+        bytes_backward: bytes of gradients to each unit from the next, shape ``(L-1,)``.
+        parameter_bytes: bytes of the parameters of each unit, shape ``(L,)``.
     Raises:
         PartitionError: no unit, lengths that do not fit together, or a number that is negative or not finite.
     """
@@ -45,20 +45,20 @@ class SppCosts:
 
     @property
     def num_units(self) -> int:
-        """L."""
+        """The number of units L."""
         return len(self.forward_s)
 
     @cached_property
     def busy_s(self) -> np.ndarray:
-        """Seconds of the first l units, forwards and backwards, shape ``(L+1,)``."""
+        """The seconds of the forwards and backwards of the first l units, shape ``(L+1,)``."""
         return np.concatenate([[0.0], np.cumsum(np.add(self.forward_s, self.backward_s))])
 
     @cached_property
     def parameters(self) -> np.ndarray:
-        """Bytes of the parameters of the first l units, shape ``(L+1,)``."""
+        """The bytes of the parameters of the first l units, shape ``(L+1,)``."""
         return np.concatenate([[0.0], np.cumsum(self.parameter_bytes)])
 
     @cached_property
     def messages(self) -> np.ndarray:
-        """Bytes forwards and backwards after each unit, shape ``(2, L)``; after the last one there are none."""
+        """The bytes that are sent forwards and backwards after each unit, shape ``(2, L)``; 0 after the last one."""
         return np.array([(*self.bytes_forward, 0.0), (*self.bytes_backward, 0.0)])

@@ -1,8 +1,8 @@
-"""SPP: a plan of replicated stages for devices whose links differ.
+"""SPP: planning of replicated stages for devices with links of different speed.
 
 Three steps, each a pure function of numbers::
 
-    device_order     0 1 | 2 3                 cut the network at its weakest links, again and again
+    device_order     0 1 | 2 3                 cut the network recursively at its weakest links
     partition        units 0-3    4-5          a dynamic program over units, devices and replicas along that order
                      devices 0-2  3
     execution_order  F F F F F B F B ...       which micro-batch a stage works on next; the iteration is simulated
@@ -29,7 +29,7 @@ import numpy as np
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.bottleneck import least_bottlenecks
 from lightning_avgpipe.planning.network import Matrix, Network, device_order
-from lightning_avgpipe.planning.problem import Problem, Stage
+from lightning_avgpipe.planning.problem import PlacedStage, Problem
 from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.schedule.builders import from_warm_up
@@ -42,13 +42,13 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class SppPlan:
-    """Which units are on which devices.
+    """A plan of SPP: the units and devices of each stage.
 
     Attributes:
         stages: ``(first unit, last unit, devices)`` of each stage.
         makespan_s: simulated seconds of an iteration, until the last gradient is all-reduced.
-        bound_s: what the slowest stage or link needs for its own work alone.
-        num_stages: of the plan.
+        bound_s: seconds that the slowest stage or link needs for its own work alone.
+        num_stages: number of stages.
         warm_up: forwards of each stage before its first pair of a forward and a backward, shape ``(num_stages,)``.
     """
 
@@ -74,17 +74,17 @@ def plan(
     memory_limit: float | None = None,
     candidates: Literal["paper", "all"] = "paper",
 ) -> SppPlan:
-    """The plan with the shortest simulated iteration.
+    """Return the plan with the shortest simulated iteration.
 
     Args:
-        costs: of the units.
+        costs: costs of the units.
         bandwidth: bytes per second between every two devices, shape ``(V, V)``.
-        num_microbatches: M.
-        memory_limit: most bytes of parameters on one device; None: any number.
-        candidates: ``"paper"`` simulates, for each number of stages, the plan whose slowest part is fastest; ``"all"``
-            every plan of contiguous units along the order of devices, in both directions, for small problems.
+        num_microbatches: M, number of micro-batches of an iteration.
+        memory_limit: largest number of bytes of parameters on one device; None: no limit.
+        candidates: ``"paper"`` simulates, for each number of stages, the plan whose slowest part is fastest. ``"all"``
+            simulates every plan of contiguous units along the order of devices, in both directions, for small problems.
     Raises:
-        PartitionError: no plan fits into the memory; more than 200,000 candidates; a size that is none.
+        PartitionError: no plan fits into the memory, there are more than 200,000 candidates, or a size is invalid.
     """
     if candidates not in ("paper", "all"):
         raise PartitionError(f"candidates={candidates!r}: use 'paper' or 'all'")
@@ -110,19 +110,19 @@ def partition(
     bandwidth: Matrix | None = None,
     memory_limit: float | None = None,
 ) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """Stages along an order of devices whose slowest stage or link has the least to do.
+    """Return the stages along an order of devices whose slowest stage or link has the least work.
 
     Args:
-        costs: of the units.
-        order: all devices, as :func:`device_order` gives it.
-        num_stages: S.
-        num_microbatches: M.
+        costs: costs of the units.
+        order: all devices, as :func:`device_order` returns them.
+        num_stages: S, number of stages.
+        num_microbatches: M, number of micro-batches of an iteration.
         bandwidth: bytes per second between every two devices, shape ``(V, V)``; None: messages take no time.
-        memory_limit: most bytes of parameters on one device; None: any number.
+        memory_limit: largest number of bytes of parameters on one device; None: no limit.
     Returns:
         ``(first unit, last unit, devices)`` of each stage.
     Raises:
-        PartitionError: more stages than units or devices; no plan fits into the memory.
+        PartitionError: there are more stages than units or devices, or no plan fits into the memory.
     Source: PRM of the paper, with a limit for the memory.
     """
     if not 1 <= num_stages <= min(costs.num_units, len(order)):
@@ -140,14 +140,14 @@ def partition(
 
 
 def execution_order(num_stages: int, num_microbatches: int) -> Schedule:
-    """The order in which stages work: stage k runs min(M, 4 (S-1-k)) forwards before its first pair.
+    """Return SPP's order of execution: stage k runs min(M, 4 (S-1-k)) forwards before its first pair.
 
-    A micro-batch passes a computation or a link in each pass over all queues, which are looked at as of the beginning
-    of the pass; so there and back over one hop takes four passes. The last stage runs a backward after each forward.
+    The paper builds the order in passes over queues. In each pass a micro-batch advances by one computation or one
+    link, so the way over one hop and back takes four passes. The last stage runs a backward after each forward.
 
     Args:
-        num_stages: S.
-        num_microbatches: M.
+        num_stages: S, number of stages.
+        num_microbatches: M, number of micro-batches of an iteration.
     Source: PE of the paper.
     """
     ahead = tuple(min(num_microbatches, 4 * (num_stages - 1 - k)) for k in range(num_stages))
@@ -156,18 +156,18 @@ def execution_order(num_stages: int, num_microbatches: int) -> Schedule:
 
 @functools.cache
 def orders(num_stages: int, num_microbatches: int) -> tuple[Schedule, Schedule]:
-    """SPP's order, and 1F1B, which is the faster one on a few problems."""
+    """Return SPP's order, and 1F1B, which is faster for a few problems."""
     return execution_order(num_stages, num_microbatches), build("1f1b", num_stages, num_microbatches)
 
 
-def _named(stages: Sequence[Stage], order: Sequence[int]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+def _named(stages: Sequence[PlacedStage], order: Sequence[int]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     return tuple((s.begin, s.end - 1, tuple(order[s.first : s.stop])) for s in stages)
 
 
 def _better(
-    problem: Problem, order: Sequence[int], plans: Iterable[Sequence[Stage]], best: SppPlan | None
+    problem: Problem, order: Sequence[int], plans: Iterable[Sequence[PlacedStage]], best: SppPlan | None
 ) -> SppPlan | None:
-    """The best of these plans and the best one so far; what cannot be better is not simulated."""
+    """Return the best of these plans and the best plan so far; plans that cannot be better are not simulated."""
     for stages in plans:
         if best is not None and problem.least_s(stages) >= best.makespan_s:
             continue
@@ -178,9 +178,9 @@ def _better(
 
 
 def _best_of_least(problem: Problem, order: Sequence[int]) -> SppPlan | None:
-    """The best of the plans with the least W for each number of stages.
+    """Return the best of the plans with the least W for each number of stages.
 
-    No iteration is shorter than its W, so once a plan has been simulated, none with a larger W need be found.
+    No iteration is shorter than its W. So once a plan has been simulated, plans with a larger W can be left out.
     """
     best: SppPlan | None = None
     missing = set(range(1, problem.most_stages + 1))
@@ -195,16 +195,16 @@ def _best_of_least(problem: Problem, order: Sequence[int]) -> SppPlan | None:
 
 
 def num_plans(problem: Problem) -> int:
-    """Of contiguous units along the order of devices."""
+    """Return the number of plans of contiguous units along the order of devices."""
     units, devices = problem.costs.num_units, len(problem.network)
     return math.comb(units + devices - 2, devices - 1)
 
 
-def all_plans(problem: Problem) -> Iterator[Sequence[Stage]]:
-    """All of these that fit into the memory.
+def all_plans(problem: Problem) -> Iterator[Sequence[PlacedStage]]:
+    """Yield all plans of contiguous units along the order of devices that fit into the memory.
 
     Raises:
-        PartitionError: there are too many.
+        PartitionError: there are more than 200,000 plans.
     """
     units, devices, count = problem.costs.num_units, len(problem.network), num_plans(problem)
     if count > _MOST_PLANS:
@@ -219,4 +219,4 @@ def all_plans(problem: Problem) -> Iterator[Sequence[Stage]]:
             if not problem.fits(np.array(nbytes)).all():
                 continue
             for splits in combinations(range(1, devices), num_stages - 1):
-                yield [Stage(*ends[k], *place) for k, place in enumerate(pairwise((0, *splits, devices)))]
+                yield [PlacedStage(*ends[k], *place) for k, place in enumerate(pairwise((0, *splits, devices)))]

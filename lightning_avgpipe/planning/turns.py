@@ -1,9 +1,9 @@
-"""SPP's plans where replicas of a stage take whole micro-batches in turns, as they do here.
+"""SPP's planning for replicas that take whole micro-batches in turns, as in this package.
 
 SPP slices each micro-batch over the replicas of a stage. In turns a replica computes as much, but a micro-batch takes
-the time of one device to pass, and only pairs of replicas whose turns meet send to each other; and all-reduces go round
-a ring of ascending ranks. So plans are chosen by a simulation of turns: of all, where these are few, or for each number
-of stages of the one whose slowest stage or link is fastest for SPP.
+the time of one device, only pairs of replicas whose turns meet send to each other, and all-reduces use a ring of
+ascending ranks. So plans are chosen by simulating turns: all plans where they are few, otherwise for each number of
+stages the plan whose slowest stage or link is fastest for SPP.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.wire_format import wire_bytes
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.balance import gaps
 from lightning_avgpipe.planning.bottleneck import least_bottlenecks
 from lightning_avgpipe.planning.network import Matrix, Network, device_order
-from lightning_avgpipe.planning.problem import Problem, Stage
+from lightning_avgpipe.planning.problem import PlacedStage, Problem
 from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.planning.spp import SppPlan, all_plans, num_plans, orders
 from lightning_avgpipe.schedule import (
@@ -36,16 +38,15 @@ from lightning_avgpipe.schedule import (
 )
 from lightning_avgpipe.schedule.kinds import Direction
 
-_ALIKE = 1.25  # times as long as the fastest: devices within it count as alike
-_MOST_PLANS = 5_000  # of which each is looked at; beyond, those with SPP's least bottlenecks
+_ALIKE = 1.25  # devices that take at most so many times as long as the fastest count as equally fast
+_MOST_PLANS = 5_000  # up to this number all plans are candidates; beyond, only those with SPP's least bottlenecks
 
 
 def slowness_of(seconds: Sequence[float]) -> tuple[float, ...]:
-    """How many times as long each device takes as the fastest, for the same work; empty if all are alike, or one has
-    not been measured.
+    """Return the time of each device in units of the fastest; empty if all are similar or one was not measured.
 
     Args:
-        seconds: of each device; 0 was not measured.
+        seconds: time of each device for the same work; 0: not measured.
     """
     least = min(seconds, default=0.0)
     if not least or max(seconds) <= least * _ALIKE:
@@ -60,17 +61,18 @@ def plan_in_turns(
     slowness: Sequence[float] = (),
     fits: Callable[[SppPlan], bool] = lambda plan: True,
 ) -> SppPlan:
-    """The plan with the shortest simulated iteration, of those along the order of devices; the first device is in the
-    last stage.
+    """Return the plan with the shortest simulated iteration along the order of devices.
+
+    The first device of :func:`device_order` is in the last stage.
 
     Args:
-        costs: of the units, on a device that is not slow.
+        costs: costs of the units, on a device that is not slow.
         bandwidth: bytes per second between every two devices, shape ``(V, V)``.
-        num_microbatches: M.
-        slowness: how many times as long each device takes, at least 1, shape ``(V,)``; empty: all are alike.
-        fits: whether a plan keeps within the memory of its devices.
+        num_microbatches: M, number of micro-batches of an iteration.
+        slowness: time of each device in units of one that is not slow, at least 1, shape ``(V,)``; empty: none is slow.
+        fits: function that returns whether a plan fits the memory of its devices.
     Raises:
-        PartitionError: none of the plans that were looked at fits.
+        PartitionError: none of the candidate plans fits.
     """
     order = device_order(bandwidth)[::-1]
     slow = tuple(slowness[device] for device in order) if slowness else ()
@@ -94,17 +96,18 @@ def plan_in_turns(
     return best
 
 
-def _candidates(problem: Problem) -> Collection[Sequence[Stage]]:
-    """Plans to look at."""
+def _candidates(problem: Problem) -> Collection[Sequence[PlacedStage]]:
+    """Return the plans that are simulated."""
     if num_plans(problem) <= _MOST_PLANS:
         return list(all_plans(problem))
     found = (least_bottlenecks(problem, limit_s, problem.most_stages) for limit_s in problem.limits_s())
     return next(plans for plans in found if plans).values()
 
 
-def least_in_turns_s(problem: Problem, stages: Sequence[Stage]) -> float:
-    """Seconds that no order of turns falls short of: a stage waits for its first value, its first replica does its
-    work, and its last gradient travels home, with links that take no time.
+def least_in_turns_s(problem: Problem, stages: Sequence[PlacedStage]) -> float:
+    """Return a lower bound for the seconds of an iteration with any order of turns, for links that take no time.
+
+    A stage waits for its first activation, its replicas do their work, and its last gradient travels back.
     """
     busy, home_s = problem.costs.busy_s, problem.reduce_left_s(stages[0])
     before = least = 0.0
@@ -119,11 +122,11 @@ def least_in_turns_s(problem: Problem, stages: Sequence[Stage]) -> float:
 
 
 def units_between(graph: CallGraph, costs: Costs, weights: Mapping[str, int]) -> tuple[SppCosts, tuple[int, ...]]:
-    """The units of a step, which lie between the cuts that leave each parameter on one side; and these cuts.
+    """Return the costs of units between the legal cuts that divide the uses of no parameter, and these cuts.
 
     Args:
-        graph: of the step.
-        costs: of its nodes.
+        graph: call graph of the step.
+        costs: costs of its nodes.
         weights: full name of each parameter -> its bytes.
     """
     uses: dict[str, list[int]] = defaultdict(list)
@@ -134,29 +137,31 @@ def units_between(graph: CallGraph, costs: Costs, weights: Mapping[str, int]) ->
     legal = [gap.position for gap in gaps(graph) if gap.obstacle is None]
     cuts = tuple(p for p in legal if not any(first < p <= last for first, last in spans))
     bounds = list(itertools.pairwise((0, *cuts, len(graph.nodes))))
+    size = partial(wire_bytes, wire=costs.smallest)
+    sent = graph.crossing(size)
     gradients = [[graph.values[v] for v in graph.live(p) if graph.values[v].requires_grad] for p in cuts]
     held = [sum(weights.get(n, 0) for n, found in uses.items() if a <= min(found) < b) for a, b in bounds]
     return SppCosts(
         tuple(sum(costs.forward[a:b]) for a, b in bounds),
         tuple(sum(costs.backward[a:b]) for a, b in bounds),
-        tuple(float(graph.boundary_bytes[p]) for p in cuts),
-        tuple(float(sum(value.nbytes for value in values)) for values in gradients),
+        tuple(float(sent[p]) for p in cuts),
+        tuple(float(sum(size(value) for value in values)) for values in gradients),
         tuple(map(float, held)),
     ), cuts
 
 
-def _orders(stages: Sequence[Stage], num_microbatches: int) -> list[Schedule]:
+def _orders(stages: Sequence[PlacedStage], num_microbatches: int) -> list[Schedule]:
     replicas = [stage.replicas for stage in stages]
     return [with_replicas(schedule, replicas) for schedule in orders(len(stages), num_microbatches)]
 
 
-def seconds_in_turns(problem: Problem, stages: Sequence[Stage], schedule: Schedule) -> float:
-    """Seconds until the gradients of all stages are all-reduced; links between two devices do not contend.
+def seconds_in_turns(problem: Problem, stages: Sequence[PlacedStage], schedule: Schedule) -> float:
+    """Return the seconds until the gradients of all stages are all-reduced; links of different pairs do not contend.
 
     Args:
-        problem: with the devices in their order.
-        stages: of a plan.
-        schedule: with replicas, all of whose rows are in the order of micro-batches.
+        problem: problem with the devices in their order.
+        stages: stages of a plan.
+        schedule: schedule for replicas, each of whose rows is in the order of micro-batches.
     """
     spans, _ = _played(problem, stages, schedule)
     ends = [0.0] * len(stages)
@@ -166,12 +171,12 @@ def seconds_in_turns(problem: Problem, stages: Sequence[Stage], schedule: Schedu
 
 
 def timeline_in_turns(
-    problem: Problem, stages: Sequence[Stage], schedule: Schedule, devices: Sequence[Sequence[int]] = ()
+    problem: Problem, stages: Sequence[PlacedStage], schedule: Schedule, devices: Sequence[Sequence[int]] = ()
 ) -> Timeline:
-    """When which replica does what; arguments as of :func:`seconds_in_turns`.
+    """Return the timeline of all replicas; the other arguments are those of :func:`seconds_in_turns`.
 
     Args:
-        devices: names of the devices of each stage; default: their numbers in the order.
+        devices: numbers of the devices of each stage in the timeline; default: their positions in the order.
     """
     spans, sent = _played(problem, stages, schedule)
     hosts = tuple(map(tuple, devices)) or tuple(tuple(range(stage.first, stage.stop)) for stage in stages)
@@ -184,12 +189,12 @@ def timeline_in_turns(
     )  # fmt: skip
 
 
-_Spans = list[tuple[int, Action, float, float]]  # stage, and seconds
-_Sent = list[tuple[int, Direction, int, float, float]]  # hop, micro-batch, and seconds
+_Spans = list[tuple[int, Action, float, float]]  # stage, action, begin and end in seconds
+_Sent = list[tuple[int, Direction, int, float, float]]  # hop, direction, micro-batch, begin and end in seconds
 
 
-def _played(problem: Problem, stages: Sequence[Stage], schedule: Schedule) -> tuple[_Spans, _Sent]:
-    """Every action and message."""
+def _played(problem: Problem, stages: Sequence[PlacedStage], schedule: Schedule) -> tuple[_Spans, _Sent]:
+    """Simulate a schedule in turns, and return all actions and messages."""
     costs, speed = problem.costs, problem.network.bandwidth
     last = len(stages) - 1
     lanes = [
@@ -228,12 +233,12 @@ def _played(problem: Problem, stages: Sequence[Stage], schedule: Schedule) -> tu
 
 
 def replayed_in_turns(timeline: Timeline) -> Timeline:
-    """What the schedule of a timeline of one pipeline costs with its measured times, and nothing else."""
+    """Simulate the schedule of a recorded timeline of one pipeline with the median times of its actions."""
     costs, counts = StageCosts.measured(timeline), [len(hosts) for hosts in timeline.replicas]
     nothing = (0.0,) * timeline.num_stages
     there, back = tuple(costs.send_forward_s), tuple(costs.send_backward_s)
     known = SppCosts(tuple(costs.forward_s), tuple(costs.backward_s), there, back, nothing)
     ends = list(itertools.accumulate(counts))
-    problem = Problem(known, Network.of([[1.0] * ends[-1]] * ends[-1]), 1, None)  # bytes that take as many seconds
-    stages = [Stage(k, k + 1, end - count, end) for k, (end, count) in enumerate(zip(ends, counts, strict=True))]
+    problem = Problem(known, Network.of([[1.0] * ends[-1]] * ends[-1]), 1, None)  # 1 byte/s, so that bytes are seconds
+    stages = [PlacedStage(k, k + 1, end - count, end) for k, (end, count) in enumerate(zip(ends, counts, strict=True))]
     return timeline_in_turns(problem, stages, timeline.schedule(), timeline.replicas)

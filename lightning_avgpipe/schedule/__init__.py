@@ -1,4 +1,4 @@
-"""Schedules are data: for each stage the order of its actions.
+"""Pipeline schedules as data: for each stage the order of its actions.
 
 1F1B with 3 stages and 4 micro-batches, one row per stage (time goes to the right)::
 
@@ -6,8 +6,8 @@
     stage 1 | F0 F1 B0 F2 B1 F3 B2 B3
     stage 2 | F0 B0 F1 B1 F2 B2 F3 B3
 
-Build one with :func:`build`, print it with ``str``, and see when its actions run with :func:`simulate`. Nothing here
-needs torch.
+Build a schedule with :func:`build`, print it with ``str``, and see when its actions run with :func:`simulate`. This
+package does not need torch.
 """
 
 from lightning_avgpipe.schedule.actions import Action, Schedule

@@ -1,4 +1,4 @@
-"""Schedules without a model: ``python -m lightning_avgpipe.schedule advance_forward --stages 4 --microbatches 8``."""
+"""Print, simulate and draw a schedule: ``python -m lightning_avgpipe schedule 1f1b --stages 4 --microbatches 8``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLUMNS = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the grid of a schedule, simulate it, and draw it where asked; returns the exit code."""
+    """Print the grid of a schedule, simulate it, draw it if asked to, and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         devices = devices_of(options.schedule, options.stages, options.devices)
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"weight policy {options.policy}, copies of the weights {copies}")
         if options.output is not None:
             _write(options.output, schedule, timeline)
-    except (AvgPipeError, OSError, ValueError) as error:  # the last: a suffix that matplotlib does not know
+    except (AvgPipeError, OSError, ValueError) as error:  # ValueError: a suffix that matplotlib does not know
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -53,7 +53,7 @@ def _simulated(options: argparse.Namespace, schedule: Schedule, costs: StageCost
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> str:
-    """One line: time, idleness and stash."""
+    """Return one line with the time, the idle share, the warm-up and the peak stash of a simulated schedule."""
     return (
         f"iteration {timeline.steady_s:g} s, idle {timeline.steady_bubble_fraction:.1%}, "
         f"warm-up {' '.join(map(str, schedule.warm_up))}, peak stash {' '.join(map(str, timeline.peak_stash))}"
@@ -73,7 +73,7 @@ def _write(path: Path, schedule: Schedule, timeline: Timeline) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_avgpipe.schedule",
+        prog="python -m lightning_avgpipe schedule",
         description="Print a schedule as a grid (one row per stage), simulate it on equal stages, and draw it.",
     )
     parser.add_argument("schedule", choices=(*RECIPES, "forward"), help="advance_forward with --advance 0 is 1f1b")

@@ -1,4 +1,4 @@
-"""Actions and schedules."""
+"""The actions of a stage, and schedules as rows of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_avgpipe.schedule.kinds import GRAPH, Kind
 
 
 class Action(NamedTuple):
-    """What a stage does with one micro-batch.
+    """One action of a stage on one micro-batch.
 
     Attributes:
-        kind: forward, backward, or half of a backward.
+        kind: kind of the action, such as forward, backward, or half of a backward.
         micro_batch: i, 0-based.
     """
 
@@ -29,31 +29,31 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each stage the order of its actions: ``schedule[k]`` is the row of stage k.
+    """The order of the actions of each stage: ``schedule[k]`` is the row of stage k.
 
-    Only the order: times follow from the costs. Which weights an action uses and which stage receives a value are
-    other questions, so that schedules with several weight versions need no other kind of row.
+    A schedule holds the order only: times follow from the costs. It does not say which weights an action uses or which
+    stage receives a value, so that schedules with several weight versions need no other kind of row.
 
     Attributes:
-        name: how it was built.
-        num_stages: K.
-        num_microbatches: M.
+        name: name of the recipe or function that built the schedule.
+        num_stages: K, number of stages.
+        num_microbatches: M, number of micro-batches of an iteration.
         rows: one row of actions per stage, shape ``(num_stages, any)``.
-        warm_up: the warm-up that the rows were built from, shape ``(num_stages,)``; empty for rows made by hand.
-        turns: where a process hosts several stages that take turns in an order of their own: for each such process,
-            whose turn it is, by stage, one entry for each action. Empty: what is most urgent goes first.
-        lines: of stages that pass messages on among themselves: the rows of one after those of the other. Line l treats
-            the micro-batches i with ``i % lines == l``.
-        segments: in how many a message goes on from a stage that runs G to the stage behind it; 1: as a whole.
+        warm_up: warm-up that the rows were built from, shape ``(num_stages,)``; empty for rows made by hand.
+        turns: for each process that hosts several stages and prescribes their order: the stage of each of its actions,
+            one after another. Empty: the most urgent action goes first, see :func:`~.rules.urgency`.
+        lines: number of independent lines of stages, each of which passes messages among its own stages only. The rows
+            of line l follow those of line l - 1; line l treats the micro-batches i with ``i % lines == l``.
+        segments: number of segments in which a stage that runs G relays a message to the stage behind it.
     Raises:
-        ScheduleError: another number of rows or warm-ups than of stages; turns that are not those of the rows.
+        ScheduleError: the number of rows or warm-ups is not the number of stages, or ``turns`` does not fit the rows.
     """
 
     name: str
     num_stages: int
     num_microbatches: int
     rows: tuple[tuple[Action, ...], ...]
-    # Not read off the rows: with w = M - 1 and with w = M they are the same.
+    # Cannot be derived from the rows: they are the same for w = M - 1 and for w = M.
     warm_up: tuple[int, ...] = ()
     turns: tuple[tuple[int, ...], ...] = ()
     lines: int = 1
@@ -82,13 +82,13 @@ class Schedule:
     def of_orders(
         cls, name: str, num_microbatches: int, orders: Sequence[Sequence[tuple[int, Action]]], lines: int = 1
     ) -> Schedule:
-        """From what each process does, one action after another.
+        """Make a schedule from the actions of each process, in their order.
 
         Args:
-            name: how it was built.
-            num_microbatches: M.
-            orders: of each process the actions, each with its stage.
-            lines: of stages.
+            name: name of the schedule.
+            num_microbatches: M, number of micro-batches of an iteration.
+            orders: for each process its actions in order, each with its stage.
+            lines: number of lines of stages, see :attr:`Schedule.lines`.
         """
         num_stages = 1 + max(stage for order in orders for stage, _ in order)
         rows = tuple(
@@ -99,21 +99,21 @@ class Schedule:
 
     @cached_property
     def length(self) -> int:
-        """Stages of each line."""
+        """The number of stages of each line."""
         return self.num_stages // self.lines
 
     def micro_batches(self, stage: int) -> range:
-        """Those that a stage treats."""
+        """Return the micro-batches that a stage treats."""
         return range(stage // self.length, self.num_microbatches, self.lines)
 
     @cached_property
     def relays(self) -> frozenset[int]:
-        """Stages that pass messages on unread, to the stage behind: they run G."""
+        """The stages that run G: a message to such a stage is also relayed to the stage behind it."""
         return frozenset(k for k, row in enumerate(self.rows) if any(action.kind is GRAPH for action in row))
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Which process each stage is on, shape ``(K,)``, where they take turns; else each has its own."""
+        """The process of each stage, shape ``(K,)``: as ``turns`` says, otherwise one process per stage."""
         if not self.turns:
             return tuple(range(self.num_stages))
         return tuple(next(d for d, turns in enumerate(self.turns) if k in turns) for k in range(self.num_stages))

@@ -1,4 +1,4 @@
-"""Adaptive advance: climb from a first advance while every step pays, and stay.
+"""Adaptive advance: raise the advance step by step while each step makes iterations faster, then keep it.
 
 ::
 
@@ -8,8 +8,8 @@
           or nowhere to go        v  |
                                  Frozen
 
-The controller sees times and says which advance the next iteration runs with; it measures nothing, and the same times
-give the same decisions on every rank.
+The controller is given times and returns the advance of the next iteration. It measures nothing itself, so the same
+times give the same decisions on every rank.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ from typing import Any
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.builders import warm_up
 
-DROPPED, WINDOW = 2, 8  # iterations after a change that do not count, and those that do
-LONGEST = 8 * WINDOW  # where noise would hide a gain, more iterations count
-LEAST_GAIN = 0.01  # of the time before
-DRIFT = 0.10  # of the time that was settled on
-# Standard errors that a difference must exceed; with 8 times, chance alone does so about once in twenty.
+DROPPED, WINDOW = 2, 8  # iterations after a change that are ignored, and iterations that are measured then
+LONGEST = 8 * WINDOW  # largest number of measured iterations, where noise would hide a gain
+LEAST_GAIN = 0.01  # share of the time with the advance before
+DRIFT = 0.10  # share of the time with the advance that was chosen
+# Standard errors that a difference must exceed; with 8 times, chance alone exceeds them about once in twenty.
 _SIGNIFICANT = 2.0
-_SIGMA_OF_MAD = 1.4826  # for normal noise
+_SIGMA_OF_MAD = 1.4826  # standard deviation over median absolute deviation, for normal noise
 _ERROR_OF_MEDIAN = math.sqrt(math.pi / 2)  # the median's standard error over that of the mean
 
 
 @dataclass(frozen=True)
 class IterationShape:
-    """What times and memory of an iteration depend on beside its advance, which is chosen for each shape anew.
+    """The sizes that time and memory of an iteration depend on, besides its advance.
+
+    An advance is chosen for each shape separately.
 
     Attributes:
-        num_microbatches: M.
-        num_pipelines: N.
-        num_stages: K.
-        length_bucket: of the sequences in the batch; 0 where lengths do not vary.
+        num_microbatches: M, number of micro-batches of an iteration.
+        num_pipelines: N, number of parallel pipelines.
+        num_stages: K, number of stages.
+        length_bucket: bucket of the length of the sequences in the batch; 0 where lengths do not vary.
     """
 
     num_microbatches: int
@@ -52,7 +54,7 @@ class IterationShape:
 
 @dataclass(frozen=True)
 class Measured:
-    """The time of an iteration with an advance: median and its standard error, in seconds."""
+    """The median time of an iteration with an advance, and the standard error of this median, in seconds."""
 
     advance: int
     median_s: float
@@ -60,25 +62,31 @@ class Measured:
 
     @classmethod
     def of(cls, advance: int, times_s: Sequence[float]) -> Measured:
-        """From the times of several iterations; outliers hardly count."""
+        """Make an estimate from the times of several iterations; outliers hardly change it."""
         median = statistics.median(times_s)
         sigma = _SIGMA_OF_MAD * statistics.median(abs(seconds - median) for seconds in times_s)
         return cls(advance, median, _ERROR_OF_MEDIAN * sigma / math.sqrt(len(times_s)))
 
     @property
     def precise(self) -> bool:
-        """Whether the least gain would show against another time of the same precision."""
+        """Whether a gain of ``LEAST_GAIN`` would be significant against another time of the same precision."""
         return _SIGNIFICANT * math.sqrt(2) * self.error_s <= LEAST_GAIN * self.median_s
 
     def differs(self, other: Measured, least: float) -> bool:
-        """Whether the times differ by more than a share of this one, and by more than noise."""
+        """Return whether both times differ by more than the share ``least`` of this one, and by more than noise."""
         noise = _SIGNIFICANT * math.hypot(self.error_s, other.error_s)
         return abs(self.median_s - other.median_s) > max(least * self.median_s, noise)
 
 
 @dataclass(frozen=True)
 class Settling:
-    """The first iterations with an advance, which do not count; ``before`` is what it has to beat, if anything."""
+    """The state in the first iterations with a new advance, whose times are ignored.
+
+    Attributes:
+        advance: h, advance of these iterations.
+        left: number of iterations that are still ignored.
+        before: time with the advance before, which this advance has to beat; None for the first advance.
+    """
 
     advance: int
     left: int = DROPPED
@@ -87,7 +95,13 @@ class Settling:
 
 @dataclass(frozen=True)
 class Measuring:
-    """Collecting the times that count."""
+    """The state in which the times of an advance are collected.
+
+    Attributes:
+        advance: h, advance of these iterations.
+        times_s: times so far, in seconds.
+        before: time with the advance before, which this advance has to beat; None for the first advance.
+    """
 
     advance: int
     times_s: tuple[float, ...] = ()
@@ -96,13 +110,13 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Frozen:
-    """The advance is chosen; the last times are watched for drift.
+    """The state in which the advance is chosen, and times are watched for drift.
 
     Attributes:
-        best: what was chosen.
-        reason: why it went no further.
-        left: iterations that do not count because the advance was just changed back.
-        times_s: since the last look.
+        best: chosen advance and its time.
+        reason: why the advance was not raised further.
+        left: number of iterations that are still ignored because the advance was just changed back.
+        times_s: times since the last check for drift, in seconds.
     """
 
     best: Measured
@@ -112,7 +126,7 @@ class Frozen:
 
     @property
     def advance(self) -> int:
-        """h."""
+        """The chosen advance h."""
         return self.best.advance
 
 
@@ -121,28 +135,28 @@ State = Settling | Measuring | Frozen
 
 @dataclass(frozen=True)
 class Decision:
-    """From the next iteration on ``advance`` is used, and why; it may be the same as before."""
+    """The advance of the next iteration and the reason for it; it may be the same advance as before."""
 
     advance: int
     reason: str
 
 
 class AdaptiveAdvance:
-    """Chooses the advance h of advance forward propagation while training runs.
+    """A controller that chooses the advance h of advance forward propagation while training runs.
 
     It steps by a whole h, which adds a forward on *every* hop: a single extra forward on the first stage alone changes
-    hardly anything, so that a search by such steps stops too early. It only climbs: a first advance that is larger
-    than needed stays. As times may rise and fall again with h (where a transfer is longer than an action, or stages
-    are uneven), what it finds is the end of the climb, which is not always the best of all.
+    hardly anything, so that a search by such steps stops too early. It never tries an advance below the first one. As
+    times may rise and fall again with h (where a transfer is longer than an action, or stages are uneven), it finds a
+    local optimum, which is not always the best of all.
 
     Args:
-        start: first advance, as the profile suggests; lowered until it fits the memory.
+        start: first advance, as the profile suggests. It is lowered until it fits the memory.
         predicted_peak: ``(shape, h) -> bytes`` of each stage, at its peak.
         memory_limit: bytes that no stage may exceed; None for no limit.
-        warm_up: ``(shape, h) -> warm-up`` of each stage; default: that of equal stages.
+        warm_up: ``(shape, h) -> warm-up`` of each stage; default: the warm-up of equal stages.
 
     Raises:
-        ScheduleError: ``start`` is no advance.
+        ScheduleError: ``start`` is negative.
     Source: Algorithm 1 of AvgPipe, Chen et al., PPoPP 2023, made robust against noise.
     """
 
@@ -160,10 +174,10 @@ class AdaptiveAdvance:
         self._limit = math.inf if memory_limit is None else memory_limit
         self._warm_up = warm_up or _even_warm_up
         self._states: dict[IterationShape, State] = {}
-        self._loaded: dict[IterationShape, State] = {}  # of shapes that have not been used since
+        self._loaded: dict[IterationShape, State] = {}  # states of shapes that have not been used since loading
 
     def state(self, shape: IterationShape) -> State:
-        """Where the choice for a shape stands.
+        """Return the state of the choice for a shape.
 
         Raises:
             ScheduleError: not even advance 0 fits the memory.
@@ -176,19 +190,19 @@ class AdaptiveAdvance:
         return self._states[shape]
 
     def advance(self, shape: IterationShape) -> int:
-        """The advance for the next iteration of a shape."""
+        """Return the advance for the next iteration of a shape."""
         return self.state(shape).advance
 
     def observe(self, shape: IterationShape, seconds: float) -> Decision | None:
-        """Take in one iteration.
+        """Record the time of one iteration, and decide which advance comes next.
 
         Args:
-            shape: of the iteration.
+            shape: shape of the iteration.
             seconds: time of the slowest stage, with the advance that ``advance(shape)`` gave.
         Returns:
-            What was decided, if anything was.
+            The decision; None if there is none yet.
         Raises:
-            ScheduleError: a time that is none, or not even advance 0 fits the memory.
+            ScheduleError: the time is not positive and finite, or not even advance 0 fits the memory.
         """
         if not 0 < seconds < math.inf:
             raise ScheduleError(f"seconds={seconds}: the time of an iteration must be positive and finite")
@@ -227,13 +241,13 @@ class AdaptiveAdvance:
         return Settling(now.advance + 1, before=now), Decision(now.advance + 1, reason)
 
     def _obstacle(self, shape: IterationShape, advance: int) -> str | None:
-        """Why an advance is not to be tried, if so."""
+        """Return why an advance cannot be tried; None if it can."""
         if self._effect(shape, advance) == self._effect(shape, advance - 1):
             return f"advance {advance} would change nothing with {shape.num_microbatches} micro-batches"
         return self._over_limit(shape, advance)
 
     def _effect(self, shape: IterationShape, advance: int) -> list[int]:
-        """Settings with the same effect have the same rows: a warm-up of M is one of M-1."""
+        """Return the warm-up that decides the rows of a schedule: a warm-up of M gives the same rows as one of M-1."""
         return [min(w, shape.num_microbatches - 1) for w in self._warm_up(shape, advance)]
 
     def _over_limit(self, shape: IterationShape, advance: int) -> str | None:
@@ -243,7 +257,7 @@ class AdaptiveAdvance:
         return None
 
     def _first(self, shape: IterationShape) -> int:
-        """The starting advance, or the largest one below it that fits."""
+        """Return the starting advance, or the largest one below it that fits the memory."""
         for advance in range(self._start, -1, -1):
             obstacle = self._over_limit(shape, advance)
             if obstacle is None:
@@ -253,7 +267,7 @@ class AdaptiveAdvance:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts."""
+        """Return the states of all shapes as plain numbers, strings, lists and dicts."""
         states = [
             {"setting": asdict(shape), "kind": type(state).__name__, "state": asdict(state)}
             for shape, state in (self._loaded | self._states).items()
@@ -261,7 +275,7 @@ class AdaptiveAdvance:
         return {"states": states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, but anew where the advance does not fit the memory when it is used."""
+        """Restore the states of all shapes. A shape whose advance no longer fits the memory starts anew when used."""
         self._states = {}
         self._loaded = {
             IterationShape(**entry["setting"]): _loaded(entry["kind"], entry["state"]) for entry in state_dict["states"]

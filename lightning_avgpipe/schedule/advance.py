@@ -1,4 +1,4 @@
-"""The first advance: how far ahead measured costs ask stages to run."""
+"""The first advance: by how many forwards stages should run ahead, computed from measured costs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from lightning_avgpipe.schedule.builders import check_sizes, from_warm_up
 from lightning_avgpipe.schedule.costs import StageCosts, least_possible_s
 from lightning_avgpipe.schedule.simulator import simulate
 
-# Relative; times that differ by less differ only in the order of their additions.
+# Relative: times that differ by less differ only in the order of their additions.
 _ROUNDING = 1e-12
 
 
 def uneven_steps(costs: StageCosts) -> tuple[int, ...]:
-    """How many forwards each stage should be ahead of the next, shape ``(K-1,)``, for stages of unequal cost.
+    """Return by how many forwards each stage should be ahead of the next, for stages of unequal cost.
 
     ``w_k - w_{k+1} = max(1, ceil((f_k + b_k + f_{k+1} + b_{k+1} + tau_f + tau_b) / P - 1))`` with P the largest of all
     stages' f + b and all transfers, and tau a hop's transfer plus latency: so many micro-batches pass while one makes
     the round over the hop.
+
+    Args:
+        costs: seconds per action and message.
+    Returns:
+        One number of forwards for each hop, shape ``(K-1,)``.
     """
     busy = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
     period = max([*busy, *costs.send_forward_s, *costs.send_backward_s])
@@ -32,19 +37,21 @@ def uneven_steps(costs: StageCosts) -> tuple[int, ...]:
 
 
 def stepped_warm_up(steps: Sequence[int], num_microbatches: int, advance: int) -> tuple[int, ...]:
-    """The warm-up of advance h where hops deserve unequal steps, shape ``(len(steps) + 1,)``.
+    """Return the warm-up of advance h where hops need unequal steps.
 
-    The largest step between neighbours is 1+h. From h = 0, which is 1F1B, each hop's step grows with h until it is what
-    ``steps`` asks for, and when all have got there, all grow on::
+    The largest step between neighbours is 1+h. From h = 0, which is 1F1B, the step of each hop grows with h until it is
+    that of ``steps``. When all hops have reached theirs, all grow further::
 
         steps = (1, 3)     h = 0: (1, 1)   h = 1: (1, 2)   h = 2: (1, 3)   h = 3: (2, 4)
 
-    Equal steps give advance forward propagation, (K-1-k)(1+h). A larger h is never a smaller warm-up.
+    Equal steps give advance forward propagation, (K-1-k)(1+h). A larger h never gives a smaller warm-up.
 
     Args:
-        steps: of the hops, as :func:`uneven_steps` finds them, each at least 1.
-        num_microbatches: M.
+        steps: step of each hop, as :func:`uneven_steps` returns them, each at least 1.
+        num_microbatches: M, number of micro-batches of an iteration.
         advance: h.
+    Returns:
+        The warm-up of each stage, shape ``(len(steps) + 1,)``.
     """
     check_sizes(len(steps) + 1, num_microbatches)
     beyond = max(0, 1 + advance - max(steps, default=1))
@@ -55,13 +62,13 @@ def stepped_warm_up(steps: Sequence[int], num_microbatches: int, advance: int) -
 
 
 def first_advance(steps: Sequence[int], num_microbatches: int, costs: StageCosts) -> int:
-    """The advance to begin with where costs are measured: up to what ``steps`` asks for, the smallest of the fastest.
+    """Return the advance to begin with: the smallest of the fastest by simulation, up to the largest of ``steps``.
 
-    Never slower than 1F1B, which more forwards ahead can be.
+    Advance 0, which is 1F1B, is among the candidates, because more forwards ahead can be slower.
 
     Args:
-        steps: of the hops, as ``uneven_steps(costs)``.
-        num_microbatches: M.
+        steps: step of each hop, as ``uneven_steps(costs)``.
+        num_microbatches: M, number of micro-batches of an iteration.
         costs: seconds per action and message.
     """
     bound = least_possible_s(costs, num_microbatches)

@@ -1,4 +1,4 @@
-"""One pipeline that does not drain between updates: 1F1B from one drain to the next, batch by batch, and simulated.
+"""1F1B of a pipeline that does not drain between updates: its rows batch by batch, and its simulation.
 
 ::
 
@@ -22,16 +22,18 @@ from lightning_avgpipe.schedule.versions import Place, WeightPolicy
 
 
 def forwards_by(place: Place, batch: int, known: int) -> int:
-    """Forwards that a stage has run when a batch ends there, of so many known batches since the drain."""
+    """Return how many forwards a stage has run when a batch ends on it, if ``known`` batches since the drain exist."""
     return min((batch + 1) * place.num_microbatches + place.warm_up, known * place.num_microbatches)
 
 
 def row_of_batch(place: Place, batch: int, known: int) -> tuple[Action, ...]:
-    """What a stage does from the end of the batch before to the end of this one.
+    """Return the actions of a stage from the end of the batch before to the end of this one.
 
     Args:
-        batch: number since the drain.
-        known: batches since the drain that are there: as many as forwards run ahead, or all until the next drain.
+        place: stage and sizes of the pipeline.
+        batch: number of the batch since the drain.
+        known: number of batches since the drain that are available: as many as forwards run ahead, or all until the
+            next drain.
     """
     row: list[Action] = []
     done = forwards_by(place, batch - 1, known) if batch else 0
@@ -44,18 +46,20 @@ def row_of_batch(place: Place, batch: int, known: int) -> tuple[Action, ...]:
 
 
 def simulate_policy(policy: WeightPolicy, costs: StageCosts, num_microbatches: int, iterations: int) -> Timeline:
-    """Predict when each action runs under a weight policy. Updates cost no time.
+    """Predict when each action runs under a weight policy. Updates take no time.
 
-    Where backwards use other weights than forwards did, they include a forward, except on the last stage, whose
-    backwards follow at once.
+    A backward that uses other weights than its forward did repeats the forward, except on the last stage, whose
+    backwards follow their forwards at once.
 
     Args:
-        policy: of the pipeline.
+        policy: weight policy of the pipeline.
         costs: seconds per action and message.
-        num_microbatches: M, of an update.
-        iterations: updates from one drain to the next.
+        num_microbatches: M, number of micro-batches of an update.
+        iterations: number of updates from one drain to the next.
+    Returns:
+        The timeline of all iterations.
     Raises:
-        ScheduleError: no iteration, or too few micro-batches for the policy.
+        ScheduleError: ``iterations`` is below 1, or the policy needs more micro-batches.
     """
     policy.check(Place(0, costs.num_stages, num_microbatches))
     one = build("1f1b", costs.num_stages, num_microbatches)

@@ -1,4 +1,4 @@
-"""Schedules in which micro-batches go both ways: every process has a stage of each way, and the weights of both.
+"""Schedules in which micro-batches travel in both directions: each process has a stage, and weights, for each.
 
 ::
 
@@ -16,11 +16,11 @@ from lightning_avgpipe.schedule.rules import Event, needs, results
 
 
 def chimera(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
-    """Chimera: two copies of the model, in opposite directions; each fills what the other leaves idle.
+    """Build Chimera: two copies of the model run in opposite directions, and each fills idle times of the other.
 
-    The order is found by playing it with equal times, in which the two never want a process at once. With them, f = b,
-    a process is idle for D-2 of them, however many micro-batches there are; with longer backwards for (D-2) b if M = D,
-    and longer if more follow, which the paper calls direct concatenation.
+    The order is found by simulating with equal times, f = b, in which the two copies never need a process at the same
+    time. Then a process is idle for D-2 actions, for any number of micro-batches. With longer backwards it is idle for
+    (D-2) b if M = D, and longer for a larger M, which the paper calls direct concatenation.
 
     Raises:
         ScheduleError: fewer than two micro-batches.
@@ -29,14 +29,14 @@ def chimera(num_stages: int, num_microbatches: int, num_devices: int) -> Schedul
     if num_microbatches < 2:
         raise ScheduleError(f"chimera sends micro-batches both ways, and needs two at least, not {num_microbatches}")
     devices = (*range(num_devices), *reversed(range(num_devices)))
-    # of each stage and kind the next micro-batch: they come in ascending order
+    # the next micro-batch of each stage and kind: they come in ascending order
     following = {(k, kind): k // num_devices for k in range(len(devices)) for kind in (FORWARD, BACKWARD)}
     happened: set[Event] = set()
     stash = [0] * num_devices
     orders: list[list[tuple[int, Action]]] = [[] for _ in devices[:num_devices]]
     while any(i < num_microbatches for i in following.values()):
         chosen: dict[int, tuple[int, Action]] = {}
-        # backwards first, then the lowest micro-batch; an order that is played cannot deadlock
+        # backwards first, then the lowest micro-batch; an order found by simulation cannot deadlock
         for (k, kind), i in sorted(
             following.items(), key=lambda entry: (entry[0][1] is FORWARD, entry[1], entry[0][0])
         ):

@@ -1,14 +1,14 @@
-"""Broadcast forward: values skip every other stage on their way to the last, for a forward that is done twice.
+"""Broadcast forward: activations skip every other stage on their way to the last, at the cost of a repeated forward.
 
 ::
 
     groups of three   root r, mid r + 1, leaf r + 2, from the last stage on; each leaf is the root of the next group
     K = 6             0 -> 1 => 2 => 3 => 4 => 5        roots 1, 3     mids 2, 4     leaves 3, 5
 
-The root's message goes through the mid to the leaf, in segments that do not wait for each other nor for the mid. The
-leaf runs the mid's forward, without a graph and with a copy of its weights, and then its own. The mid builds its graph
-just before its backward, while the gradient is still on its way. So of three stages one takes longer, and a value makes
-half as many hops that wait for each other: it gains where links are slow.
+The mid relays the root's message to the leaf, in segments and without waiting for its own forward. The leaf runs the
+mid's forward, without a graph and with a copy of the mid's weights, and then its own. The mid builds its graph just
+before its backward, while the gradient is still on its way. So the leaf takes longer, but a value passes half as many
+hops that wait for each other: this is faster where links are slow.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from lightning_avgpipe.schedule.simulator import simulate
 
 
 def without_relays(schedule: Schedule) -> Schedule:
-    """The same where no value passes a stage: then that is 1F1B."""
+    """Return the schedule for a pipeline that cannot relay: 1F1B instead of a schedule with relays."""
     return formula("1f1b", schedule.num_stages, schedule.num_microbatches) if schedule.relays else schedule
 
 
 def leaves_of(num_stages: int) -> range:
-    """The leaves, from the last stage; the stage before each is a mid, the one before that a root."""
+    """Return the leaves, from the last stage on. The stage before a leaf is a mid, and the one before that a root."""
     return range(num_stages - 1, 1, -2)
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """1F1B with broadcast forward, as a function of K and M that gives a schedule.
+    """A callable that builds 1F1B with broadcast forward for K stages and M micro-batches.
 
     Attributes:
-        segments: of each message, beta: through a mid it takes ``2 latency + (1 + 1 / beta) transfer``.
+        segments: number of segments of a message, beta. It takes ``2 latency + (1 + 1 / beta) transfer`` through a mid.
     Raises:
-        ScheduleError: no segment.
+        ScheduleError: ``segments`` is below 1.
     """
 
     segments: int = 8
@@ -55,7 +55,7 @@ class Broadcast:
         return "broadcast"
 
     def __call__(self, num_stages: int, num_microbatches: int) -> Schedule:
-        """The schedule; with fewer than three stages it is 1F1B."""
+        """Build the schedule. With fewer than three stages it is 1F1B."""
         plain, leaves = formula("1f1b", num_stages, num_microbatches), leaves_of(num_stages)
         rows = list(plain.rows)
         for leaf in leaves:
@@ -66,14 +66,15 @@ class Broadcast:
     def gain(
         self, costs: StageCosts, num_microbatches: int, devices: Sequence[int] = (), copy_s: Sequence[float] = ()
     ) -> float:
-        """By simulation: how many times as fast as 1F1B. Below 1 it loses.
+        """Return how many times as fast as 1F1B this schedule is by simulation; below 1 it is slower.
 
         Args:
-            costs: of the stages.
-            num_microbatches: M.
-            devices: of each stage, shape ``(K,)``; default: one each.
+            costs: seconds per action and message.
+            num_microbatches: M, number of micro-batches of an iteration.
+            devices: device of each stage, shape ``(K,)``; default: one device per stage.
             copy_s: seconds for which the weights of the stage before each hop would occupy it, shape ``(K-1,)``;
-                default: none. They come first: what is still on its way when a value wants to pass delays it.
+                default: no copies. A copy that still occupies a hop when the first value is sent over it delays the
+                iteration.
         """
         plain = simulate(formula("1f1b", costs.num_stages, num_microbatches), costs, devices).iteration_s
         found = simulate(self(costs.num_stages, num_microbatches), costs, devices)

@@ -1,12 +1,12 @@
-"""Builders: every synchronous schedule here is one formula, a warm-up per stage.
+"""Builders of synchronous schedules by one formula: a warm-up per stage.
 
 A stage runs ``w`` forwards, then pairs of a forward and a backward, then the remaining backwards; micro-batches come
 in ascending order in both directions::
 
     w = 2, M = 5     F0 F1 | F2 B0  F3 B1  F4 B2 | B3 B4
 
-Where backwards come in halves, the weight gradients follow ``v`` micro-batches behind the input gradients, and fill
-what would be idle at the end::
+Where backwards are split, the weight gradients follow ``v`` micro-batches behind the input gradients, and fill the
+idle time at the end::
 
     w = 2, v = 1     F0 F1 | F2 I0  F3 I1 W0  F4 I2 W1 | I3 W2 I4 W3 | W4
 """
@@ -24,33 +24,34 @@ from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, 
 from lightning_avgpipe.schedule.rules import Event, course, courses, in_words, needs, results, trains, turns_of, urgency
 
 NAMES = ("advance_forward", "1f1b", "afab", "forward")
-LOOPED = ("interleaved", "bfs", "zbv", "dualpipev")  # of several stages on each process, see ``recipes``
-# How many forwards ahead of, and weight gradients behind, its neighbour a stage is.
+LOOPED = ("interleaved", "bfs", "zbv", "dualpipev")  # have several stages on each process, see ``recipes``
+DEPTH_FIRST = "depth_first"  # overlaps nothing, so it is only for stages that all share one process
+# By how many forwards a stage is ahead of its neighbour, and by how many weight gradients it is behind.
 ZERO_BUBBLE = {"zb_h1": 1, "zb_h2": 2}
 
 
 def formula(name: str, num_stages: int, num_microbatches: int, advance: int = 0) -> Schedule:
-    """A schedule that a warm-up makes, by name.
+    """Build a schedule that a warm-up determines, by name.
 
-    The zero-bubble schedules split backwards. From its first action to its last, the first stage of K equal ones is
-    idle for so long, with forwards f, halves i and w, free links and enough micro-batches; and so many are stashed on
-    it::
+    The zero-bubble schedules split backwards. With K equal stages, forwards f, halves of backwards i and w, links that
+    take no time and enough micro-batches, the first stage is idle for the time in the first column, and stashes as many
+    micro-batches as the second column says::
 
         1F1B     (K-1)(f+i+w)     K      of which the last stage stashes 1
         ZB-H1    (K-1)(f+i-w)     K      and on all others, where k of them wait for their weight gradients only
         ZB-H2    (K-1)(f+i-2w)    2K-1   and on all others, where 2k of them do
 
-    That is for w <= i, as far as it is not negative; with f = i = w no stage of ZB-H2 is ever idle.
+    This holds for w <= i, and negative idle times are 0; with f = i = w no stage of ZB-H2 is ever idle.
 
     Args:
         name: ``"advance_forward"``, ``"1f1b"``, ``"afab"`` (all forwards, then all backwards), ``"forward"`` (no
-            backwards: evaluation), ``"zb_h1"`` or ``"zb_h2"``.
+            backwards: evaluation), ``"depth_first"``, ``"zb_h1"`` or ``"zb_h2"``.
         num_stages: K, at least 1.
         num_microbatches: M, at least 1.
         advance: h of ``"advance_forward"``; 0 is 1F1B, a large one AFAB on all stages but the last. The other names
             have none and ignore it.
     Raises:
-        ScheduleError: a size or name that is none.
+        ScheduleError: an invalid size or an unknown name.
     Source: AFAB, GPipe, Huang et al., arXiv:1811.06965; 1F1B, Narayanan et al., arXiv:2104.04473; advance forward
         propagation, AvgPipe, Chen et al., PPoPP 2023, section 4; ZB-H1 and ZB-H2, Zero Bubble Pipeline Parallelism, Qi
         et al., ICLR 2024, section 2.
@@ -59,6 +60,8 @@ def formula(name: str, num_stages: int, num_microbatches: int, advance: int = 0)
         check_sizes(num_stages, num_microbatches)
         ahead = _staircase(num_stages, num_microbatches, ZERO_BUBBLE[name])
         return from_warm_up(ahead, num_microbatches, name, ahead[::-1])
+    if name == DEPTH_FIRST:
+        return depth_first(num_stages, num_microbatches)
     ahead = warm_up(name, num_stages, num_microbatches, advance)
     if name == "forward":
         row = tuple(Action(FORWARD, i) for i in range(num_microbatches))
@@ -67,7 +70,7 @@ def formula(name: str, num_stages: int, num_microbatches: int, advance: int = 0)
 
 
 def warm_up(name: str, num_stages: int, num_microbatches: int, advance: int = 0) -> tuple[int, ...]:
-    """Forwards before the first backward, per stage: shape ``(num_stages,)``.
+    """Return the number of forwards of each stage before its first backward, shape ``(num_stages,)``.
 
     AFAB and forward: M. 1F1B: min(M, K-1-k). Advance forward propagation: min(M, (K-1-k)(1+h)), so that neighbours
     differ by 1+h and each hop has that many messages in flight. Only differences between neighbours matter: the same
@@ -92,17 +95,18 @@ def _staircase(num_stages: int, num_microbatches: int, step: int) -> tuple[int, 
 def from_warm_up(
     warm_up: Sequence[int], num_microbatches: int, name: str = "custom", behind: Sequence[int] | None = None
 ) -> Schedule:
-    """Build the schedule with this warm-up.
+    """Build the schedule with a given warm-up.
 
     Args:
-        warm_up: forwards before the first pair, shape ``(num_stages,)``.
-        num_microbatches: M.
-        name: of the schedule.
+        warm_up: number of forwards of each stage before its first pair, shape ``(num_stages,)``.
+        num_microbatches: M, number of micro-batches of an iteration.
+        name: name of the schedule.
         behind: by how many micro-batches weight gradients follow input gradients, shape ``(num_stages,)``; None:
-            backwards are whole.
+            backwards are not split.
     Raises:
-        DeadlockError: ``min(w_k, M-1)`` increases from a stage to the next, which then waits for a forward that this
-            one only starts after a backward of that stage; shows the grid.
+        ScheduleError: a warm-up is negative, or a size is below 1.
+        DeadlockError: ``min(w_k, M-1)`` increases from stage k to stage k+1. Then stage k+1 waits for a forward that
+            stage k starts only after a backward of stage k+1. The message shows the grid.
     """
     check_sizes(len(warm_up), num_microbatches)
     if any(w < 0 for w in warm_up):
@@ -123,12 +127,25 @@ def from_warm_up(
     return schedule
 
 
+def depth_first(num_stages: int, num_microbatches: int) -> Schedule:
+    """Build a schedule for stages of one process: one micro-batch after the other, through all stages and back.
+
+    ::
+
+        stage 0 | F0       B0 F1       B1
+        stage 1 |    F0 B0       F1 B1
+    """
+    return from_warm_up((0,) * num_stages, num_microbatches, DEPTH_FIRST)
+
+
 def with_replicas(schedule: Schedule, replicas: Sequence[int]) -> Schedule:
-    """The schedule for stages whose replicas take micro-batches in turns: each is as far ahead as a stage of its own.
+    """Return the schedule for stages whose replicas take micro-batches in turns.
+
+    The warm-up grows so that each replica is as far ahead as a stage without replicas would be.
 
     Args:
-        schedule: of forwards and backwards by warm-ups.
-        replicas: of each stage, shape ``(num_stages,)``; empty: one of each.
+        schedule: schedule of forwards and backwards that was built from a warm-up.
+        replicas: number of replicas of each stage, shape ``(num_stages,)``; empty: one of each.
     """
     if max(replicas, default=1) == 1 or schedule.name == "forward":
         return schedule
@@ -140,7 +157,7 @@ def with_replicas(schedule: Schedule, replicas: Sequence[int]) -> Schedule:
 
 
 def in_turn(row: Sequence[Action], first: int, every: int) -> tuple[Action, ...]:
-    """Of a stage's row what one replica does: every n-th micro-batch from the first."""
+    """Return the actions of one replica from the row of its stage: every ``every``-th micro-batch from ``first`` on."""
     return tuple(action for action in row if action.micro_batch % every == first)
 
 
@@ -160,11 +177,11 @@ def _row(warm_up: int, num_microbatches: int, behind: int | None) -> Iterator[Ac
 
 
 def check(schedule: Schedule) -> None:
-    """Check a schedule that was made by hand: every action once on every stage, and no deadlock.
+    """Check that a schedule has every action once on every stage, and that it does not deadlock.
 
     Raises:
         ScheduleError: an action is missing, repeated or out of range.
-        DeadlockError: the stages cannot all finish; shows where each of them stops.
+        DeadlockError: the stages cannot all finish. The message shows where each of them stops.
     """
     _check_complete(schedule)
     left = [deque(row) for row in schedule.rows]
@@ -190,7 +207,7 @@ def check(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Every stage treats every micro-batch in full, and once."""
+    """Check that every stage treats each of its micro-batches completely and once."""
     training = any(map(trains, schedule.rows))
     first = num_forward_only(schedule)
     for stage, row in enumerate(schedule.rows):
@@ -199,7 +216,7 @@ def _check_complete(schedule: Schedule) -> None:
         count = Counter(row)
         if len(count) == len(row) and count.keys() in usual:
             continue
-        # each micro-batch may be treated in another way
+        # a stage may treat some micro-batches with whole backwards and others with split ones
         wanted = {Action(kind, i) for i in numbers for kind in course([k for k in KINDS if (k, i) in count], both)}
         wrong = {
             "misses": wanted - count.keys(),
@@ -215,7 +232,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def check_sizes(num_stages: int, num_microbatches: int) -> None:
-    """Raise ScheduleError for a size that is none."""
+    """Check that there is at least one stage and one micro-batch; raise ScheduleError otherwise."""
     if num_stages < 1:
         raise ScheduleError(f"num_stages={num_stages}: a schedule needs at least one stage")
     if num_microbatches < 1:

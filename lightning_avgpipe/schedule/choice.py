@@ -1,4 +1,4 @@
-"""The choice: of the schedules that processes can run, the fastest by simulation that fits the memory."""
+"""The automatic choice of a schedule: the fastest by simulation that the processes can run and that fits the memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.schedule.recipes import RECIPES, build, devices_of
 from lightning_avgpipe.schedule.simulator import simulate
 
-SAFEST = "1f1b"  # needs least memory
+SAFEST = "1f1b"  # needs the least memory
 _SPLIT = ("zb_h1", "zb_h2", "zbv", "dualpipev")
-_LEAST_GAIN = 0.01  # of the time of a simpler schedule
+_LEAST_GAIN = 0.01  # share of the time of a simpler schedule
 
 
 def fastest(
@@ -26,15 +26,15 @@ def fastest(
     splits: bool = True,
     there_and_back: bool = False,
 ) -> Schedule:
-    """Simulate what can run, and take the simplest of the fastest.
+    """Simulate the schedules that can run, and return the fastest; among nearly equal ones the simplest.
 
     Args:
-        costs: of the stages.
-        num_microbatches: M.
-        devices: of each stage, shape ``(K,)``.
-        fits: whether a schedule fits the memory. The first, 1F1B, is taken if none does.
+        costs: seconds per action and message.
+        num_microbatches: M, number of micro-batches of an iteration.
+        devices: device of each stage, shape ``(K,)``.
+        fits: returns whether a schedule fits the memory. 1F1B is taken if none does.
         splits: whether stages can split their backwards.
-        there_and_back: whether stages may be placed as a V as well; else what is found runs on these devices.
+        there_and_back: whether stages may also be placed as a V; otherwise the schedule runs on ``devices``.
     """
     best, best_s = build(SAFEST, costs.num_stages, num_microbatches), float("inf")
     num_stages, hosts = costs.num_stages, len(set(devices))
@@ -54,7 +54,7 @@ def _candidates(
 ) -> Iterator[Schedule]:
     num_stages, steps = costs.num_stages, uneven_steps(costs)
     yield build(SAFEST, num_stages, num_microbatches)
-    if hosts == num_stages:  # of stages that share a process the formula knows nothing
+    if hosts == num_stages:  # the formula does not cover stages that share a process
         ahead = stepped_warm_up(steps, num_microbatches, first_advance(steps, num_microbatches, costs))
         yield from_warm_up(ahead, num_microbatches, "advance_forward")
     for name in ("interleaved", "bfs", "zbv", "dualpipev", "zb_h1", "zb_h2", "afab"):

@@ -23,39 +23,40 @@ from lightning_avgpipe.schedule.kinds import (
 )
 from lightning_avgpipe.schedule.timeline import Timeline
 
-Pieces = tuple[tuple[float, float], ...]  # of an action: seconds, and the share of its device that it uses, 0..1
+Pieces = tuple[tuple[float, float], ...]  # parts of an action: seconds, and the share of the device in use, 0..1
 
 
-class Costs(Protocol):
-    """What the simulator must know."""
+class CostModel(Protocol):
+    """The costs that the simulator needs."""
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """The number of stages K."""
         ...
 
     def pieces(self, kind: Kind, stage: int) -> Pieces:
-        """Of an action: seconds and utilisation."""
+        """Return the parts of an action, each with its seconds and its utilisation of the device."""
         ...
 
     def message_s(self, direction: Direction, hop: int) -> tuple[float, float]:
-        """Of a message: seconds for which it occupies its link, and from then until it arrives."""
+        """Return the seconds for which a message occupies its link, and the seconds from then until it arrives."""
         ...
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds per micro-batch.
+    """The seconds that the actions of each stage and the messages of each hop take, per micro-batch.
 
     Attributes:
-        forward_s: of each stage, shape ``(K,)``.
-        backward_s: of each stage, shape ``(K,)``.
-        send_forward_s: time for which values occupy the link of each hop, shape ``(K-1,)``.
-        send_backward_s: the same for gradients, shape ``(K-1,)``.
-        latency_s: of each hop, in either direction, shape ``(K-1,)``.
-        input_s: of the half of a backward that gives the gradients of a stage's inputs, shape ``(K,)``; default: half
-            of ``backward_s``, which is what layers that multiply by matrices take.
-        weight_s: of the half that gives those of its weights, shape ``(K,)``; default: what ``input_s`` leaves.
+        forward_s: seconds of a forward of each stage, shape ``(K,)``.
+        backward_s: seconds of a backward of each stage, shape ``(K,)``.
+        send_forward_s: seconds for which activations occupy the link of each hop, shape ``(K-1,)``.
+        send_backward_s: seconds for which gradients occupy the link of each hop, shape ``(K-1,)``.
+        latency_s: latency of each hop in seconds, in either direction, shape ``(K-1,)``.
+        input_s: seconds of the half of a backward that computes the gradients of a stage's inputs, shape ``(K,)``;
+            default: half of ``backward_s``, as for layers that multiply by matrices.
+        weight_s: seconds of the half that computes the gradients of a stage's weights, shape ``(K,)``; default: the
+            rest of ``backward_s``.
     Raises:
         ScheduleError: no stage, lengths that do not fit together, or a time that is negative or not finite.
     """
@@ -99,16 +100,17 @@ class StageCosts:
         latency_s: float = 0.0,
         input_s: float | None = None,
     ) -> StageCosts:
-        """Equal stages and hops; ``send_s`` per hop and direction."""
+        """Make the costs of equal stages and hops; ``send_s`` is per hop and direction."""
         send, latency = (send_s,) * (num_stages - 1), (latency_s,) * (num_stages - 1)
         half = () if input_s is None else (input_s,) * num_stages
         return cls((forward_s,) * num_stages, (backward_s,) * num_stages, send, send, latency, half)
 
     @classmethod
     def measured(cls, timeline: Timeline) -> StageCosts:
-        """Medians of what a timeline shows; 0 for what does not occur in it, such as messages within a device.
+        """Make costs from the medians of a timeline; 0 for what does not occur, such as messages within a device.
 
-        Backwards are split by default where it shows no halves, and the sum of their halves where it shows no others.
+        Without split backwards in the timeline, each half takes half of a backward. Without whole backwards, a backward
+        takes the sum of its halves.
         """
         stages, hops = range(timeline.num_stages), range(timeline.num_stages - 1)
 
@@ -132,27 +134,27 @@ class StageCosts:
         return cls(tuple(forward_s), whole, send_s("forward"), send_s("backward"), latency_s, *halves)
 
     def on(self, devices: Sequence[int]) -> StageCosts:
-        """The same where stages are on these devices, shape ``(K,)``: messages within a device take no time."""
+        """Return the costs for stages on these devices, shape ``(K,)``: messages within a device take no time."""
         apart = [here != there for here, there in itertools.pairwise(devices)]
         hops = {name: getattr(self, name) for name in ("send_forward_s", "send_backward_s", "latency_s")}
         return replace(self, **{n: [s * far for s, far in zip(of, apart, strict=True)] for n, of in hops.items()})
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """The number of stages K."""
         return len(self.forward_s)
 
     @property
     def double_s(self) -> tuple[float, ...]:
-        """Seconds of a forward of each stage and of the one before it, shape ``(K,)``."""
+        """The seconds of a forward of each stage together with the one before it, shape ``(K,)``."""
         return tuple(a + b for a, b in zip((0.0, *self.forward_s), self.forward_s, strict=False))
 
     def pieces(self, kind: Kind, stage: int) -> Pieces:
-        """Of an action, which uses all of its device."""
+        """Return the only part of an action, which uses its device fully."""
         return ((getattr(self, kind.cost)[stage], 1.0),)
 
     def message_s(self, direction: Direction, hop: int) -> tuple[float, float]:
-        """Of a message: seconds for which it occupies its link, and from then until it arrives."""
+        """Return the seconds for which a message occupies its link, and the seconds from then until it arrives."""
         send_s = self.send_forward_s if direction == "forward" else self.send_backward_s
         return send_s[hop], self.latency_s[hop]
 
@@ -163,8 +165,9 @@ def _median(seconds: Iterable[float]) -> float:
 
 
 def least_possible_s(costs: StageCosts, num_microbatches: int) -> float:
-    """No schedule is faster, unless it splits backwards: a stage waits for its first value, does its work, and its last
-    gradient travels home.
+    """Return a lower bound for the time of an iteration with whole backwards, in seconds.
+
+    Each stage waits for its first activation and does its work, and then its last gradient travels back to stage 0.
 
     ::
 
@@ -172,7 +175,7 @@ def least_possible_s(costs: StageCosts, num_microbatches: int) -> float:
         stage 1 |    F0                B_
         stage 2 |       F0 ... M(f+b) B_       <- busy without a pause
     """
-    before = least = 0.0  # the way to stage k and back, for one micro-batch
+    before = least = 0.0  # seconds of one micro-batch to stage k and back
     for k, (forward_s, backward_s) in enumerate(zip(costs.forward_s, costs.backward_s, strict=True)):
         least = max(least, before + num_microbatches * (forward_s + backward_s))
         before += forward_s + backward_s

@@ -1,4 +1,4 @@
-"""Stages that run forwards only: nothing before their ends is trained, so no gradient comes back to them.
+"""Schedules in which the first stages run forwards only: nothing on them is trained, so they need no gradients.
 
 ::
 
@@ -6,7 +6,7 @@
     stage 1 | F0 F1 B0 F2 B1 F3 B2 B3    ->    stage 1 | F0 F1 B0 F2 B1 F3 B2 B3
     stage 2 | F0 B0 F1 B1 F2 B2 F3 B3          stage 2 | F0 B0 F1 B1 F2 B2 F3 B3
 
-The rows of the others stay: their warm-up counts from the last stage.
+The rows of the other stages do not change, because their warm-up counts from the last stage.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from lightning_avgpipe.schedule.rules import trains
 
 
 def forward_only(schedule: Schedule, stages: int) -> Schedule:
-    """The same schedule where so many stages, from the first, run forwards only.
+    """Return a schedule in which the first ``stages`` stages run forwards only.
 
     Args:
-        schedule: of training.
-        stages: how many, fewer than K.
+        schedule: schedule of training.
+        stages: number of stages that run forwards only, fewer than K.
     """
     if not stages:
         return schedule
     rows = [tuple(a for a in row if a.kind in COURSES[0]) for row in schedule.rows[:stages]]
     ahead = (schedule.num_microbatches,) * stages + schedule.warm_up[stages:] if schedule.warm_up else ()
     left: list[tuple[int, ...]] = []
-    for turns in schedule.turns:  # of what is left the order stays
+    for turns in schedule.turns:  # the remaining actions keep their order
         actions = {stage: iter(schedule.rows[stage]) for stage in turns}
         kept = [k for k in turns if next(actions[k]).kind in COURSES[0] or k >= stages]
         left.append(tuple(kept))
@@ -38,6 +38,6 @@ def forward_only(schedule: Schedule, stages: int) -> Schedule:
 
 
 def num_forward_only(schedule: Schedule) -> int:
-    """How many stages, from the first, run forwards only while others train; 0 if nothing is trained."""
+    """Return how many stages, from the first, run forwards only while others train; 0 if nothing is trained."""
     training = [trains(row) for row in schedule.rows]
     return training.index(True) if any(training) else 0

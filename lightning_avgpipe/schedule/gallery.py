@@ -1,6 +1,6 @@
-"""The gallery: every schedule on four processes, drawn with letters, with what it costs and where it is from.
+"""The gallery of schedules: each one on four processes, drawn with letters, with its costs and its source.
 
-``python -m lightning_avgpipe.schedule.gallery docs/schedules.md`` writes it into a page, between two marks.
+``python -m lightning_avgpipe.schedule.gallery docs/schedules.md`` writes the gallery into a page, between two marks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _DEVICES, _MICROBATCHES = 4, 8
 
 
 def text(timeline: Timeline, columns: int) -> str:
-    """A row of letters for each process; of two stages the second's are small, of more the micro-batch is not shown.
+    """Draw a timeline as a row of letters for each process, with small letters for every other stage of a process.
 
     Args:
-        timeline: of one pipeline.
-        columns: how wide the rows are.
+        timeline: timeline of one pipeline.
+        columns: width of the rows in characters.
     """
     per_s = columns / timeline.iteration_s if timeline.iteration_s else 0.0
     rows = []
@@ -42,7 +42,7 @@ def text(timeline: Timeline, columns: int) -> str:
 
 
 def gallery() -> str:
-    """All schedules, as Markdown. Forwards and both halves of backwards take a third of a stage's time each."""
+    """Return all schedules as Markdown. A forward and each half of a backward take a third of a stage's time."""
     sections = []
     for name, recipe in RECIPES.items():
         each = 1 if recipe.needs == "any" else 2
@@ -64,7 +64,7 @@ def gallery() -> str:
 
 
 def written(page: str) -> str:
-    """A page with the gallery as it is now between its marks."""
+    """Return a page with the current gallery between its marks."""
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{gallery()}\n{END}{rest.partition(END)[2]}"
 

@@ -1,4 +1,4 @@
-"""Schedules of several stages on each process, in a loop: interleaved 1F1B, and breadth-first.
+"""Schedules with several stages on each process, placed in a loop: interleaved 1F1B, and breadth-first.
 
 ::
 
@@ -20,10 +20,10 @@ Place = tuple[int, Action]
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
-    """Interleaved 1F1B: idle for a share of what 1F1B is, the smaller the more stages a process has.
+    """Build interleaved 1F1B, which is idle for the share D/K of the time for which 1F1B is idle.
 
-    D micro-batches at a time go through all stages of a process, forwards and backwards in turns, and process d is
-    ``2 (D-1-d) + (K/D - 1) D`` forwards ahead. Where M is no multiple of D, some groups are larger.
+    Micro-batches go through all stages of a process in groups of D, with forwards and backwards in turns, and process d
+    is ``2 (D-1-d) + (K/D - 1) D`` forwards ahead. Where M is not a multiple of D, some groups are larger.
 
     Source: Narayanan et al., arXiv:2104.04473, section 2.2.
     """
@@ -43,9 +43,9 @@ def interleaved(num_stages: int, num_microbatches: int, num_devices: int) -> Sch
 
 
 def breadth_first(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
-    """Looped breadth-first: AFAB by stages, so that what a stage needs can be fetched, and sent, once for all.
+    """Build looped breadth-first: AFAB stage by stage, so that a stage's weights can be fetched and sent once.
 
-    Idle as little as interleaved 1F1B, but everything is stashed.
+    It is idle as little as interleaved 1F1B, but stashes all micro-batches.
 
     Source: Breadth-First Pipeline Parallelism, Lamy-Poirier, arXiv:2211.05953.
     """
@@ -58,7 +58,7 @@ def breadth_first(num_stages: int, num_microbatches: int, num_devices: int) -> S
 
 
 def _by_groups(kind: Kind, stages: Sequence[int], firsts: Sequence[int]) -> Iterator[Place]:
-    """The micro-batches of a group through all stages, then those of the next, which begins where this one ends."""
+    """Yield the actions group by group: the micro-batches of a group go through all stages before the next group."""
     for first, after in itertools.pairwise(firsts):
         for stage in stages:
             yield from ((stage, Action(kind, i)) for i in range(first, after))

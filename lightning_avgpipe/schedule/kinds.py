@@ -1,16 +1,16 @@
-"""Kinds of actions, as data: what each waits for, sends, keeps and costs.
+"""The kinds of actions as data: what each waits for, sends, stashes and costs.
 
 ::
 
     F  forward          message from the stage before -> message to the stage after     stashes the micro-batch
     B  backward         own F, message from the stage after -> message to the one before           frees it
     I  input gradient   the half of a backward that others wait for: as B, but frees nothing yet
-    W  weight gradient  the other half: own I; sends nothing, so that it may run whenever it is convenient; frees it
-    G  graph            a forward that others do not wait for: as F, but sends nothing: what it gets has gone on already
-    D  double forward   as F, for the stage before as well, which it does without a graph: there this is a G
+    W  weight gradient  the other half: own I; sends nothing, so it may run at any time after I; frees it
+    G  graph            a forward that no stage waits for: as F, but sends nothing, as its input was relayed already
+    D  double forward   as F, after the forward of the stage before, which runs here without a graph and there as G
 
 The letters are those of torch.distributed.pipelining; papers on zero-bubble schedules write B for what is I here.
-Rules that follow from these data are in ``rules``; a stage has a handler for each kind that it can run.
+The module ``rules`` derives rules from these data. A stage has a handler for each kind that it can run.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# Of several stages on each process: stage k after k - 1 on the next, or there and back.
+# Placement of several stages on each process: stage k on the process after that of k - 1, or there and back as a V.
 Placement = Literal["loop", "v"]
-Direction = Literal["forward", "backward"]  # in which a message travels: to the stage after, or to the one before
+Direction = Literal["forward", "backward"]  # of a message: to the stage after, or to the one before
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Kind:
-    """What an action does with a micro-batch on a stage. There is one object of each kind, in every process.
+    """A kind of action on a micro-batch. Every process has exactly one object of each kind.
 
     Attributes:
-        symbol: as in ``F3``.
-        name: for people.
-        cost: the field of ``StageCosts`` with the seconds that it takes.
-        consumes: the direction of the message that it waits for; None: it waits for none.
-        produces: the direction of the message that it sends; None: it sends none.
-        after: kinds that the stage has run on the micro-batch before.
+        symbol: letter of the kind, as in ``F3``.
+        name: name of the kind in messages and pictures.
+        cost: field of ``StageCosts`` with the seconds that an action takes.
+        consumes: direction of the message that an action waits for; None: it waits for none.
+        produces: direction of the message that an action sends; None: it sends none.
+        after: kinds that the stage must have run on the micro-batch before.
         stash: change of the number of stashed micro-batches: 1 from the begin of the action on, -1 from its end on.
-        priority: of what may run, the lowest goes first.
-        counts_as: a kind that other kinds may wait for in its place; None: only itself.
+        priority: of the actions that may run, the one with the lowest priority value goes first.
+        counts_as: kind as which an action counts for kinds that wait for it; None: its own kind.
     """
 
     symbol: str

@@ -1,4 +1,4 @@
-"""Schedules of one's own: a function that gives rows, checked before anything runs with them."""
+"""Schedules that user code builds: a function returns rows, which are checked before they are used."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Builder = Callable[[int, int], Schedule | Rows]
 
 
 def parse(row: str) -> tuple[Action, ...]:
-    """Read the actions of a stage, as ``"F0 F1 B0 B1"``.
+    """Parse the actions of a stage, such as ``"F0 F1 B0 B1"``.
 
     Raises:
-        ScheduleError: a word that is no action.
+        ScheduleError: a word is not an action.
     """
     kinds, actions = {kind.symbol: kind for kind in KINDS}, []
     for word in row.split():
@@ -31,16 +31,16 @@ def parse(row: str) -> tuple[Action, ...]:
 
 
 def of_function(function: Builder, num_stages: int, num_microbatches: int) -> Schedule:
-    """Call somebody's function, and check what it gives.
+    """Call a user's function, and check the schedule that it returns.
 
     Args:
-        function: ``(num_stages, num_microbatches)`` -> a schedule, or a row of actions for each stage: as text or as
+        function: ``(num_stages, num_microbatches)`` -> a schedule, or one row of actions for each stage, as text or as
             actions.
-        num_stages: K.
-        num_microbatches: M.
+        num_stages: K, number of stages.
+        num_microbatches: M, number of micro-batches of an iteration.
     Raises:
-        ScheduleError: another size, no backwards, or an action that is missing, repeated or out of range.
-        DeadlockError: the stages cannot all finish; shows where each of them stops.
+        ScheduleError: the schedule has other sizes or no backwards, or an action is missing, repeated or out of range.
+        DeadlockError: the stages cannot all finish. The message shows where each of them stops.
     """
     name = getattr(function, "__name__", type(function).__name__)
     made = function(num_stages, num_microbatches)

@@ -6,15 +6,15 @@
               ~~ ~~ ~~                  under it the messages that it sends, values above gradients
     stage 1 ...
 
-The actions of parallel pipelines are the lighter, the higher the pipeline's number.
+Actions of parallel pipelines are drawn lighter, the higher the number of the pipeline.
 
-Needs matplotlib, which is asked for only when something is drawn.
+Drawing needs matplotlib, which is imported only when something is drawn.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# One for each kind of actions, in their order.
+# One colour for each kind of action, in the order of ``KINDS``.
 _PALETTE = ("#4c84c4", "#5fa65a", "#3f9c93", "#a3b53f", "#b07aa1", "#76665c")
 COLOURS = dict(zip((kind.name for kind in KINDS), _PALETTE, strict=False)) | {
     "transfer": "#e39b3c",
@@ -38,19 +38,19 @@ COLOURS = dict(zip((kind.name for kind in KINDS), _PALETTE, strict=False)) | {
 _WIDTH_INCHES, _ROW_INCHES, _MARGIN_INCHES = 10.0, 0.6, 1.3
 _DPI = 100
 _FONT_POINTS = 8.0
-# Of a row's height: the actions, then the messages forwards and backwards, then space.
+# (top, height) as shares of a row's height: actions, messages forwards, messages backwards; the rest is space.
 _ACTIONS, _FORWARD, _BACKWARD = (0.0, 0.62), (0.66, 0.12), (0.80, 0.12)
 _LIGHTEST = 0.7  # share of white
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def is_available() -> bool:
-    """Whether pictures can be drawn here."""
+    """Return whether matplotlib is installed, so that pictures can be drawn."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def require_matplotlib() -> None:
-    """Raise ConfigurationError, with what to install, unless pictures can be drawn."""
+    """Check that matplotlib is installed; raise ConfigurationError, which says how to install it, otherwise."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -64,37 +64,57 @@ def draw(timeline: Timeline, title: str = "") -> Figure:
 
     Args:
         timeline: simulated or recorded; its first action begins at the left edge.
-        title: above the picture.
+        title: text above the picture.
     Returns:
-        A matplotlib figure that belongs to no window: nothing has to be closed.
+        A matplotlib figure without a window, which does not have to be closed.
+    Raises:
+        ConfigurationError: matplotlib is not installed.
+    """
+    return draw_together({title: timeline})
+
+
+def draw_together(timelines: Mapping[str, Timeline], end_s: float | None = None) -> Figure:
+    """Draw timelines below each other, with one common time axis.
+
+    Args:
+        timelines: title -> timeline, simulated or recorded; its first action begins at the left edge.
+        end_s: number of seconds that are shown; None: up to the last end.
+    Returns:
+        A matplotlib figure without a window, which does not have to be closed.
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    height = _MARGIN_INCHES + _ROW_INCHES * len(timeline.rows)
-    figure = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI, layout="constrained")
-    axes = figure.add_subplot()
-    end_s = _end_s(timeline)
+    end_s = max(map(_end_s, timelines.values())) if end_s is None else end_s
     factor, unit = _unit(end_s)
-    axes.set_xlim(0, (end_s or 1.0) / factor)
-    axes.set_ylim(len(timeline.rows), -0.08)
-    axes.set_yticks([row + sum(_ACTIONS) / 2 for row in range(len(timeline.rows))], list(_labels(timeline)))
-    axes.set_xlabel(f"time ({unit})")
-    axes.set_title(title, fontsize=10)
-    axes.tick_params(left=False)
-    axes.spines[["left", "right", "top"]].set_visible(False)
-    _add_legend(axes, _paint(axes, timeline, end_s, factor), timeline.num_pipelines, height)
-    figure.draw_without_rendering()  # so that it is known how much room a number has
+    heights = [_MARGIN_INCHES / 2 + _ROW_INCHES * len(timeline.rows) for timeline in timelines.values()]
+    height = sum(heights) + _MARGIN_INCHES / 2
+    figure = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI, layout="constrained")
+    parts = figure.subplots(len(heights), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    kinds: set[str] = set()
+    for axes, (title, timeline) in zip(parts, timelines.items(), strict=True):
+        axes.set_xlim(0, (end_s or 1.0) / factor)
+        axes.set_ylim(len(timeline.rows), -0.08)
+        axes.set_yticks([row + sum(_ACTIONS) / 2 for row in range(len(timeline.rows))], list(_labels(timeline)))
+        axes.set_title(title, fontsize=10)
+        axes.tick_params(left=False)
+        axes.spines[["left", "right", "top"]].set_visible(False)
+        kinds |= _paint(axes, timeline, end_s, factor)
+    parts[-1].set_xlabel(f"time ({unit})")
+    most = max(timeline.num_pipelines for timeline in timelines.values())
+    _add_legend(parts[-1], kinds, most, heights[-1] + _MARGIN_INCHES / 2)
+    figure.draw_without_rendering()  # computes the layout, which decides whether numbers fit
     figure.set_layout_engine("none")
-    for row, device in enumerate(timeline.rows):
-        _write_numbers(axes, timeline, device, row, factor)
+    for axes, timeline in zip(parts, timelines.values(), strict=True):
+        for row, device in enumerate(timeline.rows):
+            _write_numbers(axes, timeline, device, row, factor, end_s)
     return figure
 
 
 def _paint(axes: Axes, timeline: Timeline, end_s: float, factor: float) -> set[str]:
-    """Returns the kinds of boxes that there are."""
+    """Draw the boxes of a timeline, and return the kinds of boxes that occur."""
     kinds = set()
     for row, device in enumerate(timeline.rows):
         for kind, lane, boxes, colour in _boxes(timeline, device, end_s):
@@ -120,12 +140,12 @@ def _add_legend(axes: Axes, kinds: Collection[str], num_pipelines: int, height: 
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Write a picture as PNG, or as what the path's suffix says."""
+    """Write a picture to a file in the format of the path's suffix, by default PNG."""
     figure.savefig(path, dpi=_DPI)
 
 
 def pixels(figure: Figure) -> Any:
-    """The picture as an array, shape ``(height, width, 3)``, 0..255."""
+    """Return the picture as an array of shape ``(height, width, 3)`` with values 0..255."""
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -138,7 +158,7 @@ _Boxes = list[tuple[float, float, str]]
 
 
 def _boxes(timeline: Timeline, device: int, end_s: float) -> Iterator[tuple[str, tuple[float, float], _Boxes, str]]:
-    """Kind, lane, boxes (begin, end, label) and colour in one row, in the order in which they are painted."""
+    """Yield kind, lane, boxes (begin, end, label) and colour of a row, in the order in which they are painted."""
     zero, stages = timeline.begin_s, timeline.stages_of(device)
     spans = [s for s in timeline.spans if timeline.device_of(s.stage, s.action.micro_batch) == device]
     messages = [t for t in timeline.transfers if timeline.device_of(t.source, t.micro_batch) == device]
@@ -161,19 +181,19 @@ def _boxes(timeline: Timeline, device: int, end_s: float) -> Iterator[tuple[str,
 
 
 def _lighter(colour: str, share: float) -> str:
-    """A colour mixed with a share of white, 0..1."""
+    """Return a colour mixed with a share of white, 0..1."""
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(c + share * (255 - c)):02x}" for c in channels)
 
 
-def _write_numbers(axes: Axes, timeline: Timeline, device: int, row: int, factor: float) -> None:
+def _write_numbers(axes: Axes, timeline: Timeline, device: int, row: int, factor: float, end_s: float) -> None:
     """Write the micro-batch into every action that is wide enough."""
     (left, _), (right, _) = axes.transData.transform([(0, 0), (1, 0)])
     pixels_per_unit = right - left
     for _, lane, boxes, _ in _boxes(timeline, device, 0.0):
         for begin, end, label in boxes if lane is _ACTIONS else ():
             needed = (len(label) + 0.5) * 0.62 * _FONT_POINTS * _DPI / 72
-            if label and (end - begin) / factor * pixels_per_unit >= needed:
+            if label and end <= end_s and (end - begin) / factor * pixels_per_unit >= needed:
                 x, y = (begin + end) / 2 / factor, row + sum(_ACTIONS) / 2
                 axes.text(x, y, label, ha="center", va="center", color="white", fontsize=_FONT_POINTS)
 

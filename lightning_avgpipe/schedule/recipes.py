@@ -1,4 +1,4 @@
-"""Recipes: every schedule that has a name, what it needs of processes, and what is known of it."""
+"""The recipes: every schedule that has a name, the placement of stages that it needs, and its known costs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lightning_avgpipe.schedule.vshaped import dualpipev, zbv
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a schedule is built, and what it costs on equal stages and free links.
+    """A named schedule: how it is built, and its costs with equal stages and links that take no time.
 
     Attributes:
-        title: for people.
-        build: makes it of K, M, D processes and an advance.
-        needs: stages on each process: one or more, several in a loop, or two in the shape of a V.
-        idle: by how many seconds an iteration is longer than what one process does in it; f and b = i + w are what a
-            process takes for one micro-batch, with all of its v = K/D stages. ZB-V's and DualPipeV's for f = i = w, and
-            about so.
-        stash: micro-batches that process d, or stage k, stashes at most; each of its stages counts.
-        source: where it is from.
-        where: the condition of ``idle``; empty if there is none.
-        lines: of stages, each with a model of its own.
-        note: more that is to be known; empty if there is nothing.
+        title: name in texts.
+        build: function of K, M, D processes and an advance that returns the schedule.
+        needs: stages on each process: any number, several in a loop, or two in the shape of a V.
+        idle: by how many seconds an iteration is longer than the work of one process in it. f and b = i + w are the
+            seconds of one micro-batch on a process, with all of its v = K/D stages. The values of ZB-V and DualPipeV
+            are approximate, for f = i = w.
+        stash: number of micro-batches that process d, or stage k, stashes at most; each stage of a process counts.
+        source: paper that describes the schedule.
+        where: condition under which ``idle`` holds; empty if there is none.
+        lines: number of lines of stages, each with a copy of the model, see :attr:`Schedule.lines`.
+        note: further remarks; empty if there are none.
     """
 
     title: str
@@ -46,7 +46,7 @@ class Recipe:
 
     @property
     def placement(self) -> Placement:
-        """How stages are placed on processes."""
+        """The placement of stages on processes."""
         return "v" if self.needs == "v" else "loop"
 
 
@@ -106,15 +106,15 @@ TRAINING = tuple(name for name, recipe in RECIPES.items() if recipe.lines == 1)
 
 
 def devices_of(name: str, num_stages: int, hosts: int | None = None) -> int:
-    """On how many processes a schedule runs.
+    """Return for how many processes a schedule is built.
 
     Args:
-        name: of the schedule.
-        num_stages: K.
-        hosts: processes that the stages are on; None: as many as suit the schedule best. Where all stages are on one
-            process, it does what several would, in turns.
+        name: name of the schedule.
+        num_stages: K, number of stages.
+        hosts: number of processes that host the stages; None: as many as suit the schedule best. A single process runs
+            the actions of several in turns.
     Raises:
-        ScheduleError: the schedule does not fit the stages of so many processes.
+        ScheduleError: the schedule cannot place so many stages on so many processes.
     """
     needs = RECIPES[name].needs if name in RECIPES else "any"
     if needs == "any":
@@ -136,14 +136,14 @@ def build(
     """Build a schedule by name.
 
     Args:
-        name: of ``RECIPES``, or ``"forward"`` (no backwards: evaluation).
+        name: a name of ``RECIPES``, or ``"forward"`` (no backwards: evaluation).
         num_stages: K, at least 1.
         num_microbatches: M, at least 1.
         advance: h of ``"advance_forward"``; 0 is 1F1B, a large one AFAB on all stages but the last. The other names
             have none and ignore it.
-        num_devices: processes that stages are on, for schedules of several stages on each; None: two stages on each.
+        num_devices: number of processes, for schedules with several stages on each; None: two stages on each.
     Raises:
-        ScheduleError: a size or name that is none, or stages that do not fit the processes.
+        ScheduleError: an invalid size, an unknown name, or a number of stages that does not fit the processes.
     """
     if name not in RECIPES:
         return formula(name, num_stages, num_microbatches, advance)

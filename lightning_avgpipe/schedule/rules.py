@@ -1,4 +1,4 @@
-"""Rules: what an action waits for, whom it sends to, and what a row of actions keeps. All follow from the kinds."""
+"""Rules that follow from the kinds: what an action waits for, where it sends to, and how much a row stashes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from lightning_avgpipe.schedule.kinds import COURSES, DOUBLE_FORWARD, FORWARD, G
 
 _STEP: dict[Direction | None, int] = {"forward": 1, "backward": -1, None: 0}
 
-Event = tuple[int, Kind | Direction, int]  # a stage has run this kind on a micro-batch, or has been sent this message
+Event = tuple[int, Kind | Direction, int]  # a stage has run a kind on a micro-batch, or was sent a message
 
 
 def sender(kind: Kind, stage: int, length: int) -> int | None:
-    """The stage whose message an action waits for; None: it waits for none."""
+    """Return the stage whose message an action waits for; None if it waits for none."""
     return _neighbour(stage, -_STEP[kind.consumes], length)
 
 
 def receiver(kind: Kind, stage: int, length: int) -> int | None:
-    """The stage that an action sends a message to; None: it sends none."""
+    """Return the stage that an action sends a message to; None if it sends none."""
     return _neighbour(stage, _STEP[kind.produces], length)
 
 
 def _neighbour(stage: int, step: int, length: int) -> int | None:
-    """The stage so many steps on, in a line of so many stages; None: it is not in the same line."""
+    """Return the stage ``step`` stages further, with lines of ``length`` stages; None if it is not in the same line."""
     return stage + step if step and (stage + step) // length == stage // length else None
 
 
 def needs(action: Action, stage: int, length: int) -> set[Event]:
-    """What must have happened before an action, besides the actions before it in its row."""
+    """Return the events that an action waits for, besides the actions before it in its row."""
     events: set[Event] = {(stage, kind, action.micro_batch) for kind in action.kind.after}
     if action.kind.consumes is not None and sender(action.kind, stage, length) is not None:
         events.add((stage, action.kind.consumes, action.micro_batch))
@@ -38,7 +38,7 @@ def needs(action: Action, stage: int, length: int) -> set[Event]:
 
 
 def results(action: Action, stage: int, length: int, relays: Collection[int] = ()) -> set[Event]:
-    """What has happened after an action; ``relays`` are the stages that pass messages on to the stage behind."""
+    """Return the events that an action brings about; stages in ``relays`` relay messages to the stage behind them."""
     events: set[Event] = {(stage, action.kind.counts_as or action.kind, action.micro_batch)}
     there = receiver(action.kind, stage, length)
     if action.kind.produces is not None and there is not None:
@@ -49,7 +49,7 @@ def results(action: Action, stage: int, length: int, relays: Collection[int] = (
 
 
 def in_words(kind: Kind) -> str:
-    """What an action waits for, as ``"B waits for its own F and for the stage after"``."""
+    """Return what an action waits for in words, such as ``"B waits for its own F and for the stage after"``."""
     words = [f"for its own {own}" for own in kind.after]
     if kind.consumes is not None:
         words.append(f"for the stage {'before' if kind.consumes == 'forward' else 'after'}")
@@ -57,27 +57,30 @@ def in_words(kind: Kind) -> str:
 
 
 def urgency(action: Action) -> tuple[int, int]:
-    """Of what may run on a device the smallest goes first: backwards, then the lowest micro-batch."""
+    """Return a sort key: of the actions that may run on a device, the one with the smallest key goes first.
+
+    Backwards go before forwards, and lower micro-batches before higher ones.
+    """
     return action.kind.priority, action.micro_batch
 
 
 def courses(training: bool) -> Sequence[tuple[Kind, ...]]:
-    """The ways in which a stage may treat a micro-batch."""
+    """Return the sequences of kinds with which a stage may treat a micro-batch."""
     return COURSES[1:] if training else COURSES[:1]
 
 
 def course(found: Collection[Kind], training: bool) -> tuple[Kind, ...]:
-    """The kinds that treat a micro-batch on a stage, of which some were found: the course that most of them are of."""
+    """Return the sequence of kinds that shares most kinds with those found for a micro-batch on a stage."""
     return max(courses(training), key=lambda kinds: sum(kind in kinds for kind in found))
 
 
 def trains(row: Iterable[Action]) -> bool:
-    """Whether there are backwards."""
+    """Return whether a row has backwards."""
     return any(action.kind is not COURSES[0][0] for action in row)
 
 
 def turns_of(schedule: Schedule, iterations: int = 1) -> dict[int, deque[int]]:
-    """For each stage that takes turns: whose turn it is and will be on its process; one deque for each process."""
+    """Return for each stage that takes turns the turns of its process; stages of a process share one deque."""
     return {stage: turns for turns in [deque(of * iterations) for of in schedule.turns] for stage in set(turns)}
 
 
@@ -85,10 +88,10 @@ def check_hosted(schedule: Schedule, owners: Sequence[int]) -> None:
     """Check that stages which take turns are on one process.
 
     Args:
-        schedule: of all stages.
-        owners: the process of each stage, shape ``(K,)``.
+        schedule: schedule of all stages.
+        owners: rank of the process of each stage, shape ``(K,)``.
     Raises:
-        ScheduleError: they are not.
+        ScheduleError: stages that take turns are on several processes.
     """
     for turns in schedule.turns:
         if len({owners[stage] for stage in turns}) > 1:
@@ -100,7 +103,7 @@ def check_hosted(schedule: Schedule, owners: Sequence[int]) -> None:
 
 
 def check_can_run(schedule: Schedule) -> None:
-    """Raise ScheduleError for a schedule that can be simulated, and not run."""
+    """Check that a schedule can be run, not only simulated; raise ScheduleError otherwise."""
     relays = schedule.relays
     for stage, row in enumerate(schedule.rows):
         kinds = {action.kind for action in row if action.kind.consumes == "forward"}
@@ -119,10 +122,10 @@ def check_can_run(schedule: Schedule) -> None:
 
 
 def peak_stash(rows: Iterable[Iterable[Action]]) -> tuple[int, ...]:
-    """Largest number of stashed micro-batches per stage, shape ``(K,)``; without backwards nothing is stashed.
+    """Return the largest number of stashed micro-batches of each stage, shape ``(K,)``; 0 for rows without backwards.
 
     Actions of a stage do not overlap, so the order of its row alone decides how much it stashes. A micro-batch counts
-    until nothing of it is left, although after its input gradient only what the weight gradient needs is.
+    until all of its stash is freed, although only the values for the weight gradient are kept after the input gradient.
     """
     peaks = []
     for row in rows:

@@ -1,8 +1,8 @@
-"""Sharing: how a device serves its lanes, each of them one stage of one pipeline.
+"""How a simulated device serves its lanes. A lane is one stage of one pipeline.
 
-Side by side: while their utilisations sum to more than 1, all of them are slowed down by that sum. Or in turns, as the
-executor does it: backwards first, then the lowest micro-batch, then the lowest pipeline; of lanes that roll the oldest
-iteration first, then the lowest pipeline.
+Lanes run side by side or in turns. Side by side, all lanes are slowed down by the sum of their utilisations while this
+sum is above 1. In turns, the order is that of the executor: backwards first, then the lowest micro-batch, then the
+lowest pipeline. Lanes that roll run the oldest iteration first, then the lowest pipeline.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ROUNDING = 1e-12
 
 
 class SimulatedLink:
-    """One direction of a hop: messages one after another.
+    """A simulated link, one direction of a hop, that carries one message after another.
 
     Args:
-        occupied_s: by a message.
-        latency_s: from then until it arrives.
+        occupied_s: seconds for which a message occupies the link.
+        latency_s: seconds from then until the message arrives.
 
     Attributes:
-        begins: when messages began to occupy it, with their pipelines and micro-batches.
+        begins: when messages began to occupy the link, with their pipelines and micro-batches.
     """
 
     __slots__ = ("_free", "begins", "latency_s", "occupied_s")
@@ -39,7 +39,14 @@ class SimulatedLink:
         self._free = 0.0
 
     def send(self, now: float, pipeline: int, micro_batch: int, until: float = 0.0) -> float:
-        """When a message arrives that is ready now, or begins to be and is so at last."""
+        """Send a message, and return when it arrives.
+
+        Args:
+            now: time from which on the message, or its first segment, can be sent.
+            pipeline: number of its pipeline.
+            micro_batch: number of its micro-batch.
+            until: earliest time at which the last segment of a relayed message can have left the link.
+        """
         begin = self._free if self._free > now else now
         self.begins.append((begin, pipeline, micro_batch))
         self._free = max(begin + self.occupied_s, until)
@@ -50,10 +57,10 @@ class Mail:
     """The messages of a lane.
 
     Attributes:
-        waits: the directions of messages that kinds wait for here.
-        receivers: where the messages of kinds go from here, and over which link.
-        onwards: where values go from here unread, over which link, and in how many segments; None: nowhere.
-        arrivals: when a message is there, as far as that is known.
+        waits: kind -> direction of the message that an action of this kind waits for.
+        receivers: kind -> lane that receives the message of an action of this kind, and the link to it.
+        onwards: lane to which activations are relayed, the link to it, and the number of segments; None: no relay.
+        arrivals: (direction, micro-batch) -> time of arrival of each message for which it is known.
     """
 
     __slots__ = ("arrivals", "onwards", "receivers", "waits")
@@ -65,17 +72,17 @@ class Mail:
         self.arrivals: dict[tuple[Direction, int], float] = {}
 
     def input_s(self, action: Action) -> float | None:
-        """When the input of an action is there; None as long as that is not known."""
+        """Return when the input of an action arrives; None as long as this is not known."""
         direction = self.waits.get(action.kind)
         return 0.0 if direction is None else self.arrivals.get((direction, action.micro_batch))
 
 
 class Rolling(NamedTuple):
-    """A lane's row is that of several iterations, which roll.
+    """The data of a lane whose row holds several rolling iterations.
 
     Attributes:
-        length: of an iteration.
-        others: lanes of the same stage: updates on a stage come in the order (iteration, pipeline).
+        length: number of actions of an iteration.
+        others: other lanes of the same stage. Updates on a stage come in the order (iteration, pipeline).
     """
 
     length: int
@@ -83,21 +90,22 @@ class Rolling(NamedTuple):
 
 
 class SimulatedLane:
-    """One stage of one pipeline.
+    """A simulated lane: one stage of one pipeline.
 
     Args:
-        row: its actions.
-        pipeline: n.
-        stage: k.
-        device: serves it; None: one that serves no other lane, so that nobody decides when an action begins.
-        pieces: of an action of each kind; on a device that serves lanes in turns, or no other lane, one.
-        turns: whose turn it is on its device, by stage; None: it takes none.
+        row: actions of the lane.
+        pipeline: number of the pipeline.
+        stage: number of the stage.
+        device: device that serves the lane; None for a device with no other lane, whose actions begin as soon as their
+            input is there.
+        pieces: parts of an action of each kind; a single part unless lanes run side by side.
+        turns: stages in the order in which they take turns on the device; None: the lane takes no turns.
 
     Attributes:
-        mail: its messages.
-        rolling: None: all lanes begin at once.
-        begin_s: of the action that runs.
-        spans: begins and ends of the actions that are over.
+        mail: messages of the lane.
+        rolling: data of rolling iterations; None if iterations do not roll.
+        begin_s: begin of the action that runs.
+        spans: begins and ends of the finished actions.
     """
 
     __slots__ = ("begin_s", "device", "mail", "pieces", "pipeline", "rolling", "row", "spans", "stage", "turns")
@@ -120,35 +128,35 @@ class SimulatedLane:
 
     @property
     def action(self) -> Action:
-        """The one that runs, or the next one."""
+        """The action that runs, or the next one."""
         return self.row[len(self.spans)]
 
     def input_s(self) -> float | None:
-        """When the input of the next action is there; None as long as that is not known, or without an action."""
+        """Return when the input of the next action is there; None if this is not known yet or no action is left."""
         done = len(self.spans)
         if done == len(self.row) or (self.rolling and not self._updated(self.rolling, done)):
             return None
         return self.mail.input_s(self.row[done])
 
     def _updated(self, rolling: Rolling, done: int) -> bool:
-        """Whether the last update on this stage before the iteration that comes, or runs, is this lane's own."""
+        """Return whether all updates on this stage that precede this lane's current iteration have been made."""
         length, others = rolling
         t, within = divmod(done, length)
         return bool(within) or all(len(o.spans) >= (t - (o.pipeline > self.pipeline)) * length for o in others)
 
     def followers(self) -> list[SimulatedLane]:
-        """Lanes that wait for something, of those that may wait for an update of this one."""
+        """Return the waiting lanes among those that an update of this lane may allow to go on."""
         return [other for other in self.rolling.others if other.input_s() is None] if self.rolling else []
 
     def urgency(self) -> tuple[int, ...]:
-        """Of what may run on a device the smallest goes first."""
+        """Return a sort key: of the lanes that may run on a device, the one with the smallest key goes first."""
         if self.rolling:
             return len(self.spans) // self.rolling.length, self.pipeline, *urgency(self.action), self.stage
         return *urgency(self.action), self.pipeline, self.stage
 
 
 class InTurns:
-    """Runs one action at a time."""
+    """A simulated device that runs one action at a time."""
 
     __slots__ = ("_running", "_waiting", "version")
 
@@ -158,17 +166,17 @@ class InTurns:
         self.version = 0
 
     def add(self, lane: SimulatedLane) -> None:
-        """A lane may begin its next action."""
+        """Note that a lane may begin its next action."""
         heapq.heappush(self._waiting, (lane.urgency(), lane))
 
     def ended(self, now: float) -> Iterator[SimulatedLane]:
-        """The lane whose action ends now."""
+        """Yield the lane whose action ends now."""
         assert self._running is not None
         yield self._running
         self._running = None
 
     def go_on(self, now: float) -> float | None:
-        """Begin what may begin; when something ends, if that is not known yet."""
+        """Begin the next action if possible; return when it ends, or None if no action begins."""
         if self._running is not None or not self._waiting:
             return None
         lane = self._next()
@@ -180,7 +188,7 @@ class InTurns:
         return now + seconds
 
     def _next(self) -> SimulatedLane | None:
-        """The most urgent lane whose turn it is."""
+        """Return the most urgent lane whose turn it is; None if all have to wait for others."""
         if self._waiting[0][-1].turns is None:
             return heapq.heappop(self._waiting)[-1]
         for entry in sorted(self._waiting):
@@ -194,28 +202,28 @@ class InTurns:
 
 
 class SideBySide:
-    """Runs all lanes at once.
+    """A simulated device that runs all its lanes at once.
 
-    As all of them are slowed down alike, the device has a clock of its own, which runs at their speed: a lane's piece
-    ends at a time on that clock that nobody who comes or goes later can change.
+    As all lanes are slowed down alike, the device has its own clock, which runs at their speed: the time on this clock
+    at which a part of an action ends does not change when other lanes begin or end.
     """
 
     __slots__ = ("_added", "_clock", "_demand", "_running", "_slowness", "_updated", "version")
 
     def __init__(self) -> None:
         self._added: list[SimulatedLane] = []
-        # A heap: end of the piece on the clock, pipeline and stage, utilisation, the pieces after it.
+        # A heap: end of the part on the clock, (pipeline, stage), utilisation, the parts after it, the lane.
         self._running: list[tuple[float, tuple[int, int], float, Iterator[tuple[float, float]], SimulatedLane]] = []
         self._clock = self._updated = self._demand = 0.0
         self._slowness = 1.0
         self.version = 0
 
     def add(self, lane: SimulatedLane) -> None:
-        """A lane may begin its next action."""
+        """Note that a lane may begin its next action."""
         self._added.append(lane)
 
     def ended(self, now: float) -> Iterator[SimulatedLane]:
-        """Lanes whose action ends now; those of which only a piece does go on."""
+        """Yield the lanes whose action ends now. Where only a part of an action ends, begin its next part."""
         self._move(now)
         running = self._running
         due = running[0][0] * (1 + _ROUNDING)
@@ -231,10 +239,10 @@ class SideBySide:
                 self._demand += piece[1] - utilisation
 
     def go_on(self, now: float) -> float | None:
-        """Begin what may begin; when something ends, if nothing else begins before."""
+        """Begin all actions that may begin; return when the next part ends, if nothing else begins before."""
         self._move(now)
         if not self._running:
-            self._demand = 0.0  # without what rounding has left
+            self._demand = 0.0  # removes rounding errors
         for lane in self._added:
             lane.begin_s = now
             rest = iter(lane.pieces[lane.action.kind])
@@ -244,11 +252,11 @@ class SideBySide:
             self._demand += utilisation
         self._added.clear()
         self._slowness = max(1.0, self._demand)
-        self.version += 1  # what was due is not any more
+        self.version += 1  # an end that was announced before is not valid any more
         return now + max(0.0, self._running[0][0] - self._clock) * self._slowness if self._running else None
 
     def _move(self, now: float) -> None:
-        """Set the clock to what it shows now."""
+        """Advance the device's clock to the time ``now``."""
         if now != self._updated:
             self._clock += (now - self._updated) / self._slowness
             self._updated = now

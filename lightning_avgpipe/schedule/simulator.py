@@ -1,14 +1,14 @@
-"""The simulator: when each action of each pipeline runs, and how long an iteration takes.
+"""The simulator of schedules: when each action of each pipeline runs, and how long an iteration takes.
 
 The model: a stage of a pipeline does one action at a time, in the order of its row. Each hop has two links, one per
 direction, that do not disturb each other. A message queues at its link, behind those of all pipelines, when its action
-ends, occupies the link for its transfer time, and arrives after the latency. Sending costs the stage nothing. Devices
-serve their lanes in turns or side by side, see ``sharing``; what happens at the same instant has happened before a
-device decides what to do. A stage stashes a micro-batch from the begin of its forward until nothing of it is left;
+ends, occupies the link for its transfer time, and arrives after the latency. Sending takes no time of the stage.
+Devices serve their lanes in turns or side by side, see ``sharing``. A device decides what to run after all events of
+the same instant. A stage stashes a micro-batch from the begin of its forward until the last part of its backward ends;
 without a backward it stashes nothing.
 
-Where iterations roll, a lane goes on as soon as its own weights are updated, which costs no time. The updates on a
-stage come in the order (iteration, pipeline), so that a lane may wait for those before it::
+Where iterations roll, a lane goes on as soon as its own weights are updated, which takes no time. The updates on a
+stage come in the order (iteration, pipeline), so that a lane may wait for earlier updates of other lanes::
 
     one by one   pipeline 0 |F F B B . . .|F F B B . . .|         rolling   |F F B B . . F F B B . . F F B B
                  pipeline 1 |. . F F B B .|. . F F B B .|                   |. . F F B B . . F F B B . . F F
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.builders import check
-from lightning_avgpipe.schedule.costs import Costs, Pieces
+from lightning_avgpipe.schedule.costs import CostModel, Pieces
 from lightning_avgpipe.schedule.kinds import KINDS, Direction, Kind
 from lightning_avgpipe.schedule.rules import peak_stash, receiver, sender, turns_of
 from lightning_avgpipe.schedule.sharing import InTurns, Rolling, Sharing, SideBySide, SimulatedLane, SimulatedLink
@@ -31,7 +31,7 @@ from lightning_avgpipe.schedule.timeline import Span, Timeline, Transfer
 
 def simulate(
     schedules: Schedule | Sequence[Schedule],
-    costs: Costs,
+    costs: CostModel,
     devices: Sequence[int] = (),
     sharing: type[Sharing] = InTurns,
     iterations: int = 1,
@@ -39,16 +39,16 @@ def simulate(
     """Predict when each action runs.
 
     Args:
-        schedules: of each pipeline, or of the only one: every action once per stage. All begin at once.
+        schedules: schedule of each pipeline, or of the only one. All pipelines begin at once.
         costs: seconds per action and message.
-        devices: of each stage, shape ``(K,)``; default: as stages take turns, else stage k on device k.
-        sharing: how a device serves several lanes. Side by side they take no turns.
-        iterations: how many follow one another without a drain.
+        devices: device of each stage, shape ``(K,)``; default: ``devices`` of the first schedule.
+        sharing: how a device serves several lanes. With ``SideBySide``, turns of schedules are ignored.
+        iterations: number of iterations that follow one another without a drain.
     Returns:
         The timeline of all iterations.
     Raises:
         ScheduleError: no iteration, costs for another number of stages, or a schedule that is not complete.
-        DeadlockError: a stage waits for something that never comes; shows the grid.
+        DeadlockError: a stage waits for a message that is never sent. The message shows the grid.
     """
     if iterations < 1:
         raise ScheduleError(f"iterations={iterations}: at least one is simulated")
@@ -56,31 +56,31 @@ def simulate(
     for schedule in {id(schedule): schedule for schedule in schedules}.values():
         if costs.num_stages != schedule.num_stages:
             raise ScheduleError(f"costs for {costs.num_stages} stages, but the schedule has {schedule.num_stages}")
-        check(schedule)  # so every row is played to its end
+        check(schedule)  # so that every row runs to its end
     simulation = Simulation(schedules, costs, devices or schedules[0].devices, sharing, iterations)
     simulation.run()
     return simulation.timeline()
 
 
 class Simulation:
-    """What is known to happen.
+    """The state of a simulation: a queue of events, and all actions and messages so far.
 
     Args:
-        schedules: of each pipeline.
+        schedules: schedule of each pipeline.
         costs: seconds per action and message.
-        devices: of each stage, shape ``(K,)``.
+        devices: device of each stage, shape ``(K,)``.
         sharing: how a device serves several lanes.
-        iterations: how many follow one another without a drain.
+        iterations: number of iterations that follow one another without a drain.
 
     Attributes:
-        lanes: those of pipeline 0, then those of pipeline 1, ..., by stage.
-        now: what has happened until then is known, in seconds.
+        lanes: lanes of pipeline 0, then of pipeline 1, and so on, by stage.
+        now: simulated time so far, in seconds.
     """
 
     def __init__(
         self,
         schedules: Sequence[Schedule],
-        costs: Costs,
+        costs: CostModel,
         devices: Sequence[int],
         sharing: type[Sharing],
         iterations: int = 1,
@@ -90,19 +90,20 @@ class Simulation:
         self._sizes = [schedule.num_microbatches for schedule in schedules]
         self.lanes = _lanes(schedules, costs, self._devices, sharing, iterations)
         self._links = _connect(self.lanes, costs, schedules[0])
-        # time, serial number (so that nothing else is compared), device and its version, or lane: when it may go on, or
-        # if its device serves no other lane when its action ends
+        # A heap of (time, serial number, device or lane, version). The serial number orders events of the same time.
+        # The event of a device is the end of an action, valid only for this version of the device. The event of a lane
+        # is that its next action may begin or, if its device serves no other lane, that its action ends.
         self._events: list[tuple[float, int, Sharing | SimulatedLane, int]] = []
         self._serial = 0
         for lane in self.lanes:
             self._wake(lane)
 
     def run(self, actions: int | None = None) -> float:
-        """Play on until the first lane has ended so many actions, or to the end; returns when that is, in seconds."""
+        """Simulate until the first lane has ended ``actions`` actions, or to the end; return the time in seconds."""
         events, done = self._events, self.lanes[0].spans
         while events and len(done) != actions:
             now = self.now = events[0][0]
-            changed: dict[Sharing, None] = {}  # in order
+            changed: dict[Sharing, None] = {}  # a set that keeps the order
             while events and events[0][0] == now:
                 _, _, who, version = heapq.heappop(events)
                 if isinstance(who, SimulatedLane):
@@ -126,7 +127,7 @@ class Simulation:
         heapq.heappush(self._events, (time, self._serial, who, version))
 
     def _wake(self, lane: SimulatedLane) -> None:
-        """Let a lane go on as soon as the input of its next action is there, if that is known."""
+        """Schedule the next action of a lane for the time at which its input is there, if this time is known."""
         input_s = lane.input_s()
         if input_s is None:
             return
@@ -137,7 +138,7 @@ class Simulation:
         self._push(begin_s, lane, 0)
 
     def _end(self, lane: SimulatedLane) -> None:
-        """Send what an action gave, and see when the next one may begin."""
+        """End the action of a lane, send its message, and schedule what may begin now."""
         action = lane.action
         waiting = lane.followers()
         lane.spans.append((lane.begin_s, self.now))
@@ -151,20 +152,20 @@ class Simulation:
             if there.mail.onwards is not None and action.kind.produces == "forward":
                 behind, following, segments = there.mail.onwards
                 piece_s, rest_s = link.occupied_s / segments, following.occupied_s / segments
-                first_s = arrival_s - link.occupied_s + piece_s  # a segment goes on when it is there
+                first_s = arrival_s - link.occupied_s + piece_s  # the first segment is relayed when it arrives
                 at_s = following.send(first_s, lane.pipeline, action.micro_batch, arrival_s + rest_s)
                 self._arrive(behind, "forward", action.micro_batch, at_s)
         self._wake(lane)
 
     def _arrive(self, lane: SimulatedLane, direction: Direction, micro_batch: int, arrival_s: float) -> None:
-        """It is known when a message arrives."""
+        """Note when a message arrives, and schedule the lane's next action if it waited for this."""
         waiting = lane.input_s() is None
         lane.mail.arrivals[direction, micro_batch] = arrival_s
         if waiting:
             self._wake(lane)
 
     def timeline(self) -> Timeline:
-        """All that has happened."""
+        """Return the timeline of the simulation so far."""
         count = 1 + max(lane.stage for lane in self.lanes)
         spans = [
             Span(lane.stage, Action(action.kind, i), begin_s, end_s, lane.pipeline, t)
@@ -188,7 +189,7 @@ class Simulation:
 
 
 def _lanes(
-    schedules: Sequence[Schedule], costs: Costs, devices: Sequence[int], sharing: type[Sharing], iterations: int
+    schedules: Sequence[Schedule], costs: CostModel, devices: Sequence[int], sharing: type[Sharing], iterations: int
 ) -> list[SimulatedLane]:
     stages = range(costs.num_stages)
     used = {action.kind for schedule in schedules for row in schedule.rows for action in row}
@@ -212,15 +213,15 @@ def _lanes(
 
 
 def _repeated(schedule: Schedule, stage: int, iterations: int) -> Sequence[Action]:
-    """The row of a stage, so many times; micro-batches are numbered through."""
+    """Return the row of a stage, repeated for each iteration, with micro-batches numbered consecutively."""
     row, count = schedule.rows[stage], schedule.num_microbatches
     return row if iterations == 1 else [Action(kind, t * count + i) for t in range(iterations) for kind, i in row]
 
 
 def _connect(
-    lanes: Sequence[SimulatedLane], costs: Costs, schedule: Schedule
+    lanes: Sequence[SimulatedLane], costs: CostModel, schedule: Schedule
 ) -> dict[tuple[Direction, int], SimulatedLink]:
-    """Tell lanes where messages come from and go to; returns the links by direction and hop."""
+    """Set where the messages of each lane come from and go to; return the links by direction and hop."""
     links: dict[tuple[Direction, int], SimulatedLink] = {}
     by_place, relays, length = {(lane.pipeline, lane.stage): lane for lane in lanes}, schedule.relays, schedule.length
     for lane in lanes:
@@ -234,7 +235,7 @@ def _connect(
             if kind.produces is not None and there is not None:
                 receiving = by_place[lane.pipeline, there]
                 if all(action.kind.consumes != kind.produces for action in receiving.row):
-                    continue  # it runs forwards only: nobody sends it gradients
+                    continue  # the receiver runs forwards only, and needs no gradients
                 key = kind.produces, min(there, lane.stage)
                 if key not in links:
                     links[key] = SimulatedLink(*costs.message_s(*key))
@@ -243,7 +244,7 @@ def _connect(
 
 
 def _full(num_pipelines: int, pieces: Sequence[dict[Kind, Pieces]], devices: Sequence[int]) -> set[int]:
-    """Devices that may have to slow their lanes down."""
+    """Return the devices whose lanes may use more than the whole device together."""
     most: dict[int, float] = {}
     for device, of in zip(devices, pieces, strict=True):
         peak = max(used for parts in of.values() for _, used in parts)

@@ -24,7 +24,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One message: on the link of a hop from ``begin_s`` to ``end_s``, at the next stage at ``arrival_s``."""
+    """One message, which occupies the link of a hop from ``begin_s`` to ``end_s`` and arrives at ``arrival_s``."""
 
     hop: int
     direction: Direction
@@ -37,19 +37,19 @@ class Transfer:
 
     @property
     def source(self) -> int:
-        """The stage that sends."""
+        """The stage that sends the message."""
         return self.hop if self.direction == "forward" else self.hop + 1
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What a device does besides actions: ``"wait"`` for a message, ``"step"`` of the optimizer, ``"averaging"``.
+    """An activity of a device besides actions: a wait for a message, a step of the optimizer, or averaging.
 
     Attributes:
-        device: as in ``Timeline.devices``.
-        kind: one of the three.
-        begin_s: seconds.
-        end_s: seconds.
+        device: device, as in ``Timeline.devices``.
+        kind: ``"wait"``, ``"step"`` or ``"averaging"``.
+        begin_s: begin in seconds.
+        end_s: end in seconds.
         note: what a wait waits for.
     """
 
@@ -62,16 +62,17 @@ class Activity:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything in one iteration, or in several that follow one another without a drain, happened.
+    """The times of all actions, messages and activities of one iteration, or of several without a drain between them.
 
     Attributes:
-        num_stages: K.
-        spans: every action, in the order of their ends per stage.
-        transfers: every message between devices.
+        num_stages: K, number of stages.
+        spans: all actions, in the order of their ends per stage.
+        transfers: all messages between devices.
         peak_stash: largest number of stashed micro-batches, of all pipelines together, shape ``(K,)``.
-        activities: everything else; none in a simulation.
-        devices: the device of each stage, shape ``(K,)``; default: stage k on device k.
-        replicas: of each stage the devices that take its micro-batches in turns, shape ``(K,)``; default: that one.
+        activities: all other activities; none in a simulation.
+        devices: device of each stage, shape ``(K,)``; default: stage k on device k.
+        replicas: devices that take the micro-batches of each stage in turns, shape ``(K,)``; default: only the device
+            in ``devices``.
     """
 
     num_stages: int
@@ -95,22 +96,22 @@ class Timeline:
         return tuple(dict.fromkeys(device for hosts in self.replicas for device in hosts))
 
     def stages_of(self, device: int) -> tuple[int, ...]:
-        """The stages of a device."""
+        """Return the stages of a device."""
         return tuple(k for k, hosts in enumerate(self.replicas) if device in hosts)
 
     def device_of(self, stage: int, micro_batch: int) -> int:
-        """The device that has a micro-batch of a stage."""
+        """Return the device that runs a micro-batch of a stage."""
         hosts = self.replicas[stage]
         return hosts[micro_batch % len(hosts)]
 
     @cached_property
     def begin_s(self) -> float:
-        """When the first action begins: 0 in a simulation."""
+        """The begin of the first action, in seconds; 0 in a simulation."""
         return min((span.begin_s for span in self.spans), default=0.0)
 
     @cached_property
     def iteration_s(self) -> float:
-        """Seconds from the first action's begin to the last one's end: of all iterations."""
+        """The seconds from the begin of the first action to the end of the last one, over all iterations."""
         return max((span.end_s for span in self.spans), default=0.0) - self.begin_s
 
     @cached_property
@@ -122,12 +123,12 @@ class Timeline:
 
     @cached_property
     def num_pipelines(self) -> int:
-        """N."""
+        """The number of pipelines N."""
         return 1 + max((span.pipeline for span in self.spans), default=0)
 
     @cached_property
     def iteration_ends_s(self) -> tuple[float, ...]:
-        """When the last action of each iteration ends."""
+        """The end of the last action of each iteration, in seconds."""
         ends: dict[int, float] = {}
         for span in self.spans:
             ends[span.iteration] = max(span.end_s, ends.get(span.iteration, 0.0))
@@ -135,7 +136,7 @@ class Timeline:
 
     @cached_property
     def _steady(self) -> tuple[float, float, int]:
-        """Begin and end of the middle of several iterations, in seconds, and how many those are."""
+        """The begin and end of the iterations in the middle, in seconds, and the number of these iterations."""
         ends = self.iteration_ends_s
         if len(ends) < 2:
             return self.begin_s, self.begin_s + self.iteration_s, 1
@@ -145,7 +146,7 @@ class Timeline:
 
     @property
     def steady_s(self) -> float:
-        """Seconds that an iteration adds, of several that follow one another: those in the middle are counted."""
+        """The mean seconds of an iteration, over the iterations in the middle of several without a drain."""
         begin_s, end_s, count = self._steady
         return (end_s - begin_s) / count
 
@@ -157,7 +158,7 @@ class Timeline:
         return 1.0 - busy / (len(self.rows) * (end_s - begin_s)) if end_s > begin_s else 0.0
 
     def schedule(self, pipeline: int = 0) -> Schedule:
-        """The order in which the actions of a pipeline began, in the first iteration."""
+        """Return the order in which the actions of a pipeline began in the first iteration."""
         here = (span for span in self.spans if (span.pipeline, span.iteration) == (pipeline, 0))
         ordered = sorted(here, key=lambda span: (span.begin_s, span.end_s))
         rows = tuple(tuple(span.action for span in ordered if span.stage == k) for k in range(self.num_stages))

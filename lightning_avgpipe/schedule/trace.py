@@ -1,4 +1,4 @@
-"""Traces: a timeline as Chrome's trace events, for https://ui.perfetto.dev or chrome://tracing."""
+"""Export of timelines as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from lightning_avgpipe.schedule.timeline import Timeline
 
 _MICROSECONDS = 1e6
-# Tracks in their order: of each lane, and of each device.
+# The tracks in their order: those of each lane, then those of each device.
 _OF_LANES = {"action": "stage", "forward": "sends forward from stage", "backward": "sends backward from stage"}
 _OF_DEVICES = ("wait", "step", "averaging")
 
 
 def chrome_trace(timeline: Timeline, **notes: Any) -> dict[str, Any]:
-    """A timeline in the trace event format: one process per device, in it one track per lane, link and activity.
+    """Return a timeline in the trace event format, with a process per device and a track per lane, link and activity.
 
     Args:
         timeline: simulated or recorded; its first action begins at 0.
-        notes: shown by the viewer as information about the trace; numbers and strings.
+        notes: numbers and strings that the viewer shows as information about the trace.
     Returns:
-        What ``json.dump`` writes into one file; times in microseconds.
+        A dict for ``json.dump``; times are in microseconds.
     Source: Trace Event Format, the Chromium project.
     """
     events = [*_tracks(timeline), *_actions(timeline), *_messages(timeline), *_activities(timeline)]
@@ -28,7 +28,7 @@ def chrome_trace(timeline: Timeline, **notes: Any) -> dict[str, Any]:
 
 
 def _tracks(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Names and order of processes and tracks."""
+    """Yield the events that give names and an order to processes and tracks."""
     for row, device in enumerate(timeline.rows):
         stages = ", ".join(map(str, timeline.stages_of(device)))
         yield _meta("process_name", device, 0, name=f"device {device} (stage {stages})")
@@ -74,7 +74,7 @@ def _activities(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _track(timeline: Timeline, kind: str, stage: int = 0, pipeline: int = 0) -> int:
-    """A number for each track of a process; the viewers sort by it: stages, links, activities."""
+    """Return the number of a track within its process. Viewers sort by it: stages, links, activities."""
     lanes = timeline.num_stages * timeline.num_pipelines
     if kind in _OF_LANES:
         return 1 + list(_OF_LANES).index(kind) * lanes + stage * timeline.num_pipelines + pipeline

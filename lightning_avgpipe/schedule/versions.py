@@ -1,8 +1,8 @@
-"""Versions: which weights a forward and a backward use, when the pipeline does not drain between updates.
+"""Weight versions: which weights a forward and a backward use when the pipeline does not drain between updates.
 
-Micro-batch i counts from the last drain, and is of batch ``b = i // M``; an update follows each batch, and version v of
-a stage's weights is what v updates have made. 1F1B has a stage run ``w = K-1-k`` forwards ahead of its backwards, so a
-forward meets version ``max(0, i - w) // M`` and its backward version b; what lies between is the staleness s::
+Micro-batch i counts from the last drain, and belongs to batch ``b = i // M``. An update follows each batch, and version
+v of a stage's weights is the result of v updates. In 1F1B a stage runs ``w = K-1-k`` forwards ahead of its backwards.
+So a forward meets version ``max(0, i - w) // M`` and its backward version b. Their difference is the staleness s::
 
     K = 4, M = 1     stage 0 | F0 F1 F2 F3 B0 F4 B1 F5 B2 ..      F4 meets version 1, B4 version 4: s = 3
                      stage 3 | F0 B0 F1 B1 F2 B2 ..               s = 0
@@ -19,8 +19,8 @@ pipeoptim           as met, and s updates ahead            b                    
 none                as met                                 b                              1
 ==================  =====================================  =============================  ==============================
 
-Weights that updates will make are predicted, see ``weights/prediction.py``. Where the backward uses other weights than
-the forward did, the forward is repeated with them. Updates ahead that papers state for M = 1 are divided by M.
+Weights of future updates are predicted, see ``weights/prediction.py``. Where the backward uses other weights than the
+forward did, the forward is repeated with them. Numbers of updates that papers state for M = 1 are divided by M.
 
 Source: PipeDream, Narayanan et al., SOSP 2019 (stash); PipeDream-2BW, Narayanan et al., ICML 2021; SpecTrain, Chen et
 al., arXiv:1809.02839; PipeOptim, Guan et al., arXiv:2312.00839.
@@ -40,8 +40,8 @@ class Use(NamedTuple):
     """The weights that an action uses.
 
     Attributes:
-        version: updates that made them, since the last drain.
-        ahead: further updates, which are predicted.
+        version: number of updates since the last drain that these weights include.
+        ahead: number of further updates that are predicted.
     """
 
     version: int
@@ -50,12 +50,12 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """A stage in a pipeline that does not drain between updates.
+    """The position of a stage in a pipeline that does not drain between updates.
 
     Attributes:
-        stage: k.
-        num_stages: K.
-        num_microbatches: M, of an update.
+        stage: k, number of the stage.
+        num_stages: K, number of stages.
+        num_microbatches: M, number of micro-batches of an update.
     """
 
     stage: int
@@ -64,28 +64,28 @@ class Place:
 
     @property
     def warm_up(self) -> int:
-        """w: by how many micro-batches forwards are ahead of backwards."""
+        """The number w of micro-batches by which forwards are ahead of backwards."""
         return self.num_stages - 1 - self.stage
 
     def batch(self, micro_batch: int) -> int:
-        """b: which is also the version that a backward meets."""
+        """Return the batch b of a micro-batch, which is also the version that its backward meets."""
         return micro_batch // self.num_microbatches
 
     def met(self, micro_batch: int) -> int:
-        """The version that a forward meets."""
+        """Return the version that the forward of a micro-batch meets."""
         return max(0, micro_batch - self.warm_up) // self.num_microbatches
 
     def staleness(self, micro_batch: int) -> int:
-        """s: updates between a forward and its backward."""
+        """Return the staleness s of a micro-batch: the number of updates between its forward and its backward."""
         return self.batch(micro_batch) - self.met(micro_batch)
 
     def updates(self, micro_batches: int) -> int:
-        """Updates that so many micro-batches bring at most."""
+        """Return the largest number of updates within ``micro_batches`` consecutive micro-batches."""
         return -(-micro_batches // self.num_microbatches)
 
     @property
     def batches_ahead(self) -> int:
-        """Batches of which some forwards may come before the update of the one before them."""
+        """The number of batches by which forwards may be ahead of the last update."""
         return self.updates(self.warm_up)
 
 
@@ -94,14 +94,14 @@ _Rule = Callable[[Place, int], Use]
 
 @dataclass(frozen=True)
 class WeightPolicy:
-    """Which weights actions use.
+    """A rule that says which weights actions use.
 
     Attributes:
-        name: of the policy.
-        forward: place and micro-batch -> the weights of the forward.
-        backward: the same of the backward; None: those that the forward used.
+        name: name of the policy.
+        forward: function of place and micro-batch that returns the weights of the forward.
+        backward: function of place and micro-batch that returns the weights of the backward; None: as the forward.
         drains: whether the pipeline drains before each update.
-        delta: what a prediction goes by: the optimizer's ``"state"``, or the last ``"increment"`` of the weights.
+        delta: basis of predictions: the optimizer's ``"state"``, or the last ``"increment"`` of the weights.
     """
 
     name: str
@@ -111,12 +111,12 @@ class WeightPolicy:
     delta: Literal["state", "increment"] = "state"
 
     def uses(self, place: Place, micro_batch: int) -> tuple[Use, Use]:
-        """The weights of the forward, and of the backward."""
+        """Return the weights of the forward and of the backward of a micro-batch."""
         forward = self.forward(place, micro_batch)
         return forward, forward if self.backward is None else self.backward(place, micro_batch)
 
     def check(self, place: Place) -> None:
-        """Raise ScheduleError if the policy cannot do with so few micro-batches."""
+        """Check that there are enough micro-batches for the policy; raise ScheduleError otherwise."""
         if self.name == "2bw" and place.num_microbatches < place.num_stages:
             raise ScheduleError(
                 f"weight_policy='2bw' with {place.num_microbatches} micro-batches and {place.num_stages} stages: two "
@@ -158,19 +158,19 @@ _CHOICES = {"delta": choice("state", "increment"), "staleness": choice("exact", 
 
 @dataclass(frozen=True)
 class PipeOptim:
-    """Forwards predict the weights that their backwards will meet.
+    """The options of PipeOptim, in which forwards predict the weights that their backwards will meet.
 
     Attributes:
-        delta: what a prediction goes by. ``"state"`` is the optimizer's, as the paper has it, which must be one that
-            remembers where it goes; ``"increment"``, the last one of the weights, is for any optimizer, and costs the
-            memory of one more copy of them. Weight decay that is decoupled, as that of AdamW, is in the increment only.
+        delta: basis of predictions. ``"state"``, as in the paper, uses the state of the optimizer, which must keep a
+            momentum. ``"increment"`` uses the last increment of the weights. It works with any optimizer, and needs the
+            memory of one more copy of the weights. Only the increment includes decoupled weight decay, as in AdamW.
         staleness: ``"exact"``, or ``"constant"``: the paper's w, which predicts too far after each drain.
-        exact_backward: whether a backward is that of the weights which it meets; its forward is repeated with them.
-            Else it is that of the weights which its forward predicted: nothing is repeated, and each prediction in
-            flight is kept. (The paper's own, new weights on old activations, is none that autograd could compute alike
-            for all operations.)
+        exact_backward: whether a backward uses the weights which it meets; its forward is repeated with them.
+            Otherwise it uses the weights which its forward predicted: nothing is repeated, and each prediction in
+            flight is kept. (Autograd cannot compute the paper's variant, new weights on old activations, for all
+            operations.)
     Raises:
-        ConfigurationError: none of these.
+        ConfigurationError: a value is not allowed.
     """
 
     delta: Literal["state", "increment"] = "state"
@@ -182,7 +182,7 @@ class PipeOptim:
 
     @property
     def policy(self) -> WeightPolicy:
-        """The policy."""
+        """The weight policy with these options."""
         forward = _by_staleness if self.staleness == "exact" else _by_warm_up
         return WeightPolicy("pipeoptim", forward, _current if self.exact_backward else None, delta=self.delta)
 
@@ -202,16 +202,16 @@ POLICIES: dict[str, WeightPolicy] = {
 
 
 def held(policy: WeightPolicy, place: Place) -> int:
-    """The largest number of copies of a stage's weights at a time: its own, and others that its actions use.
+    """Return the largest number of copies of a stage's weights at a time, including the current weights.
 
-    A copy lives from its first use to its last; a prediction that one action uses, in a buffer that all share.
+    A copy lives from its first use to its last. Predictions that only one action uses share one buffer.
     """
     extra = policy.delta == "increment"
     if policy.drains:
         return 1
-    count = 4 * (place.warm_up + place.num_microbatches)  # long enough to be steady
+    count = 4 * (place.warm_up + place.num_microbatches)  # enough micro-batches for a steady state
     last: dict[Use, int] = {}
-    uses: list[tuple[int, Use]] = []  # time, in backwards that have been, and what is used then
+    uses: list[tuple[int, Use]] = []  # time, as the number of backwards before it, and the weights that are used then
     for i in range(count):
         forward, backward = policy.uses(place, i)
         uses += [(max(0, i - place.warm_up), forward), (i, backward)]

@@ -1,10 +1,10 @@
-"""Schedules of two stages on each process, placed there and back: the process of the first stage has the last one too.
+"""Schedules with two stages on each process, placed as a V: the process of the first stage also has the last one.
 
 ::
 
     D = 3 processes     0: stages 0, 5     1: stages 1, 4     2: stages 2, 3
 
-The first backward comes where the last forward went, so that every process stashes the same.
+The first backward runs on the process of the first forward, so that all processes stash the same amount.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, 
 
 
 def zbv(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
-    """ZB-V: with equal forwards and halves no process is idle between its first action and its last.
+    """Build ZB-V: with equal forwards and halves of backwards no process is idle between its first and last action.
 
-    Once a process has begun there is an action between what a message allows and the message itself, so that one which
-    comes a little late costs little; weight gradients fill what is left at the end. It stashes what 1F1B does on its
-    first stage. With fewer than K micro-batches it is idle longer.
+    Once a process has begun, it runs another action between the arrival of a message and the action that needs it, so
+    that a message which is a little late costs little. Weight gradients fill idle time at the end. Every process
+    stashes as much as the first stage of 1F1B. With fewer than K micro-batches processes are idle longer.
 
     Source: Pipeline Parallelism with Controllable Memory, Qi et al., arXiv:2405.15362, and Zero Bubble Pipeline
         Parallelism, Qi et al., ICLR 2024, section 6.
@@ -30,10 +30,10 @@ def zbv(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
 
 
 def dualpipev(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
-    """DualPipeV: a forward of one stage of a process beside a backward of the other, in pairs.
+    """Build DualPipeV: pairs of a forward of one stage of a process and a backward of the other.
 
-    Where nothing overlaps within a pair, as here, it is idle a little; at the ends of an iteration backwards come in
-    halves. With fewer than K micro-batches there are no pairs: then it is ZB-V.
+    Where nothing overlaps within a pair, as here, processes are idle a little. At the ends of an iteration backwards
+    are split. With fewer than K micro-batches there are no pairs, and the order is that of ZB-V.
 
     Source: DeepSeek-V3, arXiv:2412.19437 (DualPipe), cut in half as Sea AI Lab proposed.
     """
@@ -41,7 +41,14 @@ def dualpipev(num_stages: int, num_microbatches: int, num_devices: int) -> Sched
 
 
 class _Order:
-    """That of a process, whose stages are ``there`` and ``back``, as far as it is made; ``after``: processes behind."""
+    """The order of the actions of a process, as far as it has been built.
+
+    Attributes:
+        there: stage of the process on the way there.
+        back: stage of the process on the way back.
+        after: number of processes behind this one.
+        places: actions so far, each with its stage.
+    """
 
     def __init__(self, device: int, num_microbatches: int, num_devices: int) -> None:
         self.there, self.back, self.after = device, 2 * num_devices - 1 - device, num_devices - 1 - device
@@ -50,13 +57,13 @@ class _Order:
         self._done: Counter[tuple[int, Kind]] = Counter()
 
     def left(self, stage: int, kind: Kind) -> int:
-        """Actions that are still to come."""
+        """Return how many actions of a kind a stage has still to run."""
         return self._count - self._done[stage, kind]
 
     def add(self, times: int, *places: tuple[int, Kind]) -> None:
-        """So many times an action of each of these kinds, with the next micro-batch, if there is one."""
+        """Append an action of each kind with its next micro-batch, if there is one, and repeat this ``times`` times."""
         for stage, kind in places * times:
-            of = (stage, INPUT_GRADIENT if kind is BACKWARD else kind)  # either way the gradient has come
+            of = (stage, INPUT_GRADIENT if kind is BACKWARD else kind)  # both compute the input gradient
             if self.left(*of):
                 self.places.append((stage, Action(kind, self._done[of])))
                 self._done[of] += 1
@@ -64,7 +71,7 @@ class _Order:
                     self._done[stage, WEIGHT_GRADIENT] += 1
 
     def add_weights(self) -> None:
-        """The next weight gradient whose gradient has come, if there is one: of the way back first."""
+        """Append the next weight gradient that may run, if there is one; the stage on the way back goes first."""
         for stage in (self.back, self.there):
             if self.left(stage, WEIGHT_GRADIENT) > self.left(stage, INPUT_GRADIENT):
                 return self.add(1, (stage, WEIGHT_GRADIENT))

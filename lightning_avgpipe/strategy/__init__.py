@@ -1,4 +1,4 @@
-"""Lightning's side: the strategy, and what it changes in a Trainer."""
+"""The strategy for Lightning, and its changes in a Trainer while a pipeline runs."""
 
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 

@@ -1,4 +1,4 @@
-"""Advance control: on rank 0, from the times and memory of all ranks to the advance of each shape of iteration."""
+"""Advance control: rank 0 chooses the advance of each shape of iteration from the times and memory of all ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.accounting import Footprint
 from lightning_avgpipe.planning import Plan
@@ -18,24 +16,25 @@ from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.schedule import Action, Schedule, in_turn, peak_stash
 from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decision, IterationShape
 from lightning_avgpipe.strategy.schedule_choice import ScheduleChoice
+from lightning_avgpipe.utils.lightning import rank_zero_warn
 
 _log = logging.getLogger(__name__)
 
-# Of advances, by shape, and measured peaks, by stage; None if there is nothing new.
+# (shape, advance) for each new decision, and (stage, peak bytes) for each new measurement; None if nothing is new.
 Decisions = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]] | None
-# Numbers and seconds of iterations; number, stage and footprint of each that was measured.
+# (number, seconds) for each iteration; (number, stage, footprint values) for each measurement of memory.
 Report = tuple[Sequence[tuple[int, float]], Sequence[Any]]
 
 
 @dataclass
 class Ran:
-    """An iteration.
+    """An iteration that ran.
 
     Attributes:
-        shape: of it.
-        advance: that it ran with.
-        counts: whether its time says something: it was an ordinary one.
-        times: rank -> seconds, as far as reported.
+        shape: shape of the iteration.
+        advance: advance that it ran with.
+        counts: whether its time may be compared with others; see :class:`ScheduleControl`.
+        times: rank -> seconds, of the ranks that have reported.
     """
 
     shape: IterationShape
@@ -45,10 +44,10 @@ class Ran:
 
 
 class AdvanceControl:
-    """Decides, on rank 0, from what all ranks have measured with one plan.
+    """Chooses advances on rank 0, from what all ranks have measured with one plan.
 
     Args:
-        cluster: who hosts what.
+        cluster: the connected processes.
         choice: builds the schedules whose memory is predicted.
     """
 
@@ -65,22 +64,22 @@ class AdvanceControl:
         self._unlogged: Decision | None = None
 
     def begin(self, start: int, loaded: dict[str, Any] | None) -> None:
-        """There is a plan, and an advance to begin with.
+        """Start the controller, once there is a plan.
 
         Args:
-            start: this advance.
-            loaded: state of a run that was saved; it goes on after the first iteration, when it is known what fits.
+            start: advance to begin with.
+            loaded: state of a saved run; it applies after the first iteration, when it is known what fits the memory.
         """
         self._controller = AdaptiveAdvance(start, self.predicted, self._choice.memory_limit(), self._choice.warm_up)
         if loaded is not None:
             self._controller.load_state_dict(loaded)
 
     def note(self, number: int, ran: Ran) -> None:
-        """News of an iteration will come, though maybe not with the next news."""
+        """Note that an iteration ran; ranks report its times later, maybe not with their next report."""
         self._ran[number] = ran
 
     def estimate(self, plan: Plan, shape: IterationShape, schedule: Schedule) -> None:
-        """Where memory is not measured, go by the plan's estimates, which were made for this schedule."""
+        """Take the plan's estimates for a shape, where memory is not measured; they were made for this schedule."""
         if shape in self._footprints:
             return
         for k, (stage, flights) in enumerate(zip(plan.stages, peak_stash(schedule), strict=True)):
@@ -88,21 +87,26 @@ class AdvanceControl:
             self._footprints[shape][k] = Footprint.estimated(stage.memory.held, stash, self._row(schedule, k))
 
     def take(self, rank: int, report: Report) -> None:
-        """Take in what a rank has measured."""
+        """Take in the measurements that a rank has reported."""
         times, footprints = report
         for number, seconds in times:
-            if number in self._ran:  # else the plan was another
+            if number in self._ran:  # else the iteration ran with an earlier plan
                 self._ran[number].times[rank] = seconds
         for number, stage, *values in footprints:
             if number not in self._ran:
                 continue
             replica, _ = self._cluster.stage_map.share(stage, rank)
-            if replica == 0:  # the others have as many micro-batches, or one less
+            if replica == 0:  # other replicas have as many micro-batches, or one less
                 self._footprints[self._ran[number].shape][stage] = Footprint(*values)
             self._peaks[stage] = max(values[0], self._peaks.get(stage, 0)) if replica else values[0]
 
     def decide(self, chosen: Mapping[IterationShape, int], peaks: Mapping[int, int]) -> Decisions:
-        """What follows from iterations that all ranks have reported, in order; as far as all do not know it yet."""
+        """Return what is new for all ranks, from the iterations that every rank has reported.
+
+        Args:
+            chosen: shape -> advance, as all ranks know it.
+            peaks: stage -> peak bytes, as all ranks know it.
+        """
         while self._ran and len(next(iter(self._ran.values())).times) == self._cluster.group.world_size:
             self._observe(self._ran.pop(next(iter(self._ran))))
         if self._controller is not None:
@@ -116,7 +120,7 @@ class AdvanceControl:
         return tuple((*astuple(s), h) for s, h in new.items()), tuple(higher.items())
 
     def metrics(self) -> dict[str, float]:
-        """Of the last decision, once; empty if there is no new one."""
+        """Return the metrics of the last decision, once; empty if there is no new decision."""
         decision, self._unlogged = self._unlogged, None
         if decision is None:
             return {}
@@ -126,16 +130,16 @@ class AdvanceControl:
         }
 
     def predicted(self, shape: IterationShape, advance: int) -> list[float]:
-        """Peak of each stage, in bytes, if iterations of a shape that was measured had this advance."""
+        """Return the peak of each stage in bytes, if iterations of a measured shape had this advance."""
         schedule, footprints = self._choice.schedule(shape, advance), self._footprints[shape]
         return [footprints[k].predicted(self._row(schedule, k)) for k in range(shape.num_stages)]
 
     def _row(self, schedule: Schedule, stage: int) -> Sequence[Action]:
-        """Of a stage, or of its first replica."""
+        """Return the actions of a stage, or of its first replica."""
         return in_turn(schedule[stage], 0, len(self._cluster.stage_map.ranks(stage)))
 
     def _first(self, controller: AdaptiveAdvance, shape: IterationShape) -> int:
-        """The advance that a shape begins with, or after a resume goes on with."""
+        """Return the advance that a shape begins with, or after a resume goes on with."""
         limit = self._choice.memory_limit()
         for stage, peak in enumerate(self.predicted(shape, 0)):
             if peak > limit:
@@ -152,7 +156,7 @@ class AdvanceControl:
         if controller is None or not ran.counts or shape in self._too_large:
             return
         if ran.advance != self._decided.get(shape):
-            return  # it ran before the last decision had come round
+            return  # the iteration ran before all ranks knew of the last decision
         seconds = max(ran.times.values())
         self._recent.append(seconds)
         decision = controller.observe(shape, seconds)
@@ -162,5 +166,5 @@ class AdvanceControl:
             _log.info("advance %d from now on: %s", decision.advance, decision.reason)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What the controller knows; None before it has begun."""
+        """Return the state of the controller; None before :meth:`begin`."""
         return None if self._controller is None else self._controller.state_dict()

@@ -1,28 +1,26 @@
-"""Ends a run that the command ``python -m lightning_avgpipe.advise`` has started, with its advice."""
+"""A callback that ends a run of ``python -m lightning_avgpipe.advise`` after its first batch, with the advice."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback
-from lightning.pytorch.utilities.exceptions import _TunerExitException
-
 from lightning_avgpipe.advise.request import Request
 from lightning_avgpipe.advise.ways import advice
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.utils.lightning import Callback, _TunerExitException
 
 
 class Advisor(Callback):
-    """After the first batch.
+    """Writes the advice after the first batch of training, and ends the run.
 
     Args:
-        request: what to look at.
-        cluster: of the run.
+        request: request of the command.
+        cluster: the connected processes.
 
     Attributes:
-        done: whether the run has got there.
+        done: whether the advice has been written.
     """
 
     def __init__(self, request: Request, cluster: Cluster) -> None:
@@ -32,7 +30,7 @@ class Advisor(Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Write the advice, and end the run."""
         plan: Plan = trainer.strategy.plan
-        if self._cluster.leads and plan.units is not None and plan.forecast is not None:
+        if self._cluster.world.rank == 0 and plan.units is not None and plan.forecast is not None:
             found = advice(plan.units, plan.forecast.num_microbatches, self._request.devices, self._request.megabits)
             Path(self._request.report).write_text(found)
         self._cluster.world.barrier("the end of advice")

@@ -1,6 +1,6 @@
-"""Aftermath: hooks that run on rank 0 only, where the results are; what they change happens on every process.
+"""Hooks that run on rank 0 only, because they need results of steps: other ranks apply the changes of such a hook.
 
-A temperature that ``on_train_epoch_end`` lowers is read by the stages of other processes.
+An example is a temperature that ``on_train_epoch_end`` lowers, and that stages on other processes read.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +24,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.codec import as_bytes
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.utils.lightning import is_overridden, pl
 from lightning_avgpipe.utils.object_state import Variable
 from lightning_avgpipe.utils.objects import Objects, assign
 from lightning_avgpipe.utils.patching import replaced
@@ -37,8 +36,8 @@ from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets
 _HOOKS = tuple(
     f"on_{stage}_{when}_end" for stage in ("train", "validation", "test", "predict") for when in ("batch", "epoch")
 )
-_LARGEST = 2**20  # bytes of an attribute that a step reads
-_LARGE = 2**16  # of any other, which may grow with every batch
+_LARGEST = 2**20  # most bytes that are sent of an attribute that a step reads on other processes
+_LARGE = 2**16  # most bytes that are sent of any other attribute, which may grow with every batch
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule())) - {"training"}
 _MISSING = object()
 _SHOWN = 3  # names in a message
@@ -48,24 +47,40 @@ Key = tuple[str, str]  # path of a module, name of the attribute or buffer
 
 @contextlib.contextmanager
 def hooks_with_results(trainer: pl.Trainer, cluster: Cluster, deployment: Deployment) -> Iterator[None]:
-    """Within this context these hooks run on rank 0 of a group, and the others follow what they change.
+    """Within this context hooks that need results run on rank 0 of a group, and the other ranks apply their changes.
 
     Args:
-        trainer: whose module has the hooks.
-        cluster: of several processes in a group.
-        deployment: of the module on processes.
+        trainer: trainer of the module that has the hooks.
+        cluster: the connected processes, several of them in a group.
+        deployment: deployment of the module on processes.
     """
     module = trainer.lightning_module
-    metrics = (m for m in module.modules() if isinstance(m, Metric))  # what they hold stays where it is
+    metrics = (m for m in module.modules() if isinstance(m, Metric))  # their states stay on rank 0
     ignored = {id(m) for metric in metrics for m in metric.modules()}
     modules = {path: m for path, m in module.named_modules() if id(m) not in ignored}
     with contextlib.ExitStack() as undo:
         for name in _HOOKS:
             if name in vars(module) or is_overridden(name, module):
                 run = _followed if cluster.rank == 0 else _following
-                hook = run(name, getattr(module, name), modules, trainer, cluster, deployment)
-                undo.enter_context(replaced(module, name, hook))
+                hook = getattr(module, name)
+                followed = run(name, hook, modules, trainer, cluster, deployment)
+                undo.enter_context(replaced(module, name, _called_by_lightning(name, module, followed, hook)))
         yield
+
+
+def _called_by_lightning(
+    name: str, module: pl.LightningModule, instead: Callable[..., Any], hook: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a hook that runs ``instead`` where Lightning calls it, and the hook itself where user code does.
+
+    User code in a hook of rank 0 runs there only, as a part of that hook; in a hook of every process it runs on all.
+    """
+
+    @functools.wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (instead if module._current_fx_name == name else hook)(*args, **kwargs)
+
+    return run
 
 
 def _followed(
@@ -91,14 +106,14 @@ def _followed(
 
 
 def _needed_elsewhere(deployment: Deployment) -> frozenset[tuple[str, str]]:
-    """Path of a module and name of the attributes that steps read on other processes, and of buffers there."""
+    """Return (path of a module, name) of the attributes that steps read on other processes, and of buffers there."""
     holdings = deployment.holdings
     owned = (name.rpartition(".") for name in filter(holdings.answered_elsewhere, holdings.answers))
     return deployment.pipeline.read_elsewhere() | {(path, name) for path, _, name in owned}
 
 
 def _kept_elsewhere(module: nn.Module, cluster: Cluster, deployment: Deployment) -> frozenset[str]:
-    """Full names of parameters that other processes hold, alone or as well, and of buffers that they change."""
+    """Return the full names of parameters that other processes hold, and of buffers that their steps change."""
     assert deployment.plan is not None
     pipeline, used, ranks = deployment.pipeline, deployment.plan.stages_of, cluster.stage_map.ranks
     here = dict(module.named_parameters())
@@ -157,10 +172,10 @@ def _accept_variable(variable: Variable, value: Any) -> None:
 
 
 class _Writes(TorchDispatchMode):
-    """Within this context it is noted which parameters and buffers are written into, whether they have contents or not.
+    """Within this context writes into parameters and buffers are noted, whether these have contents or not.
 
     Attributes:
-        found: their full names.
+        found: full names of the parameters and buffers that were written into.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -185,12 +200,13 @@ class _Writes(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def check(self, hook: str, elsewhere: Collection[str]) -> None:
-        """The hook has run.
+        """Check that the hook has written into nothing that other processes hold.
 
         Args:
-            elsewhere: what other processes hold and change.
+            hook: name of the hook.
+            elsewhere: full names of what other processes hold and change.
         Raises:
-            StepChangedError: some of it was written into.
+            StepChangedError: the hook has written into one of these.
         """
         given = {name for name, parameter in self._absent if not parameter.is_meta}
         lost = sorted((self.found | given) & set(elsewhere))
@@ -205,18 +221,18 @@ class _Writes(TorchDispatchMode):
 
 
 class _Gone:
-    """In the place of an attribute that was deleted."""
+    """A placeholder for the value of an attribute that was deleted."""
 
 
 class _Flag:
-    """In the place of a parameter: whether it is trained."""
+    """A placeholder for a parameter, which tells whether it is trained."""
 
     def __init__(self, requires_grad: bool) -> None:
         self.requires_grad = requires_grad
 
 
 class _Attributes:
-    """What modules hold before a hook: attributes, buffers, and which parameters are trained. And variables outside."""
+    """The state before a hook: attributes and buffers of modules, which parameters are trained, outside variables."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
@@ -234,14 +250,14 @@ class _Attributes:
         }
 
     def news(self, hook: str, needed: Collection[Key], written: Collection[str]) -> list[tuple[Key, bytes]]:
-        """What has changed since, packed.
+        """Return what has changed since, packed.
 
         Args:
-            hook: that has run.
-            needed: what steps read on other processes, and buffers of these.
+            hook: name of the hook that has run.
+            needed: attributes that steps read on other processes, and buffers there.
             written: full names of buffers that were written into.
         Raises:
-            StepChangedError: something that steps read on other processes cannot be sent to them.
+            StepChangedError: an attribute that steps read on other processes cannot be sent to them.
         """
         now, changed = self._holds(), {id(obj) for obj in self._objects.changed()}
         found = []
@@ -254,9 +270,9 @@ class _Attributes:
             must = key in needed
             try:
                 content = self._packed(_Gone() if value is _MISSING else value, _LARGEST if must else _LARGE)
-            except Exception as error:  # of any type: pickling runs code of the objects
+            except Exception as error:  # pickling runs code of the objects, which may raise any error
                 if not must:
-                    continue  # nobody else reads it
+                    continue  # no other process reads the attribute
                 raise StepChangedError(
                     f"{hook}() runs on rank 0 only and changes '{_full_name(key)}', which steps "
                     f"read on other processes too, but it cannot be sent there: {error}. Change it in a hook that "
@@ -287,7 +303,7 @@ _TRAINED, _FROZEN = _Flag(True), _Flag(False)
 
 
 class _Pickler(pickle.Pickler):
-    """Modules are known to all; tensors are numbers, wherever they are."""
+    """A pickler that replaces modules by their paths, and tensors by numbers that do not depend on the device."""
 
     def __init__(self, file: io.BytesIO, modules: dict[str, nn.Module], most: int) -> None:
         super().__init__(file)
@@ -323,15 +339,17 @@ class _Unpickler(pickle.Unpickler):
         if kind == "module":
             return self._modules[content]
         numbers, dtype, shape, on_host = content
-        flat = torch.frombuffer(bytearray(numbers), dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
+        flat = (
+            torch.frombuffer(bytearray(numbers), dtype=dtype) if numbers else torch.empty(0, dtype=dtype, device="cpu")
+        )
         return flat.reshape(shape).to("cpu" if on_host else self._device)
 
 
-# -- optimizers and schedulers, which every process has ----------------------------------------------------------------
+# -- optimizers and schedulers, of which every process has a copy -----------------------------------------------------
 
 
 def _optimization(trainer: pl.Trainer) -> bytes:
-    """Hyper-parameters of optimizers, and states of schedulers."""
+    """Return the hyper-parameters of optimizers and the states of schedulers, pickled."""
     groups = [
         [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         for optimizer in trainer.optimizers

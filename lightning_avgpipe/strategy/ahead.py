@@ -1,4 +1,4 @@
-"""What runs ahead of Lightning: micro-batches of batches whose turn has not come."""
+"""Iterations that overlap: micro-batches of the next batches run before Lightning's loop comes to these batches."""
 
 from __future__ import annotations
 
@@ -8,30 +8,28 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.callbacks import ModelCheckpoint
-
 from lightning_avgpipe.capture.graph import changed_in_common
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.foresight import Foresight, Progress
+from lightning_avgpipe.strategy.foresight import AheadWatch, Progress
 from lightning_avgpipe.strategy.iteration import Finish, Iterations
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.lightning import ModelCheckpoint, _Stateful
 from lightning_avgpipe.utils.torch_compat import version_of
 
 STEP = "training_step"
 
 
 @dataclass(kw_only=True)
-class Read:
-    """What was read, on its way through the stages.
+class BatchRead:
+    """A batch that was read, while it is on its way through the stages.
 
     Attributes:
-        batches: on the device, by pipeline.
-        number: of its random numbers.
+        batches: batch of each pipeline, on the device.
+        number: number of the iteration, on which random numbers depend.
         rest: other arguments of the step.
-        progress: the trainer's counters as they will be; None from the time on that they are.
-        finish: what the last stage does with results, once it is known.
+        progress: the trainer's counters as they will be for this batch; None once Lightning's loop has come to it.
+        finish: function that the last stage calls with results; None before it is known.
     """
 
     batches: Sequence[Any]
@@ -45,17 +43,17 @@ class Read:
 
     @property
     def changed(self) -> bool:
-        """Whether somebody has changed a batch."""
+        """Whether user code has changed a batch since it was read."""
         return any(version_of(tensor) != version for tensor, version in self._versions)
 
 
 @dataclass(kw_only=True)
 class AheadIterations(Iterations):
-    """Iterations that begin before their turn.
+    """Iterations that may begin before Lightning's loop comes to their batches.
 
     Attributes:
-        batches: on their way to the device.
-        broken: called when an iteration fails of which some models or stages have stepped and others have not.
+        batches: brings batches to the device.
+        broken: called when an iteration fails in which some models or stages have stepped and others have not.
     """
 
     batches: Batches
@@ -63,22 +61,22 @@ class AheadIterations(Iterations):
 
     def __post_init__(self) -> None:
         self._option, self._instead = self.configuration.options.overlap
-        self._foresight = Foresight(self.trainer, self._option, self._instead)
+        self._foresight = AheadWatch(self.trainer, self._option, self._instead)
         self._checked = False
 
     def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
-        """As without anything ahead, when nothing is."""
+        """Drain the pipeline, then run a step without backward; see :meth:`Iterations.evaluate`."""
         self.drain()
         return super().evaluate(step, batch, *rest)
 
     def _calling(self, step: str) -> AbstractContextManager[None]:
-        # where rolling was left open, nothing runs ahead before the first iteration has told whether it may
+        # with rolling="auto" nothing runs early before the first iteration has shown whether the step allows it
         self._foresight.only_notes = self.configuration.is_open and not self._checked
         return self._foresight.guarding() if step == STEP and self._overlaps else contextlib.nullcontext()
 
     @property
     def _overlaps(self) -> bool:
-        """Whether a step may run ahead."""
+        """Whether iterations of this run may overlap."""
         return self.configuration.rolls and self.models.num_models > 1
 
     @property
@@ -86,7 +84,7 @@ class AheadIterations(Iterations):
         return self.deployment.pipeline.steps[STEP].freezing.trained
 
     def _may_go_on(self) -> bool:
-        """Whether nothing is foreseen between this batch and the next that needs everything whole."""
+        """Return whether the next batch may begin early: no validation, checkpoint or end of epoch comes before it."""
         trainer, loop, fetcher = self.trainer, self.trainer.fit_loop.epoch_loop, self.trainer.fit_loop._data_fetcher
         assert fetcher is not None
         steps = trainer.global_step + 1
@@ -103,17 +101,17 @@ class AheadIterations(Iterations):
         )
 
     def _check_graph(self) -> None:
-        """Refuse steps that change what batches share, and data that must not be read ahead.
+        """Check that the step changes nothing that overlapping batches share, and that its data may be read ahead.
 
         Raises:
-            ConfigurationError: names it.
+            ConfigurationError: names what stands against it.
         """
         if found := self._against():
             raise ConfigurationError(found)
         self._checked = True
 
     def _against(self) -> str:
-        """Why nothing may run ahead of a step that has been captured; nothing: ""."""
+        """Return why iterations of a captured step must not overlap; empty if they may."""
         if self._foresight.noted:
             return self._foresight.noted
         loader = self.trainer.fit_loop._combined_loader
@@ -132,14 +130,14 @@ class AheadIterations(Iterations):
         return ""
 
     def others_trained(self) -> ConfigurationError:
-        """A hook has frozen or unfrozen something too late."""
+        """Return the error for a hook that has frozen or unfrozen parameters too late."""
         return ConfigurationError(
             f"a hook has changed which parameters of {type(self._module).__name__} are trained when micro-batches of "
             f"the next batch had run already; with {self._option} do so in on_train_epoch_start"
         )
 
     def other_batch(self) -> StepChangedError:
-        """The batch is not the one that was read ahead."""
+        """Return the error for a batch that is not the one that was read ahead."""
         return StepChangedError(
             "a batch that has been read ahead, and may have run in part, was changed or left out by a hook; with "
             f"{self._option} change batches in on_after_batch_transfer, or use {self._instead}"

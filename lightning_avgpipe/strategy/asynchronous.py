@@ -5,19 +5,20 @@
     M = 2    stage 0 | F0 F1 F2 F3 B0 B1 u | F4 B2 F5 B3 u | ..        u: the hooks of a step, and the step
              stage 3 | F0 B0 F1 B1 u | F2 B2 F3 B3 u | ..
 
-Lightning works on batch t in each process. Within its optimization the stages of the process run until each has ended
-the backwards of t, and with them the forwards of later batches that 1F1B wants by then; then come the hooks of a
-backward and of a step, and the step. Nobody waits for another process. What follows from that:
+In each process Lightning works on batch t. Within Lightning's optimization the stages of the process run until each
+has ended the backwards of t, and with them the forwards of later batches that 1F1B schedules by then. The hooks of a
+backward and of a step follow, and the optimizer's step. No process waits for the step of another. The consequences:
 
-- Before batch t so many further batches are read as the first stage runs ahead; their hooks on the way to the device
-  run then. All other hooks come in their turn, and so does everything on the last stage, where losses and logs are.
-- Gradients are those of one batch, and no optimizer steps ahead: hooks find weights, gradients and optimizers as they
-  are after batch t. Buffers that a step changes may already be ahead.
-- Steps on other stages than the last see the trainer's counters as they will be, see ``Foresight``.
-- Where something is foreseen that needs everything whole (a validation, a checkpoint every n steps, the end of an epoch
-  or of training), no forward runs ahead, and versions count from 0 afterwards. Where it is not, :meth:`drain` throws
-  away what has: no weights have seen it, and buffers get their contents back. The batches stay, and run again.
-- A batch with another number of micro-batches than those before it begins after a drain.
+- Before batch t those later batches are read whose forwards the first stage runs early. Their transfer hooks run
+  then. All other hooks run in their usual order, and so does everything on the last stage, with losses and logs.
+- Gradients are those of one batch, and no optimizer steps early: hooks find weights, gradients and optimizers as they
+  are after batch t. Buffers that a step changes may already have been changed by later batches.
+- Steps on other stages than the last see the trainer's counters as they will be for their batch; see ``AheadWatch``.
+- Before an event that needs a drained pipeline (a validation, a checkpoint every n steps, the end of an epoch or of
+  training), no forward of a later batch runs, and versions count from 0 afterwards. If such an event was not foreseen,
+  :meth:`drain` discards these forwards: no weights depend on them, and buffers get their contents back. The batches are
+  kept, and run again.
+- A batch with another number of micro-batches than the batch before begins after a drain.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from lightning_avgpipe.engine.stream import Stream
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ConfigurationError, MicroBatchError, ScheduleError
 from lightning_avgpipe.schedule.versions import Place
-from lightning_avgpipe.strategy.ahead import STEP, AheadIterations, Read
+from lightning_avgpipe.strategy.ahead import STEP, AheadIterations, BatchRead
 from lightning_avgpipe.strategy.foresight import Progress, as_it_will_be
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import RandomKey
@@ -46,7 +47,7 @@ from lightning_avgpipe.weights.store import WeightStore
 
 
 @dataclass(kw_only=True)
-class _Batch(Read):
+class _Batch(BatchRead):
     """A batch on its way through the stages.
 
     Attributes:
@@ -56,7 +57,7 @@ class _Batch(Read):
     parts: Sequence[MicroBatch]
 
     def begin_backward(self, i: int, result: Any) -> Tensor | None:
-        """Called on the last stage, which is never ahead."""
+        """Return the loss of a micro-batch. Called on the last stage, which runs no batch early."""
         assert self.finish is not None
         return self.finish(0, i, result)
 
@@ -69,17 +70,17 @@ class AsynchronousIterations(AheadIterations):
         super().__post_init__()
         assert self.deployment.weights is not None
         self._weights: WeightStore = self.deployment.weights
-        self._stream: Stream | None = None  # from one drain to the next
-        self._ends = False  # with what it has taken
-        self._coming: deque[_Batch] = deque()  # read ahead; the last may be for the next stream
-        self._trained: frozenset[str] = frozenset()  # since the drain
+        self._stream: Stream | None = None  # the batches from one drain to the next
+        self._ends = False  # after the batches that it has taken
+        self._coming: deque[_Batch] = deque()  # batches read ahead; the last may be for the next stream
+        self._trained: frozenset[str] = frozenset()  # parameters that are trained, since the drain
 
     @property
     def _overlaps(self) -> bool:
         return self.cluster.stage_map.num_stages > 1
 
     def train(self, batches: Sequence[Any], *rest: Any) -> Any:
-        """Run until the stages here have ended a batch."""
+        """Run until the stages of this process have ended a batch."""
         passes = self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
         if passes or not self._overlaps or (self._stream is None and self.deployment.replans):
             self.drain()
@@ -99,15 +100,16 @@ class AsynchronousIterations(AheadIterations):
             raise
 
     def stepped(self) -> None:
-        """The optimizers have stepped."""
+        """Note the new version of the weights after the optimizers have stepped, and drain if no batch follows."""
         if self._stream is not None:
             self._weights.stepped()
             if self._ends and self._stream.batch == self._stream.known:
                 self.drain()
 
     def drain(self) -> None:
-        """From now on nothing is ahead: weights, buffers and channels are as after the last batch. Every process calls
-        it; what has run ahead runs again.
+        """Drain the pipeline: weights, buffers and channels are as after the last batch. Every process calls it.
+
+        Forwards of later batches that have run are discarded, and run again.
         """
         self._drain(together=True)
 
@@ -117,10 +119,10 @@ class AsynchronousIterations(AheadIterations):
             stream.end(together)
 
     def leave(self, together: bool = True) -> None:
-        """The epoch ends, or batches become others: what was read ahead is given up.
+        """Drop the batches that were read ahead: the epoch ends, or batches change.
 
         Args:
-            together: whether every process calls it; else the channels are used no more.
+            together: whether every process calls it; else the channels are not used any more.
         """
         self._drain(together)
         self._coming.clear()
@@ -164,7 +166,7 @@ class AsynchronousIterations(AheadIterations):
         return None if 0 in self.models.skipped else result
 
     def _begin(self, current: _Batch) -> bool:
-        """Nothing is ahead: a stream begins with this batch; tells whether the stages are there."""
+        """Begin a stream of batches with this one; return whether the step has stages."""
         works, context = [current.parts], self.trainer.precision_plugin.train_step_context
         run = partial(self._micro_batch, STEP, context, works, 0, 0)
         if not self.preparation.prepare(STEP, run, works, current.rest, self._schedule(current.parts, True), 1):
@@ -185,7 +187,7 @@ class AsynchronousIterations(AheadIterations):
         return True
 
     def _fits(self, num_microbatches: int) -> bool:
-        """Whether batches of this size may follow one another without a drain: the last of an epoch may be small."""
+        """Return whether batches of this size may follow one another without a drain; an epoch's last may be small."""
         try:
             self._weights.policy.check(Place(0, self.cluster.stage_map.num_stages, num_microbatches))
         except ScheduleError:
@@ -193,10 +195,10 @@ class AsynchronousIterations(AheadIterations):
         return True
 
     def _check_weights(self) -> None:
-        """Refuse steps that write into parameters, of which there are several versions.
+        """Check that the step does not write into parameters, of which there are several versions.
 
         Raises:
-            ConfigurationError: names it.
+            ConfigurationError: names the parameter.
         """
         parameters = dict(self._module.named_parameters())
         written = [name for name in sorted(self.deployment.pipeline.graph(STEP).changed) if name in parameters]
@@ -208,7 +210,7 @@ class AsynchronousIterations(AheadIterations):
             )
 
     def _read_ahead(self, stream: Stream, rest: tuple[Any, ...]) -> None:
-        """The stream takes the batches that are needed while this one runs. The same on every process."""
+        """Let the stream take the batches whose forwards run during this one; each process takes the same."""
         count = stream.num_microbatches
         for j in range(Place(0, self.cluster.stage_map.num_stages, count).batches_ahead):
             if stream.known > stream.batch + 1 + j:
@@ -232,7 +234,7 @@ class AsynchronousIterations(AheadIterations):
         )
 
     def _run_ahead(self, batch: _Batch, i: int, *args: Any) -> Any:
-        """Call the step function with a micro-batch, wherever Lightning is."""
+        """Call the step function with a micro-batch, whichever batch Lightning's loop is at."""
         context = self.trainer.precision_plugin.train_step_context
         turn = self._foresight.in_turn() if batch.progress is None else contextlib.nullcontext()
         with as_it_will_be(self.trainer, batch.progress), replaced(self._module, "_current_fx_name", STEP), turn:

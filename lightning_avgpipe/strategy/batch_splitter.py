@@ -1,14 +1,10 @@
-"""The splitter: a batch becomes micro-batches, each with what it counts in the mean over the batch."""
+"""The splitter: splits a batch into micro-batches, and weighs each in the mean over the batch."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.microbatch import MicroBatch, fewest_samples, split, split_with, whole
@@ -20,21 +16,19 @@ from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.data import expected_now
 from lightning_avgpipe.strategy.options import SplitBatch
 from lightning_avgpipe.training.replicas import weighing
+from lightning_avgpipe.utils.lightning import RunningStage, pl, rank_zero_warn
 
-_LOOKED_AT = 8  # batches of training in which ignored targets are looked for
+_LOOKED_AT = 8  # number of training batches in which ignored targets are looked for
 
 
 class BatchSplitter:
     """Splits the batches of one run of the trainer.
 
     Args:
-        trainer: of the run.
-        cluster: of the processes.
-        configuration: with M as it is now.
-        batches: of the run.
-
-    Attributes:
-        kept_whole: stages of the run in which batches are not split, since the step takes no part of one.
+        trainer: trainer of the run.
+        cluster: the connected processes.
+        configuration: the strategy's options as they are now.
+        batches: batches of the run.
     """
 
     def __init__(self, trainer: pl.Trainer, cluster: Cluster, configuration: Configuration, batches: Batches) -> None:
@@ -45,11 +39,11 @@ class BatchSplitter:
         self._seen: dict[tuple[str, int], Seen] = {}
         self._warned: set[str] = set()
         self._unweighted = _LOOKED_AT
-        self.kept_whole: set[RunningStage | None] = set()
+        self._kept_whole: set[RunningStage | None] = set()  # stages of the trainer whose steps take whole batches only
 
     @property
     def loss_weight(self) -> LossWeight | None:
-        """What micro-batches count by, if not by samples: a method of the module that takes a batch, or the option."""
+        """The weight of a micro-batch, if not its samples: a method of the module that takes a batch, or the option."""
         own = getattr(self._trainer.lightning_module, "loss_weight", None)
         if inspect.ismethod(own) and next(iter(inspect.signature(own).parameters), None) == "batch":
             return own
@@ -57,28 +51,28 @@ class BatchSplitter:
 
     @property
     def own(self) -> SplitBatch | None:
-        """The user's function that splits, if there is one."""
+        """The user's function that splits batches; None if there is none."""
         return getattr(self._trainer.lightning_module, "split_batch", None) or self._configuration.options.split_batch
 
     @property
     def count(self) -> int:
-        """M, as far as batches have as many samples."""
+        """M, the number of micro-batches of a batch with at least as many samples."""
         return (
             1 if self._keeps_whole else self._configuration.options.microbatches(self._cluster.stage_map.given_stages)
         )
 
     @property
     def chooses(self) -> bool:
-        """Whether M was left to us."""
+        """Whether M was left to the strategy (``num_microbatches="auto"``)."""
         return self._configuration.options.num_microbatches == "auto"
 
     def keep_whole(self) -> None:
-        """The step that runs now takes no part of a batch: with ``num_microbatches="auto"`` it gets whole ones."""
-        self.kept_whole.add(self._running)
+        """Stop splitting batches for the step that runs now, which needs whole ones, if M was left to the strategy."""
+        self._kept_whole.add(self._running)
 
     @property
     def _keeps_whole(self) -> bool:
-        return self.chooses and self._running in self.kept_whole
+        return self.chooses and self._running in self._kept_whole
 
     @property
     def _running(self) -> RunningStage | None:
@@ -86,10 +80,11 @@ class BatchSplitter:
         return RunningStage.VALIDATING if stage == RunningStage.SANITY_CHECKING else stage
 
     def weighing(self, works: list[list[MicroBatch]]) -> Callable[[], list[list[MicroBatch]]]:
-        """Begin to weigh the micro-batches of an iteration of training, by pipeline, over replicas.
+        """Begin to weigh the micro-batches of an iteration of training over all replicas.
 
-        Every process calls it, and what is returned: the same, weighted where losses are, so that it may go on
-        meanwhile.
+        Returns:
+            A function that waits for the weights and returns the micro-batches by pipeline, weighted where losses are
+            computed. Every process calls both, and may do other work in between.
         """
         replicas, options = self._cluster.replicas, self._configuration.options
         several = self._cluster.stage_map.replicas > 1
@@ -98,15 +93,15 @@ class BatchSplitter:
         return weighing(works, options.num_pipelines, replicas)
 
     def split(self, batch: Any, pipeline: int = 0, weighs: bool = True) -> list[MicroBatch]:
-        """The micro-batches of the batch of one pipeline.
+        """Split the batch of one pipeline into micro-batches.
 
         Args:
             batch: as it was sent to the other processes.
-            pipeline: n.
-            weighs: whether they are weighed, where the loss is.
+            pipeline: number n of the pipeline.
+            weighs: whether micro-batches are weighed, where the loss is computed.
         Raises:
             ConfigurationError: the batch has changed since it was sent.
-            BatchError: it cannot be split.
+            BatchError: the batch cannot be split.
         """
         self._batches.distributor.check_seal(batch, pipeline)
         parts = self.parts(batch)
@@ -121,23 +116,23 @@ class BatchSplitter:
         return parts
 
     def counts(self, parts: Sequence[MicroBatch]) -> tuple[list[int], list[float]]:
-        """Sizes of micro-batches, and what they count in a mean."""
+        """Return the sizes of micro-batches, and their weights in a mean."""
         sizes = [part.size for part in parts]
         return sizes, list(sizes) if self.loss_weight is None else [part.weight for part in parts]
 
     def log_weight(self, part: MicroBatch, parts: Sequence[MicroBatch]) -> float | None:
-        """What a micro-batch of a batch counts in the means that it logs; None: its samples, or what the step says."""
+        """Return the weight of a micro-batch in the means that it logs; None: its samples, or what the step says."""
         if self.loss_weight is None:
             return None
         several = self._cluster.stage_map.replicas > 1
         return part.counted if several else part.weight * (sum(other.size for other in parts) or 1)
 
     def num_samples(self, batch: Any) -> int:
-        """Samples of a batch, as its micro-batches count them."""
+        """Return the number of samples of a batch, as its micro-batches count them."""
         return sum(part.size for part in self.parts(batch))
 
     def parts(self, batch: Any) -> list[MicroBatch]:
-        """The micro-batches of a batch, not weighed."""
+        """Split a batch into micro-batches that are not weighed."""
         options, trainer, module = self._configuration.options, self._trainer, self._trainer.lightning_module
         count, index = self.count, self._batches.dataloader_idx
         if self.own is not None and not self._keeps_whole:
@@ -161,6 +156,13 @@ class BatchSplitter:
                 f"the first batch of the {stage} data holds {parts[0].size} sample(s) and makes one micro-batch where "
                 f"num_microbatches={options.num_microbatches!r} wants {count}, so its stages take turns; use a "
                 "larger batch_size"
+            )
+        elif first and len(parts) < count and not self.chooses and trainer.training:
+            samples = sum(part.size for part in parts)
+            self.warn_once(
+                f"AvgPipeStrategy: num_microbatches={count} without effect: the first batch of the {stage} data holds "
+                f"{samples} samples, and makes {len(parts)} micro-batches. Use a larger batch_size, or at most "
+                f"num_microbatches={len(parts)}"
             )
         return parts
 

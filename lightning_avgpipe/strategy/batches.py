@@ -1,4 +1,4 @@
-"""The batches of an iteration on their way to the device: that of pipeline 0, and those of the others beside it."""
+"""The batches of an iteration on their way to the device, one for each pipeline."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.strategy.bundles import BundledLoader
 from lightning_avgpipe.strategy.data import Distributor
+from lightning_avgpipe.utils.lightning import move_data_to_device, pl
 
 
 class Batches:
     """Brings the reader's batches to every process of a group.
 
     Args:
-        trainer: of the run.
-        cluster: of the processes.
-        distributor: of the run.
+        trainer: trainer of the run.
+        cluster: the connected processes.
+        distributor: distributor of the run.
 
     Attributes:
-        distributor: the same.
-        dataloader_idx: of the batch that is worked on.
+        distributor: distributor of the run.
+        dataloader_idx: index of the dataloader of the current batch.
     """
 
     def __init__(self, trainer: pl.Trainer, cluster: Cluster, distributor: Distributor) -> None:
@@ -35,11 +34,14 @@ class Batches:
         self.dataloader_idx = 0
         self._trainer = trainer
         self._cluster = cluster
-        self._beside: list[Any] = []  # of pipelines 1.. of this iteration
-        self._ahead: deque[list[Any]] = deque()  # of all pipelines, of the next ones
+        self._beside: list[Any] = []  # the batches of pipelines 1.. for this iteration
+        self._ahead: deque[list[Any]] = deque()  # the batches of all pipelines, for the next iterations
 
     def to_device(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
-        """The reader's batch, after its transfer hooks, on every rank's device; the other pipelines' with it."""
+        """Return pipeline 0's batch on the device, after its transfer hooks, and keep those of the other pipelines.
+
+        Every process calls it; the reader sends the batches to the others.
+        """
         self.dataloader_idx = dataloader_idx
         loader = self._trainer.fit_loop._combined_loader
         if self._trainer.training and self._ahead:
@@ -61,9 +63,9 @@ class Batches:
         return bool(self._ahead) and bool(self._trainer.training)
 
     def read_ahead(self) -> list[Any]:
-        """The batches of a further iteration of training, on every rank's device; none at the end of the data.
+        """Return the batches of a further iteration of training, on every rank's device; none at the end of the data.
 
-        They come again when it is their turn. Every process calls it.
+        :meth:`to_device` gives the same batches again when Lightning's loop comes to them. Every process calls it.
         """
         loader = self._trainer.fit_loop._combined_loader
         assert isinstance(loader, BundledLoader)
@@ -74,11 +76,11 @@ class Batches:
         return list(self._ahead[-1])
 
     def forget_ahead(self) -> None:
-        """What was read ahead is moved anew when its turn comes."""
+        """Drop the batches that were read ahead; they are moved to the device again when it is their turn."""
         self._ahead.clear()
 
     def _converted(self, batch: Any) -> Any:
-        """What Lightning's loop does to pipeline 0's batch before it asks for its transfer."""
+        """Convert a batch as Lightning's loop converts pipeline 0's batch before its transfer."""
         batch = self._trainer.precision_plugin.convert_input(batch)
         return self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
 
@@ -93,23 +95,23 @@ class Batches:
         return self.distributor.seal(batch, pipeline)
 
     def hand_out(self, batches: Sequence[Any]) -> Any:
-        """The next training step has these batches, which are on the device, one for each pipeline.
+        """Give the next training step these batches, which are on the device, one for each pipeline.
 
         Returns:
-            That of pipeline 0, which the step takes as its argument.
+            The batch of pipeline 0, which the step takes as its argument.
         """
         sealed = [self.distributor.seal(batch, n) for n, batch in enumerate(batches)]
         self._beside = sealed[1:]
         return sealed[0]
 
     def take(self, batch: Any) -> list[Any]:
-        """All batches of this iteration, of which pipeline 0 has this one; those of a ragged end are fewer."""
+        """Return all batches of this iteration, given that of pipeline 0; fewer than N at the end of the data."""
         beside, self._beside = self._beside, []
         return [batch, *beside]
 
     @contextlib.contextmanager
     def trying(self, batch: Any) -> Iterator[Any]:
-        """Within this context steps are on trial with copies of a batch of training, as read from the dataloader.
+        """Within this context steps are tried with copies of a training batch, as read from the dataloader.
 
         Returns:
             A copy on the device, after its transfer hooks. Every process asks for it.

@@ -18,31 +18,25 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-
 from lightning_avgpipe.strategy.progress import retotal
+from lightning_avgpipe.utils.lightning import CombinedLoader, pl
 from lightning_avgpipe.utils.patching import nothing, replaced
-
-
-def _as_before() -> Callable[[], None]:
-    return nothing
 
 
 @dataclass
 class _Epoch:
-    """Where reading stands in an epoch.
+    """The position of reading in an epoch.
 
     Attributes:
-        groups: that were read and not taken, each of batches as the loader gives them, with their places.
-        given: so many of them Lightning has; the others were read ahead.
-        returned: batches that come once more, before any other.
-        iterations: of which Lightning has the batch.
-        read: batches of these.
-        drawn: batches that the dataloader has given.
+        groups: groups that were read and not taken, each a list of batches with their indices.
+        given: number of these groups that Lightning has; the others were read ahead.
+        returned: batches that are read again, before any other.
+        iterations: number of iterations that Lightning has a batch of.
+        read: number of batches of these iterations.
+        drawn: number of batches that the dataloader has given.
         began: whether the first batch was asked for.
         ended: whether the dataloader has no more.
-        latest: batch that Lightning has.
+        latest: the last batch that Lightning was given.
     """
 
     groups: deque[list[Any]] = field(default_factory=deque)
@@ -56,18 +50,18 @@ class _Epoch:
     latest: Any = None
 
     def give_back(self, items: Iterable[Any]) -> None:
-        """They come once more, in this order."""
+        """Let these batches be read again, in this order."""
         self.returned.extendleft(reversed(list(items)))
 
 
 class BundledLoader(CombinedLoader):
-    """Yields the first batch of each group; the others wait beside it until their iteration begins.
+    """Yields the first batch of each group; :meth:`take` gives the others when their iteration begins.
 
     Lightning may read ahead, so groups are taken in the order in which they were read. Nothing is read beyond a group,
-    so a dataloader that saves its state is not ahead of the training.
+    so a dataloader that saves its state is never ahead of the training.
 
     Attributes:
-        renewed: called once, before the next epoch begins; what it returns is called when it has.
+        when_begun: called once, when the next epoch has begun.
     """
 
     _count: Callable[[], int]
@@ -76,7 +70,7 @@ class BundledLoader(CombinedLoader):
     _counts_iterations: bool
     _done: Callable[[], int]
     _epoch: _Epoch
-    renewed: Callable[[], Callable[[], None]]
+    when_begun: Callable[[], None]
 
     @classmethod
     def of(
@@ -91,40 +85,27 @@ class BundledLoader(CombinedLoader):
         """Group the batches of a loader.
 
         Args:
-            loader: as Lightning would use it; not to be used otherwise from now on.
-            count: N, which may change between iterations.
-            counts_iterations: whether ``limits`` are numbers of iterations; else of batches.
-            any_ends: whether this epoch ends, given whether it does here; asked where lengths are not known.
-            look: is shown the first batch before any other is read, and may change N; again before each further group
-                until it returns that it has seen enough.
-            done: iterations of this epoch that a run before this one has done; asked when the first batch is.
+            loader: loader that Lightning would use; must not be used otherwise from now on.
+            count: returns N, which may change between iterations.
+            counts_iterations: whether ``limits`` are numbers of iterations; else they are numbers of batches.
+            any_ends: returns whether the epoch ends in any group of processes, given whether it ends here; called where
+                lengths are not known.
+            look: is shown the first batch before any other is read, and may change N; called again before each further
+                group until it returns that it has seen enough.
+            done: returns the number of iterations of this epoch that an earlier run has done; called before the first
+                batch.
         """
         kind = cls if type(loader) is CombinedLoader else type(cls.__name__, (cls, type(loader)), {})
         made: BundledLoader = object.__new__(kind)
         vars(made).update(vars(loader))
         made._count, made._counts_iterations, made._any_ends = count, counts_iterations, any_ends
         made._look, made._done = look, done
-        made.renewed, made._epoch = _as_before, _Epoch()
+        made.when_begun, made._epoch = nothing, _Epoch()
         return made
-
-    @property
-    def iterations(self) -> int:
-        """Of this epoch, that were read."""
-        return self._epoch.iterations
-
-    def begin_again(self) -> None:
-        """In the midst of an epoch, with nothing read ahead: from now on read what the dataloader has now."""
-        limits, self._limits = self._limits, None
-        self._epoch = _Epoch(iterations=self.iterations, began=True)
-        super().__iter__()
-        self._limits = limits
-        if self._counts_iterations:
-            assert self._iterator is not None and limits is not None
-            self._iterator.limits = [(limit - self.iterations) * self._count() for limit in limits]
 
     def __iter__(self) -> Any:
         self._epoch = _Epoch()
-        begun, self.renewed = self.renewed(), _as_before
+        begun, self.when_begun = self.when_begun, nothing
         limits = self._limits
         if limits is not None and self._counts_iterations:
             self._limits = [limit * self._count() for limit in limits]
@@ -153,7 +134,7 @@ class BundledLoader(CombinedLoader):
         return batch, epoch.iterations - 1, dataloader_idx
 
     def _show(self, look: Callable[[Any], bool]) -> None:
-        """Let somebody look who may change N. A group that was read ahead is completed."""
+        """Show a batch to a function that may change N, and complete groups that were read ahead."""
         epoch = self._epoch
         batch = epoch.latest
         if not epoch.began:
@@ -170,7 +151,7 @@ class BundledLoader(CombinedLoader):
                 epoch.read += len(group) - before
 
     def relimit(self) -> None:
-        """N is another, and so is the number of batches of an epoch that has a number of iterations."""
+        """Adapt the group size and the number of batches of an epoch, after N has changed."""
         epoch = self._epoch
         while len(epoch.groups) > epoch.given:
             epoch.give_back(epoch.groups.pop())
@@ -185,7 +166,7 @@ class BundledLoader(CombinedLoader):
 
     @property
     def _most(self) -> float:
-        """Batches of an epoch, which a limit may end before the dataloader does; infinite if that is not known."""
+        """The largest number of batches of an epoch, by limits and the dataloader's length; infinite if not known."""
         try:
             return super().__len__()
         except (TypeError, NotImplementedError):
@@ -209,7 +190,7 @@ class BundledLoader(CombinedLoader):
             group.append(item)
 
     def _reads(self, number: int) -> bool:
-        """Read so far; tells whether there is a group of this number among those that are not taken."""
+        """Read until there is a group with this number among those that are not taken; return whether there is."""
         groups = self._epoch.groups
         while number >= len(groups):
             group: list[Any] = []
@@ -220,15 +201,14 @@ class BundledLoader(CombinedLoader):
         return True
 
     def upcoming(self, ahead: int = 0) -> list[Any]:
-        """The batches after those that were taken last, or so many groups later, with that of pipeline 0; none at the
-        end.
+        """Return the batches of all pipelines that follow the group taken last, or so many groups later.
 
-        They come once more, in their turn.
+        Empty at the end of the data. The batches are given again in their usual order.
         """
         return [batch for batch, _, _ in self._epoch.groups[ahead]] if self._reads(ahead) else []
 
     def take(self) -> list[Any]:
-        """The batches of pipelines 1.. for the iteration that begins, in the order in which they were read."""
+        """Return the batches of pipelines 1.. for the iteration that begins, in the order in which they were read."""
         epoch, count = self._epoch, self._count()
         group = epoch.groups.popleft()
         epoch.given -= 1
@@ -237,7 +217,7 @@ class BundledLoader(CombinedLoader):
         return [batch for batch, _, _ in group[1:count]]
 
     def __len__(self) -> int:
-        """Iterations: those of this epoch that were read, and as many as the rest gives with N as it is now."""
+        """Return the number of iterations of this epoch: those read, and what the rest gives with N as it is now."""
         return self._epoch.iterations + math.ceil((super().__len__() - self._epoch.read) / self._count())
 
 
@@ -251,10 +231,10 @@ def bundling(
     """Within this context the training dataloader is read in groups.
 
     Args:
-        trainer: that is about to fit.
-        count: N.
+        trainer: trainer that is about to fit.
+        count: returns N.
         any_ends: see :meth:`BundledLoader.of`.
-        look: returns what looks, see there; asked when the dataloader is.
+        look: returns the ``look`` of :meth:`BundledLoader.of`; called when the dataloader is asked for.
     """
     source = trainer.fit_loop._data_source
     request = source.dataloader
@@ -275,13 +255,12 @@ def _done(trainer: pl.Trainer) -> int:
 
 
 def recount(trainer: pl.Trainer) -> None:
-    """Tell Lightning how many iterations the epoch has, now that N is another."""
+    """Tell Lightning how many iterations the epoch has, after N has changed."""
     loop = trainer.fit_loop
     loader = loop._combined_loader
     if isinstance(loader, BundledLoader):
         loader.relimit()
-        if loader.renewed is _as_before:  # the next epoch has another number again
-            loader.renewed = lambda: partial(recount, trainer)
+        loader.when_begun = partial(recount, trainer)  # the next epoch begins with another number
     if loop._combined_loader is None or loop.max_batches == float("inf"):
         return
     length = len(loop._combined_loader)

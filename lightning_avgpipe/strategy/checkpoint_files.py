@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import glob
 import inspect
 import os
 import platform
@@ -10,16 +12,13 @@ import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.local import LocalFileSystem
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -27,46 +26,41 @@ from torch.utils import _pytree as pytree
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import CheckpointError, ConfigurationError
-from lightning_avgpipe.utils.patching import nothing
+from lightning_avgpipe.utils.lightning import CheckpointIO, TorchCheckpointIO, _WrappingCheckpointIO, get_filesystem
 
-# What Lightning's own strategies call these things: its tools read our folders, and we read theirs.
+# Names that Lightning's own strategies use, so that its tools read these folders, and theirs can be read here.
 _META = "meta.pt"
 _WEIGHTS = "model"
 _WEIGHTS_ELSEWHERE = "state_dict"
 _OPTIMIZER = "optimizer_"
 
-# Lightning before 2.6 did not ask, and trusted its files.
+_OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)  # another process has put something there
+
+# Lightning before 2.6 had no option weights_only, and trusted its files.
 _ASKS = "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
 
 
 class LocalCheckpointIO(TorchCheckpointIO):
-    """Lightning's format on local file systems, with less memory and more safety; other file systems as ever.
+    """Lightning's checkpoint format, written atomically and read by memory mapping on local file systems.
 
-    A file is written beside its place, then moved there in one step, so that an interruption harms nothing. (Lightning
-    writes it into the folder for temporary files; if that is on another file system, the move is a copy over the
-    checkpoint before.) It is read by mapping it into memory, so that processes which read the same file share it, and
-    what a process does not use is never loaded.
-
-    Args:
-        confirm: called when a file is written, before it takes its place; raises if that is for somebody else now.
+    On other file systems this class does what Lightning's does. A file is written under another name in the same
+    folder, then renamed in one step, so that an interruption harms nothing. (Lightning writes it into the folder for
+    temporary files; if that is on another file system, the move is a copy over the checkpoint before.) A file is read
+    by mapping it into memory, so that processes which read the same file share it, and what a process does not use is
+    never loaded.
     """
 
-    def __init__(self, confirm: Callable[[], None] = nothing) -> None:
-        super().__init__()
-        self._confirm = confirm
-
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint; see Lightning's."""
+        """Write a checkpoint; see Lightning's method."""
         target = _local(path)
         if target is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         with replacing(target) as new:
             _write_file(checkpoint, new, target)
-            self._confirm()
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; see Lightning's. Weights and optimizer states are mapped: copy what is to stay."""
+        """Read a checkpoint; see Lightning's method. Weights and optimizer states are mapped: copy what is to stay."""
         target = _present(path)
         if target is None or not zipfile.is_zipfile(target):
             asked = {"weights_only": weights_only} if _ASKS else {}
@@ -75,22 +69,21 @@ class LocalCheckpointIO(TorchCheckpointIO):
         loaded = torch.load(target, map_location=map_location, mmap=True, weights_only=trusted)
         if not isinstance(loaded, dict):
             return loaded  # type: ignore[no-any-return]
-        # A map must not outlive the loading, since somebody may write into the file.
+        # The rest is copied: a map must not outlive the loading, since another process may write into the file.
         kept = {key: value for key, value in loaded.items() if key not in ("state_dict", "optimizer_states")}
         return {**loaded, **pytree.tree_map_only(Tensor, Tensor.clone, kept)}
 
 
-def choose_files(io: CheckpointIO | None, distributed: bool, confirm: Callable[[], None] = nothing) -> CheckpointIO:
-    """A CheckpointIO that uses ours where it would use Lightning's default; others stay as they are.
+def choose_files(io: CheckpointIO | None, distributed: bool) -> CheckpointIO:
+    """Return a CheckpointIO with :class:`LocalCheckpointIO` in place of Lightning's default; others stay as they are.
 
     Args:
         io: the user's; None: there is none.
         distributed: whether checkpoints are folders to which all processes add.
-        confirm: see :class:`LocalCheckpointIO`.
     Raises:
-        ConfigurationError: there is another, which checkpoints that are ``distributed`` would not use.
+        ConfigurationError: the user has chosen another, which ``distributed`` checkpoints would not use.
     """
-    chosen = _with_local_files(io, confirm)
+    chosen = _with_local_files(io)
     if distributed and type(chosen) is not LocalCheckpointIO:
         raise ConfigurationError(
             "save_distributed_checkpoint=True writes with torch.distributed.checkpoint and would not use "
@@ -99,11 +92,11 @@ def choose_files(io: CheckpointIO | None, distributed: bool, confirm: Callable[[
     return chosen
 
 
-def _with_local_files(io: CheckpointIO | None, confirm: Callable[[], None]) -> CheckpointIO:
+def _with_local_files(io: CheckpointIO | None) -> CheckpointIO:
     if io is None or type(io) is TorchCheckpointIO:
-        return LocalCheckpointIO(confirm)
+        return LocalCheckpointIO()
     if isinstance(io, _WrappingCheckpointIO):
-        io.checkpoint_io = LocalCheckpointIO(confirm)  # which it takes only if it was built without one
+        io.checkpoint_io = LocalCheckpointIO()  # which it takes only if it was built without one
     return io
 
 
@@ -111,7 +104,7 @@ def _with_local_files(io: CheckpointIO | None, confirm: Callable[[], None]) -> C
 
 
 def is_sharded(path: Any) -> bool:
-    """Whether a path is a folder of shards."""
+    """Return whether a path is a folder of shards."""
     folder = _present(path)
     return folder is not None and (folder / _META).is_file()
 
@@ -122,12 +115,12 @@ def save_shards(checkpoint: dict[str, Any], path: Any, cluster: Cluster | None, 
     The folder appears in its place when all of it is written. It has the layout of Lightning's FSDPStrategy.
 
     Args:
-        checkpoint: of the Trainer; ``state_dict`` and ``optimizer_states`` (keyed by parameter names) hold what this
-            process owns. The rest is taken from rank 0.
-        path: rank 0's counts; all processes must see it.
-        cluster: of the processes; None if they have never been connected. The first group writes, the others have
-            the same.
-        storage_options: None; there are none.
+        checkpoint: the Trainer's checkpoint; ``state_dict`` and ``optimizer_states`` (keyed by parameter names) hold
+            what this process owns. The rest is taken from rank 0.
+        path: path of the folder; the path on rank 0 is used, and all processes must see it.
+        cluster: the connected processes; None if they have never been connected. The first group writes, since the
+            other groups have the same weights.
+        storage_options: must be None.
     Raises:
         CheckpointError: a process could not write, or the path is not local.
         ConfigurationError: there are storage options, or no connected processes.
@@ -185,11 +178,12 @@ def _write(shards: dict[str, Any], folder: Path, cluster: Cluster) -> None:
 
 
 def load_shards(path: Any, optimizers: bool, weights_only: bool | None) -> dict[str, Any]:
-    """Read a folder of shards, ours or that of another strategy of Lightning, as one checkpoint on the host.
+    """Read a folder of shards, of this or another strategy of Lightning, as one checkpoint on the host.
 
     Args:
-        optimizers: whether to read the optimizers' states, which is most of it.
-        weights_only: of ``torch.load``, for what is neither weight nor optimizer state.
+        path: path of the folder.
+        optimizers: whether to read the optimizers' states, which are most of it.
+        weights_only: argument of ``torch.load``, for what is neither weight nor optimizer state.
     """
     folder = _present(path)
     assert folder is not None
@@ -210,11 +204,11 @@ def load_shards(path: Any, optimizers: bool, weights_only: bool | None) -> dict[
 
 
 def _write_file(content: Any, path: Path, target: Path) -> None:
-    """Save to a file, down to the disk.
+    """Save an object to a file, and flush it to the disk.
 
     Raises:
-        OSError: the disk is full, or such; says so of the target, where torch.save says that it is somewhere else than
-            it should be.
+        OSError: writing failed, for example on a full disk; the error names the target, where that of torch.save does
+            not say why.
     """
     failed: list[OSError] = []
     try:
@@ -231,7 +225,7 @@ def _write_file(content: Any, path: Path, target: Path) -> None:
 
 
 class _Noting:
-    """A file that notes why it could not be written, for a writer that does not pass it on."""
+    """A file that notes errors of the file system, for a writer that does not pass them on."""
 
     def __init__(self, file: IO[bytes], failed: list[OSError]) -> None:
         self._file = file
@@ -259,36 +253,50 @@ class _Noting:
 
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Give a path beside the target; what is written there takes the target's place if no error comes.
+    """Within this context write to the path that is returned; it replaces the target unless there is an error.
 
-    Files are replaced in one step. A folder takes two; should the process end between them, readers find what was there
-    before under its other name, see ``_present``. What a killed process left half-written in this folder is removed.
+    The path is in the same folder. Files are replaced in one step. A folder takes two; should the process end between
+    them, readers find the old folder under another name, see ``_present``. If several processes write to one target,
+    the last one wins: each uses names of its own for what it writes and for what it moves away. What a killed process
+    of this host has left in this folder is removed, or moved back.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     host, process = platform.node(), os.getpid()
-    new, previous = _beside(target, f"{host}-{process}.saving"), _beside(target, "previous")
+    new, previous = (_beside(target, f"{host}-{process}.{what}") for what in ("saving", "previous"))
     for left in target.parent.glob(".*.saving"):
-        if left.name.startswith(f".{target.name}.") or _is_abandoned(left, host):
+        if left == new or _is_abandoned(left, host):
             _remove(left)
-    if target.exists():
-        _remove(previous)
-    elif previous.exists():
-        os.rename(previous, target)
+    for left in _moved_away(target):
+        if left == previous or _is_abandoned(left, host):
+            _remove(left) if target.exists() else os.rename(left, target)
     try:
         yield new
     except BaseException:
         with contextlib.suppress(OSError):  # the other error says why
             _remove(new)
         raise
-    if target.exists() and (target.is_dir() or new.is_dir()):
-        os.rename(target, previous)
-    os.replace(new, target)
+    _put(new, target, previous)
     _remove(previous)
 
 
+def _put(new: Path, target: Path, previous: Path) -> None:
+    """Rename a path to the target, and move what another process has put there meanwhile out of the way."""
+    while True:
+        if target.is_dir() or new.is_dir():
+            _remove(previous)
+            with contextlib.suppress(FileNotFoundError):  # nothing is there, or another process has just moved it
+                os.rename(target, previous)
+        try:
+            os.replace(new, target)
+            return
+        except OSError as error:
+            if error.errno not in _OCCUPIED:
+                raise
+
+
 def _is_abandoned(path: Path, host: str) -> bool:
-    """Whether a process of this host has begun to write it that is not there any more."""
-    found = re.search(rf"\.{re.escape(host)}-(\d+)\.saving$", path.name)
+    """Return whether a path was written, or moved there, by a process of this host that has ended."""
+    found = re.search(rf"\.{re.escape(host)}-(\d+)\.(saving|previous)$", path.name)
     return found is not None and not _is_alive(int(found[1]))
 
 
@@ -297,33 +305,38 @@ def _is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # it belongs to somebody else
+    except (OSError, OverflowError):  # the process belongs to another user
         return True
     return True
 
 
 def _present(path: Any) -> Path | None:
-    """Where a local checkpoint is, also if its replacement was interrupted; None if it is not there or not local."""
+    """Return the path of a local checkpoint, also if its replacement was interrupted; None for other file systems."""
     target = _local(path)
     if target is None or target.exists():
         return target
-    previous = _beside(target, "previous")
-    return previous if previous.exists() else None
+    return next(iter(_moved_away(target)), None)
+
+
+def _moved_away(target: Path) -> list[Path]:
+    """Return the paths to which processes have moved the target and not yet, or never, put another in its place."""
+    return sorted(target.parent.glob(f".{glob.escape(target.name)}.*.previous"))
 
 
 def _beside(target: Path, what: str) -> Path:
-    """Hidden, so that nobody takes it for a checkpoint."""
+    """Return a hidden path in the target's folder, so that no reader takes it for a checkpoint."""
     return target.with_name(f".{target.name}.{what}")
 
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        with contextlib.suppress(FileNotFoundError):  # another process removes it as well
+            shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
 def _local(path: Any) -> Path | None:
-    """As a path of this machine; None for other file systems."""
+    """Return a path of this machine's file system; None for other file systems."""
     file_system = get_filesystem(path)
     return Path(file_system._strip_protocol(str(path))) if isinstance(file_system, LocalFileSystem) else None

@@ -1,30 +1,20 @@
-"""What cannot work is said before training starts: what was found, what is needed, what to do."""
+"""Checks before training starts: each error says what was found, what is needed, and what to do."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
+from lightning_avgpipe.averaging.optimizer_clone import unwrapped
 from lightning_avgpipe.capture.attributes import is_compiled
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.stage_map import StageMap
-from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError
 from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.schedule.own import of_function
@@ -32,66 +22,27 @@ from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.schedule.versions import Place
 from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.training.optimizer_shards import check_separable
-from lightning_avgpipe.utils.device import port_of
-from lightning_avgpipe.utils.packages import check_callbacks
+from lightning_avgpipe.utils.lightning import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+    is_overridden,
+    pl,
+    refuse_other,
+)
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.options import Options
 
 
-def groups(given: Options, num_groups: int, device: torch.device) -> None:
-    """Check that groups may die, if they may, and others go on."""
-    asked = given.min_groups
-    if asked is None:
-        return
-    if asked > num_groups or num_groups == 1:
-        raise ConfigurationError(
-            f"min_groups={asked}, but there {'is' if num_groups == 1 else 'are'} {num_groups} "
-            f"group{'s' * (num_groups > 1)} of processes; fewer stages than devices make more, or leave it out"
-        )
-    if not port_of(device).is_host and given.process_group_backend != "gloo":
-        raise ConfigurationError(
-            f"min_groups={asked} on {device.type}: what a dead process leaves undone between devices cannot be given "
-            "up; use process_group_backend='gloo', which connects over the host, or leave min_groups out"
-        )
-    if dist.is_torchelastic_launched():
-        raise ConfigurationError(
-            f"min_groups={asked} under torchrun, which ends all processes when one dies; let it start all again from "
-            "the last checkpoint (--max-restarts), without min_groups, or let the script start them (python train.py)"
-        )
-
-
-def survival(given: Options, tuned: bool) -> None:
-    """Check that groups may die in this run, if they may."""
-    if given.min_groups is not None and tuned:
-        raise ConfigurationError(
-            f"min_groups={given.min_groups} with AvgPipeTuner, which chooses for all groups; run it without min_groups "
-            "once, and set what it found"
-        )
-
-
-def comeback(running: pl.Trainer, whole: bool) -> None:
-    """Check that a process which was started anew can come back to the others, as far as it is known at its start.
-
-    Args:
-        running: the trainer.
-        whole: whether its steps run whole, or in one process.
-    """
-    finds = any(isinstance(callback, LearningRateFinder) for callback in running.callbacks)  # type: ignore[attr-defined]
-    if running.state.fn == TrainerFn.FITTING and not whole and not finds:
-        return
-    reason = "LearningRateFinder would train before" if finds else "its first run is no fit()"
-    reason = "its steps run whole" if whole else reason
-    raise ConfigurationError(
-        f"rank {running.global_rank} was started anew, but its group cannot come back: {reason}. The others go on "
-        "without it"
-    )
-
-
-def overlapping(running: pl.Trainer, given: Options, num_stages: int, num_groups: int, tuned: bool) -> None:
-    """Check that batches of this run may overlap, if they are to."""
+def overlapping(
+    running: pl.Trainer, given: Options, num_stages: int, num_groups: int, replicas: int, tuned: bool
+) -> None:
+    """Check that batches of this run may overlap, if weight versions or rolling pipelines are asked for."""
     versions = not given.policy.drains
-    if not versions and (given.rolling is not True or (given.num_pipelines == 1 and num_groups == 1 and not tuned)):
+    single = given.num_pipelines == 1 and num_groups == 1 and not tuned
+    if not versions and (given.averaging.rolling is not True or single):
         return
     option, instead = given.overlap
     use, plugin = f"or use {instead}", running.precision_plugin
@@ -100,10 +51,10 @@ def overlapping(running: pl.Trainer, given: Options, num_stages: int, num_groups
             f"{option} with precision={plugin.precision!r}: a loss scaler skips the steps of all models and stages "
             f"together; use 'bf16-mixed', {use}"
         )
-    if num_groups > 1 and (versions or given.replicas != 1):
+    if num_groups > 1 and (versions or replicas > 1):
         raise ConfigurationError(
             f"{option} with {num_groups} groups of processes ({'parallel models or ' * versions}replicas), which do a "
-            f"part of each step together; use num_stages='auto'{' and num_pipelines' * (not versions)}, {use}"
+            f"part of each step together; use one group{' and num_pipelines' * (not versions)}, {use}"
         )
     if num_groups > 1 and tuned:
         raise ConfigurationError(
@@ -144,68 +95,82 @@ def _rolling(running: pl.Trainer, use: str) -> None:
         for owner, kind in owners:
             if hasattr(kind, name) and is_overridden(name, owner, kind):
                 raise ConfigurationError(
-                    f"rolling=True and {type(owner).__name__}.{name}: by then gradients of the next batch may have "
-                    f"taken the place of those that it would see; use on_before_optimizer_step, {use}"
+                    f"Averaging(rolling=True) and {type(owner).__name__}.{name}: by then gradients of the next "
+                    f"batch may have taken the place of those that it would see; use on_before_optimizer_step, {use}"
                 )
 
 
-def sharding(given: Options, num_models: int, tuned: bool) -> None:
-    """Check that the processes of this run can divide optimizer states, if they are to."""
-    if given.shard_optimizer_states and (num_models > 1 or tuned):
-        found = f"{num_models} parallel models" if num_models > 1 else "AvgPipeTuner, which tries several models"
+def sharding(given: Options, num_models: int, replicas: int, tuned: bool) -> None:
+    """Check that the processes of this run can divide optimizer states, if ``shard`` asks for it."""
+    alone = replicas == 1 and not given.shares_stages
+    if given.shard is not None and (num_models > 1 or tuned or alone):
+        found = "AvgPipeTuner, which tries several models"
+        if num_models > 1 or alone:
+            found = f"{num_models} parallel models" if num_models > 1 else "one replica"
         raise ConfigurationError(
-            f"shard_optimizer_states=True with {found}: it is for replicas of one model; use as many replicas as there "
-            "are groups of processes and no tuner, or shard_optimizer_states=False"
+            f"shard={given.shard!r} with {found}: it is for replicas of one model, which divide what one would hold; "
+            "use replicas=2 or more, one group, one pipeline and no tuner, or leave shard out"
         )
 
 
 def processes(num_stages: int, layout: DeviceLayout) -> None:
-    """Check that the stages fit the devices of a replica: several on each, or one on each of a group."""
-    if layout.stage_replicas:
-        return
-    world_size, each = layout.devices_of_replica, " of each replica" if layout.replicas > 1 else ""
-    if num_stages >= world_size:
-        if num_stages % world_size:
-            below = num_stages // world_size * world_size
-            raise ConfigurationError(
-                f"num_stages={num_stages} on {world_size} devices{each}: every device must host the same number of "
-                f"stages; use num_stages={below} or {below + world_size}"
-            )
-        return
-    if world_size % num_stages:
+    """Check that stages, replicas and groups take all processes, with the same number of stages on each device."""
+    world_size, each = layout.world_size, layout.devices_of_replica
+    copies = layout.replicas * layout.models
+    size = sum(layout.stage_replicas) or min(num_stages, each)
+    if size * copies != world_size:
+        found = f"replicas={list(layout.stage_replicas) or layout.replicas}"
+        count = world_size // size
+        fits = size * count == world_size and count % layout.models == 0
+        remedy = f"replicas={count // layout.models}, Averaging(groups={count})" if fits else ""
         raise ConfigurationError(
-            f"{world_size} devices{each} for num_stages={num_stages}: the number of devices (world size) must be a "
-            f"multiple of the number of stages, which makes groups, or a divisor, which puts several stages on each; "
-            f"use devices={world_size // num_stages * num_stages} or num_stages={world_size}"
+            f"num_stages={num_stages}, {found}, groups={layout.models} take {size * copies} processes, but there are "
+            f"{world_size} ({layout}); use devices={size * copies // (layout.nodes * layout.sharing) or 1}"
+            f"{f', or one of {remedy}' if remedy else ''}"
+        )
+    if not layout.stage_replicas and num_stages % each:
+        below = num_stages // each * each
+        raise ConfigurationError(
+            f"num_stages={num_stages} on {each} devices{' of each replica' if copies > 1 else ''}: every device must "
+            f"host the same number of stages; use num_stages={below} or {below + each}"
         )
 
 
 def backend(name: str, device: torch.device) -> None:
-    """Check that torch.distributed has a backend, before the address is blamed for not connecting with it."""
+    """Check that this build of torch has a backend for torch.distributed.
+
+    Otherwise the error of connecting would blame the address.
+    """
     for part in name.split(","):
         wanted = part.rpartition(":")[2]
         if not dist.is_backend_available(wanted):
             known = [known for known in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(known)]
             raise ConfigurationError(
-                f"process_group_backend={name!r}: torch {torch.__version__} has no backend {wanted!r} here, only "
-                f"{', '.join(known)}; leave process_group_backend out, which chooses one for the device ({device})"
+                f"Links(backend={name!r}): torch {torch.__version__} has no backend {wanted!r} here, only "
+                f"{', '.join(known)}; leave backend out, which chooses one for the device ({device})"
             )
 
 
-def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int, abreast: bool) -> None:
-    """Check what was asked of steps that run whole, in so many groups of processes.
+def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int) -> None:
+    """Check that no option asks a module whose steps run whole for what such steps cannot do.
 
     Args:
-        abreast: whether they may run on micro-batches that step optimizers together.
+        model: the module.
+        why: why its steps run whole.
+        given: options of the strategy.
+        num_groups: number of groups of processes.
     """
     name = type(model).__name__
-    alone = "a batch is split only where training_step optimizes manually, in one process"
     asked = {
-        "num_microbatches": (given.splits and not abreast, f"{alone}; use 'auto', and a smaller batch"),
+        "num_microbatches": (given.splits, "a batch stays whole; use 'auto', and a smaller batch"),
         "num_pipelines": (given.num_pipelines > 1, "there is one model; use num_pipelines=1"),
-        "replicas": (given.replicas != 1, "there is one copy of the model; use replicas=1, or strategy='ddp'"),
-        "processes_per_device": (given.processes_per_device > 1, "there is one model; use processes_per_device=1"),
-        "num_stages": (num_groups > 1, "more devices than stages train parallel models; use num_stages='auto'"),
+        "replicas": (given.replicates, "there is one copy of the model; use replicas=1, or strategy='ddp'"),
+        "averaging.groups": ((given.averaging.groups or 1) > 1, "there is one model; leave groups out"),
+        "averaging.processes_per_device": (
+            given.averaging.processes_per_device > 1,
+            "there is one model; use processes_per_device=1",
+        ),
+        "num_stages": (num_groups > 1, "more devices than stages make copies of the model; use num_stages='auto'"),
         "compile": (given.compile is not False, "call self.compile() in configure_model"),
         "recompute": (bool(given.recompute), "nothing is repeated; use torch.utils.checkpoint inside of a submodule"),
     }
@@ -214,7 +179,7 @@ def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int, 
 
 
 def contents(model: pl.LightningModule) -> None:
-    """Check that a module is as it will be trained."""
+    """Check that all parameters and buffers of a module have a shape."""
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise ConfigurationError(
@@ -225,7 +190,7 @@ def contents(model: pl.LightningModule) -> None:
 
 
 def optimizers(model: pl.LightningModule, found: Sequence[Optimizer], sharded: bool) -> None:
-    """Check the optimizers that ``configure_optimizers`` returned, whose states replicas may divide among them."""
+    """Check the optimizers that ``configure_optimizers`` returned; with ``sharded`` also that states can be divided."""
     for optimizer in found:
         if isinstance(unwrapped(optimizer), LBFGS):
             raise ConfigurationError(
@@ -237,7 +202,7 @@ def optimizers(model: pl.LightningModule, found: Sequence[Optimizer], sharded: b
 
 
 def schedule(given: Options, num_stages: int, hosts: int) -> None:
-    """Check that a schedule fits the stages, of which so many processes host all; one's own is tried at every size."""
+    """Check that a schedule fits the stages and the processes that host them; try a user's function for each M."""
     try:
         if not isinstance(given.schedule, str):
             for count in range(1, given.microbatches(num_stages) + 1):  # the last batch may be small
@@ -249,7 +214,13 @@ def schedule(given: Options, num_stages: int, hosts: int) -> None:
 
 
 def stages(wanted: int, now: int, layout: DeviceLayout) -> None:
-    """Refuse numbers of stages that the processes of a group cannot host evenly, while training goes on."""
+    """Check that the processes of a group can host another number of stages evenly, while training goes on.
+
+    Args:
+        wanted: new number of stages.
+        now: present number of stages.
+        layout: layout of all processes on devices.
+    """
     size = layout.group_size(now)
     if wanted % size:
         raise ConfigurationError(
@@ -265,16 +236,17 @@ def stages(wanted: int, now: int, layout: DeviceLayout) -> None:
 
 
 def split_points(module: nn.Module, names: Sequence[str] | None, num_stages: int) -> None:
-    """Refuse another number of names than stages need, and with a PartitionError those that name no submodule."""
+    """Check the number of split points; raise a PartitionError for those that name no submodule."""
     if names is not None:
         combinations.num_split_points(names, num_stages)
         Divisible(module).split((), names)
 
 
 def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> None:
-    """Check the trainer's options against stages on several processes, and parallel models."""
+    """Check the trainer's options and callbacks, for several processes and parallel models."""
     if world_size > 1 or num_pipelines > 1:
-        check_callbacks(running, running.callbacks)  # type: ignore[attr-defined]
+        for callback in running.callbacks:  # type: ignore[attr-defined]
+            refuse_other(type(callback).__name__, callback)
     if num_pipelines > 1:
         _one_model_only(running, num_pipelines)
     if world_size == 1:
@@ -293,7 +265,7 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> Non
             if isinstance(callback, kind):
                 raise ConfigurationError(
                     f"{type(callback).__name__} {why}, and is not supported on {world_size} processes yet; remove it, "
-                    "or use one (devices=1, processes_per_device=1)"
+                    "or use one (devices=1)"
                 )
     averaged = any(isinstance(c, weight_averaging()) for c in running.callbacks)  # type: ignore[attr-defined]
     if averaged and running.strategy.save_distributed_checkpoint:  # type: ignore[attr-defined]
@@ -311,11 +283,11 @@ _IN_ONE_ORDER = ("advance_forward", "1f1b", "afab")
 
 
 def synchronised(running: pl.Trainer, given: Options, stage_map: StageMap) -> None:
-    """Check ``Trainer(sync_batchnorm=True)``: all replicas of a stage must come to the same action next."""
+    """Check ``Trainer(sync_batchnorm=True)``: all replicas of a stage must run their actions in the same order."""
     layer_sync = running.strategy._layer_sync  # type: ignore[attr-defined]
     if layer_sync is None or stage_map.world_size == 1:
         return
-    if given.replicas == 1:
+    if stage_map.replicas == 1 and not stage_map.stage_replicas:
         raise ConfigurationError("sync_batchnorm=True is for replicas; a stage sees the whole batch: remove it")
     if type(layer_sync).__name__ != "TorchSyncBatchNorm":  # of either package
         raise ConfigurationError(
@@ -356,7 +328,7 @@ def _one_model_only(running: pl.Trainer, num_pipelines: int) -> None:
 
 
 def weight_averaging() -> tuple[type, ...]:
-    """The callback that keeps an average beside the weights; Lightning has it since 2.6."""
+    """Return the type of callback that keeps an average of the weights, which Lightning has since 2.6; else nothing."""
     found = getattr(pl.callbacks, "WeightAveraging", None)
     return () if found is None else (found,)
 
@@ -365,7 +337,7 @@ def same_checkpoint(paths: Sequence[str]) -> None:
     """Check that all ranks have loaded the same checkpoint, or none.
 
     Args:
-        paths: by rank.
+        paths: path on each rank; empty if none was loaded.
     """
     for rank, path in enumerate(paths):
         if path != paths[0]:
@@ -379,7 +351,7 @@ def same_options(options: Sequence[Mapping[str, Any]]) -> None:
     """Check that all ranks were given the same options.
 
     Args:
-        options: by rank.
+        options: name -> value, for each rank.
     """
     for rank, given in enumerate(options):
         for name, value in given.items():

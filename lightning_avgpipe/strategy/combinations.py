@@ -1,27 +1,28 @@
-"""Which options of the strategy do not go together: refused when they are given, with the reason and what to do."""
+"""Checks of combinations of options: which do not go together, why, and what to do instead."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.planning.memory_limit import parse_limit
 from lightning_avgpipe.schedule.broadcast import Broadcast
 from lightning_avgpipe.schedule.builders import NAMES
 from lightning_avgpipe.utils.device import TUNED_WITHOUT_GRAPHS, keeps_graphs
+from lightning_avgpipe.utils.lightning import rank_zero_warn
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.options import Options
 
 
 def options(given: Options) -> None:
-    """Check those of the strategy's own arguments against each other that can be judged alone."""
+    """Check the strategy's own arguments against each other, as far as no trainer is needed."""
     if given.split_points is not None and given.num_stages != "auto":
         num_split_points(given.split_points, given.num_stages)
     if given.advance not in ("auto", 0) and given.schedule != "advance_forward":
@@ -29,41 +30,35 @@ def options(given: Options) -> None:
             f"advance={given.advance} has no meaning for schedule={given.schedule!r}; use schedule='advance_forward', "
             "or advance=0"
         )
-    if (given.replicas == "auto") != (given.planner == "spp"):
+    spp = given.planner == "spp"
+    if spp and given.replicas != "auto":
         raise ConfigurationError(
-            f"replicas={given.replicas!r} and planner={given.planner!r}: the planner 'spp' chooses stages and their "
-            "replicas together; use both planner='spp' and replicas='auto', or neither"
+            f"replicas={given.replicas!r} and planner='spp': the planner chooses stages and their "
+            "replicas together; leave replicas out"
         )
-    if given.planner != "spp" and given.bandwidth != "measured":
-        raise ConfigurationError(f"bandwidth has no use with planner={given.planner!r}; use planner='spp', or leave it")
+    if not spp and given.links.bandwidth != "measured":
+        raise ConfigurationError(
+            f"Links(bandwidth=...) has no use with planner={given.planner!r}; use planner='spp', or leave it"
+        )
     if given.shares_stages:
         _stage_replicas(given)
-    if given.shard_optimizer_states:
+    if given.shard is not None:
         _sharded(given)
     if given.loss_weight is not None and given.loss_reduction == "sum":
         raise ConfigurationError(
             "loss_weight says what micro-batches count in a mean, but loss_reduction='sum' adds their losses up; leave "
             "one of them out"
         )
-    if given.outer_optimizer is not None and given.outer_lr != "auto":
-        raise ConfigurationError(
-            f"outer_lr={given.outer_lr} and an outer_optimizer: both move the reference; give the optimizer its own lr "
-            "and leave outer_lr='auto'"
-        )
-    if given.outer_optimizer is not None:
-        _try_outer(given.outer_optimizer)
     if given.compile is not False:
         _compiled(given)
-    if given.min_groups is not None:
-        _apart(given)
-    if given.rolling is True:
+    if given.averaging.rolling is True:
         _without_barrier(given)
     if not given.policy.drains:
         _without_drain(given)
 
 
 def num_split_points(names: Sequence[str], num_stages: int) -> None:
-    """Check that so many stages have a name each at which they begin, but for the first."""
+    """Check that there is a split point for each stage but the first."""
     if len(names) != num_stages - 1:
         raise ConfigurationError(
             f"split_points names {len(names)} units, but num_stages={num_stages} needs {num_stages - 1}: one for each "
@@ -72,13 +67,13 @@ def num_split_points(names: Sequence[str], num_stages: int) -> None:
 
 
 def sharing_later(given: Options, stage_map: StageMap) -> None:
-    """Check options for training in which processes begin with a stage each, and share fewer of them later."""
+    """Check options for training that begins with one stage per process, and later makes replicas of fewer stages."""
     group_size, count = stage_map.group_size, stage_map.num_stages
     refused = {
         "num_stages": (count != group_size, f"one stage on each of {group_size} devices; use num_stages={group_size}"),
-        "replicas": (given.replicas != 1, "replicas=1 at first, since it makes them of what is freed"),
+        "replicas": (given.replicates, "none at first, since it makes them of what is freed"),
         "num_pipelines": (given.num_pipelines > 1, "one model; use num_pipelines=1"),
-        "verify": (bool(given.verify), "no verification, since a replica has but a share of a batch"),
+        "verify": (given.verifies, "no verification, since a replica has but a share of a batch"),
     }
     if stage_map.num_groups > 1:
         refused["num_stages"] = True, f"all devices in one group; use num_stages={stage_map.world_size}"
@@ -92,33 +87,84 @@ def sharing_later(given: Options, stage_map: StageMap) -> None:
         ) from error
 
 
-def grouping_later(given: Options, stage_map: StageMap) -> None:
-    """Check options for training in which the processes of each group become more groups, of fewer stages each."""
-    size, count = stage_map.group_size, stage_map.num_stages
-    refused = {
-        "num_stages": (count != size, f"one stage on each device of a group; use num_stages={size}"),
-        "replicas": (given.replicas != 1, "parallel models; use replicas=1, or freed='replicas'"),
-        "processes_per_device": (given.processes_per_device > 1, "one process on each device"),
-        "min_groups": (given.min_groups is not None, "groups that stay, since other ones are made"),
-        "planner": (given.planner != "balanced", "planner='balanced', which plans for groups"),
-        "schedule": (given.schedule not in NAMES, f"one for any number of stages: {', '.join(NAMES[:3])}"),
-        "weight_policy": (not given.policy.drains, "one that several groups have: weight_policy='flush'"),
-        "verify": (bool(given.verify), "no verification, which follows the models of one run"),
-        "save_distributed_checkpoint": (given.save_distributed_checkpoint, "one file"),
-    }
-    asked = "AdaptiveFreezing(freed='groups')"
-    refuse(given, refused, lambda option, needed: f"{asked} with {option} needs {needed}; or leave freed=None")
+@dataclass(frozen=True)
+class Facts:
+    """Facts about a run of training on which the effect of options depends.
+
+    Attributes:
+        num_models: number of parallel models in all groups.
+        num_stages: K.
+        num_processes: number of processes in all groups.
+    """
+
+    num_models: int
+    num_stages: int
+    num_processes: int
 
 
-def without_effect(given: Options) -> None:
-    """Say which options have no effect, where one model is trained and nobody may change that."""
-    elastic = {"alpha": None, "outer_lr": "auto", "outer_optimizer": None, "average_every": 1}
-    found = [f"{name}={getattr(given, name)!r}" for name, default in elastic.items() if getattr(given, name) != default]
-    if found:
-        rank_zero_warn(
-            f"AvgPipeStrategy: {', '.join(found)} without effect: there is one pipeline, and nothing to average. Use "
-            "num_pipelines=2 or more, or leave that out"
-        )
+@dataclass(frozen=True)
+class _Idle:
+    """Options that have no effect in some runs, or another effect than their user may expect.
+
+    Attributes:
+        defaults: name -> value that asks for nothing, besides "auto".
+        when: whether the options have no effect in a run.
+        why: message that says why.
+        instead: message that says what to do.
+    """
+
+    defaults: Mapping[str, Any]
+    when: Callable[[Options, Facts], bool]
+    why: str
+    instead: str
+
+
+_MEANT_AS_GIGABYTES = 1024  # bytes: no stage fits into so few
+
+_IDLE = (
+    _Idle(
+        {
+            "averaging.alpha": None, "averaging.outer_lr": "auto", "averaging.outer_optimizer": None,
+            "averaging.every": 1, "averaging.rolling": False, "averaging.streams": False,
+        },
+        lambda given, run: run.num_models == 1,
+        "without effect: there is one pipeline, and nothing to average",
+        "Use num_pipelines=2 or more",
+    ),
+    _Idle(
+        {"advance": 0, "weight_policy": "flush"},
+        lambda given, run: run.num_stages == 1,
+        "without effect: there is one stage, and nothing goes ahead of another one",
+        "Use num_stages=2 or more",
+    ),
+    _Idle(
+        {"links.reader": "last", "links.send_batch": "needed", "links.wire": None},
+        lambda given, run: run.num_processes == 1,
+        "without effect: there is one process, and nothing travels",
+        "Use devices=2 or more",
+    ),
+    _Idle(
+        {"costs_cache": None},
+        lambda given, run: given.costs == "flops",
+        "without effect: costs='flops' measures nothing",
+        "Use costs='measured'",
+    ),
+    _Idle(
+        {"memory_limit": None},
+        lambda given, run: 1 < parse_limit(given.memory_limit) <= _MEANT_AS_GIGABYTES,
+        "is a number of bytes, as each above 1 is, and no stage fits into so few",
+        "Use a size such as '10GB'",
+    ),
+)  # fmt: skip
+
+
+def without_effect(given: Options, run: Facts) -> None:
+    """Warn of options that have no effect in a run of training, or another effect than their user may expect."""
+    for idle in _IDLE:
+        values = {name: attrgetter(name)(given) for name in idle.defaults}
+        found = [name for name, value in values.items() if value not in (idle.defaults[name], "auto")]
+        if found and idle.when(given, run):
+            rank_zero_warn(f"AvgPipeStrategy: {_said(given, *found)} {idle.why}. {idle.instead}, or leave that out")
 
 
 def refuse(given: Options, refused: Mapping[str, tuple[bool, str]], message: Callable[[str, str], str]) -> None:
@@ -126,36 +172,35 @@ def refuse(given: Options, refused: Mapping[str, tuple[bool, str]], message: Cal
 
     Args:
         given: all options.
-        refused: name of an option -> whether it is so set, and why not, or what is needed.
-        message: of the option with its value, and of that.
+        refused: name of an option, dotted if it is nested -> whether it is to be refused, and the reason or the need.
+        message: makes the error message, given the option with its value, and the reason or the need.
     """
     for name, (is_set, why) in refused.items():
         if is_set:
-            raise ConfigurationError(message(f"{name}={getattr(given, name)!r}", why))
+            raise ConfigurationError(message(_said(given, name), why))
 
 
-def _apart(given: Options) -> None:
-    """Refuse what groups cannot do any more when one of them has died."""
-    refused = {
-        "replicas": (given.replicas != 1, "groups that train the same model are one model without one of them"),
-        "shard_optimizer_states": (given.shard_optimizer_states, "it is for replicas"),
-        "rolling": (given.rolling is True, "groups that die leave others with sums of an iteration that lack theirs"),
-        "weight_policy": (not given.policy.drains, "it is for one group"),
-        "verify": (bool(given.verify), "a plain step follows all groups"),
-        "save_distributed_checkpoint": (given.save_distributed_checkpoint, "all processes write it together"),
-        "start_method": (given.start_method != "popen", "all processes are ended when one dies"),
-    }
-    refuse(given, refused, lambda o, why: f"min_groups={given.min_groups} with {o}: {why}; leave one of them out")
+def _said(given: Options, *names: str) -> str:
+    """Return options with their values, as one would write them; a name may be dotted: ``averaging.rolling``."""
+    said: dict[str, list[str]] = {}
+    for name in names:
+        option, _, inner = name.partition(".")
+        said.setdefault(option, []).append(f"{inner or name}={attrgetter(name)(given)!r}")
+    nested = {name.partition(".")[0] for name in names if "." in name}
+    return ", ".join(
+        f"{type(getattr(given, option)).__name__}({', '.join(values)})" if option in nested else values[0]
+        for option, values in said.items()
+    )
 
 
 def _compiled(given: Options) -> None:
-    """Refuse what asks for what is inside of units, and arguments that torch.compile does not take."""
+    """Check that nothing splits compiled units, and that torch.compile takes the arguments."""
     refused = {
         "schedule": (
             given.schedule in ("zb_h1", "zb_h2", "zbv", "dualpipev", "auto"),
             "the backward of a compiled unit cannot be split; use a schedule of whole ones, as 'advance_forward'",
         ),
-        "verify": (bool(given.verify), "a plain step is not compiled; verify once without compile, then leave it out"),
+        "verify": (given.verifies, "a plain step is not compiled; verify once without compile, then leave it out"),
     }
     refuse(given, refused, lambda option, why: f"compile={given.compile!r} with {option}: {why}")
     if isinstance(given.compile, Mapping):
@@ -174,39 +219,42 @@ def _compiled(given: Options) -> None:
 
 
 def _without_barrier(given: Options) -> None:
-    """Refuse what parallel models would have to do together."""
+    """Refuse options for which rolling parallel models would have to wait for each other."""
     refused = {
-        "outer_optimizer": (given.outer_optimizer is not None, "models meet the reference one after the other"),
-        "average_every": (given.average_every > 1, "each model meets the reference after each step"),
-        "on_nonfinite": (given.on_nonfinite == "skip", "other stages may have stepped"),
-        "verify": (bool(given.verify), "a plain step follows one model"),
-        "reader": (given.reader == "first", "its process is the last to end a batch"),
+        "averaging.outer_optimizer": (
+            given.averaging.outer_optimizer is not None,
+            "models meet the reference one after the other",
+        ),
+        "averaging.every": (given.averaging.every > 1, "each model meets the reference after each step"),
+        "averaging.on_nonfinite": (given.averaging.on_nonfinite == "skip", "other stages may have stepped"),
+        "verify": (given.verifies, "a plain step follows one model"),
+        "links.reader": (given.links.reader == "first", "its process is the last to end a batch"),
         "schedule": (
             given.schedule == "broadcast" or isinstance(given.schedule, Broadcast),
             "weights go on to the next stage before an iteration, and not while another one runs",
         ),
     }
-    instead = "leave it out, or use rolling=False"
-    refuse(given, refused, lambda option, why: f"rolling=True with {option}: {why}; {instead}")
+    instead = "leave it out, or use Averaging(rolling=False)"
+    refuse(given, refused, lambda option, why: f"Averaging(rolling=True) with {option}: {why}; {instead}")
 
 
 def _without_drain(given: Options) -> None:
-    """Refuse what stages would have to do together, and what has no order that versions count by."""
+    """Refuse options for which stages would have to step together, or which change the order that versions count by."""
     policy = given.policy
     ordered = given.schedule in ("1f1b", "advance_forward") and given.advance in ("auto", 0)
     refused = {
         "num_pipelines": (given.num_pipelines > 1, "there is one pipeline, which needs no others to fill its time"),
-        "replicas": (given.replicas != 1, "replicas would wait for each other at each step"),
-        "rolling": (given.rolling is True, "it is for parallel pipelines"),
+        "replicas": (given.replicates, "replicas would wait for each other at each step"),
+        "averaging.rolling": (given.averaging.rolling is True, "it is for parallel pipelines"),
         "schedule": (given.schedule not in ("1f1b", "advance_forward"), "versions are those of the order of 1F1B"),
         "advance": (not ordered, "versions are those of the order of 1F1B"),
         "recompute": (
             not isinstance(given.recompute, bool) and policy.backward is not None,
             "its stages repeat forwards as a whole, to use other weights in backwards",
         ),
-        "on_nonfinite": (given.on_nonfinite == "skip", "other stages may have stepped"),
-        "verify": (bool(given.verify), "a plain step has no versions"),
-        "reader": (given.reader == "first", "its process is the last to end a batch"),
+        "averaging.on_nonfinite": (given.averaging.on_nonfinite == "skip", "other stages may have stepped"),
+        "verify": (given.verifies, "a plain step has no versions"),
+        "links.reader": (given.links.reader == "first", "its process is the last to end a batch"),
     }
     asked, instead = f"weight_policy={given.weight_policy!r}", "leave it out, or use weight_policy='flush'"
     refuse(given, refused, lambda option, why: f"{asked} with {option}: {why}; {instead}")
@@ -223,11 +271,11 @@ def _stage_replicas(given: Options) -> None:
     refused = {
         "schedule": (given.schedule not in NAMES, "forwards and backwards by warm-ups; use schedule='advance_forward'"),
         "save_distributed_checkpoint": (given.save_distributed_checkpoint, "one file; use False"),
-        "rolling": (given.rolling is True, "models that step together; use False"),
+        "averaging.rolling": (given.averaging.rolling is True, "models that step together; use False"),
         "num_stages": (chooses and given.num_stages != "auto", "num_stages='auto', since the planner chooses it"),
         "split_points": (chooses and given.split_points is not None, "no split_points, since the planner cuts"),
         "num_microbatches": (chooses and given.num_microbatches == "auto", "a number, on which the plan depends"),
-        "processes_per_device": (given.processes_per_device > 1, "one process on each device"),
+        "averaging.processes_per_device": (given.averaging.processes_per_device > 1, "one process on each device"),
         "recompute": (chooses and given.recompute is True, "submodules by name, or none"),
     }
     need, instead = "replicas of single stages need", "or replicate whole pipelines (replicas=2)"
@@ -240,23 +288,5 @@ def _sharded(given: Options) -> None:
         "num_pipelines": (given.num_pipelines > 1, "one pipeline; use num_pipelines=1"),
         "save_distributed_checkpoint": (given.save_distributed_checkpoint, "one file; use False"),
     }
-    asked, instead = "shard_optimizer_states=True", "or shard_optimizer_states=False"
+    asked, instead = f"shard={given.shard!r}", "or leave shard out"
     refuse(given, refused, lambda option, needed: f"{asked} and {option}: it needs {needed}, {instead}")
-
-
-def _try_outer(outer_optimizer: Any) -> None:
-    """Step a parameter with it that nobody else has."""
-    parameter = torch.nn.Parameter(torch.zeros(2, 2))
-    parameter.grad = torch.zeros(2, 2)
-    asked = "it must make an optimizer from parameters whose step() needs no closure, such as SGD"
-    try:
-        made = outer_optimizer([parameter])
-        if isinstance(made, Optimizer):
-            made.step()
-    except Exception as error:
-        raise ConfigurationError(
-            f"outer_optimizer={outer_optimizer!r}: {asked}; tried with one parameter it says {type(error).__name__}: "
-            f"{error}"
-        ) from error
-    if not isinstance(made, Optimizer):
-        raise ConfigurationError(f"outer_optimizer={outer_optimizer!r}: {asked}; it made a {type(made).__name__}")

@@ -1,16 +1,15 @@
-"""What we rely on in Lightning, and in torchmetrics, that they do not promise: one table of it."""
+"""The parts of Lightning and torchmetrics that are used here although they are not public, in one table."""
 
 from __future__ import annotations
 
-import lightning.fabric as fabric
-import lightning.pytorch as pl
-
 from lightning_avgpipe.utils import upstream
+from lightning_avgpipe.utils.lightning import fabric, pl
 from lightning_avgpipe.utils.upstream import Private
 
 _TRAINER, _LOOPS, _FABRIC = f"{pl.__name__}.trainer", f"{pl.__name__}.loops", f"{fabric.__name__}.utilities"
 _DISTRIBUTED = f"{_FABRIC}.distributed"
 _LOGGING = f"{_TRAINER}.connectors.logger_connector.logger_connector._LoggerConnector"
+_RESULT = f"{_TRAINER}.connectors.logger_connector.result"
 _DATA = f"{_TRAINER}.connectors.data_connector"
 _SIGNALS = f"{_TRAINER}.connectors.signal_connector._SignalConnector"
 _FIT, _EPOCH = f"{_LOOPS}.fit_loop._FitLoop", f"{_LOOPS}.training_epoch_loop._TrainingEpochLoop"
@@ -26,6 +25,7 @@ _STEPS = (
     Private(f"{_OPTIMIZATION}._training_step", "replaced: all processes may skip a batch together", "kwargs"),
     Private(f"{_OPTIMIZATION}._make_closure", "replaced: they are mixed", "kwargs optimizer batch_idx"),
     Private(f"{_OPTIMIZATION}._make_step_fn", "what the closure runs", "kwargs"),
+    Private(f"{_OPTIMIZATION}._optimizer_step", "steps in a plain run", "batch_idx train_step_and_backward_closure"),
     Private(f"{_OPTIMIZATION}._make_zero_grad_fn", "what clears gradients first", "batch_idx optimizer"),
     Private(f"{_OPTIMIZATION}._skip_backward", "whether the module wants none"),
     Private(f"{_LOOPS}.optimization.automatic.Closure._step_fn", "runs the pipeline"),
@@ -54,9 +54,8 @@ _STEPS = (
 _LOGS = (
     Private(_LOGGING, "the base of ours, which takes its place: rank 0's metrics are everybody's", "trainer"),
     Private(f"{_LOGGING}._callback_metrics", "what callbacks monitor"),
+    Private(f"{_RESULT}._distributed_is_initialized", "replaced: only rank 0 logs, so nothing is recommended", ""),
     Private(f"{_TRAINER}.trainer.Trainer._logger_connector", "where it lies"),
-    Private(f"{pl.__name__}.loggers.CSVLogger._version", "the same on all processes: each may have to log"),
-    Private(f"{pl.__name__}.loggers.TensorBoardLogger._version", "the same"),
     Private(f"{_TRAINER}.trainer.Trainer._results", "what log() has stored"),
     Private("torchmetrics.Metric._defaults", "names of the states"),
     Private("torchmetrics.Metric._forward_cache", "the value of a batch, which log() takes"),
@@ -68,12 +67,6 @@ _BATCHES = (
     Private(f"{_FIT}._data_source", "its dataloader is replaced: batches are read in bundles"),
     Private(f"{_FIT}._combined_loader", "the dataloaders"),
     Private(f"{_FIT}._data_fetcher", "learns that an epoch has another number of iterations"),
-    Private(f"{_FABRIC}.data._set_sampler_epoch", "for dataloaders that are made in an epoch", "dataloader epoch"),
-    Private(
-        f"{pl.__name__}.utilities.data._get_dataloader_init_args_and_kwargs",
-        "whether data can be divided",
-        "dataloader sampler mode",
-    ),
     Private(f"{_EVALUATION}._combined_loader", "the dataloaders"),
     Private(f"{_LOOPS}.prediction_loop._PredictionLoop._combined_loader", "the dataloaders"),
     Private(f"{pl.__name__}.utilities.combined_loader.CombinedLoader._mode", "whether they come one after the other"),
@@ -103,9 +96,9 @@ _RUNS = (
     Private(f"{_SCRIPT}._call_children_scripts", "extended: they know who started them", ""),
     Private(f"{_DISTRIBUTED}._set_num_threads_if_needed", "after the start", "num_processes"),
     Private(f"{_DISTRIBUTED}._init_dist_connection", "joins them", "cluster_environment torch_distributed_backend"),
+    Private(f"{_DISTRIBUTED}._all_gather_ddp_if_available", "user groups", "tensor group sync_grads"),
+    Private(f"{_DISTRIBUTED}._sync_ddp_if_available", "user groups", "result group reduce_op"),
     Private(f"{_FABRIC}.imports._IS_INTERACTIVE", "whether a notebook runs"),
-    Private(f"{_LOOPS}.loop._Loop", "none of them restarts where a group comes back", "trainer"),
-    Private(f"{_TRAINER}.trainer.Trainer._checkpoint_connector", "what a group that comes back takes over"),
     Private(f"{_TRAINER}.connectors.checkpoint_connector._CheckpointConnector._loaded_checkpoint", "the same"),
     Private(f"{_CALLBACKS}.BaseFinetuning.filter_on_optimizer", "replaced: not by contents", "optimizer params"),
     Private(f"{_CALLBACKS}.StochasticWeightAveraging._average_model", "is divided as the weights are"),
@@ -118,5 +111,5 @@ NAMES = (*_STEPS, *_LOGS, *_BATCHES, *_RUNS)
 
 
 def check() -> None:
-    """Warn of what this version of Lightning has not, or has otherwise."""
+    """Warn of the entries that the installed version of Lightning lacks, or has with another signature."""
     upstream.check(NAMES, pl.__name__, pl.__version__)

@@ -1,4 +1,4 @@
-"""The configuration: a strategy's options as they are now, and what is asked of the next iteration."""
+"""The configuration: the strategy's options as they are now, and the changes asked for the next iteration."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ class Configuration:
     """Options that may change between two iterations of training.
 
     Attributes:
-        options: as they are now.
-        in_iteration: whether an iteration goes on, from its batch to the optimizer's step. Meanwhile nothing changes.
-        can_roll: whether parallel pipelines can roll in this run, and were not asked not to.
-        prefers_rolling: whether they do, where that was left open.
-        seed: of the random numbers that are drawn in units; a resumed run goes on with that of the first one.
+        given: options of the strategy, before anything was reconfigured.
+        options: options as they are now.
+        in_iteration: whether an iteration runs, from its batch to the optimizer's step; no option changes meanwhile.
+        can_roll: whether parallel pipelines can roll in this run, and ``rolling`` is not False.
+        prefers_rolling: whether they roll with ``rolling="auto"``.
+        seed: seed of the random numbers that are drawn in units; a resumed run keeps the seed of the first run.
     """
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        self.given = self.options = options
         self.in_iteration = False
         self.can_roll = False
         self.prefers_rolling = True
@@ -36,21 +37,21 @@ class Configuration:
 
     @property
     def rolls(self) -> bool:
-        """Whether pipelines go on without waiting for each other, where there are several."""
-        return self.can_roll and (self.prefers_rolling or self.options.rolling is True)
+        """Whether parallel pipelines go on without waiting for each other."""
+        return self.can_roll and (self.prefers_rolling or self.options.averaging.rolling is True)
 
     @property
     def is_open(self) -> bool:
-        """Whether they do, but need not."""
-        return self.rolls and self.options.rolling == "auto"
+        """Whether pipelines roll because of ``rolling="auto"``, so that they may also stop rolling."""
+        return self.rolls and self.options.averaging.rolling == "auto"
 
     @property
     def asked(self) -> bool:
-        """Whether somebody has asked for changes."""
+        """Whether changes have been asked for."""
         return bool(self._asked)
 
     def wanted(self, changes: Mapping[str, Any]) -> Options:
-        """What the options would be with these changes, and those asked for before; None changes nothing.
+        """Return the options with these changes, and those asked for before; None changes nothing.
 
         Raises:
             ConfigurationError: an option that cannot work.
@@ -58,18 +59,18 @@ class Configuration:
         return replace(self.options, **self._with(changes))
 
     def ask(self, changes: Mapping[str, Any]) -> None:
-        """Note changes; they come with :meth:`take_over`."""
+        """Note changes, which take effect with :meth:`take_over`."""
         self._asked = self._with(changes)
 
     def take_over(self, cluster: Cluster | None) -> dict[str, Any]:
-        """The iteration has ended: what was asked for comes now. Every process calls it.
+        """Apply the changes that were asked for, at the end of an iteration. Every process calls it.
 
         Args:
-            cluster: of the processes, which must have asked for the same; None before they are connected.
+            cluster: the connected processes, which must have asked for the same; None before they are connected.
         Returns:
-            Options that are others now, with their values.
+            The options that have changed, with their values.
         Raises:
-            ConfigurationError: not all have.
+            ConfigurationError: the processes have asked for different changes.
         """
         self.in_iteration = False
         asked, self._asked = self._asked, {}
@@ -79,7 +80,7 @@ class Configuration:
                 call, "in a hook of a callback, such as on_train_batch_end, and not only if is_global_zero"
             )
         changed = {name: value for name, value in asked.items() if getattr(self.options, name) != value}
-        if changed:  # options are checked when they are made, which takes a while
+        if changed:  # making options also checks them, which takes a while
             self.options = replace(self.options, **changed)
         return changed
 

@@ -1,4 +1,4 @@
-"""Dataloaders of a pipeline: one process reads, the others get what they need of each batch."""
+"""Dataloaders of a pipeline: in each group one process reads, and sends the others what they need of each batch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
@@ -19,27 +16,28 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.sample_layout import Expected
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.lightning import _Stateful, is_overridden, pl
 from lightning_avgpipe.utils.torch_compat import version_of
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class _End:
-    """Takes the place of a batch after the last one."""
+    """A marker that follows the last batch."""
 
 
 class _Later:
-    """Takes the place of a batch that travels after its transfer hooks."""
+    """A marker for a batch that is sent after its transfer hooks."""
 
 
 def has_transfer_hooks(trainer: pl.Trainer) -> bool:
-    """Whether the user's code changes batches on their way to the device."""
+    """Return whether user code changes batches on their way to the device."""
     owners = [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
     return any(is_overridden(hook, owner) for owner in owners if owner is not None for hook in _TRANSFER_HOOKS)
 
 
 def batches_wanted(trainer: pl.Trainer, dataloader: Any) -> float:
-    """How many batches the loop that runs now takes of a dataloader, which may have more."""
+    """Return the number of batches that the running loop takes of a dataloader, which may have more."""
     combined = getattr(trainer._active_loop, "_combined_loader", None)
     if combined is None or combined.limits is None:
         return float("inf")
@@ -48,14 +46,14 @@ def batches_wanted(trainer: pl.Trainer, dataloader: Any) -> float:
 
 
 class Distributor:
-    """How batches of one run of the trainer come to the processes that do not read.
+    """Sends the batches of one run of the trainer from the process that reads to the others of its group.
 
     Args:
-        batch_stream: to or from the other processes.
-        needs: which tensors each process gets.
+        batch_stream: this process's end of the batch stream.
+        needs: tells which tensors each process gets.
         sends: whether this process reads for others.
-        early: whether batches travel when they are read, one ahead of the work; else after the user's transfer hooks.
-        wanted: dataloader -> how many of its batches the loop takes.
+        early: whether a batch is sent when it is read, one batch before it is used; else after its transfer hooks.
+        wanted: dataloader -> number of its batches that the loop takes.
     """
 
     def __init__(
@@ -70,18 +68,18 @@ class Distributor:
         self._sealed: list[list[tuple[Tensor, int]]] = []  # by pipeline
 
     def pass_on(self, batch: Any) -> Any:
-        """The reader's batch, after its transfer hooks."""
+        """Send the reader's batch, after its transfer hooks; return it on every process."""
         return self.batch_stream.accept(self.batch_stream.pass_on(self._stream, batch, self.needs))
 
     def seal(self, batch: Any, pipeline: int = 0) -> Any:
-        """From now on this batch must not change: it may be under way to other processes."""
+        """Note the versions of a batch's tensors, which must not change while the batch is being sent."""
         if self._sends:
             del self._sealed[pipeline:]
             self._sealed.append([(t, version_of(t)) for t in tree.tensors(batch) if not t.is_inference()])
         return batch
 
     def check_seal(self, batch: Any, pipeline: int = 0) -> None:
-        """Raise if the batch is not the one that was sent.
+        """Check that the batch is the one that was sent.
 
         Raises:
             ConfigurationError: names the tensors that changed.
@@ -101,7 +99,7 @@ class Distributor:
 
 
 def expected_batches(dataloader: Any) -> Expected:
-    """What a dataloader says of the sizes of its batches, here or on the process that reads."""
+    """Return what a dataloader says of the sizes of its batches, here or on the process that reads."""
     told = getattr(dataloader, "expected_batches", None)
     if isinstance(told, Expected):
         return told
@@ -113,10 +111,11 @@ def expected_batches(dataloader: Any) -> Expected:
 
 
 def expected_now(trainer: pl.Trainer, dataloader_idx: int, changed: bool) -> Expected:
-    """What is expected of the batch that the loop that runs now works on.
+    """Return what is expected of the batch that the running loop works on.
 
     Args:
-        dataloader_idx: of the dataloader that it came from, where they come one after the other.
+        trainer: trainer that runs the loop.
+        dataloader_idx: index of its dataloader, where dataloaders come one after the other.
         changed: whether hooks may have changed batches since the dataloader made them.
     """
     combined = getattr(trainer._active_loop, "_combined_loader", None)
@@ -129,10 +128,10 @@ def expected_now(trainer: pl.Trainer, dataloader_idx: int, changed: bool) -> Exp
 
 
 def mirror(dataloader: Any, cluster: Cluster, distributor: Callable[[], Distributor]) -> Any:
-    """What a process iterates over in place of its dataloader.
+    """Return a dataloader for this process: on the reader one that sends each batch, elsewhere one that receives.
 
     Random order, collation and augmentation happen once, so inputs and labels agree on all stages, and an iterable
-    dataset may end where it wants.
+    dataset may end at any batch.
     """
     if cluster.group.world_size == 1:
         return dataloader
@@ -144,8 +143,8 @@ def mirror(dataloader: Any, cluster: Cluster, distributor: Callable[[], Distribu
     length, resumable, expected = cluster.group.broadcast(facts, cluster.stage_map.reader)
     if resumable and cluster.stage_map.reader != 0:
         raise ConfigurationError(
-            f"reader='first' with a {type(dataloader).__name__} that saves its state: checkpoints are saved by rank 0, "
-            "which would not know it; use reader='last'"
+            f"Links(reader='first') with a {type(dataloader).__name__} that saves its state: checkpoints are saved by "
+            "rank 0, which would not know it; use Links(reader='last')"
         )
     if cluster.reads:
         mirrored = _SizedReader(dataloader, distributor) if length is not None else _Reader(dataloader, distributor)
@@ -162,17 +161,17 @@ def mirror(dataloader: Any, cluster: Cluster, distributor: Callable[[], Distribu
 
 
 def _ignore(state: Any) -> None:
-    """What rank 0's loader resumes from means nothing to those who follow it."""
+    """Ignore the state of rank 0's dataloader, which has no meaning for a process that receives batches."""
 
 
 class _Reader:
-    """The reader's dataloader; passes each batch on, and the end. Everything else is the dataloader's."""
+    """The reader's dataloader, which sends each batch and the end to other processes, and has its attributes."""
 
     def __init__(self, dataloader: Any, distributor: Callable[[], Distributor]) -> None:
         vars(self).update(_dataloader=dataloader, _distributor=distributor, _stream=None)
 
     def __iter__(self) -> Iterator[Any]:
-        # made at once, as on one device: that alone starts workers and draws random numbers
+        # the iterator is made at once, as on one device, since making it starts workers and draws random numbers
         return self._passed_on(iter(self._dataloader))
 
     def _passed_on(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -184,9 +183,9 @@ class _Reader:
                 return batch, distributor.batch_stream.pass_on(stream, _End if batch is _End else _Later)
             return batch, distributor.batch_stream.pass_on(stream, batch, distributor.needs)
 
-        # a dataloader that can be saved must not be ahead of the training when that happens
+        # a dataloader whose state is saved must not be ahead of the training then
         ahead = distributor.early and not hasattr(self._dataloader, "state_dict")
-        # nor read what nobody wants: that would draw random numbers which one device does not draw
+        # reading a batch that the loop does not take would draw random numbers that one device does not draw
         limit = distributor.wanted(self) if ahead else 0
         batch, passed = pass_on(next(batches, _End))
         for number in itertools.count(1):
@@ -212,13 +211,8 @@ class _SizedReader(_Reader):
         return len(self._dataloader)
 
 
-def beneath(mirrored: Any) -> Any:
-    """The dataloader that :func:`mirror` has put something in the place of, on the process that reads."""
-    return vars(mirrored)["_dataloader"] if isinstance(mirrored, _Reader) else mirrored
-
-
 class _Follower:
-    """What other processes iterate over: the reader's batches as far as they need them, or None for each of them."""
+    """The dataloader of a process that does not read: yields what it needs of each of the reader's batches, or None."""
 
     def __init__(self, distributor: Callable[[], Distributor]) -> None:
         self._distributor = distributor
@@ -241,7 +235,3 @@ class _SizedFollower(_Follower):
 
     def __len__(self) -> int:
         return self._length
-
-    def resize(self, length: int) -> None:
-        """The reader has so many batches now."""
-        self._length = length

@@ -14,14 +14,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.lightning import RunningStage, pl, rank_zero_warn, sized_len
 from lightning_avgpipe.utils.patching import replaced
 
 
@@ -32,7 +29,7 @@ def sharing(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
     It respects ``use_distributed_sampler=False`` and a sampler that is distributed already. For data that cannot be
     sampled it warns: there the user's code must know the group.
     """
-    num_groups = place(cluster)[1]
+    num_groups = cluster.stage_map.num_groups
     if num_groups == 1:
         yield
         return
@@ -42,7 +39,7 @@ def sharing(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
     def prepare_dataloader(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         if mode != RunningStage.TRAINING or not trainer._accelerator_connector.use_distributed_sampler:
             return prepare(dataloader, shuffle, mode)
-        with replaced(connector, "_requires_distributed_sampler", divisible):
+        with replaced(connector, "_requires_distributed_sampler", _divisible):
             found = prepare(dataloader, shuffle, mode)
         if not isinstance(getattr(found, "sampler", None), DistributedSampler):
             rank_zero_warn(
@@ -57,30 +54,22 @@ def sharing(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
         yield
 
 
-def place(cluster: Cluster) -> tuple[int, int]:
-    """Which group a process is in, and of how many: those at the start while it is apart."""
-    if cluster.apart and cluster.meetings is not None:
-        return cluster.meetings.membership.group, len(cluster.meetings.membership.layout)
-    return cluster.group_number, cluster.stage_map.num_groups
-
-
-def divisible(dataloader: DataLoader[Any]) -> bool:
-    """Whether a dataloader has samples that a distributed sampler may divide, and none does."""
+def _divisible(dataloader: DataLoader[Any]) -> bool:
+    """Return whether a distributed sampler may divide a dataloader, and none does yet."""
     sampled = isinstance(dataloader.sampler, DistributedSampler)
     return not sampled and not isinstance(dataloader.dataset, IterableDataset)
 
 
 def check_alike(dataloader: Any, cluster: Cluster, num_pipelines: int) -> None:
-    """Check that a dataloader gives all groups as many iterations. Every process calls it.
+    """Check that a dataloader gives all groups the same number of iterations. Every process calls it.
 
     Raises:
-        ConfigurationError: a group would wait for the others at the end of the epoch.
+        ConfigurationError: the numbers differ, so that a group would wait for the others at the end of the epoch.
     """
     if cluster.stage_map.num_groups == 1:
         return
     told = cluster.world.exchange_objects(sized_len(dataloader))
-    by_rank = dict(zip(cluster.world.ranks, told, strict=True))  # without a group that leaves meanwhile
-    lengths = [by_rank[ranks[0]] for ranks in cluster.stage_map.layout if ranks[0] in by_rank]
+    lengths = [told[ranks[0]] for ranks in cluster.stage_map.layout]
     iterations = {None if length is None else math.ceil(length / num_pipelines) for length in lengths}
     if len(iterations) > 1:
         found = ", ".join("unknown" if length is None else str(length) for length in lengths)

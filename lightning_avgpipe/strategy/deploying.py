@@ -1,4 +1,4 @@
-"""The deployment that a run of the trainer begins with, by the strategy's options."""
+"""The deployment with which a run of the trainer begins, made from the strategy's options."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torchmetrics import Metric
 
+from lightning_avgpipe.averaging.optimizer_clone import unwrapped
 from lightning_avgpipe.comm.bandwidth import measure_bandwidth
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.elastic.optimizer_clone import unwrapped
-from lightning_avgpipe.engine.compiling import Compiler
+from lightning_avgpipe.engine.compiling import Compiler, Execution
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.costing import Costing
@@ -21,6 +20,7 @@ from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.planning.memory_limit import limit_of
 from lightning_avgpipe.planning.model_memory import Updates
 from lightning_avgpipe.planning.network import Matrix
+from lightning_avgpipe.planning.plan import format_seconds
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.recompute_policy import chosen
 from lightning_avgpipe.strategy.checkpoint_state import DividedState, take_origin
@@ -29,14 +29,16 @@ from lightning_avgpipe.strategy.options import Options
 from lightning_avgpipe.strategy.surroundings import Surroundings
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.device import port_of
+from lightning_avgpipe.utils.lightning import rank_zero_info, rank_zero_warn
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.store import WeightStore
 
-_USELESS = 0.9  # a stage with more of the time leaves nothing to gain from the others
+_PAYS = 0.9  # largest share of the time on one device with which pipelining pays
+_USELESS = 0.9  # share of the time above which one stage leaves nothing to gain from the others
 
 
 def deploy(around: Surroundings) -> Deployment:
-    """The deployment of the trainer's module, not planned yet; the run has a seed. Every process calls it."""
+    """Return the deployment of the trainer's module, not planned yet, and set the seed. Every process calls it."""
     trainer, cluster, options = around.trainer, around.cluster, around.configuration.options
     module = trainer.lightning_module
     seed = around.configuration.seed = cluster.world.broadcast(torch.initial_seed())  # that of rank 0
@@ -48,44 +50,48 @@ def deploy(around: Surroundings) -> Deployment:
     metrics = [m for m in module.modules() if isinstance(m, Metric)]
     planner = Planner(
         Divisible(module, cluster.device, metrics),
-        costing=Costing("flops" if on_meta(module) else options.costs, options.cache),  # no contents: nothing to time
+        # on meta there are no contents, and nothing to time
+        costing=Costing("flops" if on_meta(module) else options.costs, options.cache),
         recompute=recompute,
         replicas=options.stage_replicas,
         updates=Updates(
             policy,
-            cluster.stage_map.replicas * options.shard_optimizer_states,
+            cluster.stage_map.replicas * (options.shard is not None),
             around.fitting and around.configuration.rolls,
         ),
+        wire=options.links.wire if cluster.group.world_size > 1 else None,
         **planned(around),
     )
     origin = take_origin(module, cluster, seed, around.before)
-    parts = module, cluster, planner, lambda: trainer.optimizers, origin, options.elasticity, metrics, weights
+    parts = module, cluster, planner, lambda: trainer.optimizers, origin, options.averaging, metrics, weights
     place_by = partial(_bandwidth, cluster, options, around.fitting)
     compiler = None if options.compile is False else Compiler({} if options.compile is True else options.compile)
-    return Deployment(*parts, place_by, options.shard_optimizer_states, compiler, options.pipeline_streams)
+    execution = Execution(recompute, compiler, options.averaging.streams, options.static_step)
+    return Deployment(*parts, place_by, options.shard is not None, execution)
 
 
 def _bandwidth(cluster: Cluster, options: Options, trains: bool) -> Matrix | None:
-    """Between processes, if stages are placed by it. Every process calls it."""
+    """Return the bandwidth between processes; None if stages are not placed by it. Every process calls it."""
     if options.planner != "spp" or not trains:
         return None
-    if isinstance(options.bandwidth, str):
+    if isinstance(options.links.bandwidth, str):
         if not port_of(cluster.device).is_host:
             raise ConfigurationError(
-                f"planner='spp' with bandwidth='measured' measures links between hosts, not between {cluster.device} "
-                "and others; give a matrix of bytes per second, one row per process"
+                f"planner='spp' with Links(bandwidth='measured') measures links between hosts, not "
+                f"between {cluster.device} and others; give a matrix of bytes per second, one row per process"
             )
         return measure_bandwidth(cluster.group)
-    if len(options.bandwidth) != cluster.group.world_size:
+    bandwidth = options.links.bandwidth
+    if len(bandwidth) != cluster.group.world_size:
         raise ConfigurationError(
-            f"bandwidth has {len(options.bandwidth)} rows, but there are {cluster.group.world_size} processes; give a "
+            f"bandwidth has {len(bandwidth)} rows, but there are {cluster.group.world_size} processes; give a "
             "row, and an entry in each, for every process"
         )
-    return options.bandwidth
+    return bandwidth
 
 
 def planned(around: Surroundings) -> dict[str, Any]:
-    """What a planner is told that may change while training runs."""
+    """Return the attributes of a planner that may change while training runs."""
     cluster, options = around.cluster, around.configuration.options
     now = cluster.stage_map.given_stages
     num_stages = now if options.num_stages == "auto" else options.num_stages
@@ -94,7 +100,7 @@ def planned(around: Surroundings) -> dict[str, Any]:
 
 
 def give_back(deployment: Deployment, connection: Connection, state: DividedState) -> None:
-    """A run ends: every process holds the whole module again, unless it began on meta, or the run has failed."""
+    """Give every process the whole module at the end of a run, unless it began on meta or the run has failed."""
     try:
         if connection.failed:
             deployment.abandon()
@@ -105,7 +111,13 @@ def give_back(deployment: Deployment, connection: Connection, state: DividedStat
 
 
 def announce(plan: Plan, cluster: Cluster, shards: bool = False) -> None:
-    """Show a plan on rank 0, and whether replicas share optimizer states."""
+    """Print a plan on rank 0, with hints where pipelining does not pay or a step may fail.
+
+    Args:
+        plan: the plan.
+        cluster: the connected processes.
+        shards: whether replicas divide the optimizer states.
+    """
     stage_map = cluster.stage_map
     groups = f", {stage_map.replicas} replicas" if stage_map.replicas > 1 else ""
     groups += f", {stage_map.num_teams} groups of them" if stage_map.num_teams > 1 else ""
@@ -115,7 +127,16 @@ def announce(plan: Plan, cluster: Cluster, shards: bool = False) -> None:
     size = cluster.group.world_size
     processes = "one process" if size == 1 else f"{size} processes"
     stages = "one stage" if plan.num_stages == 1 else f"{plan.num_stages} stages"
+    if size > 1 and not plan.devices:
+        plan = replace(plan, devices=tuple(tuple(stage_map.ranks(k)) for k in range(plan.num_stages)))
     rank_zero_info(f"\n{stages} on {processes}{groups}:\n{plan}")
+    alone_s = plan.in_turns_s
+    if size > 1 and alone_s is not None and plan.forecast is not None and plan.forecast.iteration_s > _PAYS * alone_s:
+        rank_zero_info(
+            f"Pipelining does not pay here: one device would take {format_seconds(alone_s)} for these micro-batches. "
+            "Stages are too small for these links, or too few micro-batches fill them; use larger batches, or a larger "
+            "model, or one device"
+        )
     if plan.note:
         tell = rank_zero_warn if plan.slowest.share > _USELESS else rank_zero_info
         tell(plan.note)

@@ -1,4 +1,7 @@
-"""Foresight: what a step that runs before its turn finds, and what it must not look at."""
+"""Foresight: the trainer as a step finds it that runs before Lightning's loop comes to its batch.
+
+Such a step sees the counters as they will be, and must not read what is not known yet.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 from torch import nn
 
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.outside import outside, variable
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.object_state import Variable
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.patching import replaced
 
-# What is known of the trainer only when the batch before has ended.
+# Attributes of the trainer that are known only when the batch before has ended.
 _NOT_YET = (
     "optimizers", "lr_scheduler_configs", "callback_metrics", "logged_metrics", "progress_bar_metrics", "is_last_batch",
 )  # fmt: skip
@@ -27,17 +30,22 @@ _IGNORED = frozenset(vars(pl.LightningModule())) | {"_flat_weights", "_flat_weig
 
 @dataclass(frozen=True)
 class Progress:
-    """Counters of a trainer as they will be in the next iteration.
+    """Counters of a trainer as they will be in a later iteration.
 
     Attributes:
-        values: objects, with the name of an attribute and its value.
+        values: (object, name of its attribute, value) for each counter.
     """
 
     values: tuple[tuple[Any, str, Any], ...]
 
     @classmethod
     def after_steps(cls, trainer: pl.Trainer, count: int = 1) -> Progress:
-        """Within the step of an iteration: in the ``training_step`` of the next one, or so many later."""
+        """Return the counters of a later iteration, given the trainer within the step of an iteration.
+
+        Args:
+            trainer: the trainer.
+            count: number of iterations until then.
+        """
         loop = trainer.fit_loop.epoch_loop
         batches, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
         counted: list[tuple[Any, str]] = [(loop, "_batches_that_stepped")]
@@ -49,7 +57,7 @@ class Progress:
 
 @contextlib.contextmanager
 def as_it_will_be(trainer: pl.Trainer, progress: Progress | None) -> Iterator[None]:
-    """Within this context the trainer's counters are these; None: as they are."""
+    """Within this context the trainer's counters are those of ``progress``; None leaves them."""
     if progress is None:
         yield
         return
@@ -63,17 +71,17 @@ def as_it_will_be(trainer: pl.Trainer, progress: Progress | None) -> Iterator[No
             setattr(owner, name, value)
 
 
-class Foresight:
-    """Watches that steps which run ahead of their turn find what they would find then.
+class AheadWatch:
+    """Checks that steps which run before their turn find what they would find in their turn.
 
     Args:
-        trainer: of the run.
-        option: why steps run ahead.
-        instead: with which they do not.
+        trainer: trainer of the run.
+        option: option that lets steps run early, for messages.
+        instead: option with which they do not, for messages.
 
     Attributes:
-        only_notes: whether what a step must not read is noted, and not refused.
-        noted: why a step that has been run must not run ahead; nothing: "".
+        only_notes: whether reading what is not known yet is noted, instead of refused.
+        noted: message on what a step has read that is not known yet; empty: nothing.
     """
 
     only_notes = False
@@ -87,13 +95,13 @@ class Foresight:
         self._read: dict[str, Variable] = {}
         self._held: dict[str, Objects] = {}
         self._graph: CallGraph | None = None
-        self._settles = False  # the batch of which the step was captured runs
+        self._settles = False  # the batch runs from which the step was captured
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
-        """Within this context a step runs, which must not read of the trainer what is not known yet when it is ahead.
+        """Within this context a step runs, which must not read what the trainer does not know yet if the step is early.
 
-        It never may, so that it does not depend on the timing whether it is refused.
+        Reading it is refused whether the step is early or not, so that errors do not depend on the timing.
         """
         if self._view is None:
             self._view = self._made_view()
@@ -107,17 +115,17 @@ class Foresight:
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Within this context a step runs whose turn it is.
+        """Within this context a step runs in its turn.
 
-        What the very first one settles for all that follow (an attribute that is made when it is first needed) is no
-        change by a hook. Capture has seen it, and no cut lies between it and those who read it.
+        What the very first one sets for all that follow (an attribute that is made when it is first needed) does not
+        count as a change by a hook. Capture has seen it, and no cut lies between it and those who read it.
         """
         unchanged = [name for name in self._held if not self._changed(name)] if self._settles else []
         yield
         self._held |= {name: self._hold(name) for name in unchanged if self._changed(name)}
 
     def begin(self, graph: CallGraph) -> None:
-        """From now on, and until the next call, hooks must not change what a step reads."""
+        """Note the values that a step reads: until the next call hooks must not change them."""
         module = self._trainer.lightning_module
         if graph is not self._graph:
             keys = [key for key, _ in graph.reads if key[1] not in _IGNORED and key not in graph.written]
@@ -126,10 +134,10 @@ class Foresight:
         self._graph, self._settles = graph, graph is not self._graph
 
     def check(self) -> None:
-        """Hooks have been.
+        """Check that hooks have changed nothing that steps read.
 
         Raises:
-            ConfigurationError: they have changed something that steps read.
+            ConfigurationError: names what has changed.
         """
         self._settles = False
         changed = next(filter(self._changed, self._held), None)
@@ -148,7 +156,7 @@ class Foresight:
         return any(not isinstance(found, nn.Parameter) for found in self._held[name].changed())
 
     def _made_view(self) -> Any:
-        """The same trainer, which refuses to tell what it does not know yet."""
+        """Return a view of the trainer that refuses to tell what is not known yet."""
         kind = type(self._trainer)
         refused = {
             name: property(self._refuse(f"trainer.{name}", lambda _, name=name: getattr(self._trainer, name)))

@@ -1,41 +1,40 @@
-"""The check of gradients before a step: a model with an infinite one, or one that is no number, does not step."""
+"""The check of gradients before a step: a model with an infinite or NaN gradient does not step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.amp import GradScaler
 
+from lightning_avgpipe.averaging.finite import first_nonfinite, has_nonfinite, may_have_nonfinite
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.elastic.finite import first_nonfinite, has_nonfinite, may_have_nonfinite
 from lightning_avgpipe.errors import NonFiniteError
+from lightning_avgpipe.utils.lightning import pl, rank_zero_warn
 
 
-class Models(Protocol):
+class SteppingModels(Protocol):
     """The models that a group of processes trains."""
 
     @property
     def num_models(self) -> int:
-        """Of all groups."""
+        """The number of models in all groups."""
 
     @property
     def stepping(self) -> int:
-        """Models of this group that have had a batch since gradients were cleared, at least 1."""
+        """The number of models of this group that have had a batch since gradients were cleared, at least 1."""
 
     def gradients(self, number: int) -> dict[str, Tensor]:
-        """Full name -> gradient of one model, as far as it is held here."""
+        """Return the gradients of one model that this process holds, by full name."""
 
     def restart(self, number: int, like: int | None) -> None:
-        """Let one model begin again, without gradients; ``like`` is one that steps."""
+        """Reset a model and clear its gradients; ``like`` is the number of a model that steps, or None."""
 
 
 class OneModel:
-    """The module itself, and no other."""
+    """The module itself, as the only model."""
 
     num_models = stepping = 1
 
@@ -43,7 +42,7 @@ class OneModel:
         self._module = module
 
     def gradients(self, number: int) -> dict[str, Tensor]:
-        """Full name -> gradient."""
+        """Return the gradients by full name."""
         return {name: p.grad for name, p in self._module.named_parameters() if p.grad is not None}
 
     def restart(self, number: int, like: int | None) -> None:
@@ -53,21 +52,21 @@ class OneModel:
 
 
 class GradientCheck:
-    """Looks at gradients once they are complete, and before anything is clipped or steps.
+    """Checks gradients once they are complete, before clipping and before the optimizer's step.
 
     Args:
-        trainer: whose optimizers step.
-        cluster: of the processes.
+        trainer: trainer of the run.
+        cluster: the connected processes.
         wanted: the strategy's option ``on_nonfinite``.
-        models: that step.
+        models: models that step.
 
     Attributes:
-        apart: whether stages step one after the other: each process looks at its own gradients.
-        left_out: models of this group that this step leaves out.
-        skipped_models: how often one was.
+        apart: whether stages step one after the other, so that each process checks its own gradients.
+        left_out: numbers of the models of this group that this step leaves out.
+        skipped_models: how often a model was left out.
     """
 
-    def __init__(self, trainer: pl.Trainer, cluster: Cluster, wanted: str | None, models: Models) -> None:
+    def __init__(self, trainer: pl.Trainer, cluster: Cluster, wanted: str | None, models: SteppingModels) -> None:
         self.apart = False
         self.left_out: list[int] = []
         self.skipped_models = 0
@@ -77,7 +76,10 @@ class GradientCheck:
         self._models = models
 
     def after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, and then the check, if one is wanted; nothing of a model that is left out."""
+        """Return a closure that runs this one and then checks the gradients, if that is wanted.
+
+        It returns None if model 0 is left out of the step.
+        """
         wanted = self._wanted
         if wanted == "auto":
             wanted = None if self._models.num_models == 1 else "raise"
@@ -98,10 +100,10 @@ class GradientCheck:
         return run
 
     def _check(self, skip: bool) -> None:
-        """All processes of a group call it.
+        """Check the gradients of all models of a group. Every process of the group calls it.
 
         Raises:
-            NonFiniteError: a gradient is infinite or no number, and the model is not to be skipped.
+            NonFiniteError: a gradient is infinite or NaN, and ``skip`` is False.
         """
         gradients = [self._models.gradients(n) for n in range(self._models.stepping)]
         found = torch.stack([may_have_nonfinite(named.values(), self._cluster.device) for named in gradients]).cpu()
@@ -118,14 +120,14 @@ class GradientCheck:
         for n in bad:
             self._models.restart(n, like)
         self.skipped_models += len(bad)
-        if self._cluster.leads:
+        if self._cluster.world.rank == 0:
             self._tell(bad)
 
     def look_at(self, number: int) -> None:
-        """Look at the gradients of one model that are here, before it steps; other processes look at theirs.
+        """Check the gradients of one model that this process holds, before that model steps.
 
         Raises:
-            NonFiniteError: a gradient is infinite or no number.
+            NonFiniteError: a gradient is infinite or NaN.
         """
         if self._wanted is None:
             return
@@ -141,12 +143,12 @@ class GradientCheck:
         names: Sequence[str | None],
         so_far: str = "No optimizer has stepped, so {} is as it was",
     ) -> None:
-        """End with the first tensor by stages.
+        """Raise an error that names the first tensor in the order of stages.
 
         Args:
-            number: n of the pipeline.
-            names: by rank, the first of its tensors; rank 0 has the last stage.
-            so_far: what has stepped, with a place for what has not.
+            number: number n of the pipeline.
+            names: the first such tensor of each rank, or None; rank 0 has the last stage.
+            so_far: sentence that says what has stepped, with a place for what has not.
         """
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
         name = next(name for name in reversed(names) if name is not None)
@@ -158,7 +160,7 @@ class GradientCheck:
         raise NonFiniteError(
             f"{which}batch_idx {batch_idx}: the gradient of '{name}' is infinite or no number (NaN). "
             f"{so_far.format(spared)}. Look at this batch and the loss, lower the learning "
-            f"rate, or clip gradients; on_nonfinite='skip' {skips}, None looks at nothing"
+            f"rate, or clip gradients; Averaging(on_nonfinite='skip') {skips}, None looks at nothing"
         )
 
     def _tell(self, pipelines: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""An iteration of the pipeline: the step of a batch, with all forwards and backwards of its micro-batches."""
+"""An iteration of the pipeline: all forwards and backwards for the micro-batches of a batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
@@ -30,9 +29,10 @@ from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.patching import nothing, replaced
-from lightning_avgpipe.utils.random_streams import RandomKey
+from lightning_avgpipe.utils.lightning import pl
+from lightning_avgpipe.utils.random_streams import RandomKey, host_lent
 from lightning_avgpipe.verify import Verifier
+from lightning_avgpipe.verify.plain import quiet
 from lightning_avgpipe.weights.initialisation import on_meta
 
 Finish = Callable[[int, int, Any], Tensor | None]  # (pipeline, micro-batch, result) -> what the backward begins with
@@ -43,15 +43,15 @@ class Iterations:
     """Runs the steps of one run of the trainer.
 
     Attributes:
-        trainer: of the run.
-        cluster: of the processes.
-        configuration: of the strategy.
-        deployment: of the module on processes.
-        preparation: of steps.
-        splitter: of batches.
-        models: that are trained.
-        schedule_control: says which schedule an iteration of training has.
-        verifier: compares the first iterations with plain ones; None if nobody asked for it.
+        trainer: trainer of the run.
+        cluster: the connected processes.
+        configuration: the strategy's options as they are now.
+        deployment: deployment of the module on processes.
+        preparation: captures steps and makes their stages.
+        splitter: splits batches.
+        models: the models that are trained.
+        schedule_control: gives an iteration of training its schedule.
+        verifier: compares the first iterations with plain ones; None if there is no verification.
         zero_grad: clears the gradients of the training step that runs now; None if they accumulate.
     """
 
@@ -73,7 +73,7 @@ class Iterations:
     @contextlib.contextmanager
     def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:
         """Within this context a training step clears the gradients where Lightning does: before its first backward."""
-        # once, also where the batch is tried a second time
+        # gradients are cleared once, also if the step fails on micro-batches and runs again on the whole batch
         self.zero_grad = None if zero_grad is None else functools.cache(zero_grad)
         try:
             yield
@@ -90,7 +90,7 @@ class Iterations:
         Returns:
             What the step would have returned for the first batch, detached; None if it is skipped.
         Raises:
-            MicroBatchError: the step cannot be followed on a micro-batch; whole batches can be tried. All processes
+            MicroBatchError: the step cannot be captured on a micro-batch; whole batches can be tried. All processes
                 raise it.
         """
         if self.zero_grad is not None and self.deployment.arrange(batches):
@@ -101,9 +101,9 @@ class Iterations:
         trains = not self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
         finish = self._finish(weighed, self._clear_now())
         context = self.trainer.precision_plugin.train_step_context
-        outcomes = self._run("training_step", context, works, rest, finish if trains else None)
+        outcomes = self._run("training_step", context, works, rest, finish if trains else None, whole=batches[0])
         models, works = self.models, weighed()
-        if not outcomes:  # all is skipped, and nothing is known of the step yet
+        if not outcomes:  # the step skips the whole batch, and has not been captured yet
             models.skipped = frozenset(range(len(works)))
             return None
         skipped = [len(found.skipped) == found.count for found in outcomes]
@@ -114,7 +114,7 @@ class Iterations:
         result: Any = {"loss": nothing}
         if outcomes[0].results is not None:
             result = self._merged(outcomes[0].results, works[0])
-            if result is None and self.cluster.stage_map.replicas > 1:  # though maybe not in the others
+            if result is None and self.cluster.stage_map.replicas > 1:  # other replicas may have a loss
                 result = {"loss": nothing}
         if trains:
             if not self.trainer.fit_loop._should_accumulate():
@@ -123,17 +123,17 @@ class Iterations:
         with context():
             self.models.step_log.issue()
         if trains:
-            if self.verifier is not None and self.verifier.active:
+            if self.verifier is not None:
                 self.verifier.compare()
             for n in range(fed):
                 models.after_backward(n, nothing if result is None else loss_in(result))
         return None if 0 in models.skipped else result
 
     def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
-        """Run a step without backward; on the last stage's rank the merged result, None elsewhere.
+        """Run a step without backward; return the merged result on the last stage's rank, None elsewhere.
 
         Raises:
-            MicroBatchError: as :meth:`train`.
+            MicroBatchError: the step cannot be captured on a micro-batch; see :meth:`train`.
         """
         contexts = {"validation_step": "val_step_context", "test_step": "test_step_context"}
         context = getattr(self.trainer.precision_plugin, contexts.get(step, "predict_step_context"))
@@ -142,12 +142,12 @@ class Iterations:
         return None if outcome.results is None else merge(outcome.results, *self.splitter.counts(parts))
 
     def _clear_now(self) -> Callable[[], None] | None:
-        """Clear the gradients now, where that cannot wait; returns what clears them after the first forward."""
+        """Clear the gradients at once where that cannot wait; else return what clears them after the first forward."""
         zero_grad = self.zero_grad
         waits = self.models.num_models == 1 and self.cluster.rank == 0 and not self.deployment.replans
         if zero_grad is None or waits:
             return zero_grad
-        # here no forward comes before all backwards, or the module may show another pipeline's model by then
+        # other ranks have no result to wait for, and with several models the module may show another one by then
         self.models.clear_gradients()
         zero_grad()
         return None
@@ -158,12 +158,12 @@ class Iterations:
         zero_grad: Callable[[], None] | None,
         tells: Callable[[Tensor], bool] = lambda loss: True,
     ) -> Finish:
-        """What the last stage does with the result of a micro-batch.
+        """Return the function that the last stage calls with the result of a micro-batch.
 
         Args:
-            weighed: micro-batches by pipeline, with their weights.
-            zero_grad: called after the first forward.
-            tells: is shown the first loss, and says whether the hooks of a backward are called then.
+            weighed: returns the micro-batches by pipeline, with their weights.
+            zero_grad: called after the first forward; None: nothing is to be cleared.
+            tells: is shown the first loss, and returns whether the hooks of a backward are called then.
         """
         module, precision = self._module, self.trainer.precision_plugin
         averages = self.configuration.options.loss_reduction == "mean"
@@ -172,7 +172,8 @@ class Iterations:
 
         def finish(n: int, i: int, result: Any) -> Tensor | None:
             if i == 0 and zero_grad is not None:  # after a forward, as on one device, and before all backwards
-                zero_grad()
+                with host_lent():
+                    zero_grad()
             weight = weighed()[n][i].weight
             if result is None or (averages and not weight):  # a mean over nothing is not a number
                 self.models.replicas.check_trains(i)
@@ -180,9 +181,9 @@ class Iterations:
             loss = trainable_loss(result)
             if accumulate > 1:
                 loss = loss / accumulate
-            # a batch deserves its hooks once: with the first micro-batch's loss, before anything else is known
+            # the hooks of a batch are called once, with the first micro-batch's loss, since no other is known by then
             first = n == 0 and not started and tells(loss)
-            with contextlib.nullcontext() if first else _quiet(self.trainer, "on_before_backward"):
+            with host_lent() if first else quiet(self.trainer, "on_before_backward"):
                 loss = precision.pre_backward(loss, module)
             if n == 0:
                 started.append(None)
@@ -193,14 +194,14 @@ class Iterations:
     # -- micro-batches -----------------------------------------------------------------------------------------------
 
     def _verifying(self) -> Verifier | None:
-        """Who verifies this iteration, and watches from now on; None: nobody."""
+        """Return the verifier of this iteration, and let it begin; None if the iteration is not verified."""
         if self.verifier is None or not self.verifier.active:
             return None
         self.verifier.watch()
         return self.verifier
 
     def _first_numbers(self, num_pipelines: int) -> tuple[int, int]:
-        """Numbers of the first pipeline, and of the first micro-batch of a batch, that are trained here.
+        """Return the numbers of this group's first pipeline, and of its first micro-batch of a batch.
 
         Groups train on batches of their own, but evaluate the same; replicas have further micro-batches of a batch.
         """
@@ -215,8 +216,18 @@ class Iterations:
         works: Works,
         rest: Sequence[Any],
         finish: Finish | None,
+        whole: Any = None,
     ) -> list[Outcome]:
-        """Run the micro-batches of one pipeline or several; returns nothing if a first batch is skipped altogether."""
+        """Run the micro-batches of one pipeline or several; return nothing if a first batch is skipped altogether.
+
+        Args:
+            step: name of the step function.
+            context: context of the precision plugin for the step.
+            works: micro-batches by pipeline.
+            rest: other arguments of the step.
+            finish: see :meth:`_finish`; None: there is no backward.
+            whole: the batch of the first pipeline, in one piece.
+        """
         training, trains = step == "training_step", finish is not None
         num_pipelines = self.configuration.num_pipelines
         first, before = self._first_numbers(num_pipelines) if training else (0, 0)
@@ -234,7 +245,7 @@ class Iterations:
         self.models.step_log.begin(sum(map(len, works)))
         iteration = self._number(step)
         if verifier is not None and finish is not None:
-            finish = verifier.begin(works, rest, context, iteration, finish)
+            finish = verifier.begin(works, rest, iteration, finish, whole)
         tasks = [
             Task(
                 partial(run, n),
@@ -242,11 +253,12 @@ class Iterations:
                 None if finish is None else partial(finish, n),
                 RandomKey(self.configuration.seed, iteration, first + n, before),
                 known,
+                partial(self._around, step, context, works, first, before, n),
             )
             for n, parts in enumerate(works)
         ]
         outcomes = self._execute(step, works, pipelines, schedules, tasks)
-        with context():  # which may decide what a number is
+        with context():  # which may decide the type of a number
             self.models.step_log.tell_groups() if training else self.models.step_log.issue()
         return self._of_replicas(outcomes) if training else outcomes
 
@@ -271,12 +283,10 @@ class Iterations:
             finally:
                 if ensemble is not None:
                     ensemble.place(0)
-        if trains and (keeping := self.deployment.pipeline.steps[step].keeping) is not None:
-            keeping.share()
         return outcomes
 
     def _of_replicas(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """What replicas of the last stage have together, if there are any. All of them call it."""
+        """Return the outcomes of all replicas of the last stage together, if there are any. All of them call it."""
         replicas = sharing_last(self.cluster)
         if replicas is None:
             return outcomes
@@ -291,20 +301,24 @@ class Iterations:
         return together
 
     def _freeze(self, trains: bool) -> None:
-        """Stages that have nothing to train by now run forwards only. Every process calls it."""
+        """Agree on which stages have nothing to train, and let them run forwards only. Every process calls it."""
         freezing = self.preparation.agree_on_trained()
         if trains:
             self.schedule_control.freeze(freezing.stages)
 
     def _known(self, works: Works, schedule: Schedule, num_pipelines: int) -> frozenset[int]:
-        """The micro-batches whose forwards begin behind the frozen layers. Every process calls it."""
-        pipeline, samples = self.deployment.pipeline, [(part.data, part.size) for part in works[0]]
-        if num_pipelines > 1 and pipeline.kept is not None:  # one of them would not do for all
-            pipeline.kept.forget()
+        """Return the micro-batches with kept outputs of the frozen layers: their forwards begin after these layers.
+
+        Every process calls it.
+        """
+        keeping = self.deployment.pipeline.steps["training_step"].keeping
+        if keeping is None:
             return frozenset()
-        keeping = pipeline.steps["training_step"].keeping
-        found = frozenset[int]() if keeping is None else keeping.known(samples, schedule)
-        # memory is measured where everything runs
+        if num_pipelines > 1:
+            keeping.outputs.stop(f"{num_pipelines} pipelines train, and outputs are kept for one")
+            return frozenset()
+        found = keeping.known([(part.data, part.size) for part in works[0]], schedule)
+        # memory is measured in an iteration in which everything runs
         return frozenset() if self.schedule_control.measures(works, num_pipelines) else found
 
     def _micro_batch(
@@ -317,41 +331,61 @@ class Iterations:
         n: int,
         i: int,
         *args: Any,
-        into: list[Any] | None = None,
     ) -> Any:
-        """Call the step function with a micro-batch.
+        """Call the step function with a micro-batch; for the arguments see :meth:`_around`."""
+        with self._around(step, context, works, first, before, n, i):
+            return getattr(self._module, step)(*args)
+
+    @contextlib.contextmanager
+    def _around(
+        self,
+        step: str,
+        context: Callable[[], Any],
+        works: Works,
+        first: int,
+        before: int,
+        n: int,
+        i: int,
+        into: list[Any] | None = None,
+    ) -> Iterator[None]:
+        """Within this context the step function is called with a micro-batch.
 
         Args:
-            first: the number of pipeline 0 among all teams.
-            before: micro-batches of replicas before this one.
-            into: collects what it logs; None: the batch that has begun.
+            step: name of the step function.
+            context: context of the precision plugin for the step.
+            works: micro-batches by pipeline.
+            first: number of pipeline 0 among the pipelines of all teams.
+            before: number of the batch's micro-batches on replicas before this one.
+            n: number of the pipeline.
+            i: number of the micro-batch.
+            into: collects the logged values; None: the values of the batch that has begun.
         """
         part, weight = works[n][i], self.splitter.log_weight(works[n][i], works[n])
         position = first + n, before + i
         with self._calling(step), context(), self.models.step_log.micro_batch(part.size, position, weight, into):
-            return getattr(self._module, step)(*args)
+            yield
 
     def _calling(self, step: str) -> AbstractContextManager[None]:
-        """A step function is called within this context."""
+        """Return a context within which a step function is called."""
         return contextlib.nullcontext()
 
     def drain(self) -> None:
-        """Nothing is ahead after this: without rolling nothing ever is between two batches."""
+        """Do nothing: no later batch has begun."""
 
     def leave(self, together: bool = True) -> None:
-        """Nothing was read ahead."""
+        """Do nothing: no batch was read ahead."""
 
     def stepped(self) -> None:
-        """The optimizers have stepped."""
+        """Do nothing after the optimizers have stepped."""
 
     def _run_skipped(
         self, step: str, context: Callable[[], Any], works: Works, run: Callable[..., Any], rest: Sequence[Any]
     ) -> None:
-        """Run a batch that trains nothing, before it is known what a step calls: for what it changes and logs.
+        """Run a batch that trains nothing, before the step is captured, for what the step changes and logs.
 
-        As on one device, and on every process, so that attributes stay the same everywhere: a step may count.
+        The step runs on every process, as on one device, so that attributes stay the same everywhere: it may count.
         """
-        if on_meta(self._module):  # nobody has all of it
+        if on_meta(self._module):  # no process has the whole module
             return
         self.models.step_log.begin(sum(map(len, works)))
         with alone():
@@ -373,7 +407,7 @@ class Iterations:
         return self.schedule_control.schedule(parts, self.configuration.num_pipelines, plan)
 
     def _merged(self, outputs: list[Any], parts: Sequence[MicroBatch]) -> Any:
-        """The result of those that were not skipped; None if all were."""
+        """Return the merged result of the micro-batches that were not skipped; None if all were."""
         kept = [(output, part) for output, part in zip(outputs, parts, strict=True) if output is not None]
         if not kept:
             return None
@@ -390,20 +424,8 @@ class Iterations:
         return {**merged, "loss": loss}
 
     def _number(self, step: str) -> int:
-        """A number that no other batch of this step function has, and the same after a resume."""
+        """Return a number that no other batch of this step function has, and that stays when a run resumes."""
         if step == "training_step":
-            # of batches that are done, since one that was interrupted comes again after a resume
+            # completed batches are counted, since an interrupted one runs again after a resume
             return 1 + int(self.trainer.fit_loop.epoch_loop.batch_progress.total.completed)
         return int(self.trainer._active_loop.batch_progress.total.ready)  # type: ignore[union-attr]
-
-
-@contextlib.contextmanager
-def _quiet(trainer: pl.Trainer, hook: str) -> Iterator[None]:
-    """Within this context one hook of callbacks and module is not called."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    trainer.callbacks = []  # type: ignore[attr-defined]
-    try:
-        with replaced(trainer.lightning_module, hook, nothing):
-            yield
-    finally:
-        trainer.callbacks = callbacks  # type: ignore[attr-defined]

@@ -1,28 +1,23 @@
-"""What Lightning does otherwise while a pipeline runs; all of it is put back at the end."""
+"""Changes in Lightning while a pipeline runs; all of them are undone at the end."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, BasePredictionWriter, LambdaCallback
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_avgpipe.averaging.optimizer_clone import parameters_in
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
-from lightning_avgpipe.elastic.optimizer_clone import parameters_in
 from lightning_avgpipe.strategy.ahead import AheadIterations
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.comeback import Comeback
 from lightning_avgpipe.strategy.grad_norms import reports_over_stages
 from lightning_avgpipe.strategy.log import StepLog, looking_on
 from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
@@ -32,7 +27,15 @@ from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.gradient_norm import norms_over_stages
 from lightning_avgpipe.training.loss_scale import scaling_together
-from lightning_avgpipe.utils.packages import LIGHTNING
+from lightning_avgpipe.utils.lightning import (
+    LIGHTNING,
+    BaseFinetuning,
+    BasePredictionWriter,
+    LambdaCallback,
+    is_overridden,
+    pl,
+    result,
+)
 from lightning_avgpipe.utils.patching import nothing, replaced
 
 # Hooks between the steps of an epoch, and at its end, that may look at weights.
@@ -46,13 +49,22 @@ _HOOKS_BETWEEN_STEPS = (
     "on_after_batch_transfer",
     "lr_scheduler_step",
 )
-# callbacks of these packages, but through the strategy
+_HOOKS_OF_STEPS = (
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "optimizer_step",
+    "configure_gradient_clipping",
+)
+# callbacks of these packages look at weights through the strategy only
 _LOOK_AT_NO_WEIGHTS = tuple(f"{name}." for name in (*LIGHTNING, "lightning_avgpipe"))
 
 
 @contextlib.contextmanager
 def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> Iterator[None]:
-    """Within this context ``self.log`` collects over micro-batches, and metrics only observe."""
+    """Within this context ``self.log`` collects over micro-batches, and metric objects only observe values."""
     module = trainer.lightning_module
     metrics = [m for m in module.modules() if isinstance(m, Metric)]
     with contextlib.ExitStack() as undo:
@@ -70,7 +82,13 @@ def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> I
 def scaling(
     trainer: pl.Trainer, cluster: Cluster, together_with: Callable[[Optimizer], Sequence[Optimizer]]
 ) -> Iterator[None]:
-    """Within this context loss scalers of all stages and models skip the same steps."""
+    """Within this context loss scalers of all stages and models skip the same steps.
+
+    Args:
+        trainer: trainer that has the scalers.
+        cluster: the connected processes.
+        together_with: optimizer -> the optimizers of other models that step with it.
+    """
     with contextlib.ExitStack() as undo:
         for value in vars(trainer.precision_plugin).values():
             if isinstance(value, GradScaler):
@@ -80,14 +98,18 @@ def scaling(
 
 @contextlib.contextmanager
 def known_at_epoch_end(trainer: pl.Trainer) -> Iterator[None]:
-    """After the module's last hook of an epoch all ranks know the metrics; callbacks that monitor one come next."""
+    """Within this context all ranks know the metrics after the module's last hook of an epoch.
+
+    Callbacks that monitor a metric run next.
+    """
     connector, module = trainer._logger_connector, trainer.lightning_module
     epoch_end = module.on_train_epoch_end
     assert isinstance(connector, SyncedLoggerConnector)
 
     def on_train_epoch_end() -> None:
         epoch_end()
-        connector.sync()
+        if module._current_fx_name == "on_train_epoch_end":  # not where another hook calls this one
+            connector.sync()
 
     with replaced(module, "on_train_epoch_end", on_train_epoch_end):
         yield
@@ -106,7 +128,7 @@ def optimizing(trainer: pl.Trainer, optimization: PipelineOptimization) -> Itera
 
 @contextlib.contextmanager
 def rolling(trainer: pl.Trainer, iterations: AheadIterations, batches: Batches) -> Iterator[None]:
-    """Within this context an epoch of training ends with nothing ahead, and a batch is moved once."""
+    """Within this context no iteration overlaps the end of an epoch, and a batch is moved to the device once."""
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
     run, before_transfer = loop.run, module._on_before_batch_transfer
 
@@ -125,25 +147,8 @@ def rolling(trainer: pl.Trainer, iterations: AheadIterations, batches: Batches) 
 
 
 @contextlib.contextmanager
-def letting_back(trainer: pl.Trainer, comeback: Comeback) -> Iterator[None]:
-    """Within this context an epoch of training begins when it is known which groups take part in it."""
-    loop, begin = trainer.fit_loop, trainer.fit_loop.on_advance_start
-    checks = 0 if comeback.cluster.apart else trainer.num_sanity_val_steps  # the others have made theirs
-
-    def on_advance_start() -> None:
-        comeback.begin_epoch()
-        begin()
-
-    with (
-        replaced(loop, "on_advance_start", on_advance_start),
-        replaced(trainer, "num_sanity_val_steps", checks),
-    ):
-        yield
-
-
-@contextlib.contextmanager
 def showing_reference(trainer: pl.Trainer, deployment: Deployment) -> Iterator[None]:
-    """Validation sees the reference, and pipelines step with the hyper-parameters that the first one has by then."""
+    """Within this context validation sees the reference, and all models step with pipeline 0's hyper-parameters."""
     module, validation = trainer.lightning_module, trainer.fit_loop.epoch_loop.val_loop
     begin, end, clip = (
         validation._on_evaluation_model_eval, validation._on_evaluation_model_train, module.configure_gradient_clipping
@@ -159,9 +164,9 @@ def showing_reference(trainer: pl.Trainer, deployment: Deployment) -> Iterator[N
 
     @functools.wraps(clip)
     def configure_gradient_clipping(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        # the last thing before the step, after all hooks that may change a learning rate
+        # the last hook before the step, after all hooks that may change a learning rate
         ensemble, first = deployment.models.ensemble, trainer.optimizers
-        if ensemble is not None:  # all follow pipeline 0's; the hooks of another one may have changed its own
+        if ensemble is not None:  # the hooks of another pipeline may have changed that pipeline's own
             ensemble.optimizers.follow(None if any(optimizer is known for known in first) else optimizer)
         return clip(optimizer, *args, **kwargs)
 
@@ -175,34 +180,40 @@ def showing_reference(trainer: pl.Trainer, deployment: Deployment) -> Iterator[N
 
 @contextlib.contextmanager
 def several_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deployment, early: bool) -> Iterator[None]:
-    """Within this context all ranks know the metrics of rank 0, and what needs the results runs there only.
+    """Within this context all ranks know the metrics of rank 0, and callbacks that need results run on rank 0 only.
 
     Args:
-        early: whether batches travel when they are read; else after the user's transfer hooks.
+        trainer: trainer of the run.
+        cluster: the connected processes.
+        deployment: deployment of the module on processes.
+        early: whether batches are sent when they are read; else after the user's transfer hooks.
     """
-    # Only rank 0 logs, so there is nothing to synchronise.
-    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(", category=UserWarning)
     connector, module = SyncedLoggerConnector(trainer._logger_connector, cluster), trainer.lightning_module
     with contextlib.ExitStack() as undo:
         trainer._logger_connector = connector
         undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
         undo.enter_context(_without_comparing_contents())
+        # Only rank 0 logs: without this, Lightning would recommend sync_dist=True for every value.
+        undo.enter_context(replaced(result, "_distributed_is_initialized", lambda: False))
         undo.enter_context(averaging_parts(trainer, module, deployment))
-        if not cluster.leads:
+        if cluster.world.rank != 0:
             for writer in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(writer, BasePredictionWriter):
                     undo.enter_context(replaced(writer, "write_on_batch_end", nothing))
                     undo.enter_context(replaced(writer, "write_on_epoch_end", nothing))
         if not cluster.reads:
             undo.enter_context(replaced(module, "_on_before_batch_transfer", _pass_on))
-            if not early:  # what arrives later is converted already
+            if not early:  # then batches arrive converted
                 undo.enter_context(replaced(trainer.precision_plugin, "convert_input", _pass_on))
         yield
 
 
 @contextlib.contextmanager
 def _without_comparing_contents() -> Iterator[None]:
-    """Callbacks that unfreeze find out by identity which parameters an optimizer knows: others' have no contents."""
+    """Within this context callbacks that unfreeze find an optimizer's parameters by identity.
+
+    Lightning compares contents, which the parameters of other processes do not have.
+    """
     before = BaseFinetuning.filter_on_optimizer
     BaseFinetuning.filter_on_optimizer = staticmethod(_without_known)  # type: ignore[method-assign]
     try:
@@ -218,7 +229,7 @@ def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tenso
 
 @contextlib.contextmanager
 def clipping(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
-    """Within this context gradients are clipped by the norm over all stages, and so are the norms that are logged."""
+    """Within this context gradients are clipped by their norm over all stages, and norms over all stages are logged."""
     with contextlib.ExitStack() as undo:
         for owner, name in _clipping_hooks(trainer):
             undo.enter_context(
@@ -228,7 +239,7 @@ def clipping(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
 
 
 def _clipping_hooks(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
-    """Owners and names of the hooks in which gradients may be clipped, or looked at; every rank runs them."""
+    """Yield owners and names of the hooks in which gradients may be clipped, or looked at; every rank runs them."""
     yield trainer.lightning_module, "configure_gradient_clipping"
     for name in ("on_after_backward", "on_before_optimizer_step"):
         yield trainer.lightning_module, name
@@ -238,12 +249,12 @@ def _clipping_hooks(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
 
 
 def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, cluster: Cluster) -> Callable[..., Any]:
-    """A hook within which norms of gradients are those over all stages."""
+    """Return a hook within which norms of gradients are taken over all stages."""
 
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
         optimizers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Optimizer)]
-        # in the optimizer's order, as Lightning clips: a norm of norms depends on it, by a rounding
+        # in the optimizer's order, as Lightning clips: the rounding of a norm of norms depends on the order
         stepped = [p for optimizer in optimizers[:1] for p in parameters_in(optimizer)]
         known = {id(parameter) for parameter in stepped}
         parameters = [*stepped, *(p for p in module.parameters() if id(p) not in known)]
@@ -254,20 +265,30 @@ def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, cluster: C
 
 
 def looks_between_steps(trainer: pl.Trainer) -> bool:
-    """Whether user code may look at the weights between the end of a step and the beginning of the next."""
+    """Return whether user code may look at the weights between the end of a step and the beginning of the next."""
+    return _users_have(trainer, _HOOKS_BETWEEN_STEPS)
+
+
+def acts_in_steps(trainer: pl.Trainer) -> bool:
+    """Return whether user code runs within a step, after a forward, and sees what its own process has."""
+    return _users_have(trainer, _HOOKS_OF_STEPS)
+
+
+def _users_have(trainer: pl.Trainer, hooks: Sequence[str]) -> bool:
+    """Return whether the module, or a callback that is not Lightning's, has some of these hooks."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     others = [
         callback
-        for callback in callbacks  # a LambdaCallback is Lightning's, but what it calls is not
+        for callback in callbacks  # a LambdaCallback is Lightning's, but the functions that it calls are the user's
         if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(_LOOK_AT_NO_WEIGHTS)
     ]
-    return _has_hooks(trainer.lightning_module, pl.LightningModule) or any(
-        _has_hooks(callback, pl.Callback) for callback in others
+    return _has_hooks(trainer.lightning_module, pl.LightningModule, hooks) or any(
+        _has_hooks(callback, pl.Callback, hooks) for callback in others
     )
 
 
-def _has_hooks(owner: object, base: type) -> bool:
-    hooks = [(getattr(owner, name), getattr(base, name)) for name in _HOOKS_BETWEEN_STEPS if hasattr(base, name)]
+def _has_hooks(owner: object, base: type, names: Sequence[str]) -> bool:
+    hooks = [(getattr(owner, name), getattr(base, name)) for name in names if hasattr(base, name)]
     return any(getattr(hook, "__func__", hook) is not original for hook, original in hooks)
 
 

@@ -1,4 +1,4 @@
-"""The log: what micro-batches log becomes what the batch would log, and all ranks know it."""
+"""The log: values that micro-batches log become the values that the batch would log, known on all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -21,7 +20,10 @@ from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.errors import AbsentValueError, AvgPipeError
 from lightning_avgpipe.strategy.metric_objects import BatchValues
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.patching import nothing, replaced
+from lightning_avgpipe.utils.reductions import reduced, reduction_name
+from lightning_avgpipe.utils.tensors import as_tensor
 
 
 def _name(args: Any, kwargs: Any) -> Any:
@@ -29,10 +31,11 @@ def _name(args: Any, kwargs: Any) -> Any:
 
 
 def looking_on(function: Callable[..., Any], rehearsed: bool = True) -> Callable[..., Any]:
-    """A function that looks at values: within a step it runs where they are, once for a micro-batch.
+    """Return a function that looks at values: within a step it runs on the process that has them, once per micro-batch.
 
     Args:
-        rehearsed: whether it runs also when a step is followed or timed, before it runs for good.
+        function: the function, such as ``print``.
+        rehearsed: whether it also runs while a step is captured or timed, before it trains.
     """
 
     @functools.wraps(function)
@@ -47,20 +50,20 @@ def looking_on(function: Callable[..., Any], rehearsed: bool = True) -> Callable
 
 
 class StepLog:
-    """Takes the place of ``LightningModule.log``: within a step it collects, and issues each name once per batch.
+    """Replaces ``LightningModule.log``: within a step values are collected, and each name is logged once per batch.
 
     A mean is weighted by the sizes of the micro-batches, so the number is the one that the whole batch would have
     logged; with parallel pipelines, that of all their batches together, also of other groups. On processes without the
     last stage nothing is logged; their ``self.log`` does nothing.
 
     Args:
-        module: whose ``log`` it is.
-        leaders: where the last stages of the groups are; None where this process has none.
-        replicas: that share the micro-batches of the last stage in training, as of when it is called, and None where
-            this process is none of them; the first of them logs what all of them collect.
+        module: module whose ``log`` is replaced.
+        leaders: the processes that have the groups' last stages; None if this process has none.
+        replicas: returns the replicas that share the micro-batches of the last stage in training now, None where this
+            process is none of them; the first replica logs what all of them collect.
 
     Attributes:
-        listener: is told each name and value that a step logs for its batch.
+        listener: called with each name and value that a step logs for its batch.
     """
 
     def __init__(
@@ -76,14 +79,14 @@ class StepLog:
         self._replicas = replicas
         self._now: _MicroBatch | None = None
         self._collected: list[_Entry] = []
-        self._coming: Callable[[], list[_Entry]] | None = None  # with those of other groups
+        self._coming: Callable[[], list[_Entry]] | None = None  # waits for the entries of all groups
         self.listener: Callable[[str, Any], None] | None = None
         self._alike: set[str] = set()  # names logged with batch_size=1, the wish that all batches count alike
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         tracer = StepTracer.current()
-        recomputed = torch._C._current_graph_task_id() != -1  # a checkpointed forward, in the midst of a backward
-        if recomputed or (tracer is None and is_repeating()):  # has logged before
+        recomputed = torch._C._current_graph_task_id() != -1  # a checkpointed forward, within a backward
+        if recomputed or (tracer is None and is_repeating()):  # this forward has logged before
             return
         if self._now is None:  # in a hook
             if self._leaders is not None and self._log is not nothing:
@@ -92,7 +95,7 @@ class StepLog:
                         f"self.log({_name(args, kwargs)!r}) in a hook is given a value without a number, which was "
                         "computed with weights of other stages; leave out those with is_meta, or log it in the step"
                     )
-                self._log(*args, **kwargs)
+                self._log_in_hook(self._leaders, *args, **kwargs)
             return
         if tracer is not None:
             tracer.observe(self._collect, args, kwargs)
@@ -104,9 +107,29 @@ class StepLog:
                 "another stage than the loss; return the value and log it in the step"
             )
 
+    def _log_in_hook(self, leaders: Collectives, *args: Any, **kwargs: Any) -> None:
+        """Log with Lightning, or the user's override; with ``sync_dist=True`` reduce over all groups at once.
+
+        Lightning would reduce when the value is asked for, which not all groups need do at the same time.
+        """
+        trainer = self._module.trainer
+        results, strategy = trainer._results, trainer.strategy
+        if results is None or leaders.world_size == 1:
+            self._log(*args, **kwargs)
+            return
+        store = results.log
+
+        def reduce(fx: str, name: str, value: Any, *, sync_dist: bool = False, **options: Any) -> None:
+            if sync_dist and not options.get("rank_zero_only"):
+                value = strategy.reduce(value, options.get("sync_dist_group"), options.get("reduce_fx", "mean"))
+            store(fx, name, value, **options)
+
+        with replaced(results, "log", reduce), replaced(strategy, "is_distributed", True):
+            self._log(*args, **kwargs)
+
     @property
     def in_step(self) -> bool:
-        """Whether a step runs now, of a micro-batch, and no hook."""
+        """Whether a step runs now on a micro-batch, and no hook."""
         return self._now is not None
 
     @contextlib.contextmanager
@@ -120,10 +143,10 @@ class StepLog:
         """Within this context logged values belong to a micro-batch.
 
         Args:
-            size: samples.
-            position: pipeline and micro-batch. Values are put in this order, whenever they come.
-            weight: what it counts in a mean; None: as many samples, or the ``batch_size`` that the step gives.
-            into: what collects, for :meth:`issue_collected`; None: the batch that has begun.
+            size: number of samples.
+            position: numbers of the pipeline and the micro-batch; values are sorted by them.
+            weight: weight in a mean; None: the number of samples, or the ``batch_size`` that the step gives.
+            into: list that collects the values, for :meth:`issue_collected`; None: those of the batch that has begun.
         """
         self._now = _MicroBatch(size, position, weight, self._collected if into is None else into)
         try:
@@ -132,35 +155,35 @@ class StepLog:
             self._now = None
 
     def muted(self) -> AbstractContextManager[None]:
-        """Within this context hooks log nothing: they have logged the same before."""
+        """Return a context within which hooks log nothing, since they have logged the same for pipeline 0."""
         return replaced(self, "_log", nothing)
 
     @contextlib.contextmanager
     def unheard(self) -> Iterator[None]:
-        """Within this context nothing is logged; after it nothing is known of what was collected."""
+        """Within this context nothing is logged, and the collected values are restored after it."""
         with unchanged(self.batch_values), unchanged(self), self.muted():
             yield
 
     def begin(self, num_microbatches: int) -> None:
-        """A batch begins, or one for each pipeline: forget what was collected."""
+        """Begin a batch, or one for each pipeline: forget the values collected before."""
         self._collected, self._coming = [], None
         self.batch_values.begin(num_microbatches)
 
     def issue_collected(self, entries: list[Any]) -> None:
-        """Log what micro-batches of a batch have collected elsewhere, once per name."""
+        """Log the values that a batch's micro-batches have collected into a list, once per name."""
         self._collected = entries
         self.tell_groups()
         self.issue()
 
     def tell_groups(self) -> None:
-        """Groups tell each other what they have collected, meanwhile; :meth:`issue` waits for it."""
+        """Begin to exchange the collected values with other groups; :meth:`issue` waits for theirs."""
         if (replicas := self._replicas()) is not None:
             self._collected = self._of_replicas(replicas)
         if self._leaders is not None and self._leaders.world_size > 1:
             self._coming = self._of_all_groups(self._leaders)
 
     def issue(self) -> None:
-        """Log what was collected, once per name."""
+        """Log the collected values, once per name."""
         if self._coming is not None:
             self._collected, self._coming = self._coming(), None
         entries: dict[str, list[_Entry]] = {}
@@ -181,9 +204,9 @@ class StepLog:
             results.log(last.fx, name, value, **last.options, batch_size=batch_size)
 
     def _of_replicas(self, replicas: Collectives) -> list[_Entry]:
-        """On the first replica of the last stage what all of them have collected; nothing on the others."""
+        """Return, on the first replica of the last stage, the entries of all replicas; nothing on the others."""
         updated = [path for path, m in self._module.named_modules() if isinstance(m, Metric) and m.update_called]
-        metrics = updated if replicas.rank else []  # which have no part in evaluation
+        metrics = updated if replicas.rank else []  # only the first replica evaluates
         if metrics or any(entry.metric is not None or isinstance(entry.value, Metric) for entry in self._collected):
             raise AvgPipeError(
                 f"{type(self._module).__name__} has metric objects that training updates"
@@ -202,7 +225,10 @@ class StepLog:
         return value.to(self._module.device) if isinstance(value, Tensor) else value
 
     def _of_all_groups(self, leaders: Collectives) -> Callable[[], list[_Entry]]:
-        """Gives own entries and those of other groups, as far as they travel: metric objects stay where they are."""
+        """Begin to exchange entries with the other groups; return a function that waits for the entries of all groups.
+
+        Metric objects are not exchanged.
+        """
         options = {entry.name: entry.options for entry in self._collected}
         found = [entry for entry in self._collected if isinstance(entry.value, Metric)]
         numbers = [entry for entry in self._collected if not isinstance(entry.value, Metric)]
@@ -211,7 +237,7 @@ class StepLog:
             if entry.metric is not None:
                 of_metrics.setdefault(entry.name, []).append(entry)
         numbers = [entry for entry in numbers if entry.name not in of_metrics]
-        for logged in of_metrics.values():  # of this group's batches together; then the mean over groups
+        for logged in of_metrics.values():  # first over this group's batches; then the mean over groups
             value, size = self._merged(logged, False)
             numbers.append(replace(logged[-1], value=value, size=size, given=size, metric=None, weight=None))
         reduce = self._module.trainer.strategy.reduce
@@ -240,7 +266,7 @@ class StepLog:
         return _reduce(values, weights, last.options.get("reduce_fx", "mean")), batch_size
 
     def _collect(self, *args: Any, **kwargs: Any) -> None:
-        """Run ``log``, Lightning's or the user's, as far as to where its values would be stored."""
+        """Run ``log``, Lightning's or the user's, up to the point where its values would be stored."""
         results = self._module.trainer._results
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         metric = next(((v, m) for v in given if (m := self.batch_values.metric_of(v)) is not None), None)
@@ -264,7 +290,7 @@ class StepLog:
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """What logs now; see :meth:`StepLog.micro_batch`."""
+    """The micro-batch that logs now; see :meth:`StepLog.micro_batch`."""
 
     size: int
     position: tuple[int, int]
@@ -274,18 +300,18 @@ class _MicroBatch:
 
 @dataclass(frozen=True)
 class _Entry:
-    """What one micro-batch logs under one name.
+    """A value that one micro-batch logs.
 
     Attributes:
-        fx: the step function.
-        name: what it is logged as.
-        position: pipeline and micro-batch.
+        fx: name of the step function.
+        name: name under which the value is logged.
+        position: numbers of the pipeline and the micro-batch.
         value: a number, a tensor or a metric object.
-        size: samples of the micro-batch.
-        given: the ``batch_size`` that the step gave, if it did.
+        size: number of samples of the micro-batch.
+        given: the ``batch_size`` that the step gave; None if it gave none.
         options: the other arguments of Lightning's store of values.
-        metric: the metric object whose ``forward`` returned the value.
-        weight: of the micro-batch in a mean; None: ``given`` or ``size``.
+        metric: the metric object whose ``forward`` returned the value; None if none did.
+        weight: weight of the micro-batch in a mean; None: ``given`` or ``size``.
     """
 
     fx: str
@@ -300,7 +326,7 @@ class _Entry:
 
 
 def _portable(entry: _Entry) -> _Entry:
-    """For other groups: values on the host, and only options that can travel."""
+    """Return an entry for other groups: its value is on the host, and its options can be pickled."""
     value = entry.value.detach().cpu() if isinstance(entry.value, Tensor) else entry.value
     options = {name: given for name, given in entry.options.items() if isinstance(given, (bool, int, str))}
     return replace(entry, value=value, options=options, metric=None)
@@ -313,17 +339,15 @@ def _same_number(returned: Tensor, logged: Any) -> bool:
 
 
 def _reduce(values: list[Any], sizes: list[float], reduce_fx: Any) -> Any:
-    """One value for the values of the micro-batches; what is no number (a metric object) keeps its own state."""
+    """Reduce the values of the micro-batches to one; what is no number (a metric object) keeps its own state."""
     if len(values) == 1 or not all(isinstance(value, (Tensor, int, float)) for value in values):
         return values[-1]
-    stacked = torch.stack([torch.as_tensor(value) for value in values])
-    if reduce_fx in ("mean", "avg") or reduce_fx is torch.mean:
-        weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+    stacked, name = torch.stack([as_tensor(value) for value in values]), reduction_name(reduce_fx)
+    if name == "mean":
+        weights = torch.tensor(sizes, dtype=torch.float64, device="cpu") / sum(sizes)
         shape = (-1, *([1] * (stacked.ndim - 1)))
         floating = stacked if stacked.is_floating_point() else stacked.float()
         there = weights.to(floating.device, floating.dtype, non_blocking=True)
         return (floating * there.view(shape)).sum(0)
-    if isinstance(reduce_fx, str):
-        reduce_fx = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}[reduce_fx.lower()]
-        return reduce_fx(stacked, dim=0)
-    return reduce_fx(stacked)
+    result = reduced(stacked, name)
+    return values[-1] if result is None else result  # Lightning refuses the name, with an explanation

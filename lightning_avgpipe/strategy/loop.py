@@ -1,4 +1,4 @@
-"""Lightning's optimization of one batch, as a pipeline does it."""
+"""The pipeline's replacement of Lightning's optimization of a batch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.trainer import call
 from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.strategy.iteration import Iterations
 from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
+from lightning_avgpipe.utils.lightning import Closure, ClosureResult, _AutomaticOptimization, call
 
 
 class _PipelineClosure(Closure):
-    """Runs forwards and backwards as the schedule mixes them."""
+    """A closure that runs an iteration: forwards and backwards in the order of the schedule."""
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
@@ -36,11 +35,11 @@ class PipelineOptimization(_AutomaticOptimization):
     Accumulation, clipping, precision and the optimizer's hooks stay Lightning's.
 
     Args:
-        original: Lightning's.
-        cluster: of the processes.
-        iterations: of the run.
+        original: Lightning's own optimization.
+        cluster: the connected processes.
+        iterations: runs the steps.
         observed: whether user code may look at the weights between steps.
-        end_iteration: called when all is done.
+        end_iteration: called at the end of an iteration.
     """
 
     def __init__(
@@ -60,37 +59,35 @@ class PipelineOptimization(_AutomaticOptimization):
         self._end_iteration = end_iteration
 
     def detach(self) -> _AutomaticOptimization:
-        """The loop that this one replaced, with the progress of this one."""
+        """Return the optimization that this one replaced, with the progress of this one."""
         self._replaced[0].optim_progress = self.optim_progress
         return self._replaced[0]
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        """Run one iteration; on every rank the same loss and metrics are known afterwards."""
+        """Run one iteration; the loss and the metrics are known on every rank afterwards."""
         self._cluster.channels.control.expect()
         result = super().run(optimizer, batch_idx, kwargs)
         schedule_control, connector = self._iterations.schedule_control, self.trainer._logger_connector
         decided = schedule_control.finish()
         if isinstance(connector, SyncedLoggerConnector):  # several processes
             news: Any = None
-            if self._cluster.leads or (self._cluster.survives and self._cluster.rank == 0):  # who may lead in a moment
+            if self._cluster.world.rank == 0:
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
             # advances are decided in each group
             news, decided = self._cluster.channels.control.relay(news, decided)
             connector.accept(news["metrics"])
             if news["loss"] is not None:
                 result = {**result, "loss": news["loss"]}
-        # when rank 0's news, for which other stages wait, have left
-        if self._observed or self._cluster.survives:
+        # only now, since the other stages wait for rank 0's news
+        if self._observed:
             self._iterations.models.finish_averaging()
-        if self._cluster.meetings is not None:
-            self._cluster.meetings.membership.begun = True
         schedule_control.accept(decided)
         schedule_control.log(self.trainer)
         self._end_iteration()
         return result
 
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
-        """As Lightning's, but all processes may skip a batch together."""
+        """Run the step as Lightning does, except that all processes may skip a batch together."""
         output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
         self.trainer.strategy.post_training_step()
         return ClosureResult.from_training_step_output(output, self.trainer.accumulate_grad_batches)

@@ -1,4 +1,4 @@
-"""Metric objects of a module: where they live, and what they return for a batch that they see in micro-batches."""
+"""Metric objects of a module: where they work, and their value for a batch that they see in micro-batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -16,18 +15,19 @@ from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
+from lightning_avgpipe.utils.lightning import pl
 
 
 class BatchValues:
-    """What a metric object's ``forward`` would have returned for the whole batch.
+    """The values that metric objects' ``forward`` would have returned for the whole batch.
 
-    The metric itself sees micro-batches, and returns values for those. A copy of it, emptied before each batch, knows
-    the batch. (One with submodules, such as a wrapper of another metric, has no such copy.)
+    A metric object sees micro-batches, and returns values for those. A copy of the object, reset before each batch,
+    sees all of the batch. (An object with submodules, such as a wrapper of another metric, has no copy.)
 
     Attributes:
-        trained: whether training updates metric objects, as far as it has been captured.
-        in_step: the metric object that the training step updates, or one of them; None: as far as is known it does not.
-        refuses: tells why no training step may do so now; "": they may.
+        trained: whether metric objects have been updated in training.
+        in_step: a metric object that the training step updates; None: none is known.
+        refuses: returns why no training step may update metric objects now; empty: it may.
     """
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ class BatchValues:
         self._split = False
 
     def begin(self, num_microbatches: int) -> None:
-        """A batch begins."""
+        """Begin a batch: forget what metric objects have returned."""
         self._split = num_microbatches > 1
         self._begun.clear()
         self._returned.clear()
 
     def add(self, metric: Metric, value: Any, args: Any, kwargs: Any) -> None:
-        """``metric(*args, **kwargs)`` has returned ``value`` for a micro-batch."""
+        """Note that ``metric(*args, **kwargs)`` has returned ``value`` for a micro-batch, and update the copy."""
         if not self._split or next(metric.children(), None) is not None:
             return
         if id(metric) not in self._copies:
@@ -59,7 +59,7 @@ class BatchValues:
         self._returned.append((value, metric))
 
     def seen_in_step(self, metric: Metric) -> None:
-        """The training step updates a metric object.
+        """Note that the training step updates a metric object.
 
         Raises:
             ConfigurationError: that is refused.
@@ -69,18 +69,18 @@ class BatchValues:
             raise ConfigurationError(why)
 
     def metric_of(self, value: Any) -> Metric | None:
-        """The metric that returned this very value in this batch."""
+        """Return the metric object that returned this very value in this batch; None if none did."""
         return next((metric for returned, metric in self._returned if returned is value), None)
 
     def of(self, metric: Metric) -> Any:
-        """The batch's value, if ``metric`` was called in this batch; None if not."""
+        """Return the batch's value if ``metric`` was called in this batch; None if not."""
         return self._copies[id(metric)].compute() if id(metric) in self._begun else None
 
 
 def _empty_copy(metric: Metric) -> Metric:
     attributes = vars(metric)
     held = {name: attributes[name] for name in (*metric._defaults, "_forward_cache", "_computed")}
-    # what it holds may be part of a graph, which cannot be copied
+    # states may be part of an autograd graph, which cannot be copied
     attributes.update({name: [] if isinstance(value, list) else _detached(value) for name, value in held.items()})
     try:
         same = copy.deepcopy(metric)
@@ -102,18 +102,18 @@ def local_metrics(
     training: Callable[[], bool],
     in_step: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """Within this context metric objects live where the last stage is.
+    """Within this context metric objects work on the process of the last stage.
 
-    Of other processes they only know those where the last stages of other groups are: with these they compute what they
-    have seen in training, while evaluation is the same everywhere. Within a step they only look at values, wherever
-    they are called.
+    They communicate only with the processes of other groups' last stages, to compute what all groups have seen in
+    training; in evaluation every group sees the same data. Within a step they only look at values, wherever they are
+    called.
 
     Args:
-        metrics: of the module.
-        values: told of what they return.
-        leaders: where the last stages of the groups are.
-        training: whether the trainer trains now.
-        in_step: whether a step runs now, and no hook.
+        metrics: metric objects of the module.
+        values: told of the values that they return.
+        leaders: the processes of the groups' last stages.
+        training: returns whether the trainer trains now.
+        in_step: returns whether a step runs now, and no hook.
     """
 
     def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
@@ -146,7 +146,7 @@ def local_metrics(
 
 
 def tell_device(module: nn.Module, device: torch.device) -> None:
-    """Let modules that ask for their device, as ``self.device``, find this one, and metric objects count there.
+    """Set the device that modules report as ``self.device``, and move the states of metric objects there.
 
     Parameters and buffers stay where they are.
 

@@ -1,4 +1,4 @@
-"""Parallel models in a run of the trainer: their optimizers, averaging, and what the module shows."""
+"""Parallel models in a run of the trainer: their optimizers, averaging, and which of them the module shows."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
+from lightning_avgpipe.averaging.ensemble import Ensemble
+from lightning_avgpipe.averaging.optimizer_clone import unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.elastic.ensemble import Ensemble
-from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError
@@ -25,28 +22,29 @@ from lightning_avgpipe.strategy.gradient_check import GradientCheck, OneModel
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.strategy.replica_sync import ReplicaSync
 from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.utils.lightning import is_overridden, pl, rank_zero_info
 from lightning_avgpipe.utils.patching import replaced
 
-InTurn = Callable[[Callable[[int], object]], None]  # given what steps the optimizers of a pipeline
+InTurn = Callable[[Callable[[int], object]], None]  # ends pipelines in turn; its argument steps one
 
 
 class ParallelModels:
-    """The models of a group in one run of the trainer, N of them. With one model nothing here does anything.
+    """The N parallel models of a group in one run of the trainer. With one model nothing is averaged.
 
     Args:
-        trainer: of the run.
-        cluster: of the processes.
-        configuration: with N as it is now.
-        deployment: of the module on processes.
-        step_log: of the run.
-        observers: of iterations.
+        trainer: trainer of the run.
+        cluster: the connected processes.
+        configuration: the strategy's options as they are now.
+        deployment: deployment of the module on processes.
+        step_log: log of the run.
+        observers: observers of iterations.
 
     Attributes:
-        check: of the gradients before each step.
-        replicas: that train the same models.
-        step_log: the same.
-        skipped: pipelines whose last batch had no loss, the same on every rank.
-        fed: pipelines that have had a batch since gradients were cleared.
+        check: check of the gradients before each step.
+        replicas: synchronisation with the replicas of these models.
+        step_log: log of the run.
+        skipped: numbers of the pipelines whose last batch had no loss, the same on every rank.
+        fed: number of pipelines that have had a batch since gradients were cleared.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class ParallelModels:
         step_log: StepLog,
         observers: Observers,
     ) -> None:
-        self.check = GradientCheck(trainer, cluster, configuration.options.on_nonfinite, self)
+        self.check = GradientCheck(trainer, cluster, configuration.options.averaging.on_nonfinite, self)
         self.skipped: frozenset[int] = frozenset()
         self._trainer = trainer
         self._cluster = cluster
@@ -67,28 +65,29 @@ class ParallelModels:
         self.step_log = step_log
         self._observers = observers
         self.fed = 0
-        normalises = configuration.options.replicas != 1 and trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
+        replicated = configuration.options.replicated(cluster.stage_map.replicas)
+        normalises = replicated and trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
         self.replicas = ReplicaSync(trainer.lightning_module, cluster, deployment.models, observers, normalises)
 
     @property
     def num_models(self) -> int:
-        """Of all groups; those of a team train the same ones."""
+        """The number of parallel models in all groups; the groups of a team train the same models."""
         return self._configuration.num_pipelines * self._cluster.stage_map.num_teams
 
     @property
     def stepping(self) -> int:
-        """Models of this group that have had a batch since gradients were cleared, at least 1."""
+        """The number of models of this group that have had a batch since gradients were cleared, at least 1."""
         return max(1, self.fed)
 
     def gradients(self, number: int) -> dict[str, torch.Tensor]:
-        """Full name -> gradient of one model, as far as it is held here."""
+        """Return the gradients of one model that this process holds, by full name."""
         ensemble = self._ensemble
         if ensemble is not None:
             return {name: p.grad for name, p in ensemble.models.parameters(number).items() if p.grad is not None}
         return OneModel(self._module).gradients(number)
 
     def restart(self, number: int, like: int | None) -> None:
-        """Let one model begin again at the reference, or a single one without gradients."""
+        """Reset one of several models to the reference, or clear the gradients of the only one."""
         if self._ensemble is not None:
             self._ensemble.restart(number, like)
         else:
@@ -105,7 +104,7 @@ class ParallelModels:
     # -- an iteration ------------------------------------------------------------------------------------------------
 
     def pipelines_for(self, step: str, count: int) -> list[Pipeline]:
-        """Those that run a step function, which is prepared, on so many batches. Every process calls it."""
+        """Return the pipelines that run a prepared step function on so many batches. Every process calls it."""
         deployment = self._deployment
         if step != "training_step":
             deployment.models.show_reference(True)
@@ -131,15 +130,15 @@ class ParallelModels:
         )
 
     def synchronise(self, count: int, steps: bool) -> int:
-        """Let replicas agree which models had a batch, and which of these a loss; see :meth:`ReplicaSync.agree`."""
+        """Let replicas agree which models had a batch, and which of these had a loss; see :meth:`ReplicaSync.agree`."""
         count, self.skipped = self.replicas.agree(count, self.skipped, self._configuration.num_pipelines, steps)
         self.fed = max(self.fed, count)
         return count
 
     def after_backward(self, number: int, loss: torch.Tensor) -> None:
-        """What follows the backward of a pipeline: hooks may change the gradients of the model that they see.
+        """Call the hooks that follow a pipeline's backward, with its model shown: they may change its gradients.
 
-        They log for pipeline 0. A batch that was skipped had no backward.
+        The hooks log for pipeline 0 only. A batch that was skipped had no backward.
         """
         if number in self.skipped:
             return
@@ -151,7 +150,7 @@ class ParallelModels:
             self._trainer.precision_plugin.post_backward(loss, self._module)
 
     def clear_gradients(self) -> None:
-        """Lightning clears the gradients of pipeline 0; here go those of the others."""
+        """Clear the gradients of pipelines 1..; Lightning clears those of pipeline 0."""
         self.fed = 0
         if self._ensemble is not None:
             for replica in self._ensemble.models.replicas[1:]:
@@ -168,11 +167,15 @@ class ParallelModels:
         model: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, step, let the other pipelines' optimizers step, and average.
+        """Run the closure, step the optimizers of all pipelines, and average.
 
         Args:
-            own: the step of pipeline 0's optimizer.
+            own: steps pipeline 0's optimizer.
             turns: returns what lets pipelines end and step one after the other; None: they have ended together.
+            optimizer: optimizer of pipeline 0.
+            closure: runs an iteration.
+            model: module that is trained.
+            kwargs: further arguments of ``own``.
         """
         if self.num_models == 1:
             shards = self._deployment.holdings.shards
@@ -182,7 +185,7 @@ class ParallelModels:
         in_turn = turns()
 
         def run() -> Any:
-            if results:  # the batches of other pipelines are used up, and their models are not where this one is
+            if results:  # the other pipelines have no batches left, and their models are not at this one's weights
                 raise ConfigurationError(
                     f"{type(unwrapped(optimizer)).__name__} evaluates its closure several times "
                     f"per step, but with {self.num_models} parallel models one evaluation serves the optimizers of "
@@ -193,7 +196,7 @@ class ParallelModels:
 
         with _noticing(optimizer) as steps:
             result = own(optimizer, run, model, **kwargs)
-        in_turn = turns()  # the first iteration may have decided
+        in_turn = turns()  # asked again, since the first iteration may have decided
         if self._ensemble is not None and in_turn is not None:
             ensemble = self._ensemble
             in_turn(lambda n: self._step_other(ensemble, n, results, kwargs))
@@ -203,18 +206,18 @@ class ParallelModels:
         return result
 
     def _step_others(self, ensemble: Ensemble, results: list[Any], stepped: bool, kwargs: dict[str, Any]) -> None:
-        """The others step after pipeline 0, if it did, and all are averaged."""
+        """Step the optimizers of pipelines 1.., and average all models if any has stepped."""
         with self._observers.activity("step"):
             others = [self._step_other(ensemble, n, results, kwargs) for n in range(1, self.fed)]
         if stepped or any(others):
             with self._observers.activity("averaging"):
                 ensemble.averager.stepped(self.fed - len(self.check.left_out))
-        if is_overridden("optimizer_step", self._module):  # whose code after the step may look
+        if is_overridden("optimizer_step", self._module):  # user code after the step may look at the weights
             self._finish_averaging()
         ensemble.mark(bool(self._trainer.is_last_batch))
 
     def _step_other(self, ensemble: Ensemble, number: int, results: list[Any], kwargs: dict[str, Any]) -> bool:
-        """Step the optimizers of one of the pipelines 1..; tells whether one has."""
+        """Step the optimizers of one of the pipelines 1..; return whether any has stepped."""
         precision = self._trainer.precision_plugin
         loss = next((result for result in results if result is not None), torch.zeros((), device=self._cluster.device))
         closure = functools.partial(_done, None if number in self.skipped or number in self.check.left_out else loss)
@@ -227,7 +230,7 @@ class ParallelModels:
         return stepped
 
     def finish_averaging(self) -> None:
-        """Wait for the models of other groups; else the next step does, when it begins."""
+        """Wait for the models of other groups now; otherwise the next step waits when it begins."""
         ensemble = self._ensemble
         if ensemble is not None and ensemble.averager.is_under_way:
             self._finish_averaging()
@@ -240,7 +243,7 @@ class ParallelModels:
                 ensemble.averager.finish()
 
     def together_with(self, optimizer: Optimizer) -> list[Optimizer]:
-        """The optimizers of other pipelines that step in this iteration, if this is that of pipeline 0."""
+        """Return the optimizers of other pipelines that step in this iteration, given an optimizer of pipeline 0."""
         ensemble = self._ensemble
         if ensemble is None or not any(optimizer is known for known in self._trainer.optimizers):
             return []
@@ -250,10 +253,10 @@ class ParallelModels:
     # -- which model the module shows --------------------------------------------------------------------------------
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
-        """Within the context returned the module is the model of one pipeline; None: the reference.
+        """Return a context within which the module is the model of one pipeline; None: the reference.
 
         Raises:
-            ConfigurationError: there are not so many, or nothing is trained yet.
+            ConfigurationError: there is no pipeline with this number, or nothing is trained yet.
         """
         ensemble = self._ensemble
         if number is None:
@@ -279,13 +282,13 @@ def check_number(number: int, size: int) -> None:
 
 
 def _done(result: Any) -> Any:
-    """A closure whose work is done."""
+    """Return the result of an iteration that has run; a closure for the optimizers of other pipelines."""
     return result
 
 
 @contextlib.contextmanager
 def _noticing(optimizer: Optimizer) -> Iterator[list[None]]:
-    """Within this context an entry for each step; a scaler that finds an infinite gradient skips them."""
+    """Within this context collect an entry for each step of an optimizer, which a loss scaler may skip."""
     steps: list[None] = []
     step = optimizer.step
 

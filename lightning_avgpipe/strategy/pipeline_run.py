@@ -1,4 +1,4 @@
-"""A run of the trainer as a pipeline: its parts, put together."""
+"""A run of the trainer as a pipeline: constructs the parts of the run and connects them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.advise.request import Request
 from lightning_avgpipe.engine.observer import Observers
-from lightning_avgpipe.errors import MicroBatchError, PartitionError
+from lightning_avgpipe.errors import MicroBatchError, PartitionError, StageError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.halving import Halving
 from lightning_avgpipe.strategy import lightning_changes as changes
@@ -27,7 +25,6 @@ from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.bundles import recount
 from lightning_avgpipe.strategy.checkpoint_state import DividedState
-from lightning_avgpipe.strategy.comeback import Comeback, trained_in
 from lightning_avgpipe.strategy.deploying import announce, deploy, give_back, planned
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
 from lightning_avgpipe.strategy.iteration import Iterations
@@ -41,10 +38,11 @@ from lightning_avgpipe.strategy.run import Own
 from lightning_avgpipe.strategy.run_holdings import RunHoldings
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.strategy.surroundings import Surroundings
-from lightning_avgpipe.strategy.survivors import Survivors
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
+from lightning_avgpipe.utils.lightning import RunningStage, rank_zero_warn
 from lightning_avgpipe.verify import Subject, request
+from lightning_avgpipe.verify.verdicts import Verdicts
 
 _STEPS = {
     RunningStage.TRAINING: "training_step",
@@ -59,18 +57,18 @@ class PipelineRun:
     """A run of the trainer whose steps are iterations of a pipeline.
 
     Args:
-        around: what it finds.
+        around: trainer, connection and options of the run.
 
     Attributes:
-        around: the same.
-        cluster: of the processes.
-        configuration: of the strategy.
-        batches: on their way to the device.
-        deployment: of the module on processes, from set-up on, as all that follows.
-        models: that are trained.
+        around: trainer, connection and options of the run.
+        cluster: the connected processes.
+        configuration: the strategy's options as they are now.
+        batches: brings batches to the device.
+        deployment: deployment of the module on processes. This and the attributes below exist from :meth:`setup` on.
+        models: the models that are trained.
         iterations: runs the steps.
-        state: what checkpoints save and load.
-        plan: the stages; None before the first batch.
+        state: the state that checkpoints save and load.
+        plan: the plan of the stages; None before the first batch.
     """
 
     plan: Plan | None = None
@@ -84,19 +82,19 @@ class PipelineRun:
         self.cluster, self.configuration = around.cluster, around.configuration
         self.batches = Batches(around.trainer, around.cluster, around.distributor)
         self._undo = contextlib.ExitStack()
+        self._changes = contextlib.ExitStack()  # changes in Lightning and the module that this process can undo alone
 
     @property
     def check(self) -> GradientCheck:
-        """Of gradients before a step."""
+        """The check of gradients before a step."""
         return self.models.check
 
     # -- set-up and teardown -----------------------------------------------------------------------------------------
 
     def setup(self, own: Own) -> None:
-        """Put the parts together; the plan is made when the first batch is there."""
+        """Construct the parts of the run; the plan is made when the first batch is there."""
         around, trainer, cluster, configuration = self.around, self.around.trainer, self.cluster, self.configuration
         module, options, fitting = trainer.lightning_module, configuration.options, around.fitting
-        survivors = Survivors(trainer, cluster) if cluster.survives else None
         splitter, observers = BatchSplitter(trainer, cluster, configuration, self.batches), Observers()
         own(trainer)
         deployment = self.deployment = deploy(around)
@@ -119,24 +117,15 @@ class PipelineRun:
             self._undo.enter_context(changes.rolling(trainer, self.iterations, self.batches))
         if fitting and (asked := Request.found()) is not None:
             trainer.callbacks.append(Advisor(asked, cluster))  # type: ignore[attr-defined]
-        if fitting and options.replicas != 1:
+        if fitting and options.replicated(cluster.stage_map.replicas):
             request.refuse(options.verify, "with replicas each has but a share of the batch that counts")
-        elif fitting:
-            self.iterations.verifier = request.verifier(self._subject(), options.verify)
-        self._adapt(fitting, survivors)
-        if fitting and survivors is not None:
-            survivors.begin()
-            self._let_back(survivors)
+        elif fitting and (options.verifies or not self._why_no_witness()):
+            verifier = self.iterations.verifier = request.verifier(self._subject(), options.verify)
+            if verifier is not None:
+                self._undo.callback(verifier.close)
+        self._adapt(fitting)
         self._undo.callback(give_back, deployment, around.connection, self.state)
         self._undo.callback(lambda: self.iterations.leave(together=not around.connection.failed))
-
-    def _let_back(self, survivors: Survivors) -> None:
-        """Groups that have left may come back when an epoch begins, until teardown."""
-        trainer, parts = self.around.trainer, (self.deployment, self.state, self.iterations.splitter)
-        trained = trained_in(trainer.lightning_module)
-        comeback = Comeback(trainer, self.cluster, self.configuration, *parts, survivors, self._announce, trained)
-        self._undo.enter_context(changes.letting_back(trainer, comeback))
-        self._undo.callback(lambda: None if self.around.connection.failed else comeback.end())
 
     def _kind_of_iterations(self, fitting: bool) -> Any:
         options = self.configuration.options
@@ -145,8 +134,15 @@ class PipelineRun:
         rolls = fitting and self.configuration.can_roll
         return partial(RollingIterations, batches=self.batches, broken=self._break) if rolls else Iterations
 
+    def _why_no_witness(self) -> str:
+        """Return why the first steps are not verified unless the user asks for it; empty if they are."""
+        options = self.configuration.options
+        if isinstance(self.iterations, AheadIterations):
+            return "iterations overlap"
+        return "its units are compiled" if options.compile else ""
+
     def _break(self) -> None:
-        """Some models or stages have stepped and others have not: nothing is whole."""
+        """Mark the run as failed: some models or stages have stepped and others have not."""
         self.around.connection.failed = True
 
     def _subject(self) -> Subject:
@@ -161,17 +157,23 @@ class PipelineRun:
             loss_is_mean=self.configuration.options.loss_reduction == "mean",
             loss_weight=lambda: self.iterations.splitter.loss_weight,
             showing=self.models.showing,
+            observed=changes.looks_between_steps(self.around.trainer),
+            acting=changes.acts_in_steps(self.around.trainer),
+            undo_changes=self._changes.close,
+            options=self.configuration.options.shared,
+            verdicts=Verdicts(self.configuration.options.cache_directory),
         )
 
-    def _adapt(self, fitting: bool, survivors: Survivors | None) -> None:
-        """From now on Lightning does what a pipeline needs, until teardown."""
-        trainer, cluster, enter = self.around.trainer, self.cluster, self._undo.enter_context
-        deployment, several = self.deployment, cluster.world.world_size > 1 or cluster.apart  # which will have others
+    def _adapt(self, fitting: bool) -> None:
+        """Change Lightning for a pipeline, until teardown."""
+        trainer, cluster = self.around.trainer, self.cluster
+        enter = self._undo.enter_context(self._changes).enter_context
+        deployment, several = self.deployment, cluster.world.world_size > 1
         enter(changes.observing(trainer, self.models.step_log, cluster.leaders))
         if fitting:
             optimization = PipelineOptimization(
                 trainer.fit_loop.epoch_loop.automatic_optimization, cluster, self.iterations,
-                changes.looks_between_steps(trainer), partial(self._iterated, survivors),
+                changes.looks_between_steps(trainer), self.end_iteration,
             )  # fmt: skip
             enter(changes.optimizing(trainer, optimization))
             enter(changes.showing_reference(trainer, deployment))
@@ -191,10 +193,10 @@ class PipelineRun:
             self._announce()
 
     def _announce(self) -> None:
-        """A plan has been made that stays."""
+        """Print the final plan, and warn of state that micro-batches or replicas share."""
         plan = self.plan = self.deployment.plan
         assert plan is not None
-        announce(plan, self.cluster, self.configuration.options.shard_optimizer_states)
+        announce(plan, self.cluster, self.configuration.options.shard is not None)
         splitter = self.iterations.splitter
         if plan.graph.carried and splitter.count > 1 and not splitter.chooses:
             splitter.warn_once(
@@ -213,12 +215,17 @@ class PipelineRun:
                 "the first one has is kept"
             )
 
+    def end_training(self) -> None:
+        """Compare what is still to be verified, after the last batch."""
+        if self.iterations.verifier is not None:
+            self.iterations.verifier.leave()
+
     def teardown(self) -> None:
         """Give every process the whole module back."""
         self._undo.close()
 
     def end_script(self) -> None:
-        """After teardown: a script that runs to be verified, or for advice, ends here."""
+        """End a script that runs to be verified, or for advice; called after teardown."""
         if self.plan is None:  # nothing has run
             return
         request.end_of_run(self.iterations.verifier)
@@ -226,29 +233,43 @@ class PipelineRun:
             raise SystemExit(0)
 
     def model_to_device(self, own: Own) -> None:
-        """Weights stay before it is known which stage needs what; all else knows its device from now on."""
+        """Set the device of modules and metric objects; weights stay until it is known which stage needs which."""
         tell_device(self.around.trainer.lightning_module, self.cluster.device)
 
     # -- batches and steps -------------------------------------------------------------------------------------------
 
     def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
-        """The reader's batch, after its transfer hooks, on every rank's device; the other pipelines' with it."""
+        """Return pipeline 0's batch on the device, after its transfer hooks, and keep those of the other pipelines."""
         if self.around.trainer.training:
-            self.end_iteration()  # of a batch that a hook has skipped
+            self.end_iteration()  # the iteration has not ended if a hook has skipped its batch
             self.configuration.in_iteration = True
         return self.batches.to_device(batch, device, dataloader_idx)
 
     def needs(self, batch: Any, rank: int) -> frozenset[str] | None:
-        """The tensors of a batch for a process; None is all of them."""
+        """Return the names of a batch's tensors that a process needs; None is all of them."""
         stage, splitter, stage_map = self.around.trainer.state.stage, self.iterations.splitter, self.cluster.stage_map
-        if self.configuration.options.send_batch == "all" or splitter.own is not None or stage is None:
+        if self.configuration.options.links.send_batch == "all" or splitter.own is not None or stage is None:
             return None
         if splitter.loss_weight is not None and rank in stage_map.ranks(stage_map.num_stages - 1):
             return None  # which weighs micro-batches
         return self.deployment.pipeline.leaves(_STEPS[stage], rank, batch)
 
     def step(self, name: str, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """An iteration of the pipeline; on the whole batch, if M was left to us and the step takes no part of it."""
+        """Run an iteration of the pipeline; on the whole batch, if M was left to the strategy and the step needs it.
+
+        Raises:
+            StageError: the step has raised StopIteration.
+        """
+        try:
+            return self._step(name, *args)
+        except StopIteration as error:
+            raise StageError(
+                f"{type(self.around.trainer.lightning_module).__name__}.{name} raises StopIteration ({error}), which "
+                "Lightning's loop takes for the end of the data: the epoch would end without a word. Catch it where "
+                "next() is called, or give next() a default"
+            ) from error
+
+    def _step(self, name: str, *args: Any) -> Any:
         batch, *rest = args
         if name == "training_step":
             run = partial(self.iterations.train, self.batches.take(batch), *rest)
@@ -273,13 +294,11 @@ class PipelineRun:
     def optimizer_step(
         self, own: Own, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
     ) -> Any:
-        """Run the closure and step, all parallel models."""
+        """Run the closure, and step the optimizers of all parallel models."""
         verifier = self.iterations.verifier
         with contextlib.nullcontext() if verifier is None else verifier.stepping():
             result = self.models.optimizer_step(own, self._turns, optimizer, closure, model, **kwargs)
             self.iterations.stepped()
-        if self.configuration.options.verify_copies:
-            self.deployment.models.verify_copies()
         return result
 
     def _turns(self) -> InTurn | None:
@@ -287,15 +306,8 @@ class PipelineRun:
             return self.iterations.step_in_turn
         return None
 
-    def _iterated(self, survivors: Survivors | None) -> None:
-        if survivors is not None:
-            ensemble = self.deployment.models.ensemble
-            averaged = ensemble is None or not ensemble.averager.steps
-            survivors.end_iteration(self.configuration.num_pipelines, averaged)
-        self.end_iteration()
-
     def end_iteration(self) -> None:
-        """What was asked for within the iteration comes now."""
+        """Apply the changes that were asked for within the iteration."""
         if self.configuration.asked:
             self.iterations.leave()
         changed = self.configuration.take_over(self.cluster)
@@ -316,15 +328,10 @@ class PipelineRun:
                 "training updates metric objects, of which replicas of the last stage would each see a part of the data"
             )
 
-    def halve(self, as_groups: bool) -> None:
-        """From the next plan on fewer stages may do, which processes share. Every process calls it.
-
-        Args:
-            as_groups: stages stay as they are, but each plan says whether more groups of fewer stages were faster.
-        """
-        memory = self.around.memory_per_stage()
-        self.deployment.halve(Halving(memory, as_groups=True) if as_groups else Halving(memory, self._check_sharing))
+    def halve(self) -> None:
+        """Allow the next plans to have fewer stages, which replicas share. Every process calls it."""
+        self.deployment.halve(Halving(self.around.memory_per_stage(), self._check_sharing))
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
-        """Within this context the module is the model of one pipeline; None: the reference."""
+        """Return a context within which the module is the model of one pipeline; None: the reference."""
         return self.models.showing(number)

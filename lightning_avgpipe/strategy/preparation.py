@@ -1,4 +1,4 @@
-"""The preparation of a step: before it runs, its stages are there, and all processes train the same."""
+"""The preparation of a step: captures it and makes its stages before it runs, and checks what all processes train."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.forward_only import Freezing
@@ -18,6 +15,7 @@ from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.plan_maker import Examples
+from lightning_avgpipe.utils.lightning import TrainerFn, pl
 
 _SHOWN = 3  # names in a message
 
@@ -26,14 +24,14 @@ Works = Sequence[Sequence[MicroBatch]]  # micro-batches, by pipeline
 
 @dataclass(kw_only=True)
 class Preparation:
-    """Of the steps of one run of the trainer.
+    """The preparation of steps in one run of the trainer.
 
     Attributes:
-        trainer: of the run.
-        cluster: of the processes.
-        deployment: of the module on processes.
-        splitter: of batches.
-        replanned: called when stages are others, with whether there is a plan that stays.
+        trainer: trainer of the run.
+        cluster: the connected processes.
+        deployment: deployment of the module on processes.
+        splitter: splits batches.
+        replanned: called when the stages have changed, with whether there is a plan that stays.
     """
 
     trainer: pl.Trainer
@@ -41,22 +39,22 @@ class Preparation:
     deployment: Deployment
     splitter: BatchSplitter
     replanned: Callable[[bool], None]
-    _agreed_in: int | None = None  # an epoch
+    _agreed_in: int | None = None  # epoch of the last agreement
 
     def prepare(
         self, step: str, run: Callable[..., Any], works: Works, rest: Sequence[Any], schedule: Schedule, trains: int
     ) -> bool:
-        """Make the stages of a step, if they are not there; tells whether they are. Every process calls it.
+        """Make the stages of a step, if there are none; return whether there are any now. Every process calls it.
 
         Args:
-            step: name of the function.
-            run: calls it with a micro-batch of a pipeline, whose numbers come first.
-            works: of the iteration.
+            step: name of the step function.
+            run: calls the step function, given the numbers of a pipeline and a micro-batch, and its arguments.
+            works: micro-batches of the iteration, by pipeline.
             rest: other arguments of the step.
-            schedule: of pipeline 0.
-            trains: number of pipelines.
+            schedule: schedule of pipeline 0.
+            trains: number of pipelines that will train.
         Raises:
-            MicroBatchError: the step cannot be followed on a micro-batch; whole batches can be tried.
+            MicroBatchError: the step cannot be captured on a micro-batch; whole batches can be tried.
         """
         decides = step == "training_step" or self.trainer.state.fn != TrainerFn.FITTING
         size, total = works[0][0].size, sum(part.size for part in works[0])
@@ -71,7 +69,7 @@ class Preparation:
                 f"{step} fails on {size} of the {total} samples of a batch: {error}"
             ) from error.__cause__
         except Exception as error:
-            if size < total and not isinstance(error, AvgPipeError):  # of the user's code
+            if size < total and not isinstance(error, AvgPipeError):  # an error of the user's code
                 error.add_note(
                     f"it was given {size} of the {total} samples of a batch; a step that needs all of them at once "
                     "trains with num_microbatches=1"
@@ -92,25 +90,29 @@ class Preparation:
         return True
 
     def agree_on_trained(self) -> Freezing:
-        """What training trains and freezes by now; once an epoch, whether that is the same on all processes.
+        """Return what training trains and freezes now; check once per epoch that it is the same on all processes.
 
-        Every process calls it, as hooks that freeze run on every process.
+        Every process calls it.
 
         Raises:
-            StepChangedError: it is not; names some of those on which they differ.
+            StepChangedError: processes differ; the error names some of the parameters.
         """
-        pipeline, epoch = self.deployment.pipeline, self.trainer.current_epoch
-        freezing = pipeline.steps["training_step"].freezing
+        step, epoch = self.deployment.pipeline.steps["training_step"], self.trainer.current_epoch
+        freezing = step.freezing
         if epoch != self._agreed_in:
             _compare([*self.cluster.world.exchange_objects(freezing.trained)])
             self._agreed_in = epoch
-            if pipeline.kept is not None:
-                pipeline.kept.begin_epoch()
+            if step.keeping is not None:
+                step.keeping.outputs.begin_epoch()
         return freezing
 
 
 def _compare(trained: Sequence[frozenset[str]]) -> None:
-    """Check that all processes train the same parameters, by rank."""
+    """Check that all processes train the same parameters.
+
+    Args:
+        trained: names of the parameters that each rank trains.
+    """
     differing = sorted(frozenset.union(*trained) - frozenset.intersection(*trained))
     if not differing:
         return

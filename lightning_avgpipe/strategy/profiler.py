@@ -1,4 +1,4 @@
-"""The profiler: runs trial iterations, and makes a profile of what all processes measure in them."""
+"""The profiler: runs trial iterations, and makes a profile from the measurements of all processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from tqdm.auto import tqdm
 
 from lightning_avgpipe.engine.utilisation import KernelTrace, sampling_device, tracing_kernels
@@ -32,20 +31,21 @@ from lightning_avgpipe.tuning import (
 )
 from lightning_avgpipe.tuning.trials import affordable, busy_curve, durations, rounds, trial_sizes
 from lightning_avgpipe.utils.device import port_of
+from lightning_avgpipe.utils.lightning import rank_zero_info, rank_zero_warn
 
-_LONGEST_S = 120.0  # after so long no further iteration is begun
-_FEWEST = 2  # rounds at least
-_SAMPLED_S = 2.0  # of the device's utilisation; the driver looks back over up to a second
+_LONGEST_S = 120.0  # time after which no further round begins
+_FEWEST = 2  # least number of rounds
+_SAMPLED_S = 2.0  # time for sampling the device's utilisation; the driver averages over up to a second
 
 
 class Profiler:
-    """Profiles the pipeline of a rehearsal. Every process does the same.
+    """Profiles the pipeline of a rehearsal. Every process makes the same calls.
 
     Args:
         rehearsal: runs the iterations.
-        iterations: how many of them at most, at least 4.
-        schedule: its name.
-        shows: whether to show a bar of the progress here.
+        iterations: largest number of iterations, at least 4.
+        schedule: name of the schedule.
+        shows: whether to show a progress bar in this process.
 
     Attributes:
         too_few: the largest number of micro-batches that did not fit the memory; 0 if all did.
@@ -56,17 +56,17 @@ class Profiler:
         self._iterations = iterations
         self._schedule = schedule
         self._cluster = rehearsal.pipeline.cluster
-        self._shows = shows and self._cluster.leads
+        self._shows = shows and self._cluster.world.rank == 0
         self._began = time.monotonic()
         self.too_few = 0
 
     def profile(self, counts: Sequence[int]) -> Profile | None:
-        """Measure with one pipeline, and a large number of micro-batches.
+        """Return a profile of one pipeline, measured with a large number of micro-batches.
 
         Args:
-            counts: numbers of micro-batches that come into question, ascending.
+            counts: numbers of micro-batches to consider, ascending.
         Returns:
-            The profile, on rank 0; elsewhere None.
+            The profile on rank 0; None elsewhere.
         Raises:
             TuningError: no number of micro-batches fits the memory.
         """
@@ -83,7 +83,7 @@ class Profiler:
         trials = [Trial(setting, self._span_s(timed)) for setting, timed in runs.items()]
         found = self._cluster.group.gather_objects((stages, self._rehearsal.tied_s()))
         hops = self._hops(large)
-        if not self._cluster.leads:
+        if self._cluster.world.rank != 0:
             return None
         by_stage = {k: stage for part, _ in found for k, stage in part.items()}
         return Profile(
@@ -100,11 +100,11 @@ class Profiler:
         )
 
     def times(self, settings: Sequence[Setting], count: int) -> dict[Setting, float]:
-        """Median seconds of an iteration on the slowest process, of those settings that fit; known on rank 0.
+        """Return, on rank 0, the median seconds of an iteration on the slowest process, for each setting that fits.
 
         Args:
-            settings: to try.
-            count: iterations of each, one in each round, besides one that is not counted.
+            settings: settings to try.
+            count: number of timed iterations of each setting, one in each round, after one that is not timed.
         """
         with contextlib.suppress(MemoryShortage):
             runs = self._in_turns(settings, 1 + count, lambda: None)
@@ -118,12 +118,12 @@ class Profiler:
     def _in_turns(
         self, settings: Sequence[Setting], count: int, tick: Callable[[], object]
     ) -> dict[Setting, list[BusyRecording]]:
-        """So many iterations of each setting that fits, in turns, since machines are now faster and now slower.
+        """Run so many iterations of each setting that fits, in turns, since the speed of machines varies over time.
 
-        The first round does not count. There are fewer if time runs out, the same number everywhere.
+        The first round is not returned. There are fewer rounds if time runs out, the same number on every process.
 
         Raises:
-            MemoryShortage: none of them fits.
+            MemoryShortage: none of the settings fits.
         """
         runs: dict[Setting, list[BusyRecording]] = {setting: [] for setting in settings}
         for done in range(count):
@@ -158,7 +158,7 @@ class Profiler:
     def _stages(
         self, setting: Setting, others: Sequence[int], tick: Callable[[], object]
     ) -> tuple[dict[int, StageProfile], dict[Setting, list[BusyRecording]]]:
-        """What this process measures of its stages, and in which iterations."""
+        """Return the profiles of this process's stages, and the iterations by setting."""
         others = affordable(others, self._iterations)
         self._rehearsal.run(setting)
         tick()
@@ -185,7 +185,7 @@ class Profiler:
 
     def _durations(self, runs: Sequence[BusyRecording]) -> dict[tuple[int, Kind], float]:
         spans = [(s.stage, s.action.kind, s.end_s - s.begin_s) for run in runs for s in run.recording.spans]
-        if port_of(self._cluster.device).runs_ahead:  # what the host does between actions, the device does not wait for
+        if port_of(self._cluster.device).runs_ahead:  # the device does not wait for the host between actions
             return durations(spans)
         return durations(spans, [(run.busy_s, _within_s(run)) for run in runs])
 
@@ -204,7 +204,7 @@ class Profiler:
         return curves
 
     def _kernel_curves(self, setting: Setting, seconds: dict[tuple[int, Kind], float]) -> dict[tuple[int, Kind], Curve]:
-        """By the kernels of one more iteration, or where they cannot be seen by what the driver says."""
+        """Return utilisation curves by the kernels of one more iteration; where these cannot be traced, by samples."""
         with tracing_kernels(self._cluster.device) as trace:
             run = self._rehearsal.run(setting)
         shift = _clock_shift(run, trace)
@@ -224,7 +224,7 @@ class Profiler:
     def _sampled_curves(
         self, setting: Setting, seconds: dict[tuple[int, Kind], float]
     ) -> dict[tuple[int, Kind], Curve]:
-        """Constant, from samples during more iterations; where there are none the device counts as full."""
+        """Return constant curves, by samples during further iterations; without samples the device counts as full."""
         began, runs, more = time.monotonic(), [], True
         with sampling_device(self._cluster.device) as samples:
             while more:
@@ -241,7 +241,7 @@ class Profiler:
         return {key: Curve.constant(length, used) for key, length in seconds.items()}
 
     def _memory(self, setting: Setting, tick: Callable[[], object]) -> tuple[dict[int, StageMemory], float]:
-        """Bytes of each stage here, and seconds of the optimizers' steps."""
+        """Return the memory of each stage of this process, and the seconds of the optimizers' steps."""
         memory, captured = port_of(self._cluster.device).memory, self._rehearsal.captured
         plan, trainer = self._plan, self._rehearsal.trainer
         module = trainer.lightning_module
@@ -258,7 +258,7 @@ class Profiler:
         )
         context = memory.other_bytes() // len(self._cluster.stages)
         held = sum(k.holding.total - k.holding.coming for k in kept.values()) if kept else 0
-        # what lies on the device that nobody accounts for is there at any setting
+        # memory of the device that no stage accounts for is used with any setting
         other = max(0, before - held) // len(self._cluster.stages) if before is not None and kept else 0
         found = {}
         for k in self._cluster.stages:
@@ -291,11 +291,11 @@ class Profiler:
     def _averaging_s(self) -> float:
         try:
             return self._rehearsal.averaging_s()
-        except MemoryShortage:  # so that there is no room for parallel pipelines either
+        except MemoryShortage:  # then there is no room for parallel pipelines either
             return 0.0
 
     def _weights(self) -> dict[int, float]:
-        """Each stage's part of what is done for all parameters of this process."""
+        """Return each stage's share of the work that is done for all parameters of this process."""
         plan = self._plan
         counts = {k: plan.stages[k].num_parameters for k in self._cluster.stages}
         total = sum(counts.values())
@@ -305,18 +305,13 @@ class Profiler:
         plan = self._plan
         size = self._rehearsal.captured / num_microbatches
         return tuple(
-            HopProfile(
-                size * stage.boundary_bytes,
-                size * sum(value.nbytes for value in stage.sends if value.requires_grad),
-                link,
-                link,
-            )
+            HopProfile(size * stage.wire_bytes, size * stage.gradient_bytes, link, link)
             for stage, link in zip(plan.stages, self._cluster.channels.links(self._cluster.stage_map), strict=False)
         )
 
 
 def _needs_more(setting: Setting, other: Setting) -> bool:
-    """Whether it needs as much memory as another one at least, whatever the model."""
+    """Return whether a setting needs at least as much memory as another one, whatever the model."""
     fewer = setting.num_microbatches <= other.num_microbatches
     return fewer and setting.num_pipelines >= other.num_pipelines and setting.advance >= other.advance
 
@@ -326,7 +321,7 @@ def _within_s(run: BusyRecording) -> float:
 
 
 def _clock_shift(run: BusyRecording, trace: KernelTrace) -> float | None:
-    """What to add to times of a recording to have those of the profiler."""
+    """Return what to add to times of a recording to get times of the kernel trace; None if there is no trace."""
     shifts = [
         trace.forwards_s[span.action.micro_batch] - span.begin_s
         for span in run.recording.spans

@@ -1,14 +1,12 @@
-"""Progress bars that were begun learn how many iterations their epoch has by now."""
+"""Updates of progress bars when the number of iterations of an epoch has changed."""
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import convert_inf
+from lightning_avgpipe.utils.lightning import ProgressBar, RichProgressBar, TQDMProgressBar, convert_inf, pl
 
 
 def retotal(trainer: pl.Trainer) -> None:
-    """Show the trainer's number of batches of the epoch that runs; a bar of another kind asks when it likes."""
+    """Show the trainer's number of batches of the running epoch; a bar of another kind reads it by itself."""
     for bar in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(bar, ProgressBar) and bar._trainer is not None:
             _show(bar)

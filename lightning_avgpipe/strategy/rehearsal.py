@@ -1,4 +1,4 @@
-"""Rehearsals: iterations of training of which nothing remains.
+"""Rehearsals: iterations of training whose effects are undone.
 
 ::
 
@@ -18,17 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_avgpipe.averaging.averaging_step import average
+from lightning_avgpipe.averaging.optimizer_clone import unwrapped
 from lightning_avgpipe.capture.snapshot import unchanged, untouched
 from lightning_avgpipe.comm.clock import ClockOffset
-from lightning_avgpipe.elastic.averaging import average
-from lightning_avgpipe.elastic.optimizer_clone import unwrapped
 from lightning_avgpipe.engine.accounting import Footprint
 from lightning_avgpipe.engine.guard import MemoryGuard
 from lightning_avgpipe.engine.microbatch import MicroBatch
@@ -45,19 +43,27 @@ from lightning_avgpipe.strategy.schedule_choice import Order
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.tuning import Setting
 from lightning_avgpipe.utils.device import port_of
+from lightning_avgpipe.utils.lightning import DummyLogger, pl
 from lightning_avgpipe.utils.patching import nothing, replaced
 
 _BACKWARD_HOOKS = ("on_before_backward", "on_after_backward")
-_TIMES = 3  # a step is timed; the first makes its states
-_SUMS = 2  # over tied parameters are timed, which may be large; the first connects the processes
+_TIMES = 3  # timed repetitions of a step; the first also makes the optimizer states
+_SUMS = 2  # timed sums over tied parameters, which may be large; the first also connects the processes
 
 
 class _Prepared(Exception):
-    """Ends an iteration before its first action: the stages are made."""
+    """Raised to end an iteration before its first action, once the stages are made."""
 
 
 class _Trials(ScheduleControl):
-    """Gives trial iterations their schedule, and what measures them; knows nothing of those of training."""
+    """A schedule control for trial iterations, which knows nothing of those of training.
+
+    Attributes:
+        captured: number of micro-batches of the batch from which the plan was made.
+        runs: whether iterations run; else they end when the stages are made.
+        metered: whether memory is measured.
+        kept: what the stages of this process kept in the last measured iteration; None where it cannot be measured.
+    """
 
     captured = 1  # micro-batches of the batch from which the plan was made
     runs = False
@@ -65,7 +71,7 @@ class _Trials(ScheduleControl):
     kept: dict[int, Kept] | None = None
 
     def freeze(self, stages: int) -> None:
-        """What is measured is a forward and a backward of every stage."""
+        """Do nothing: a forward and a backward of every stage is measured."""
 
     @contextlib.contextmanager
     def iteration(
@@ -76,7 +82,7 @@ class _Trials(ScheduleControl):
         schedule: Schedule,
         num_pipelines: int = 1,
     ) -> Iterator[None]:
-        """A trial iteration runs within this context."""
+        """Within this context a trial iteration runs."""
         if not self.runs:
             raise _Prepared
         meter = self._holdings.meter(task, plan) if self.metered else None
@@ -91,20 +97,20 @@ class _Trials(ScheduleControl):
 
 @dataclass(frozen=True)
 class Kept:
-    """What a stage kept in a trial iteration, and what it holds whatever it keeps."""
+    """The memory of a stage in a trial iteration: what actions keep, and what the stage holds in any case."""
 
     footprint: Footprint
     holding: Holding
 
 
 class Rehearsal:
-    """Runs iterations on one batch; made by :func:`rehearsing`. Every process does the same with its own.
+    """Runs trial iterations on one batch; made by :func:`rehearsing`. Every process makes the same calls.
 
     Attributes:
-        trainer: whose run it is.
+        trainer: trainer of the run.
         pipeline: the run.
-        batch_size: samples.
-        captured: micro-batches of the batch from which the plan is made, once it is.
+        batch_size: number of samples of the batch.
+        captured: number of micro-batches of the batch from which the plan is made.
     """
 
     def __init__(self, trainer: pl.Trainer, run: PipelineRun, batch: Any) -> None:
@@ -123,10 +129,10 @@ class Rehearsal:
             self._step(setting, self._trials(setting))
 
     def run(self, setting: Setting) -> BusyRecording:
-        """One iteration without an optimizer step, with a batch for every pipeline.
+        """Run one iteration without an optimizer step, with a batch for every pipeline.
 
         Raises:
-            MemoryShortage: it does not fit some process; all of them raise it.
+            MemoryShortage: the iteration does not fit the memory of some process; all of them raise it.
         """
         cluster = self.pipeline.cluster
         trials = self._trials(setting)
@@ -139,10 +145,12 @@ class Rehearsal:
         return BusyRecording(recording, {key: sum(found) for key, found in recorder.processor_s.items()})
 
     def kept(self, setting: Setting) -> dict[int, Kept] | None:
-        """What the stages of this process keep in an iteration after another; None where it cannot be measured.
+        """Run an iteration; return what this process's stages keep in it, None where that cannot be measured.
+
+        Call it after another iteration.
 
         Raises:
-            MemoryShortage: as :meth:`run`.
+            MemoryShortage: see :meth:`run`.
         """
         trials = self._trials(setting)
         trials.runs = trials.metered = True
@@ -151,12 +159,12 @@ class Rehearsal:
         return trials.kept
 
     def step_s(self, after: Callable[[], None]) -> float:
-        """Seconds of the optimizers' steps in this process, after an iteration.
+        """Return the seconds of the optimizers' steps in this process. Call it after an iteration.
 
         Args:
-            after: called once they have states, which go when this returns.
+            after: called once the optimizers have states, which are dropped when this method returns.
         Raises:
-            MemoryShortage: the states do not fit some process.
+            MemoryShortage: the states do not fit the memory of some process.
         """
         own = [p for p in self._module.parameters() if not p.is_meta]
         weights = [p.detach().cpu().clone() for p in own]
@@ -184,9 +192,9 @@ class Rehearsal:
         return min(seconds)
 
     def tied_s(self) -> float:
-        """Seconds in which the stages sum the gradients of parameters that several of them use, after an iteration.
+        """Return the seconds in which stages sum the gradients of the parameters that several of them use.
 
-        Every process calls it.
+        Call it after an iteration. Every process calls it.
         """
         plan = self.pipeline.deployment.plan
         assert plan is not None
@@ -199,10 +207,10 @@ class Rehearsal:
         return min(seconds)
 
     def averaging_s(self) -> float:
-        """Seconds in which this process averages one model of its own.
+        """Return the seconds in which this process averages one model with a reference.
 
         Raises:
-            MemoryShortage: a model and a reference more do not fit some process.
+            MemoryShortage: another model and another reference do not fit the memory of some process.
         """
         seconds = [math.inf]
 
@@ -239,7 +247,7 @@ class Rehearsal:
         return trials
 
     def _step(self, setting: Setting, trials: _Trials) -> None:
-        batches = [copy.deepcopy(self._batch) for _ in range(setting.num_pipelines)]  # a step may change its own
+        batches = [copy.deepcopy(self._batch) for _ in range(setting.num_pipelines)]  # a step may change its batch
         run, configuration = self.pipeline, self.pipeline.configuration
         n, m = setting.num_pipelines, setting.num_microbatches
         configuration.options = replace(configuration.options, num_pipelines=n, num_microbatches=m)
@@ -263,7 +271,7 @@ class Rehearsal:
 
 
 class BusyRecording:
-    """What one process did in a trial iteration.
+    """The record of one process in a trial iteration.
 
     Attributes:
         recording: its actions and waits.
@@ -276,13 +284,13 @@ class BusyRecording:
 
     @property
     def span_s(self) -> float:
-        """From its first action to its last."""
+        """The seconds from the first action's begin to the last action's end."""
         spans = self.recording.spans
         return max(span.end_s for span in spans) - min(span.begin_s for span in spans)
 
     @property
     def busy_s(self) -> float:
-        """The same without waits."""
+        """The seconds of :attr:`span_s` without waits."""
         return self.span_s - sum(a.end_s - a.begin_s for a in self.recording.activities if a.kind == "wait")
 
 
@@ -292,15 +300,15 @@ def rehearsing(
 ) -> Iterator[Rehearsal]:
     """Within this context iterations can be tried on a batch; after it everything is as before, bit for bit.
 
-    What is put back: gradients, buffers, attributes of all submodules and of the datamodule, the precision plugin's
+    These are restored: gradients, buffers, attributes of all submodules and of the datamodule, the precision plugin's
     state, collected logs, the state of all random number generators. Callbacks, loggers and hooks around the backward
-    hear nothing. The stages stay: they are those that training would have made.
+    are not called. The stages stay: training would have made the same.
 
     Args:
-        trainer: that is about to use its first batch of training.
-        run: of the trainer.
-        batch: as read from the dataloader; it is not touched.
-        num_microbatches: for its number of samples how many micro-batches the stages are planned for.
+        trainer: trainer that is about to use its first batch of training.
+        run: run of the trainer.
+        batch: batch as read from the dataloader; it is not changed.
+        num_microbatches: number of samples of the batch -> number of micro-batches that the stages are planned for.
     """
     module = trainer.lightning_module
     with contextlib.ExitStack() as undo:
@@ -317,7 +325,7 @@ def rehearsing(
 
 @contextlib.contextmanager
 def _trying(run: PipelineRun, batch: Any) -> Iterator[Any]:
-    """Within this context steps are on trial; after it the strategy knows nothing of them but their stages.
+    """Within this context steps are tried; after it the run is as before, except that it keeps the stages.
 
     Returns:
         A copy of the batch on the device, after its transfer hooks.
@@ -332,7 +340,7 @@ def _trying(run: PipelineRun, batch: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _unheard(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
-    """Nobody is told what happens within this context."""
+    """Within this context no callback, logger or hook of a backward is called."""
     callbacks, loggers = trainer.callbacks, trainer.loggers  # type: ignore[attr-defined]
     with contextlib.ExitStack() as undo:
         undo.enter_context(unchanged(trainer.precision_plugin))
@@ -358,6 +366,6 @@ def _without_gradients(module: pl.LightningModule) -> Iterator[None]:
         yield
     finally:
         for parameter, gradient in gradients:
-            # what has gone to another process or device since has left its gradient behind, as at any first batch
+            # a parameter that has moved to another process or device loses its gradient, as at any first batch
             same = gradient is not None and gradient.device == parameter.device
             parameter.grad = gradient if same else None

@@ -1,4 +1,4 @@
-"""What the replicas of a model do together in an iteration: they agree on what trains, and sum its gradients."""
+"""The synchronisation of replicas in an iteration: they agree on what trains, and sum gradients."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_avgpipe.training.statistics_sharing import StatisticsSharing
 
 
 class ReplicaSync:
-    """Of the models of a group, in one run of the trainer. Without replicas nothing here does anything.
+    """The synchronisation of the replicas of a group's models in one run of the trainer; nothing without replicas.
 
     Args:
-        module: that is trained.
-        cluster: of the processes.
-        models: that are trained.
-        observers: of iterations.
-        normalises: whether replicas normalise batches together.
+        module: module that is trained.
+        cluster: the connected processes.
+        models: models that are trained.
+        observers: observers of iterations.
+        normalises: whether replicas normalise batches together (sync_batchnorm).
     """
 
     def __init__(
@@ -36,20 +36,20 @@ class ReplicaSync:
         self._statistics = StatisticsSharing(cluster) if normalises else None
 
     def agree(self, count: int, skipped: frozenset[int], num_pipelines: int, steps: bool) -> tuple[int, frozenset[int]]:
-        """Agree which models had a batch, and which of these no loss. Every process calls it.
+        """Agree which models had a batch, and which of these had no loss. Every process calls it.
 
         Args:
-            count: pipelines that had a batch here.
-            skipped: those whose batch had no loss here.
+            count: number of pipelines that had a batch here.
+            skipped: numbers of those whose batch had no loss here.
             num_pipelines: N.
-            steps: whether gradients are complete, and become those of all replicas together.
+            steps: whether gradients are complete, and are summed over replicas now.
         Returns:
-            Pipelines that had a batch anywhere, and those of them whose batch had no loss.
+            The number of pipelines that had a batch on any replica, and the numbers of those whose batch had no loss.
         """
         replicas = self._cluster.replicas
         if replicas is None:
             return count, skipped
-        votes = torch.zeros(2, num_pipelines, dtype=torch.int32)
+        votes = torch.zeros(2, num_pipelines, dtype=torch.int32, device="cpu")
         votes[0, :count] = 1
         votes[1, [n for n in range(count) if n not in skipped]] = 1
         if steps:
@@ -62,7 +62,7 @@ class ReplicaSync:
         return sum(fed), frozenset(n for n in range(sum(fed)) if not trained[n])
 
     def check_trains(self, micro_batch: int) -> None:
-        """Called where a micro-batch has no loss: replicas that normalise together must all have a backward of it."""
+        """Raise, where a micro-batch has no loss, if replicas normalise together: all would need its backward."""
         if self._statistics is not None:
             raise ConfigurationError(
                 f"micro-batch {micro_batch} has no loss (the step returned None, or its weight is 0), and with "
@@ -71,18 +71,18 @@ class ReplicaSync:
             )
 
     def observers(self, schedule: Schedule, num_pipelines: int, steps: bool) -> list[Observer]:
-        """What looks on while an iteration of training runs, before all others. Every process calls it.
+        """Return the observers of an iteration of training, which come before all others. Every process calls it.
 
         Args:
-            schedule: of pipeline 0.
+            schedule: schedule of pipeline 0.
             num_pipelines: N.
-            steps: whether gradients are complete after it.
+            steps: whether gradients are complete after the iteration.
         """
         statistics = [] if self._statistics is None else self._statistics.observers(schedule)
         if self._cluster.replicas is None or not steps:
             return statistics
         sums, stage_map = self._sums(), self._cluster.stage_map
-        if num_pipelines > 1:  # which have their gradients under the same parameters
+        if num_pipelines > 1:  # the gradients of all pipelines are on the same parameters
             sums.watch({}, {})
         else:
             rows = {k: in_turn(schedule.rows[k], *stage_map.share(k, self._cluster.rank)) for k in self._cluster.stages}
@@ -90,7 +90,7 @@ class ReplicaSync:
         return [sums, *statistics]
 
     def _sums(self) -> GradientSums:
-        """Of the replicas that there are now."""
+        """Return the gradient sums of the replicas that there are now."""
         replicas = self._cluster.replicas
         assert replicas is not None
         if self._gradient_sums is None or self._gradient_sums.replicas is not replicas:
@@ -98,7 +98,7 @@ class ReplicaSync:
         return self._gradient_sums
 
     def _summed(self, models: int) -> dict[str, nn.Parameter]:
-        """What replicas sum the gradients of, of so many models."""
+        """Return the parameters whose gradients replicas sum, of a number of models."""
         copied, ensemble = self._models.summed_with_copies, self._models.ensemble
         if ensemble is not None:
             own = [ensemble.models.parameters(n) for n in range(models)]

@@ -5,35 +5,37 @@
     process of stage 0     F0 F1   B0 B1 step F0 F1    B0 B1 step            pipeline 0
                                F0 F1 .. B0 B1  step F0 F1 .. B0 B1 step      pipeline 1, in the time that 0 leaves
 
-Lightning works on batch t (a bundle: one for each pipeline). Within its optimization the pipelines end one after the
-other, 0 to N-1, in each process for its own stages, and nobody waits for another process:
+Lightning works on batch t (a bundle: one for each pipeline). Within Lightning's optimization the pipelines end one
+after the other, 0 to N-1. Each process does this for its own stages, and none waits for the steps of another:
 
 1. run whatever can run here, of all pipelines, until the lanes of pipeline n have no actions of t left;
-2. the hooks of a backward, the check of gradients, the hooks before a step and the optimizer's step, of model n alone;
-3. model n meets the reference (``elastic/staggered.py``);
-4. lanes of n get the actions of batch t+1, which run in steps 1 of later pipelines, and in the next optimization.
+2. call the hooks of a backward, check gradients, call the hooks before a step, and step the optimizer, for model n;
+3. average model n with the reference (``averaging/staggered.py``);
+4. give the lanes of n the actions of batch t+1, which run in steps 1 of later pipelines, and in the next optimization.
 
-What follows from that:
+The consequences:
 
 - Updates come in the order (iteration, pipeline) on every stage, so the numbers do not depend on the timing.
-- Several groups of processes learn of each other's updates an iteration later, and log together. That is put right
-  where something is foreseen that needs everything whole; what is not foreseen leaves no trace here, either.
-- An iteration is ahead by one at most, and no optimizer steps ahead. So between two optimizations hooks find models and
-  optimizers as they are after batch t; gradients, and buffers that a step changes, may be on their way.
-- Batch t+1 is read when pipeline 0 has stepped, at the same point of the program in all processes; its hooks on the way
-  to the device run then. All other hooks of t+1 run when Lightning comes to it, in the usual order.
-- A step that runs ahead sees the trainer's counters as they will be. What is not known yet (learning rates, metrics)
-  it must not read, and what a hook changes meanwhile that the step reads is an error: see ``Foresight``.
-- Where something is foreseen that needs everything whole (a validation, a checkpoint every n steps, the end of an epoch
-  or of training), nothing runs ahead. Where it is not, :meth:`RollingIterations.drain` throws away what has: no
-  optimizer has seen it, and buffers get their contents back. The batch stays, and runs again.
+- Several groups of processes learn of each other's updates an iteration later, and log together. Before an event that
+  needs drained pipelines the groups wait for these updates. A drain that was not foreseen does not change results.
+- At most one iteration runs early, and no optimizer steps early. So between two optimizations hooks find models and
+  optimizers as they are after batch t; gradients, and buffers that a step changes, may belong to batch t+1 already.
+- Batch t+1 is read when pipeline 0 has stepped, at the same point of the program in all processes. Its transfer hooks
+  run then. All other hooks of t+1 run when Lightning's loop comes to it, in the usual order.
+- A step that runs early sees the trainer's counters as they will be. It must not read what is not known yet (learning
+  rates, metrics), and a hook must not change what the step reads: see ``AheadWatch``.
+- Before an event that needs drained pipelines (a validation, a checkpoint every n steps, the end of an epoch or of
+  training), nothing of the next iteration runs. If such an event was not foreseen, :meth:`RollingIterations.drain`
+  discards what has run: no optimizer has used it, and buffers get their contents back. The batch is kept, and runs
+  again.
 - Iterations that are observed (timeline, first measurement of memory) run all pipelines to their end first, as without
   rolling; the updates are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,7 +48,7 @@ from lightning_avgpipe.engine.pipeline import Outcome, Pipeline
 from lightning_avgpipe.engine.rolling_pipelines import RollingPipelines
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.strategy.ahead import STEP as _STEP
-from lightning_avgpipe.strategy.ahead import AheadIterations, Read
+from lightning_avgpipe.strategy.ahead import AheadIterations, BatchRead
 from lightning_avgpipe.strategy.foresight import Progress, as_it_will_be
 from lightning_avgpipe.strategy.preparation import Works
 from lightning_avgpipe.strategy.rolling_choice import gives_way
@@ -55,17 +57,17 @@ from lightning_avgpipe.utils.random_streams import RandomKey
 
 
 @dataclass(kw_only=True)
-class _Iteration(Read):
-    """A batch for each pipeline.
+class _Iteration(BatchRead):
+    """A batch for each pipeline, while it is on its way through the stages.
 
     Attributes:
         works: micro-batches by pipeline.
-        begun: pipelines that have begun it.
-        outcomes: of all pipelines, if they ran without rolling.
-        entries: what steps have logged.
-        loss: what hooks of backwards are told.
-        first_loss: of a micro-batch that ran ahead, for a hook whose turn has not come.
-        kept: by pipeline, contents of buffers before it ran ahead.
+        begun: numbers of the pipelines that have begun the iteration.
+        outcomes: outcomes of the pipelines that have ended; of all pipelines, if they ran without rolling.
+        entries: values that steps have logged.
+        loss: loss that the hooks of backwards are given.
+        first_loss: loss of the first micro-batch that ran early, for a hook that is called later.
+        kept: by pipeline, contents of buffers before the iteration began early.
     """
 
     works: Works
@@ -84,13 +86,13 @@ class RollingIterations(AheadIterations):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._rolling = RollingPipelines(self.cluster, _STEP)
-        self._now: _Iteration | None = None  # in which models step
-        self._next: _Iteration | None = None  # has been read ahead
-        self._trained: frozenset[str] = frozenset()  # as the iteration began
+        self._now: _Iteration | None = None  # iteration in which models step
+        self._next: _Iteration | None = None  # iteration that has been read ahead
+        self._trained: frozenset[str] = frozenset()  # parameters that were trained when the iteration began
         self.models.step_log.batch_values.refuses = lambda: self._mixed if self._checked and self._overlaps else ""
 
     def train(self, batches: Sequence[Any], *rest: Any) -> Any:
-        """Run batches until pipeline 0 has ended it; without a step, until all have."""
+        """Run until pipeline 0 has ended its batch; without an optimizer step, until all pipelines have."""
         if not self._overlaps or self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward:
             return super().train(batches, *rest)
         iteration, self._next = self._next, None
@@ -128,14 +130,14 @@ class RollingIterations(AheadIterations):
         return None if 0 in self.models.skipped else result
 
     def step_in_turn(self, step: Callable[[int], object]) -> None:
-        """The optimizer of pipeline 0 has stepped: it goes on, the others end, step, and go on.
+        """Let pipeline 0 begin its next iteration, now that it has stepped; let the others end, step and begin in turn.
 
         Args:
             step: steps the optimizers of a pipeline.
         """
         iteration, self._now = self._now, None
         ensemble, groups = self.deployment.models.ensemble, self.cluster.stage_map.num_teams
-        if ensemble is None or (iteration is None and groups == 1):  # nothing was trained
+        if ensemble is None or (iteration is None and groups == 1):  # no batch was trained
             return
         try:
             goes_on = self._may_go_on()
@@ -150,7 +152,7 @@ class RollingIterations(AheadIterations):
                     ensemble.averager.turns.end(n)
                 if iteration is not None and goes_on:
                     self._go_on(n, iteration)
-            if not goes_on:  # which all groups foresee
+            if not goes_on:  # the same in all groups
                 ensemble.averager.turns.settle()
             if iteration is not None:
                 self._issue(iteration)
@@ -160,17 +162,18 @@ class RollingIterations(AheadIterations):
             raise
 
     def drain(self) -> None:
-        """From now on nothing is ahead: models, buffers and channels are as after the last batch. Every process calls
-        it; what has run ahead runs again.
+        """Drain the pipelines: models, buffers and channels are as after the last batch. Every process calls it.
+
+        An iteration that has begun early is discarded, and runs again.
         """
         if self._next is not None:
             self._undo(self._next)
 
     def leave(self, together: bool = True) -> None:
-        """The epoch ends, or batches become others: what was read ahead is given up.
+        """Drop the batches that were read ahead: the epoch ends, or batches change.
 
         Args:
-            together: whether every process calls it; else the channels are used no more.
+            together: whether every process calls it; else the channels are not used any more.
         """
         if self._next is not None:
             self._undo(self._next, together)
@@ -180,8 +183,9 @@ class RollingIterations(AheadIterations):
             self.deployment.models.ensemble.averager.turns.settle()
 
     def give_way(self) -> bool:
-        """Where rolling was left open: whether the step, which has been captured, or its data do not bear it; then
-        pipelines wait for each other from now on. Every process calls it.
+        """Stop rolling for this run, with ``rolling="auto"``, if the captured step or its data do not allow it.
+
+        Return whether that is so: pipelines then wait for each other. Every process calls it.
         """
         if not self.configuration.is_open or _STEP not in self.deployment.pipeline.steps:
             return False
@@ -194,7 +198,7 @@ class RollingIterations(AheadIterations):
 
     @property
     def _mixed(self) -> str:
-        """What is wrong with a metric object that the step updates."""
+        """The error message for a metric object that the step updates."""
         metric = self.models.step_log.batch_values.in_step
         name = next(path for path, m in self._module.named_modules() if m is metric)
         return (
@@ -205,7 +209,7 @@ class RollingIterations(AheadIterations):
 
     @property
     def _first(self) -> int:
-        """The number of pipeline 0 among those of all groups."""
+        """The number of pipeline 0 among the pipelines of all groups."""
         return self.cluster.group_number // self.cluster.stage_map.replicas * self.configuration.num_pipelines
 
     @property
@@ -220,7 +224,7 @@ class RollingIterations(AheadIterations):
         return _Iteration(number=number, works=works, batches=batches, rest=rest, progress=progress)
 
     def _clear_in_turn(self, iteration: _Iteration) -> None:
-        """Clear gradients where Lightning does; those of an iteration that is ahead have begun anew when it did."""
+        """Clear the gradients as Lightning does; in an iteration that has begun early, only call the hooks."""
         zero_grad = self.zero_grad
         if zero_grad is None:
             pass
@@ -235,7 +239,7 @@ class RollingIterations(AheadIterations):
             self.trainer.precision_plugin.pre_backward(iteration.first_loss, self._module)
 
     def _run_first(self, iteration: _Iteration) -> bool:
-        """Let all pipelines begin that have not, or run all to the end; tells whether there is anything to run."""
+        """Begin the pipelines that have not begun, or run all to the end; return whether there is anything to run."""
         works = iteration.works
         context = self.trainer.precision_plugin.train_step_context
         self.models.skipped, before = frozenset(), self._pipelines
@@ -273,7 +277,7 @@ class RollingIterations(AheadIterations):
         self._trained = self._trained_now
 
     def _rolls(self, iteration: _Iteration) -> bool:
-        """Whether nobody wants to see this iteration alone, and the stages are there."""
+        """Return whether this iteration may overlap others: the stages are there, and nothing observes it alone."""
         ensemble = self.deployment.models.ensemble
         return (
             self._checked
@@ -286,7 +290,7 @@ class RollingIterations(AheadIterations):
         )
 
     def _begin(self, iteration: _Iteration, n: int) -> None:
-        """Pipeline n begins; nothing runs yet."""
+        """Give pipeline n the actions of an iteration; none of them runs yet."""
         works = iteration.works
         if iteration.finish is None:
             iteration.finish = self._finish(lambda: works, None, partial(self._announce_loss, iteration))
@@ -295,25 +299,35 @@ class RollingIterations(AheadIterations):
             [(part.data, *iteration.rest) for part in works[n]],
             partial(iteration.finish, n),
             RandomKey(self.configuration.seed, iteration.number, self._first + n),
+            around=partial(self._around_rolled, iteration, n),
         )
         self._rolling.begin(self._pipelines[n], self._schedule(works[n], True), task)
         iteration.begun.add(n)
 
     def _announce_loss(self, iteration: _Iteration, loss: Tensor) -> bool:
-        """Whether hooks are told of the first loss now; if it is ahead they are in their turn."""
+        """Return whether hooks are told of the first loss now; keep the loss of an early iteration for later."""
         if iteration.progress is not None:
             iteration.first_loss = loss.detach()
         return iteration.progress is None
 
     def _rolled(self, iteration: _Iteration, n: int, i: int, *args: Any) -> Any:
-        """Call the step function with a micro-batch, wherever Lightning is."""
-        context = self.trainer.precision_plugin.train_step_context
-        with as_it_will_be(self.trainer, iteration.progress), replaced(self._module, "_current_fx_name", _STEP):
-            works = iteration.works
-            return self._micro_batch(_STEP, context, works, self._first, 0, n, i, *args, into=iteration.entries)
+        """Call the step function with a micro-batch, whichever batch Lightning's loop is at."""
+        with self._around_rolled(iteration, n, i):
+            return getattr(self._module, _STEP)(*args)
+
+    @contextlib.contextmanager
+    def _around_rolled(self, iteration: _Iteration, n: int, i: int) -> Iterator[None]:
+        """Within this context the step function is called with a micro-batch."""
+        context, works = self.trainer.precision_plugin.train_step_context, iteration.works
+        with (
+            as_it_will_be(self.trainer, iteration.progress),
+            replaced(self._module, "_current_fx_name", _STEP),
+            self._around(_STEP, context, works, self._first, 0, n, i, iteration.entries),
+        ):
+            yield
 
     def _end(self, iteration: _Iteration, n: int) -> None:
-        """Run until a pipeline has ended."""
+        """Run until pipeline n has ended the iteration."""
         assert iteration.outcomes is not None and self.deployment.models.ensemble is not None
         if n == len(iteration.outcomes):
             try:
@@ -327,7 +341,7 @@ class RollingIterations(AheadIterations):
             self.models.skipped |= {n}
 
     def _after(self, iteration: _Iteration, n: int, steps: bool) -> None:
-        """What follows the backwards of a pipeline."""
+        """Sum the gradients of tied parameters, call the hooks of a backward, and check the gradients of pipeline n."""
         if steps:
             self.deployment.models.sum_copied_gradients(n)
         loss = torch.zeros((), device=self.cluster.device) if iteration.loss is None else iteration.loss
@@ -336,15 +350,15 @@ class RollingIterations(AheadIterations):
             self.models.check.look_at(n)
 
     def _issue(self, iteration: _Iteration) -> None:
-        if iteration.finish is None:  # it did not roll, and has logged
+        if iteration.finish is None:  # the iteration did not roll, and has logged
             return
         with self.trainer.precision_plugin.train_step_context():
             self.models.step_log.issue_collected(iteration.entries)
 
-    # -- what runs ahead ---------------------------------------------------------------------------------------------
+    # -- the next iteration -------------------------------------------------------------------------------------------
 
     def _go_on(self, n: int, iteration: _Iteration) -> None:
-        """Pipeline n begins the next iteration, if that may be."""
+        """Let pipeline n begin the next iteration, if it may."""
         if n == 0:
             self._next = self._read_ahead(iteration)
         if self._next is None or n >= len(self._next.works) or not self._rolls(self._next):
@@ -354,7 +368,7 @@ class RollingIterations(AheadIterations):
         self._begin(self._next, n)
 
     def _read_ahead(self, iteration: _Iteration) -> _Iteration | None:
-        """The next iteration; None if it must not begin before its turn. The same on every process."""
+        """Return the next iteration; None if it must not begin early. Every process gets the same."""
         if [*self.schedule_control.observers]:
             return None
         batches = self.batches.read_ahead()
@@ -364,7 +378,7 @@ class RollingIterations(AheadIterations):
         return self._made(batches, rest, Progress.after_steps(self.trainer))
 
     def _buffers(self, n: int) -> dict[str, Tensor]:
-        """What a step of one model writes into, beside its parameters."""
+        """Return the tensors of one model that a step writes into, other than trained parameters."""
         assert self.deployment.models.ensemble is not None
         return self.deployment.models.ensemble.models.buffers(n, self.deployment.pipeline.graph(_STEP).changed)
 
@@ -378,10 +392,10 @@ class RollingIterations(AheadIterations):
                 optimizer.zero_grad()
 
     def _undo(self, iteration: _Iteration, together: bool = True) -> None:
-        """An iteration that is ahead has not begun: no optimizer has seen what it gave."""
+        """Discard what an early iteration has run; no optimizer has used it."""
         begun, iteration.begun = sorted(iteration.begun), set()
         if together and self.cluster.group.world_size > 1:
-            for n in begun:  # its messages are on their way
+            for n in begun:  # run to the end, since messages are on their way
                 self._rolling.finish(n)
         self._rolling.clear()
         ensemble = self.deployment.models.ensemble

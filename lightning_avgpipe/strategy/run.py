@@ -1,4 +1,4 @@
-"""A run of the trainer: what the strategy does from set-up to teardown."""
+"""A run of the trainer: the work of the strategy from set-up to teardown."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Own = Callable[..., Any]  # Lightning's own method of the same name
 class Run(Protocol):
     """A run of the trainer, from its set-up until the next one begins.
 
-    Methods are called by the strategy's of the same name, and get Lightning's own.
+    Each method is called by the strategy's method of the same name, and ``own`` is Lightning's method.
 
     Attributes:
-        state: what checkpoints save and load.
-        plan: the stages with their units, parameters and boundary values; None where there are none, or not yet.
-        check: of gradients before a step.
+        state: state that checkpoints save and load.
+        plan: stages with their units, parameters and boundary values; None where there are none, or not yet.
+        check: check of gradients before a step.
     """
 
     @property
@@ -50,12 +50,12 @@ class Run(Protocol):
 
 
 class PassthroughRun:
-    """One process, one stage, one micro-batch, or steps that run whole: everything is as with Lightning's own strategy.
+    """A run in which everything is as with Lightning's own strategy for one device.
 
-    Also what there is before the set-up of any other run.
+    It has one process, with one stage and one micro-batch or steps that run whole.
 
     Args:
-        around: what it finds.
+        around: trainer, connection and options of the run.
     """
 
     plan: Plan | None = None
@@ -63,45 +63,45 @@ class PassthroughRun:
 
     def __init__(self, around: Surroundings) -> None:
         self.state = around.before
-        wanted, module = around.configuration.options.on_nonfinite, around.trainer.lightning_module
+        wanted, module = around.configuration.options.averaging.on_nonfinite, around.trainer.lightning_module
         self.check = GradientCheck(around.trainer, around.cluster, wanted, OneModel(module))
         self._around = around
 
     def setup(self, own: Own) -> None:
-        """Lightning's own set-up."""
+        """Call Lightning's own set-up."""
         own(self._around.trainer)
 
     def model_to_device(self, own: Own) -> None:
-        """The module goes to the device, and what has no contents gets them before."""
+        """Give contents to everything on meta, and move the module to the device."""
         self._around.before.fill()
         own()
 
     def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
-        """The batch, after its transfer hooks."""
+        """Move the batch with its transfer hooks."""
         return own(batch, device, dataloader_idx)
 
     def needs(self, batch: Any, rank: int) -> frozenset[str] | None:
-        """All tensors of a batch."""
+        """Return None: all tensors of a batch are needed."""
         return None
 
     def step(self, name: str, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's own step."""
+        """Run Lightning's own step."""
         return own(*args, **kwargs)
 
     def optimizer_step(
         self, own: Own, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
     ) -> Any:
-        """Lightning's own, unless a gradient is no number."""
+        """Run Lightning's own optimizer step, unless a gradient is infinite or NaN."""
         return own(optimizer, self.check.after(closure), model, **kwargs)
 
     def end_iteration(self) -> None:
-        """What was asked for comes now."""
+        """Apply the changes that were asked for."""
         self._around.configuration.take_over(self._around.cluster)
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
-        """Within this context the module is the model of one pipeline; None: the reference. There is one model."""
+        """Return a context within which the module is the only model, which is also the reference."""
         check_number(number or 0, 1)
         return contextlib.nullcontext()
 
     def teardown(self) -> None:
-        """Nothing is to be given back."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""What the stages of this process hold in a run, whatever their actions keep; and what measures the rest."""
+"""The memory of this process's stages in a run: what they hold in any case, and meters for the rest."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from lightning_avgpipe.utils.device import port_of
 
 @dataclass(frozen=True)
 class RunHoldings:
-    """Of a run of the trainer.
+    """The memory of stages in a run of the trainer.
 
     Attributes:
-        around: what the run has found.
-        models: that are trained.
+        around: trainer, connection and options of the run.
+        models: models that are trained.
     """
 
     around: Surroundings
     models: ParallelPipelines
 
     def meter(self, task: Task, plan: Plan, works: Sequence[Sequence[MicroBatch]] = ()) -> Meter | None:
-        """Measures an iteration; None where it cannot be: a step whose costs were not measured may not bear it.
+        """Return a meter for the memory of an iteration; None where it cannot be measured.
+
+        On the host that is a plan without measured costs, since its step may not bear being measured.
 
         Args:
-            task: of pipeline 0.
-            plan: of the step.
-            works: micro-batches of every pipeline, which then have models of their own.
+            task: task of pipeline 0.
+            plan: plan of the step.
+            works: micro-batches of every pipeline; given where each pipeline has a model of its own.
         """
         device, module = self.around.cluster.device, self.around.trainer.lightning_module
         if port_of(device).memory.is_counted:
@@ -51,7 +53,7 @@ class RunHoldings:
     def footprints(
         self, meter: Meter, plan: Plan, schedule: Schedule, num_microbatches: int, num_pipelines: int
     ) -> dict[int, Footprint]:
-        """What an iteration has kept, by stage, beside what is held of all parallel models."""
+        """Return what each stage has kept in an iteration, given what it holds for all parallel models."""
         trainer, cluster, configuration = self.around.trainer, self.around.cluster, self.around.configuration
         module, rolls, ensemble = trainer.lightning_module, configuration.rolls, self.models.ensemble
         held = holdings_of_models(

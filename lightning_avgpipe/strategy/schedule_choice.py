@@ -1,4 +1,4 @@
-"""Schedule choice: builds the schedule of an iteration, as was asked for and as far as the plan allows."""
+"""Schedule choice: builds the schedule of an iteration, as asked for and as far as the plan allows."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from lightning_avgpipe.schedule import (
 )
 from lightning_avgpipe.schedule.adaptive import IterationShape
 from lightning_avgpipe.schedule.broadcast import Broadcast, without_relays
+from lightning_avgpipe.schedule.builders import DEPTH_FIRST
 from lightning_avgpipe.schedule.choice import SAFEST, fastest
 from lightning_avgpipe.schedule.costs import StageCosts
 from lightning_avgpipe.schedule.kinds import Placement
@@ -37,11 +38,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Order:
-    """In which order actions were asked to come.
+    """The order of actions that was asked for.
 
     Attributes:
         given: name of the schedule, or a function that builds it.
-        advance: h; ``"auto"``: it adapts, and is given with each iteration.
+        advance: h; ``"auto"``: the advance adapts, and is given with each iteration.
         splits: whether stages can split their backwards, as far as that is known.
     """
 
@@ -50,28 +51,35 @@ class Order:
     splits: bool = True
 
     def on(self, several: bool) -> Order:
-        """What of it is possible: alone a process has nothing to overlap, and its advance is 0."""
+        """Return the order that is possible: a lone process overlaps nothing, and by default goes depth first.
+
+        Args:
+            several: whether several processes share the stages.
+        """
+        if not several and (self.given == "auto" or (self.given == "advance_forward" and self.advance == "auto")):
+            return replace(self, given=DEPTH_FIRST, advance=0)
         adapts = self.advance != "auto" or (several and self.given == "advance_forward")
         return self if adapts else replace(self, advance=0)
 
 
 class ScheduleChoice:
-    """Builds schedules. Every process has one, and gets the same.
+    """Builds the schedules of a run. Every process has a ScheduleChoice, and all build the same schedules.
 
     Args:
-        order: as it was asked for.
-        cluster: who hosts what.
-        memory_limit: bytes that no stage may exceed, as of when it is called.
-        module: that is trained.
+        order: order that was asked for.
+        cluster: the connected processes, with the stages that each hosts.
+        memory_limit: returns the bytes that no stage may exceed now.
+        module: module that is trained.
 
     Attributes:
-        order: the same; its advance may change between iterations.
-        memory_limit: the same.
-        frozen: how many stages, from the first, run forwards only.
-        plan: of the stages that it chooses for; None: none yet, or it does not matter.
+        order: order of actions; its advance may change between iterations.
+        memory_limit: returns the bytes that no stage may exceed now.
+        frozen: number of stages, from the first, that run forwards only.
+        plan: plan of the stages; None: there is none yet, or schedules do not depend on it.
     """
 
     def __init__(self, order: Order, cluster: Cluster, memory_limit: Callable[[], float], module: nn.Module) -> None:
+        self._asked = order.given
         self.order = order.on(cluster.group.world_size > 1)
         self.memory_limit = memory_limit
         self.frozen = 0
@@ -80,55 +88,55 @@ class ScheduleChoice:
         self._may_want = cluster.group.world_size > 1 and cluster.stage_map.reader == 0
         self._cluster = cluster
         self._module = module
-        self._built: dict[tuple[int, int, bool], Schedule] = {}  # by K, M, and whether it is known what may pass stages
+        self._built: dict[tuple[int, int, bool], Schedule] = {}  # by K, M, and whether a plan was known
 
     @property
     def adapts(self) -> bool:
-        """Whether iterations have advances of their own."""
+        """Whether the advance adapts, so that each iteration is given one."""
         return self.order.advance == "auto"
 
     @property
     def depends_on_plan(self) -> bool:
-        """Whether it chooses by the costs of stages."""
+        """Whether schedules are chosen by the costs of stages."""
         return self.adapts or self.order.given == "auto"
 
     def follow(self, plan: Plan | None) -> None:
-        """Choose for the stages of a plan from now on; None: there will be another one."""
+        """Use the stages of this plan; None: another plan will follow."""
         self.plan = plan
         self._built.clear()
 
     def take_wanted(self) -> Placement | None:
-        """Another placement of the stages, for the schedule that ``"auto"`` would take; once. None: as they are."""
+        """Return, once, another placement of stages that the schedule chosen by ``"auto"`` needs; None: they stay."""
         wanted, self._wanted = self._wanted, None
         return wanted
 
     def first_advance(self, num_microbatches: int) -> int:
-        """The advance to begin with, on the stages of the plan that is followed."""
+        """Return the advance to begin with, on the stages of the present plan."""
         costs = self._costs
         return 0 if costs is None else first_advance(uneven_steps(costs), num_microbatches, costs)
 
     def fix(self, advance: int) -> None:
-        """From now on every iteration has this advance."""
-        self.order = replace(self.order, advance=advance)
+        """Fix the advance of every iteration. Depth first has none: with an advance the order is the one asked for."""
+        self.order = replace(self.order, given=self._asked if advance else self.order.given, advance=advance)
         self._built.clear()
 
     @property
     def _costs(self) -> StageCosts | None:
-        """Of the stages, where they were measured."""
+        """The costs of the stages; None if they were not measured."""
         return stage_costs(self.plan, self.frozen) if self.plan is not None and self.plan.measured else None
 
     def warm_up(self, shape: IterationShape, advance: int) -> tuple[int, ...]:
-        """Forwards before the first backward, by stage, with an advance that adapts."""
+        """Return the number of forwards before the first backward, by stage, with an advance that adapts."""
         costs, even = self._costs, (1,) * (self._cluster.stage_map.num_stages - 1)
         return stepped_warm_up(even if costs is None else uneven_steps(costs), shape.num_microbatches, advance)
 
     def schedule(self, shape: IterationShape, advance: int, plan: Plan | None = None) -> Schedule:
-        """For an iteration.
+        """Return the schedule of an iteration.
 
         Args:
-            shape: of the iteration.
-            advance: that it has, if that adapts.
-            plan: of the stages, which broadcast forward depends on; None: as was asked for.
+            shape: shape of the iteration.
+            advance: advance of the iteration, if advances adapt.
+            plan: plan of the stages, which decides on broadcast forward; None: the schedule is as asked for.
         """
         if self.order.advance == "auto":
             schedule = from_warm_up(self.warm_up(shape, advance), shape.num_microbatches, str(self.order.given))
@@ -161,7 +169,10 @@ class ScheduleChoice:
         return Broadcast() if self.order.given == "broadcast" else self.order.given
 
     def _choose(self, num_stages: int, num_microbatches: int) -> Schedule:
-        """The same on every rank: all know the plan. The first iteration, before there is one, needs least memory."""
+        """Return the fastest schedule by simulation; before there is a plan, the one that needs least memory.
+
+        All ranks know the plan, and so choose the same.
+        """
         plan = self.plan
         if plan is None or plan.forecast is None:
             return build(SAFEST, num_stages, num_microbatches)
@@ -180,7 +191,7 @@ class ScheduleChoice:
         chosen = fastest(costs, num_microbatches, owners, fits, self.order.splits, self._may_want)
         placement = RECIPES[chosen.name].placement
         if self._may_want and RECIPES[chosen.name].needs == "v" and self._cluster.stage_map.placement != placement:
-            self._wanted, self._may_want = placement, False  # once; until then
+            self._wanted, self._may_want = placement, False  # asked for once; until the plan follows, another schedule
             if self._cluster.rank == 0:
                 _log.info("schedule %s: stages are placed there and back from the next plan on", chosen.name)
             chosen = fastest(costs, num_microbatches, owners, fits, self.order.splits)
@@ -189,9 +200,9 @@ class ScheduleChoice:
         return chosen
 
     def _passing(self, schedule: Schedule, plan: Plan) -> Schedule:
-        """1F1B where a schedule in which values pass stages cannot be had, or loses by simulation.
+        """Return 1F1B in place of a schedule in which values pass stages, if it does not fit or loses by simulation.
 
-        The same on every rank: all know the plan. One's own function is not judged.
+        All ranks know the plan, and so return the same. A user's own schedule is not simulated.
         """
         needs, given, why = [stage.memory.total for stage in plan.stages], self._given, ""
         gain = None

@@ -1,12 +1,12 @@
-"""Schedule control: which schedule an iteration of training runs with, and what is measured to choose it.
+"""Schedule control: gives each iteration of training its schedule, and measures iterations to choose it.
 
 ::
 
     every rank    iteration 7 ....... report: time, memory          accept: from iteration 8 on advance 2
     rank 0        iteration 7 ....... reports of 6 and 7, if there, decide: 2, to all after iteration 7
 
-Nobody waits for a report: what comes late counts later. All ranks learn of a decision with what rank 0 publishes after
-every iteration anyway, so all switch at the same one.
+No rank waits for a report: late reports count later. All ranks learn of a decision with what rank 0 publishes after
+every iteration anyway, so all change the advance at the same iteration.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as pl
 from torch import nn
 
 from lightning_avgpipe.comm.clock import Stopwatch
@@ -32,28 +31,29 @@ from lightning_avgpipe.strategy.advance_control import AdvanceControl, Decisions
 from lightning_avgpipe.strategy.run_holdings import RunHoldings
 from lightning_avgpipe.strategy.schedule_choice import Order, ScheduleChoice
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.lightning import pl
 
 
 class ScheduleControl:
     """Gives each iteration of one run of the trainer its schedule, and adapts the advance where that is asked for.
 
-    A shape begins with advance 0, which needs the least memory. That iteration is measured; what it kept tells what
-    any other advance would need, and with the next news the first advance that fits is taken. Only times of whole,
-    ordinary iterations count: none that was measured, recorded, had fewer samples than others, or came after
-    something else than an iteration.
+    A shape of iterations begins with advance 0, which needs the least memory. The memory of that iteration is measured,
+    and tells what any other advance would need; with the next publication of rank 0 the first advance that fits is
+    taken. Only times of ordinary iterations count: none that was measured or recorded, that had fewer samples than
+    others, or that came after something else than an iteration of training.
 
     Args:
-        order: of actions, as asked for.
-        cluster: who hosts what.
-        memory_limit: bytes that no stage may exceed, as of when it is called.
-        module: that is trained.
-        observers: of each iteration, to which what measures it is added.
-        holdings: what stages of this process hold, whatever they keep.
+        order: order of actions, as asked for.
+        cluster: the connected processes, with the stages that each hosts.
+        memory_limit: returns the bytes that no stage may exceed now.
+        module: module that is trained.
+        observers: observers of each iteration, to which meters are added.
+        holdings: memory that the stages of this process hold in any case.
 
     Attributes:
         choice: builds the schedules.
-        advances: decides, on rank 0.
-        observers: the same.
+        advances: chooses the advance, on rank 0.
+        observers: observers of each iteration.
         peaks: stage -> bytes at its peak, as measured last; of all stages, on all ranks.
     """
 
@@ -77,23 +77,25 @@ class ScheduleControl:
         self._loaded: dict[str, Any] | None = None
 
     def schedule(self, parts: Sequence[MicroBatch], num_pipelines: int = 1, plan: Plan | None = None) -> Schedule:
-        """For the next iteration of training, of a pipeline with these micro-batches.
+        """Return the schedule of a pipeline with these micro-batches, for the next iteration of training.
 
         Args:
-            plan: of the stages, which broadcast forward depends on; None: as was asked for.
+            parts: micro-batches of the pipeline.
+            num_pipelines: N.
+            plan: plan of the stages, which decides on broadcast forward; None: the schedule is as asked for.
         """
         shape = self._shape(parts, num_pipelines)
         return self.choice.schedule(shape, self._shapes[shape].advance, plan)
 
     def freeze(self, stages: int) -> None:
-        """From now on so many stages, from the first, run forwards only. Every rank calls it before the iteration."""
+        """Let the first ``stages`` stages run forwards only. Every rank calls it before the iteration."""
         if stages != self.choice.frozen:
             self.choice.frozen = stages
             self.begin_again()
 
     def begin_again(self) -> None:
-        """There is another plan: what was measured and decided was so for the one before. Every rank calls it."""
-        if self.choice.plan is not None:  # for which a state that was loaded was meant
+        """Forget what was measured and decided, since there is another plan. Every rank calls it."""
+        if self.choice.plan is not None:  # a loaded state was meant for that plan
             self._loaded = None
         self.choice.follow(None)
         self.advances = AdvanceControl(self._cluster, self.choice)
@@ -101,7 +103,7 @@ class ScheduleControl:
         self._shapes.clear()
 
     def _take(self, plan: Plan, num_microbatches: int) -> None:
-        """The first iteration knows the plan, and its costs what to begin with."""
+        """Follow the plan of an iteration, and begin with the advance that its costs ask for."""
         if plan is self.choice.plan or not self.choice.depends_on_plan:
             return
         self.choice.follow(plan)
@@ -109,7 +111,7 @@ class ScheduleControl:
             self.advances.begin(self.choice.first_advance(num_microbatches), self._loaded)
 
     def measures(self, works: Sequence[Sequence[MicroBatch]], num_pipelines: int) -> bool:
-        """Whether the memory of such an iteration will be measured. The same on every rank."""
+        """Return whether the memory of such an iteration will be measured; all ranks return the same."""
         known = self._shapes[self._shape(works[0], num_pipelines)]
         return len(works) == num_pipelines and known.advance not in known.metered
 
@@ -122,14 +124,14 @@ class ScheduleControl:
         schedule: Schedule,
         num_pipelines: int = 1,
     ) -> Iterator[None]:
-        """An iteration, of training or not, runs within this context.
+        """Within this context an iteration runs, of training or not.
 
         Args:
-            task: of pipeline 0.
+            task: task of pipeline 0.
             works: micro-batches of every pipeline that has a batch.
-            plan: of the step.
-            schedule: of pipeline 0.
-            num_pipelines: N. Memory is measured when all of them have a batch.
+            plan: plan of the step.
+            schedule: schedule of pipeline 0.
+            num_pipelines: N. Memory is measured when all pipelines have a batch.
         """
         measured = self._measured
         if not task.trains:
@@ -162,10 +164,10 @@ class ScheduleControl:
                 self.advances.estimate(plan, shape, schedule)
 
     def finish(self) -> Decisions:
-        """After an iteration: hand in what was measured; on rank 0, decide. Every rank calls it."""
+        """Report what was measured after an iteration; on rank 0, return the decisions. Every rank calls it."""
         measured = self._measured
         if not self.choice.adapts and not measured.footprints:
-            return None  # the same on every rank
+            return None  # all ranks return here
         report, measured.footprints = (measured.stopwatch.finished(), measured.footprints), []
         for rank, reported in self._cluster.channels.control.report(report):
             self.advances.take(rank, reported)
@@ -173,14 +175,14 @@ class ScheduleControl:
         return self.advances.decide(chosen, self.peaks) if self._cluster.rank == 0 else None
 
     def accept(self, news: Decisions) -> None:
-        """Every rank takes rank 0's decisions on, after the same iteration."""
+        """Apply rank 0's decisions. Every rank calls it after the same iteration."""
         if news is not None:
             for *values, advance in news[0]:
                 self._shapes[IterationShape(*values)].advance = advance
             self.peaks.update(news[1])
 
     def log(self, trainer: pl.Trainer) -> None:
-        """Loggers get the last decision at the next step at which metrics are logged."""
+        """Log the last decision, at the next step at which metrics are logged."""
         if not trainer.loggers or not trainer._logger_connector.should_update_logs:
             return
         if trainer.fit_loop._should_accumulate() or not (metrics := self.advances.metrics()):
@@ -190,7 +192,10 @@ class ScheduleControl:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _shape(self, parts: Sequence[MicroBatch], num_pipelines: int) -> IterationShape:
-        """Of a batch; lengths are alike if the largest tensor has as many elements per sample, up to a factor of 2."""
+        """Return the shape of an iteration with these micro-batches.
+
+        Lengths count as equal if the largest tensor has as many elements per sample, up to a factor of 2.
+        """
         first = parts[0]
         elements = max((tensor.numel() for tensor in tree.tensors(first.data)), default=0) // max(1, first.size)
         return IterationShape(len(parts), num_pipelines, self._cluster.stage_map.num_stages, elements.bit_length())
@@ -198,22 +203,22 @@ class ScheduleControl:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What rank 0 knows of advances; None if there is nothing to know."""
+        """Return what rank 0 knows of advances; None if there is nothing."""
         return self.advances.state_dict() or self._loaded
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on where a run was saved: after the first iteration, when it is known what fits the memory."""
+        """Restore the state of a saved run; it applies after the first iteration, when it is known what fits."""
         self._loaded = state
 
 
 @dataclass
 class _Known:
-    """What is known of a shape of iterations, with the plan that there is.
+    """What is known of a shape of iterations with the present plan.
 
     Attributes:
-        advance: chosen for it, the same on every rank.
+        advance: advance chosen for the shape, the same on every rank.
         metered: advances with which memory was measured.
-        largest: number of samples.
+        largest: largest number of samples.
     """
 
     advance: int = 0
@@ -223,13 +228,13 @@ class _Known:
 
 @dataclass
 class _Measured:
-    """What this rank has measured of iterations of training, and not handed in yet.
+    """Measurements of training iterations on this rank that have not been reported yet.
 
     Attributes:
-        stopwatch: has the times.
-        number: of the last iteration.
-        follows: whether nothing else has run since.
-        footprints: number, stage and values, of stages whose memory was measured.
+        stopwatch: measures the times.
+        number: number of the last iteration.
+        follows: whether nothing else has run since the last iteration.
+        footprints: (number of the iteration, stage, values) for each measurement of memory.
     """
 
     stopwatch: Stopwatch

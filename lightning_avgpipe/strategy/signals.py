@@ -1,4 +1,4 @@
-"""Exceptions and signals on several processes: what one process meets, all processes end with."""
+"""Exceptions and signals with several processes: all processes end together."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
-from lightning_avgpipe.comm.requests import REQUEUE, STOP
+from lightning_avgpipe.comm.board import REQUEUE, STOP
 from lightning_avgpipe.strategy.connection import Connection
+from lightning_avgpipe.utils.lightning import Callback, SIGTERMException, TrainerStatus, pl, rank_zero_warn
 from lightning_avgpipe.utils.patching import replaced
 
 
@@ -22,13 +17,14 @@ from lightning_avgpipe.utils.patching import replaced
 def ending_together(trainer: pl.Trainer, connection: Connection) -> Iterator[None]:
     """Within this context, the whole run of a trainer, no process ends or goes on alone.
 
-    A signal may reach any process at any time. It is only noted; all processes learn of it with the same news from
-    rank 0, and obey at the same batch. So a checkpoint that is saved then is whole, as it takes all of them. Lightning
-    would act at once in each process, and ask all of them before every batch whether rank 0 has a signal.
+    A signal may reach any process at any time. It is only noted; all processes learn of it with the same message from
+    rank 0, and obey at the same batch. So a checkpoint that is saved then is complete, although it takes all processes.
+    Lightning would act at once in each process, and would ask all of them before every batch whether rank 0 has a
+    signal.
 
     Args:
-        trainer: of the run.
-        connection: of the processes.
+        trainer: trainer of the run.
+        connection: connection of the processes.
     """
     signals = trainer._signal_connector
     requeue = signals._slurm_sigusr_handler_fn
@@ -36,7 +32,7 @@ def ending_together(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
 
     def agreed(request: str) -> None:
         if request == STOP:
-            signals.received_sigterm = True  # from here on Lightning's loops do the rest
+            signals.received_sigterm = True  # Lightning's loops do the rest
 
     def before_batch() -> None:
         if connection.agreed(REQUEUE) and not requeued:
@@ -59,14 +55,14 @@ def ending_together(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
 
 
 class _FirstToKnow(Callback):
-    """Reports an exception before other callbacks do something about it that takes all processes."""
+    """A callback that reports an exception before other callbacks react to it together with all processes."""
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         trainer.strategy.on_exception(exception)
 
 
 def _note(connection: Connection, request: str, signum: Any = None, frame: Any = None) -> None:
-    """All that a signal handler does: nothing that could wait for what it has interrupted."""
+    """Note a request. A signal handler does nothing else, since it must not wait for what it has interrupted."""
     connection.note(request)
 
 
@@ -80,13 +76,15 @@ def _on_sigterm(trainer: pl.Trainer, connection: Connection, signum: Any, frame:
 
 @contextlib.contextmanager
 def saving_what_is_whole(trainer: pl.Trainer, connection: Connection, begun: Callable[[], bool]) -> Iterator[None]:
-    """Within this context, from the start of a run on, no checkpoint takes the place of a better one after a failure.
+    """Within this context, from the start of a run on, no checkpoint replaces a better one after a failure.
 
-    That is what a callback would do that saves in ``on_exception``: before training has begun the module may not even
-    have the weights that the run was to go on with, and after a failure of some process there is no whole model.
+    A callback that saves in ``on_exception`` would do that: before training has begun the module may not even have the
+    weights that the run was to resume from, and after a failure of some process there is no whole model.
 
     Args:
-        begun: whether training has begun in this run.
+        trainer: trainer of the run.
+        connection: connection of the processes.
+        begun: returns whether training has begun in this run.
     """
     save = trainer.save_checkpoint
 

@@ -1,4 +1,4 @@
-"""Averages of weights on several processes: each averages the weights that it holds."""
+"""Averages of weights on several processes: each process averages the weights that it holds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.utils.lightning import StochasticWeightAveraging, pl
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import give_up, take_back
@@ -22,7 +21,7 @@ from lightning_avgpipe.weights.ownership import give_up, take_back
 
 @contextlib.contextmanager
 def averaging_parts(trainer: pl.Trainer, module: nn.Module, deployment: Deployment) -> Iterator[None]:
-    """Within this context averages of weights are divided as the weights are, and saved whole."""
+    """Within this context averages of weights are divided between processes as the weights are, and saved whole."""
     with contextlib.ExitStack() as undo:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, StochasticWeightAveraging):
@@ -36,10 +35,16 @@ def averaging_parts(trainer: pl.Trainer, module: nn.Module, deployment: Deployme
 
 
 def _average_parts(undo: contextlib.ExitStack, callback: Any, module: nn.Module, deployment: Deployment) -> None:
-    """The average that a callback keeps beside the weights gives up what they give up; what is on meta stays there.
+    """Let a callback's average give up the parameters that the module gives up; parameters on meta stay there.
 
-    When training ends the callback copies the average to the module, which is whole again after that, and so is the
+    When training ends the callback copies the average to the module. The module is whole after that, and so is the
     average.
+
+    Args:
+        undo: undoes the changes.
+        callback: callback that keeps an average besides the weights.
+        module: module that is divided.
+        deployment: deployment of the module on processes.
     """
     average = callback._average_model
     if average is None:  # not in training
@@ -83,20 +88,20 @@ def _average_parts(undo: contextlib.ExitStack, callback: Any, module: nn.Module,
 
 
 class _Part:
-    """What this process holds of a module, or of a copy of it.
+    """The part of a module, or of a copy of it, that this process holds.
 
     Args:
-        whole: whose parameters.
-        module: that was divided.
+        whole: the module or the copy.
+        module: the module that was divided.
     """
 
     def __init__(self, whole: nn.Module, module: nn.Module) -> None:
-        if whole is not module:  # a copy need not hold more
+        if whole is not module:  # a copy need not hold more than the module
             give_up(whole, [name for name, parameter in module.named_parameters() if parameter.is_meta])
         self._whole = whole
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """With contents here."""
+        """Return the parameters that have contents here."""
         return (parameter for parameter in self._whole.parameters() if not parameter.is_meta)
 
 

@@ -1,7 +1,7 @@
-"""Whole steps: those that cannot be cut into micro-batches, and run as they stand.
+"""Whole steps: steps that cannot be split into micro-batches, and run as they are written.
 
-In one process that is all: they run as on one device. On several, each holds a part of the module, and all of them run
-the same steps in lockstep.
+In one process such steps run as on one device. On several processes each holds a part of the module, and all of them
+run the same steps in lockstep.
 """
 
 from __future__ import annotations
@@ -11,23 +11,21 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_avgpipe.averaging.optimizer_clone import parameters_in
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.elastic.optimizer_clone import parameters_in
 from lightning_avgpipe.engine.exchange import Exchange
 from lightning_avgpipe.engine.lockstep import Lockstep
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
 from lightning_avgpipe.strategy.metric_objects import BatchValues, local_metrics
 from lightning_avgpipe.training.gradient_norm import norms_over_stages
+from lightning_avgpipe.utils.lightning import is_overridden, is_param_in_hook_signature, pl
 from lightning_avgpipe.utils.patching import replaced
 
 # Hooks of the LightningModule in which it may call its submodules or look at their weights.
@@ -47,10 +45,10 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def why_whole(module: pl.LightningModule) -> str | None:
-    """Why the steps of a module run whole; None if a pipeline may run them.
+    """Return why the steps of a module run whole; None if a pipeline may run them.
 
-    A pipeline decides when a backward or an optimizer runs, and which samples a step sees. A module that decides this
-    itself gets its way: its steps run as they are written.
+    A pipeline decides when a backward or an optimizer runs, and which samples a step sees. The steps of a module that
+    decides this itself run as they are written.
     """
     if not module.automatic_optimization:
         return "uses manual optimization, in which training_step itself runs backwards and optimizers"
@@ -63,17 +61,10 @@ def why_whole(module: pl.LightningModule) -> str | None:
     return None
 
 
-def optimizes_manually(module: pl.LightningModule) -> bool:
-    """Whether that is the only reason why the steps of a module run whole."""
-    iterates = any(callable(step := getattr(module, name)) and _takes_iterator(_own(step)) for name in _STEPS)
-    return not (module.automatic_optimization or is_overridden("backward", module) or iterates)
-
-
 def _own(step: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(step, "__func__", step)  # type: ignore[no-any-return]
 
 
-@functools.lru_cache(maxsize=64)
 def _takes_iterator(step: Callable[..., Any]) -> bool:
     return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
@@ -82,9 +73,9 @@ class WholeSteps:
     """The whole steps of one run of the trainer on several processes.
 
     Args:
-        trainer: whose loops run them.
-        cluster: of the processes.
-        divide: gives every process its part; returns who owns what only one process has.
+        trainer: trainer whose loops run the steps.
+        cluster: the connected processes.
+        divide: gives every process its part of the module; returns the name of what only one process holds -> its rank.
     """
 
     def __init__(
@@ -101,7 +92,7 @@ class WholeSteps:
 
     @property
     def lockstep(self) -> Lockstep:
-        """Of all processes; the first one who asks divides the module. Every process asks at the same time."""
+        """The lockstep of all processes. Every process makes the first access together, which divides the module."""
         if self._lockstep is None:
             owner, exchange = self._divide(), Exchange(self._cluster)
             metrics = [m for m in self._module.modules() if isinstance(m, Metric)]
@@ -110,7 +101,7 @@ class WholeSteps:
 
     @contextlib.contextmanager
     def adapted(self) -> Iterator[None]:
-        """Within this context trainer and module work as lockstep needs it."""
+        """Within this context trainer and module are changed as lockstep needs it."""
         module, loop = self._module, self._trainer.fit_loop.epoch_loop
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
         with contextlib.ExitStack() as undo:
@@ -134,12 +125,12 @@ class WholeSteps:
 
     def run(self, name: str, step: Callable[..., Any], *args: Any) -> Any:
         """Run a step in lockstep."""
-        with self.lockstep.running(name), alone():
+        with self.lockstep.running(name, speaks=False), alone():
             return step(*args)
 
     def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """One batch of training; all processes know the metrics of rank 0 afterwards."""
-        with self.lockstep.running("training_step"), alone():
+        """Run one batch of training in lockstep; all processes know the metrics of rank 0 afterwards."""
+        with self.lockstep.running("training_step", speaks=False), alone():
             result = run(*args, **kwargs)
         connector = self._trainer._logger_connector
         if isinstance(connector, SyncedLoggerConnector):
@@ -148,7 +139,7 @@ class WholeSteps:
         return result
 
     def _together(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook that all processes run in lockstep."""
+        """Return a hook that all processes run in lockstep."""
 
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -174,7 +165,7 @@ class WholeSteps:
     def optimizer_step(
         self, step: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Every process steps its own parameters; the closure is run by all together."""
+        """Step this process's parameters; the closure runs on all processes in lockstep."""
         with self.lockstep.quiet():
             return step(optimizer, self._closed(optimizer, closure), *args, **kwargs)
 
@@ -206,7 +197,7 @@ class WholeSteps:
             return clip(optimizer, *args, **kwargs)
 
     def _log(self, log: Callable[..., Any], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Rank 0 logs; what it logs may be held elsewhere."""
+        """Log on rank 0; the value may be held by another process."""
         lockstep = self._lockstep
         if lockstep is not None and lockstep.joint.runs:
             raise AvgPipeError(

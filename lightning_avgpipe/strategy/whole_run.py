@@ -24,7 +24,7 @@ from lightning_avgpipe.weights.by_size import divide_by_size
 
 
 class WholeRun(PassthroughRun):
-    """A run of the trainer that all processes go through in lockstep; its plan says who owns what."""
+    """A run of the trainer in which all processes run whole steps in lockstep; its plan tells who owns what."""
 
     def __init__(self, around: Surroundings) -> None:
         super().__init__(around)
@@ -33,7 +33,7 @@ class WholeRun(PassthroughRun):
         self._undo = contextlib.ExitStack()
 
     def setup(self, own: Own) -> None:
-        """The module is divided with the first step."""
+        """Prepare the run; the module is divided with the first step."""
         around, enter = self._around, self._undo.enter_context
         trainer, cluster = around.trainer, around.cluster
         own(trainer)
@@ -46,7 +46,7 @@ class WholeRun(PassthroughRun):
         self._undo.callback(give_back, deployment, around.connection, state)
 
     def _divide(self) -> dict[str, int]:
-        """Divide the module by the size of its parts; returns who owns what."""
+        """Divide the module by the size of its parts; return parameter or buffer -> rank of its owner."""
         trainer, options, cluster = self._around.trainer, self._around.configuration.options, self._around.cluster
         module = trainer.lightning_module
         held = memory_of(module, build("afab", 1, 1), state_copies(trainer.optimizers), 0).held
@@ -62,20 +62,20 @@ class WholeRun(PassthroughRun):
         self._undo.close()
 
     def model_to_device(self, own: Own) -> None:
-        """Nothing moves before it is known which process needs what."""
+        """Do nothing: it is not known yet which process needs what."""
 
     def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
-        """The reader's batch, after its transfer hooks, on every rank's device."""
+        """Return the reader's batch on every rank's device, after its transfer hooks."""
         return self._batches.to_device(batch, device, dataloader_idx)
 
     def step(self, name: str, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """A step in lockstep; in training the whole optimization of a batch is."""
+        """Run a step in lockstep; in training the whole optimization of a batch already is."""
         return own(*args, **kwargs) if name == "training_step" else self._steps.run(name, own, *args)
 
     def optimizer_step(
         self, own: Own, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
     ) -> Any:
-        """Every process steps its own parameters; the closure is run by all together."""
+        """Step this process's parameters; the closure runs on all processes in lockstep."""
 
         def checked(optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
             return own(optimizer, self.check.after(closure), *args, **kwargs)

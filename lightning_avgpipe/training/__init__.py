@@ -1,1 +1,1 @@
-"""A training: its deployment on processes, its schedule, clipping, loss scale and state."""
+"""Training: the deployment of a module on processes, parallel pipelines, replicas, clipping, loss scale and state."""

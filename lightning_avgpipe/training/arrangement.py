@@ -10,15 +10,15 @@ from lightning_avgpipe.planning import Plan
 
 
 class Arrangement:
-    """Tells a cluster who hosts what. Every process calls its methods.
+    """The assignment of stages to the processes of a cluster. Every process calls its methods.
 
     Args:
-        cluster: before any plan.
+        cluster: cluster before any plan.
 
     Attributes:
-        planned: as of the plan that is followed.
-        placement: of several stages on each process, in the next plan.
-        awaits_plan: whether a plan is made with the step that begins.
+        planned: stage map of the current plan.
+        placement: placement of several stages on each process, for the next plan.
+        awaits_plan: whether a new plan is to be made with the step that begins.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -27,20 +27,15 @@ class Arrangement:
         self.placement = cluster.stage_map.placement
         self.awaits_plan = False
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether processes host other stages than before any plan, but for groups that have left, or are about to."""
-        return self.awaits_plan or self.planned != replace(self._given, layout=self.planned.layout)
-
     def begin(self, num_stages: int) -> None:
-        """A plan will be made for so many stages."""
+        """Arrange the processes for ``num_stages`` stages, for which a plan will be made."""
         self._cluster.rearrange(replace(self._given, num_stages=num_stages, placement=self.placement))
 
     def placed(self, plan: Plan) -> StageMap:
-        """Who is to host the stages of a plan."""
+        """Return the stage map for a plan."""
         return self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map
 
     def follow(self, planned: StageMap) -> None:
-        """The processes host the stages of a plan: of a new one, or again of the one before."""
+        """Arrange the processes for the stage map of a plan, a new one or the last one again."""
         self.planned = planned
         self._cluster.rearrange(planned)

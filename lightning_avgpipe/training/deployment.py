@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.averaging.ensemble import Ensemble
+from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.elastic.averaging import Elasticity
-from lightning_avgpipe.elastic.ensemble import Ensemble
-from lightning_avgpipe.engine.compiling import Compiler, Execution
-from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
+from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError, PartitionError, StepOrderError
 from lightning_avgpipe.planning import Plan, cut_like, scattered
@@ -39,27 +38,29 @@ from lightning_avgpipe.weights.store import WeightStore
 
 
 class Deployment:
-    """Plans the stages of a module, and moves parameters and optimizer states to where the plan wants them.
+    """A module on the processes of a cluster: it plans the stages, and moves parameters and optimizer states.
 
     Args:
-        module: to divide; whole on every process, or with parameters on meta that are never brought together.
-        cluster: with open channels.
-        planner: makes plans for the module.
-        optimizers: those that step the module, as of when it is called.
-        origin: of the contents that no process has; None if the module is whole.
-        elasticity: how parallel models are held together.
-        observers: modules that only look at values (metrics).
-        weights: versions of them that training uses; None: there is one.
-        bandwidth: of the processes, if stages are to be placed by it. Every process calls it.
+        module: module to divide; whole on every process, or with parameters on meta that no process ever has all of.
+        cluster: cluster with open channels.
+        planner: planner for the module.
+        optimizers: returns the current optimizers of the module.
+        origin: source of contents that no process has; None if the module is whole.
+        averaging: options of the averaging of parallel models.
+        observers: modules that only read values (metrics).
+        weights: versions of the weights in training; None: there is one version.
+        bandwidth: returns the bandwidth between processes, if stages are to be placed by it, else None. Every process
+            calls it.
         shards: whether replicas divide the states of optimizers among them.
+        execution: options of the execution of units.
 
     Attributes:
         weights: as given.
-        pipeline: runs the step functions that are prepared; with parallel models, number 0, and evaluations.
-        plan: None before the first step.
-        models: that train, each with a pipeline.
-        replans: whether the next step of training that begins with cleared gradients may make another plan.
-        holdings: what each process has.
+        pipeline: pipeline of the prepared step functions; with parallel models, pipeline 0, which also evaluates.
+        plan: current plan; None before the first step.
+        models: pipelines of the models that train.
+        replans: whether a new plan is to be made with the next step of training that begins with cleared gradients.
+        holdings: parameters, buffers and states of each process.
     """
 
     def __init__(
@@ -69,20 +70,18 @@ class Deployment:
         planner: Planner,
         optimizers: Callable[[], Sequence[Optimizer]],
         origin: Origin | None = None,
-        elasticity: Elasticity | None = None,
+        averaging: Averaging | None = None,
         observers: Collection[nn.Module] = (),
         weights: WeightStore | None = None,
         bandwidth: Callable[[], Matrix | None] = lambda: None,
         shards: bool = False,
-        compiler: Compiler | None = None,
-        streams: bool = False,
+        execution: Execution = Execution(),  # noqa: B008
     ) -> None:
         self.weights = weights
         versions = {} if weights is None else {"training_step": weights}
-        execution = Execution(planner.recompute, compiler, streams)
         self.pipeline = Pipeline(cluster, module, execution, weights=versions)
         self.plan: Plan | None = None
-        make = partial(Ensemble, module, optimizers, elasticity or Elasticity(), observers)
+        make = partial(Ensemble, module, optimizers, averaging or Averaging(), observers)
         self.models = ParallelPipelines(module, cluster, self.pipeline, make, execution)
         self._cluster = cluster
         shared = OptimizerShards(module, cluster) if shards else None
@@ -93,18 +92,20 @@ class Deployment:
         self._arrangement = Arrangement(cluster)
 
     def prepare(self, examples: Examples, decides: bool, schedule: Schedule, num_pipelines: int = 1) -> bool:
-        """Make a step function runnable, if it is not. Every process calls it.
+        """Make a step function runnable, unless it is. Every process calls it.
 
         Args:
-            examples: of the step. If it skips all of them, it stays as it is.
+            examples: example arguments of the step. If the step skips all of them, nothing changes.
             decides: whether the plan is made for this step. In training ``training_step`` decides; a validation that
-                comes before it (a sanity check) runs on a provisional plan, for which nobody gives anything up.
-            schedule: that it will run with.
-            num_pipelines: that will train.
+                comes before it (a sanity check) runs on a provisional plan, for which no process gives up weights.
+            schedule: schedule of the step.
+            num_pipelines: number of pipelines that will train.
+
         Returns:
-            Whether a plan was made that stays.
+            Whether a new final plan was made.
+
         Raises:
-            MicroBatchError: it fails on an example, and batches may stay whole. Nothing has changed.
+            MicroBatchError: the step fails on an example, and batches may stay whole. Nothing has changed.
         """
         if self._arrangement.awaits_plan and examples.name == "training_step":
             self._arrangement.awaits_plan = False
@@ -121,18 +122,22 @@ class Deployment:
         return False
 
     def arrange(self, batches: Sequence[Any]) -> bool:
-        """A step of training begins with cleared gradients. Every process calls it.
+        """Decide whether to make a new plan. Every process calls it.
+
+        It is called when a step of training begins with cleared gradients. If a new plan will be made, the processes
+        are arranged for its number of stages.
 
         Args:
-            batches: of the step.
+            batches: batches of the step.
+
         Returns:
-            Whether another plan will be made for it, as somebody has wanted: every process has all of the batches, and
-            may be given any stage. From now on there are as many stages as that plan has.
+            Whether a new plan will be made: one was asked for, and every process has all tensors of the batches, so
+            that it can host any stage.
         """
         if not self.replans:
             return False
         lacks = any(isinstance(leaf, Absent) for batch in batches for leaf in tree.tensors(batch))
-        self._arrangement.awaits_plan = not int(self._cluster.world.sum(torch.tensor(int(lacks))))
+        self._arrangement.awaits_plan = not int(self._cluster.world.sum(torch.tensor(int(lacks), device="cpu")))
         if self._arrangement.awaits_plan:
             if self.models.ensemble is not None:
                 self.models.ensemble.begin_relocation()
@@ -140,47 +145,19 @@ class Deployment:
         return self._arrangement.awaits_plan
 
     def _divide(self, examples: Examples, final: bool, schedule: Schedule, num_pipelines: int) -> bool:
-        """Make a plan and follow it; returns whether there is one."""
+        """Make a plan and carry it out; return whether there is one."""
         if final:
             plan = self._maker.final(examples, schedule, num_pipelines, self.plan, self._final)
         else:
             plan = self._maker.provisional(examples, schedule, num_pipelines)
         if plan is None:
             return False
-        self._follow(plan, [graph for graph in self.graphs if graph.step != examples.name], final, schedule.relays)
+        others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != examples.name]
+        self._follow(plan, others, final, schedule.relays)
         return True
 
-    @property
-    def graphs(self) -> list[CallGraph]:
-        """Of the step functions that can be run."""
-        return [self.pipeline.graph(name) for name in self.pipeline.steps]
-
-    def why_not_given(self) -> str:
-        """Why other processes could not go on from :attr:`plan` and :attr:`graphs`; empty if they could."""
-        if self.plan is None or not self._final or "training_step" not in self.pipeline.steps:
-            return "no step of training has been followed yet"
-        if self.replans or self._arrangement.has_changed:
-            return "the stages have changed since training began, or are about to"
-        if self.pipeline.kept is not None:
-            return "outputs of frozen layers are kept"
-        kept = [name for graph in self.graphs for name in graph.carried]
-        kept += [f"{path}.{name}".lstrip(".") for graph in self.graphs for path, name in graph.written]
-        if kept:
-            return f"steps keep '{kept[0]}' for the next time, which is not given along"
-        copies = any(copy() is not None for copy in self.holdings.copies)
-        return "weights are averaged in a copy of the module" if copies else ""
-
-    def adopt(self, plan: Plan, graphs: Sequence[CallGraph]) -> None:
-        """Before the first step: divide the module as other groups have theirs. Every process of the group calls it.
-
-        Args:
-            plan: theirs.
-            graphs: of the steps that they run.
-        """
-        self._follow(plan, [graph for graph in graphs if graph.step != plan.graph.step], True)
-
-    def _follow(self, plan: Plan, others: Sequence[CallGraph], final: bool, relays: Collection[int] = ()) -> None:
-        """Divide the module by a plan, and make its step runnable, and others."""
+    def _follow(self, plan: Plan, others: Sequence[CallGraph], final: bool, relays: Collection[int]) -> None:
+        """Divide the module by a plan, and make its step and the other steps runnable."""
         self._arrange_for(plan)
         begins_alike = not self._final
         self.pipeline.unload()
@@ -189,13 +166,11 @@ class Deployment:
         self._place()
         if begins_alike:
             self.holdings.begin_alike(plan.copied)
-        self.pipeline.load(plan.graph, plan.cuts, plan.frozen, relays)
-        if not plan.frozen:
-            self._forget_kept()
+        self.pipeline.load(plan.graph, plan.cuts, plan.frozen, relays, plan.wires)
         self._load_others(plan, others)
 
     def _arrange_for(self, plan: Plan) -> None:
-        """The processes get the stages that a plan gives them."""
+        """Arrange the processes for the stages of a plan, after checking that the step allows it."""
         placed = self._arrangement.placed(plan)
         if self._final and self.plan is not None and self.models.has_trained:
             models = 1 if self.models.ensemble is None else self.models.ensemble.models.size
@@ -204,7 +179,7 @@ class Deployment:
         check_shared(plan.graph, plan.cuts, self._cluster.stage_map)
 
     def _load_others(self, plan: Plan, graphs: Sequence[CallGraph]) -> None:
-        """Further steps are cut like the one that the plan was made for."""
+        """Make other steps runnable, cut like the step that the plan was made for."""
         for graph in graphs:
             try:
                 self._load_like(plan, graph)
@@ -212,19 +187,19 @@ class Deployment:
                 if not plan.copied:  # finer units might find an order among copies
                     raise
             except PartitionError:
-                pass  # it needs finer units: a new capture is made when it is run
+                pass  # the step needs finer units: it is captured anew when it runs
 
     def _load_like(self, plan: Plan, graph: CallGraph, relays: Collection[int] = ()) -> None:
         """Make another step runnable on the stages of a plan."""
         cuts = cut_like(graph, plan.stages_of, plan.num_stages)
         check_shared(graph, cuts, self._cluster.stage_map)
-        self.pipeline.load(graph, cuts, relays=relays)
+        self.pipeline.load(graph, cuts, relays=relays, wires=plan.wires)
 
     def place_parameters(self, plan: Plan) -> dict[str, int]:
-        """Divide the module by a plan of which it is only known who owns what. Every process calls it.
+        """Divide the module by a plan that only says which stage owns what. Every process calls it.
 
         Returns:
-            Full name of each parameter and buffer that one process owns -> its rank.
+            The rank of the owner of each parameter and buffer that a stage owns, by full name.
         """
         self.plan, self._final = plan, True
         self._place()
@@ -238,54 +213,51 @@ class Deployment:
         )
 
     def abandon(self) -> None:
-        """Go on with one model after a failure, without waiting for anybody."""
-        self._forget_kept()
+        """Continue with one model after a failure, without waiting for other processes."""
         self.models.abandon()
 
     def restore(self) -> None:
-        """Every process holds the whole module again, unless it began on meta. Every process calls it.
+        """Bring the whole module back to every process, unless it began on meta. Every process calls it.
 
-        What began on meta is too large for that: each process keeps its own stages, on the host, and all buffers.
+        A module that began on meta is too large for that: each process keeps its own stages, on the host, and all
+        buffers.
         """
         self.models.dissolve()
         self.pipeline.unload()
-        self._forget_kept()
         if self.plan is not None:
             self.holdings.restore()
 
     def halve(self, leave: Halving) -> None:
-        """From the next plan on there is leave to make fewer stages, where fewer are faster. Every process calls it."""
-        if not leave.as_groups:
-            leave = replace(leave, check=partial(self._check_halved, leave.check))
-        self._maker.halving = leave
+        """Let later plans have fewer stages than processes, where that is faster. Every process calls it."""
+        self._maker.halving = replace(leave, check=partial(self._check_halved, leave.check))
 
     def _check_halved(self, check: Callable[[Plan, Sequence[int]], None], plan: Plan, counts: Sequence[int]) -> None:
-        """Raise a PartitionError if so many processes cannot share the stages of a plan, for any step."""
+        """Raise a PartitionError if the stages of a plan cannot have these numbers of processes, in any step."""
         check(plan, counts)
         shared = self._cluster.stage_map.placed(processes_of(counts))
         check_shared(plan.graph, plan.cuts, shared)
         for graph in (self.pipeline.graph(step) for step in self.pipeline.steps if step != plan.graph.step):
             wide = scattered(graph, plan.stages_of)
             if wide and all(map(self._maker.planner.subject.opens, wide)):
-                # they are opened when the step runs next; until then any stage might have all of it
+                # these units are opened when the step runs next; until then any stage may have the whole step
                 cuts: Sequence[int] = (len(graph.nodes),) * (plan.num_stages - 1)
             else:
                 cuts = cut_like(graph, plan.stages_of, plan.num_stages)
             check_shared(graph, cuts, shared)
 
     def replan(self, placement: Placement | None = None, **changes: Any) -> None:
-        """Make another plan with the next step of training that begins with cleared gradients. Every process calls it.
+        """Make a new plan with the next step of training that begins with cleared gradients. Every process calls it.
 
-        Weights, optimizer states and parallel models move to where it wants them. It takes one more step, or two, until
-        the batches are there that every process has all of: those that are under way hold what the old plan needs.
+        Weights, optimizer states and parallel models move as the plan requires. This takes a step or two more, until
+        the batches arrive that every process has all of: batches in flight hold only what the current plan needs.
 
         Args:
-            placement: of several stages on each process; None: as it is.
-            changes: attributes that the planner is to have, or ``rolling``.
+            placement: placement of several stages on each process; None leaves it as it is.
+            changes: attributes to change in the planner, or ``rolling``.
         """
         if self.holdings.shards is not None:
             raise ConfigurationError(
-                "shard_optimizer_states=True keeps optimizer states where they are, so stages stay as they are while "
+                "shard='optimizer' keeps optimizer states where they are, so stages stay as they are while "
                 "training runs; use False, or leave the stages"
             )
         self._maker.change(**changes)
@@ -293,24 +265,16 @@ class Deployment:
         self.replans = True
         self.pipeline.need_all("training_step")
 
-    def keep_frozen(self, limit: float, folder: str | None) -> None:
-        """Keep the outputs of frozen layers, with the next plan. Every process calls it.
-
-        Args:
-            limit: bytes on the host, of each process; what is beyond goes into files.
-            folder: for these files; None: where temporary files go.
-        """
-        self.pipeline.kept = FrozenOutputs(limit, folder)
+    def keep_frozen(self, limit: float) -> None:
+        """Let later plans keep outputs of frozen layers, up to ``limit`` bytes. Every process calls it."""
+        self.pipeline.cache_limit = limit
         self._maker.change(keeps=True)
 
-    def _forget_kept(self) -> None:
-        if self.pipeline.kept is not None:
-            self.pipeline.kept.stop()
-
     def state_dict(self, whole: bool = True) -> dict[str, Any]:
-        """Weights: on rank 0 those of all stages, or if not ``whole`` everywhere one's own. Every process calls it.
+        """Return the state dict of the module, for parallel models that of the reference. Every process calls it.
 
-        Of parallel models those of the reference.
+        Args:
+            whole: whether rank 0 returns the weights of all stages; otherwise every process returns its own.
         """
         with self.models.showing_reference():
             return self.holdings.state_dict() if whole else self.holdings.own_state_dict()

@@ -1,4 +1,4 @@
-"""Gradient norms over all stages, wherever gradients are clipped."""
+"""Gradient norms over all stages, for gradient clipping."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from lightning_avgpipe.utils.patching import replaced
 
 @contextlib.contextmanager
 def norms_over_stages(parameters: Sequence[Tensor], cluster: Cluster) -> Iterator[None]:
-    """Within this context ``torch.nn.utils.clip_grad_norm_`` clips by the norm over all processes.
+    """Let ``torch.nn.utils.clip_grad_norm_`` clip by the norm over all processes within this context.
 
-    Every process must then call it equally often. It works for whoever calls it: the precision plugin, or a user's own
-    code, under whatever name that code has imported it.
+    Every process must then call it equally often. It works for every caller: the precision plugin, or a user's own
+    code, under any name by which that code has imported it.
 
     Args:
-        parameters: the same parameters, in the same order, on all processes; gradients only where they are owned.
+        parameters: parameters of all processes, in the same order on each; only owners have gradients.
+        cluster: cluster of the processes.
     """
 
     def total_norm(
@@ -32,7 +33,7 @@ def norms_over_stages(parameters: Sequence[Tensor], cluster: Cluster) -> Iterato
         total = global_norm(gradients, parameters, cluster, float(norm_type))
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(f"the norm of the gradients of all stages is {total.item()}, which cannot be clipped")
-        return total.to(cluster.device, non_blocking=True)  # which torch would wait for
+        return total.to(cluster.device, non_blocking=True)  # torch would move it and wait
 
     with replaced(clip_grad, "_get_total_norm", total_norm):
         yield
@@ -42,30 +43,32 @@ def norms_over_stages(parameters: Sequence[Tensor], cluster: Cluster) -> Iterato
 def global_norm(
     gradients: Sequence[Tensor], parameters: Sequence[Tensor], cluster: Cluster, norm_type: float = 2.0
 ) -> Tensor:
-    """The norm of the gradients of all processes. Every process calls it.
+    """Return the norm of the gradients of all processes. Every process calls it.
 
     Args:
-        gradients: those of this process. If one is the ``grad`` of a parameter that several processes hold, it counts
-            once.
-        parameters: see :func:`norms_over_stages`.
+        gradients: gradients of this process. The ``grad`` of a parameter that several processes hold counts once.
+        parameters: as of :func:`norms_over_stages`.
+        cluster: cluster of the processes.
+        norm_type: order of the norm.
+
     Returns:
-        On the host, shape ``()``. It equals the norm in a single process bit for bit: every parameter's norm is
-        computed by its owner, and the norm of the norms by everybody in the same order.
+        The norm on the host, shape ``()``. It equals the norm in a single process bit for bit: every parameter's norm
+        is computed by its owner, and the norm of the norms by all processes in the same order.
     """
     position = {id(p.grad): i for i, p in enumerate(parameters) if p.grad is not None}
     places = [position.get(id(gradient)) for gradient in gradients]
     known = [i for i in places if i is not None]
     # float64 is exact for the sum with other processes' zeros, and for the mean of equal norms
-    norms = torch.zeros(2, len(parameters) + cluster.group.world_size, dtype=torch.float64)
+    norms = torch.zeros(2, len(parameters) + cluster.group.world_size, dtype=torch.float64, device="cpu")
     if known:
         own = [gradient for gradient, i in zip(gradients, places, strict=True) if i is not None]
         norms[0, known] = torch.stack(torch._foreach_norm(own, norm_type)).cpu().double()
         norms[1, known] = 1.0
     others = [gradient for gradient, i in zip(gradients, places, strict=True) if i is None]
-    if others:  # of no parameter that all processes know, such as a plugin's copies in another precision
+    if others:  # gradients of other tensors, such as a plugin's copies of parameters in another precision
         of_others = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(others, norm_type)), norm_type)
         norms[:, len(parameters) + cluster.rank] = torch.stack(
-            [of_others.cpu().double(), torch.ones((), dtype=torch.float64)]
+            [of_others.cpu().double(), torch.ones((), dtype=torch.float64, device="cpu")]
         )
     cluster.group.sum(norms)
     dtype = parameters[0].dtype if parameters else torch.float32

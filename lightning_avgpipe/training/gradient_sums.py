@@ -5,10 +5,11 @@
     backward of the last micro-batch    layer 3   layer 2   layer 1   layer 0
     sums of buckets                            3  --------- 2,1 ----------- 0 ------
 
-In the first step all gradients are summed after the backward; parameters that had dense ones are dealt to buckets, the
-last parameters first, as backwards reach them. From then on a bucket's sum begins once it has all its gradients, in the
-order of buckets, which is the same in all replicas. What a step does otherwise than that one is summed as in the first:
-no result depends on what has begun early, but for the order in which three or more replicas add.
+In the first step all gradients are summed after the backward. Parameters that had dense gradients are then divided into
+buckets, the last parameters first, as backwards reach them. In later steps the sum of a bucket begins once it has all
+its gradients, in the order of buckets, which is the same in all replicas. Where a later step differs from the first
+one, gradients are summed after the backward. No result depends on which sums have begun early, except for the order in
+which three or more replicas add.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Named = Mapping[str, nn.Parameter]
 
 @dataclass
 class _Sent:
-    """The gradient of a parameter, as it went into a sum."""
+    """The gradient of a parameter, as it was when its sum began."""
 
     gradient: Tensor
     version: int
@@ -49,7 +50,7 @@ class _Sent:
         return cls(gradient, version_of(gradient), False)
 
     def still(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter's gradient is what has been sent."""
+        """Return whether the parameter's gradient is still the one that was sent."""
         if self.was_missing:
             return parameter.grad is None
         return parameter.grad is self.gradient and version_of(self.gradient) == self.version
@@ -60,7 +61,7 @@ class _Bucket:
     """Parameters whose gradients are summed as one message."""
 
     parameters: Sequence[nn.Parameter]
-    missing: set[int]  # positions without a gradient of the last backward
+    missing: set[int]  # positions of parameters whose gradient of the last backward has not arrived
     sent: Sequence[_Sent] = ()
     end: Callable[[], None] | None = None
 
@@ -70,11 +71,11 @@ class _Bucket:
 
 
 class GradientSums(Observer):
-    """Gives all replicas the sum of their gradients, with the same bits.
+    """The sums of gradients over replicas; all replicas get the same bits.
 
     Args:
-        replicas: that train the same model.
-        bucket_bytes: from this size on a bucket takes no further parameter.
+        replicas: group of the replicas.
+        bucket_bytes: size from which a bucket takes no further parameter.
 
     Attributes:
         replicas: as given.
@@ -85,18 +86,18 @@ class GradientSums(Observer):
         self._bucket_bytes = bucket_bytes
         self._spoiled: set[str] = set()  # parameters whose gradients have changed after they were sent
         self._dealt: Sequence[Sequence[str]] = ()  # names, by bucket; the same in all replicas
-        self._names: Sequence[str] = ()  # of all parameters then
+        self._names: Sequence[str] = ()  # of all parameters when the buckets were made
         self._buckets: Sequence[_Bucket] = ()
         self._begun = 0
         self._last: Mapping[int, Action] = {}
 
     def watch(self, named: Named, rows: Mapping[int, Sequence[Action]]) -> None:
-        """An iteration begins that ends in a step. All replicas call it.
+        """Prepare for an iteration that ends in a step. All replicas call it.
 
         Args:
-            named: parameters to be summed, by name; the same names, in the same order, in all replicas. Others than
-                those of the last step are summed after the backward.
-            rows: the actions of each stage on this process.
+            named: parameters to sum, by name; the same names, in the same order, in all replicas. If they differ from
+                those of the last step, all are summed after the backward.
+            rows: actions of each stage on this process.
         """
         dealt = self._dealt if tuple(named) == self._names else ()
         self._buckets = [_Bucket([named[name] for name in names], set(range(len(names)))) for names in dealt]
@@ -107,7 +108,7 @@ class GradientSums(Observer):
                 self._last[stage] = backwards[-1]
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
-        """Look at gradients in the last backward of a stage."""
+        """Perform an action; in the last backward of a stage, begin the sums of buckets that become complete."""
         if self._last.get(work.stage) != work.action or not self._buckets:
             return do()
         with contextlib.ExitStack() as listening:
@@ -136,18 +137,19 @@ class GradientSums(Observer):
             bucket.begin(self.replicas)
 
     def agree(self, processes: Collectives) -> None:
-        """The iteration has ended here: nothing else that replicas do together may come between the buckets."""
+        """Begin the remaining sums at the end of an iteration, before any other collective of the replicas."""
         self._begin_complete(every=True)
 
     @torch.no_grad()
     def finish(self, named: Named, votes: Tensor) -> Tensor:
-        """Give all replicas the sums. All of them call it.
+        """Give all replicas the sums of their gradients. All of them call it.
 
-        A parameter that one replica has no gradient for counts as zero there; one without any keeps none.
+        A missing gradient counts as zero if another replica has one; a parameter without any gradient keeps none.
 
         Args:
-            named: as of :meth:`watch`, or without it: then nothing has begun yet.
-            votes: that travel in the same message, int32 of any shape.
+            named: parameters as of :meth:`watch`; if that was not called, no sum has begun yet.
+            votes: int32 tensor of any shape that is summed in the same message.
+
         Returns:
             The sum of votes.
         """
@@ -166,7 +168,7 @@ class GradientSums(Observer):
             if not is_late and parameter.grad is None:
                 parameter.grad = early[id(parameter)].gradient
             elif is_late and id(parameter) in early and parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()  # whose tensor the early sum is put into
+                parameter.grad = parameter.grad.clone()  # the early sum overwrites its tensor
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if is_late:
@@ -189,8 +191,8 @@ class GradientSums(Observer):
 
 
 def _kinds(parameters: Sequence[nn.Parameter], early: Mapping[int, _Sent]) -> Tensor:
-    """For each parameter 0 or 1: its gradient is dense, is sparse, is not in a sum that has begun; shape ``(3, P)``."""
-    kinds = torch.zeros(3, len(parameters), dtype=torch.int32)
+    """Return whether each gradient is dense, is sparse, or is in no sum that has begun, as 0 or 1; shape ``(3, P)``."""
+    kinds = torch.zeros(3, len(parameters), dtype=torch.int32, device="cpu")
     for i, parameter in enumerate(parameters):
         if parameter.grad is not None:
             kinds[_SPARSE if parameter.grad.is_sparse else _DENSE, i] = 1
@@ -200,7 +202,7 @@ def _kinds(parameters: Sequence[nn.Parameter], early: Mapping[int, _Sent]) -> Te
 
 
 def _deal(named: Named, names: Sequence[str], bucket_bytes: int) -> list[list[str]]:
-    """Names by bucket, the last first. Replicas that know the same deal the same."""
+    """Divide names into buckets, the last first. The result is the same in all replicas."""
     dealt: list[list[str]] = []
     kind, size = None, 0
     for name in reversed(names):
@@ -214,7 +216,7 @@ def _deal(named: Named, names: Sequence[str], bucket_bytes: int) -> list[list[st
 
 
 def _sum_sparse(parameter: nn.Parameter, replicas: ReplicaGroup) -> None:
-    """Rows of a gradient travel with their numbers."""
+    """Sum a sparse gradient: the replicas exchange rows with their numbers."""
     gradient = parameter.grad
     mine: tuple[Tensor, Tensor] | None = None
     if gradient is not None:

@@ -1,4 +1,4 @@
-"""Holdings: what each process has of a module's parameters, buffers and optimizer states."""
+"""Holdings: each process's part of a module's parameters, buffers and optimizer states."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.training.optimizer_shards import OptimizerShards
-from lightning_avgpipe.training.state import full_state_dict, gathers, load_present_state, move_state, own_state_dict
-from lightning_avgpipe.utils.tensors import strided_parts
+from lightning_avgpipe.training.state import full_state_dict, load_present_state, move_state, own_state_dict
+from lightning_avgpipe.utils.tensors import strided_parts, words
 from lightning_avgpipe.weights.belongings import Belongings, ModuleTensors, OptimizerStates, relocate
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.on_demand import OnDemandGather
@@ -24,19 +24,19 @@ from lightning_avgpipe.weights.relocation import Relocation, holders
 
 
 class Holdings:
-    """Moves what belongs to a module to where plans want it, and remembers who has what.
+    """The distribution of a module's tensors and states over processes, which plans change.
 
     Args:
-        module: whole on every process, or with parameters on meta that are never brought together.
-        cluster: with open channels.
-        optimizers: those that step the module, as of when it is called.
-        origin: of the contents that no process has; None if the module is whole.
-        shards: which replica keeps the states of which parameters; None: each keeps all.
+        module: module; whole on every process, or with parameters on meta that no process ever has all of.
+        cluster: cluster with open channels.
+        optimizers: returns the current optimizers of the module.
+        origin: source of contents that no process has; None if the module is whole.
+        shards: division of optimizer states among replicas; None: each keeps all.
 
     Attributes:
-        answers: parameter or buffer, by every name it has -> the rank that answers for it; empty before the first plan.
-        copies: return copies of the module that are divided as it is (averages of weights), or None.
-        gather: brings single contents to where they are needed.
+        answers: rank that answers for each parameter and buffer, by every name; empty before the first plan.
+        copies: functions that return copies of the module (averages of weights) that are divided as it is, or None.
+        gather: gatherer of parameters that other processes hold.
         shards: as given.
     """
 
@@ -52,39 +52,46 @@ class Holdings:
         self._cluster = cluster
         self._optimizers = optimizers
         self.shards = shards
-        self._owners: Owners = {}  # of what this process and others hold now
-        self._scattered = False  # some parameters have no contents on some process before the first plan
+        self._owners: Owners = {}  # current owners of all parameters and buffers
+        self._divided = False  # whether processes have given up parameters of other stages
+        self._scattered = False  # whether a parameter had no contents on some process before the first plan
         self._unloaded: Sequence[Mapping[str, Any]] = ()  # states for optimizers whose parameters have no contents yet
         self.answers: dict[str, int] = {}
         self.copies: list[Callable[[], nn.Module | None]] = []
         self.gather = OnDemandGather(module, cluster, origin)
 
     def state_dict(self, copy: nn.Module | None = None) -> dict[str, Any]:
-        """That of the module, or of a copy that is divided as it is: whole on rank 0. Every process calls it."""
+        """Return the state dict of the module or of a copy, on rank 0 that of all stages. Every process calls it."""
         module = copy or self._module
-        if self._cluster.group.world_size == 1 or not self.answers or (copy is None and not gathers(self._cluster)):
+        writes = self._cluster.group_number == 0
+        if self._cluster.group.world_size == 1 or not self.answers or (copy is None and not writes):
             return module.state_dict()
         return full_state_dict(module, self._cluster, self.answers)
 
     def own_state_dict(self) -> dict[str, Any]:
-        """The part of the module's that this process answers for."""
+        """Return the part of the module's state dict for which this process answers."""
         return own_state_dict(self._module, self._cluster, self.answers)
 
     def answered_elsewhere(self, name: str) -> bool:
-        """Whether another process answers for it."""
+        """Return whether another process answers for a parameter or buffer."""
         return self.answers.get(name, self._cluster.rank) != self._cluster.rank
 
     def place(self, plan: Plan, final: bool, others: Sequence[Belongings] = ()) -> None:
-        """Bring the own stages to the device; if the plan is final, give the others' up. Every process calls it.
+        """Bring this process's stages to its device; if the plan is final, give up other stages. Every process calls
+        it.
 
         Args:
-            plan: says which stages use what.
-            others: what moves with the module and its optimizers.
+            plan: says which stages use which parameters and buffers.
+            final: whether training will use the plan.
+            others: data that moves besides the module and the states of its optimizers.
         """
         device, rank = self._cluster.device, self._cluster.rank
         if not self._owners:
             self._find()
         planned = owners_of(self._module, plan.stages_of, self._cluster.stage_map.ranks, self._cluster.group.world_size)
+        if not self._divided:
+            self._take_those_of_rank_zero(planned)
+        self._divided = self._divided or final
         kinds: list[Belongings] = [ModuleTensors(self._module)]
         if final:
             kinds += [OptimizerStates(self._optimizers(), lambda: dict(self._module.named_parameters())), *others]
@@ -111,10 +118,10 @@ class Holdings:
 
     @contextlib.contextmanager
     def whole_on_rank_zero(self, most: float = math.inf) -> Iterator[None]:
-        """Within this context rank 0 has all weights, if it had them before the first plan: to time units.
+        """Give rank 0 all weights within this context, if it had them before the first plan, so that it can time units.
 
         Args:
-            most: bytes of weights; where they are more, nothing moves.
+            most: most bytes of weights; if there are more, nothing moves.
         """
         lent: dict[str, tuple[int, ...]] = {}
         if not self._scattered and sum(p.nbytes for p in self._module.parameters()) <= most:
@@ -128,12 +135,15 @@ class Holdings:
 
     @torch.no_grad()
     def begin_alike(self, copied: Collection[str]) -> None:
-        """What several processes have begins as the first of them has it. Every process calls it.
+        """Make equal, in all processes that have them, shared parameters and buffers. Every process calls it.
 
-        Without a seed each has drawn weights of its own. Groups begin with those of the first.
+        Parameters that several stages use, and buffers, are copied from their first holder; then all tensors from the
+        first group.
+
+        Without a seed each process has drawn weights of its own.
 
         Args:
-            copied: parameters that several stages use.
+            copied: names of parameters that several stages use.
         """
         buffers = {name: buffer for name, buffer in self._module.named_buffers() if not buffer.is_meta}
         named: dict[str, Tensor] = {**dict(self._module.named_parameters()), **buffers}
@@ -146,10 +156,28 @@ class Holdings:
             if others is not None:
                 others.copy([part for tensor in tensors for part in strided_parts(tensor)])
 
-    def restore(self) -> None:
-        """Every process holds the whole module again, unless it began on meta. Every process calls it.
+    @torch.no_grad()
+    def _take_those_of_rank_zero(self, planned: Owners) -> None:
+        """Copy parameters that every process has from rank 0, as ddp does.
 
-        What began on meta is too large for that: each process keeps its own stages, on the host, and all buffers.
+        Without a seed each process has drawn its own. Parameters that are equal on all processes are not sent.
+
+        Args:
+            planned: future owners.
+        """
+        everybody = tuple(range(self._cluster.group.world_size))
+        named = {name: p for name, p in self._module.named_parameters() if self._owners[name] == everybody}
+        sums = self._cluster.group.exchange_objects({name: _sum_of_bits(p) for name, p in named.items()})
+        other = {name: planned[name] for name in named if len({of[name] for of in sums}) > 1}
+        relocation = Relocation(dict.fromkeys(other, (0,)), other)
+        for name, arrival in relocation.carry_out(self._cluster.group, lambda name: named[name].detach()).items():
+            named[name].copy_(arrival.on(named[name].device))
+
+    def restore(self) -> None:
+        """Bring the whole module back to every process, unless it began on meta. Every process calls it.
+
+        A module that began on meta is too large for that: each process keeps its own stages, on the host, and all
+        buffers.
         """
         everybody = tuple(range(self._cluster.group.world_size))
         names = [name for name, _ in self._module.named_buffers()] if self._scattered else list(self._owners)
@@ -157,10 +185,10 @@ class Holdings:
         self._relocate(whole, [ModuleTensors(self._module)], torch.device("cpu"))
 
     def load_later(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load optimizer states when the parameters are there that they belong to.
+        """Load optimizer states once their parameters have contents.
 
         Args:
-            states: one per optimizer, of the whole module; they may be mapped from a file.
+            states: state of each optimizer, of the whole module; they may be mapped from a file.
         """
         self._unloaded = states
 
@@ -170,7 +198,7 @@ class Holdings:
         self._unloaded = ()
 
     def _find(self) -> None:
-        """Before the first plan: every process has everything but for parameters on meta, and those it knows of."""
+        """Find the owners before the first plan: every process has all buffers, and parameters that are not on meta."""
         held = {name for name, parameter in self._module.named_parameters() if not parameter.is_meta}
         found, everybody = holders(self._cluster.group, held), tuple(range(self._cluster.group.world_size))
         self._owners = {name: found.get(name, ()) for name, _ in self._module.named_parameters()}
@@ -178,6 +206,11 @@ class Holdings:
         self._owners |= {name: everybody for name, _ in self._module.named_buffers()}
 
     def _relocate(self, owners: Owners, kinds: Sequence[Belongings], device: torch.device | None = None) -> None:
-        """Let everything be where these owners say, as far as anybody has it; on the cluster's device, or another."""
+        """Move everything that some process has to these owners, to a device (default: the cluster's)."""
         relocate(Relocation(self._owners, owners), self._cluster.group, kinds, device or self._cluster.device)
         self._owners = owners
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    parts = (torch.view_as_real(part) if part.is_complex() else part for part in strided_parts(tensor.detach()))
+    return sum(int(words(part).sum(dtype=torch.int64)) for part in parts)

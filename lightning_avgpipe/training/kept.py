@@ -1,4 +1,4 @@
-"""What steps keep for the next batch beside weights and buffers, which does not move between processes."""
+"""Values that steps keep for the next batch, besides weights and buffers. They do not move between processes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.utils.names import joined, nearest
 
-Key = tuple[str, str]  # path of a module, name of the attribute; or nothing and the full name of a variable
+Key = tuple[str, str]  # path of a module and name of the attribute; or an empty path and the full name of a variable
 
 
 def check_movable(before: Plan, after: Plan, old: StageMap, new: StageMap, models: int) -> None:
-    """Look whether a step would go on with other attributes after a relocation than without one.
+    """Check that a step reads the same attributes after a relocation as without one.
 
-    What code between units assigns is right on the last stage, which never moves; what units assign is right where they
-    are. With several models each has its own, which only its stages know.
+    The last stage, which never moves, has the right values of attributes that code between units assigns; a process has
+    those that its own units assign. With several models each has its own values, which only its stages have.
 
     Args:
-        before: the plan that training has run with.
-        after: the plan that is to come, of the same step.
-        old: who hosted what.
-        new: who is to.
-        models: N.
+        before: plan that training has run with.
+        after: next plan, of the same step.
+        old: stage map of the plan before.
+        new: stage map of the next plan.
+        models: number of models, N.
+
     Raises:
-        ConfigurationError: names the attributes.
+        ConfigurationError: attributes would have other values; the message names them.
     """
     found = sorted({joined(*key) for key in _staying(before, after, old, new, models)})
     if found:
@@ -47,7 +48,7 @@ def _staying(before: Plan, after: Plan, old: StageMap, new: StageMap, models: in
 
 
 def _ranks(plan: Plan, path: str, stage_map: StageMap) -> set[int]:
-    """Of a module: those of its unit, or of all units in it; of a variable outside all."""
+    """Return the ranks that host a module: those of its unit, or of all units in it. An empty path is all units."""
     stages_of = plan.stages_of
     above = nearest(path, stages_of)
     names = [above] if above else [n for n in stages_of if n.startswith(f"{path}.") or not path]

@@ -19,16 +19,16 @@ from lightning_avgpipe.utils.patching import replaced
 def scaling_together(
     scaler: GradScaler, cluster: Cluster, others: Callable[[Optimizer], Sequence[Optimizer]] = lambda optimizer: ()
 ) -> Iterator[None]:
-    """Within this context an infinite gradient on one process, or in one pipeline, is one everywhere.
+    """Treat an infinite gradient on one process, or in one pipeline, as one everywhere, within this context.
 
-    Then all of them skip the same steps and change their scale alike, once. A scaler learns of its device when it
-    scales the first loss, which only the last stage has, so it is told here; and a stage without gradients has nothing
-    to object. Every process enters it.
+    Then all processes skip the same steps and change their scale equally, once. Every process enters the context. A
+    scaler initialises itself when it scales the first loss, which only the last stage has, so this context initialises
+    it. A stage without gradients reports no infinite one.
 
     Args:
-        scaler: of this process.
-        cluster: connects the processes; all groups decide together.
-        others: optimizer of the first pipeline -> those of other pipelines, which step after it.
+        scaler: gradient scaler of this process.
+        cluster: cluster of the processes; all groups decide together.
+        others: returns, for an optimizer of the first pipeline, those of other pipelines that step after it.
     """
     if not scaler.is_enabled():
         yield
@@ -41,7 +41,7 @@ def scaling_together(
 
 
 class _Agreement:
-    """One decision on the gradients of all optimizers that step together: the first one's turn settles it."""
+    """One decision on the gradients of all optimizers that step together, made when the first one is unscaled."""
 
     def __init__(
         self, scaler: GradScaler, cluster: Cluster, others: Callable[[Optimizer], Sequence[Optimizer]]
@@ -50,7 +50,7 @@ class _Agreement:
         self._update = scaler.update
         self._cluster = cluster
         self._others = others
-        self._waiting: list[Optimizer] = []  # unscaled already, and yet to step
+        self._waiting: list[Optimizer] = []  # optimizers that are unscaled already and step later
         self._turns_left = 0
         self._found: dict[torch.device, Tensor] = {}
 
@@ -59,7 +59,7 @@ class _Agreement:
             return self._found
         self._waiting = list(self._others(optimizer))
         self._turns_left = len(self._waiting)
-        votes = torch.zeros((), dtype=torch.float64)
+        votes = torch.zeros((), dtype=torch.float64, device="cpu")
         for looked_at in (optimizer, *self._waiting):
             for vote in self._look(looked_at, *args).values():
                 votes += vote.cpu()
@@ -68,7 +68,7 @@ class _Agreement:
         return self._found
 
     def update(self, *args: Any) -> None:
-        """Called after every optimizer's step: the scale changes after the last one's."""
+        """Update the scale after the step of the last optimizer; a scaler calls this method after every step."""
         if self._turns_left:
             self._turns_left -= 1
             return

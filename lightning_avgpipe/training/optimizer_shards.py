@@ -1,12 +1,13 @@
-"""Optimizer shards: each replica keeps the optimizer states of some parameters, and steps these for all (ZeRO-1).
+"""Optimizer shards: each replica keeps the optimizer states of some parameters, and steps them for all (ZeRO-1).
 
 ::
 
     replica 0    gradients of a b c, all summed    steps a    sends a, gets b c
     replica 1    gradients of a b c, all summed    steps b c  sends b c, gets a
 
-An optimizer leaves alone what has no gradient, and makes no state for it: so while it steps, a replica hides the
-gradients of what others step. It must treat each parameter by itself, as nearly all do; that is tried.
+An optimizer skips parameters without gradient, and makes no state for them. So while it steps, a replica hides the
+gradients of parameters that others step. The optimizer must treat each parameter independently, as nearly all do;
+:func:`check_separable` tries this.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.averaging.optimizer_clone import clone_optimizer, unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.elastic.optimizer_clone import clone_optimizer, unwrapped
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.patching import replaced
 
@@ -30,7 +31,12 @@ _TRIED_STEPS = 3
 
 
 def shards(sizes: Sequence[int], count: int) -> list[int]:
-    """For each parameter, by its size, which of so many replicas keeps its states: large ones first, where least is."""
+    """Return which replica keeps the states of each parameter: large ones first, each to the least loaded replica.
+
+    Args:
+        sizes: numbers of elements of the parameters.
+        count: number of replicas.
+    """
     loads, found = [0] * count, [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         found[i] = loads.index(min(loads))
@@ -39,11 +45,11 @@ def shards(sizes: Sequence[int], count: int) -> list[int]:
 
 
 class OptimizerShards:
-    """Which replica of this process's stages keeps the states of which parameters.
+    """The division of optimizer states among the replicas of this process's stages.
 
     Args:
-        module: whose parameters.
-        cluster: of the processes; without replicas nothing here does anything.
+        module: module with the parameters.
+        cluster: cluster of the processes; without replicas all methods do nothing.
     """
 
     def __init__(self, module: nn.Module, cluster: Cluster) -> None:
@@ -52,7 +58,7 @@ class OptimizerShards:
         self._parts: list[list[Tensor]] = []  # by replica, the parameters that it steps
 
     def assign(self, optimizers: Sequence[Optimizer]) -> None:
-        """Parameters are where they stay: divide those that are here, and forget the states that others keep."""
+        """Divide the placed parameters of this process among the replicas, and drop the states that others keep."""
         replicas = self._cluster.replicas
         if replicas is None:
             self._parts = []
@@ -72,7 +78,7 @@ class OptimizerShards:
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within this context a step of the optimizer is that of all replicas together. All of them step."""
+        """Make a step of the optimizer a step of all replicas together within this context. All of them step."""
         inner = unwrapped(optimizer)
         step = inner.step
 
@@ -94,12 +100,12 @@ class OptimizerShards:
             self._exchange()
             return result
 
-        with replaced(inner, "step", together):  # parameters find their places within the first closure
+        with replaced(inner, "step", together):  # the first closure assigns parameters, so hide after it
             yield
 
     @contextlib.contextmanager
     def _hidden(self) -> Iterator[None]:
-        """Within this context parameters that others step have no gradient."""
+        """Remove the gradients of parameters that other replicas step within this context."""
         gradients = [(p, p.grad) for p in self._of_others() if p.grad is not None]
         for parameter, _ in gradients:
             parameter.grad = None
@@ -110,22 +116,22 @@ class OptimizerShards:
                 parameter.grad = gradient
 
     def _exchange(self) -> None:
-        """Everybody gets what the others have stepped."""
+        """Copy each parameter from the replica that has stepped it to all others."""
         for replica, part in enumerate(self._parts):
             assert self._cluster.replicas is not None
             self._cluster.replicas.copy([p.detach() for p in part if p.grad is not None], replica)
 
 
 def check_separable(optimizer: Optimizer) -> None:
-    """Look whether an optimizer treats each parameter by itself, as one on a part of them must: it is tried.
+    """Check, by trying, that an optimizer treats each parameter independently, so that it can step a part of them.
 
     Raises:
-        ConfigurationError: it does not, or cannot be tried.
+        ConfigurationError: the optimizer does not, or cannot be tried.
     """
     name = type(optimizer).__name__
     refused = (
-        f"shard_optimizer_states=True with {name}, which %s: each replica steps a part of the parameters, so use an "
-        "optimizer that treats each by itself, such as SGD or AdamW, or shard_optimizer_states=False"
+        f"shard='optimizer' with {name}, which %s: each replica steps a part of the parameters, so use an "
+        "optimizer that treats each by itself, such as SGD or AdamW, or leave shard out"
     )
     try:
         together, alone = _tried(optimizer, True), _tried(optimizer, False)
@@ -136,11 +142,11 @@ def check_separable(optimizer: Optimizer) -> None:
 
 
 def _tried(optimizer: Optimizer, together: bool) -> Tensor:
-    """A small parameter after a few steps of it, together with others, or alone."""
+    """Return a small parameter after a few steps of the optimizer, together with others or alone."""
     generator = torch.Generator().manual_seed(0)
 
     def like(parameter: Tensor) -> Tensor:
-        return torch.rand((2,) * parameter.ndim, generator=generator).to(parameter.dtype)
+        return torch.rand((2,) * parameter.ndim, generator=generator, device="cpu").to(parameter.dtype)
 
     groups = [(group, group["params"][0]) for group in optimizer.param_groups if group["params"]]
     small = [nn.Parameter(like(parameter)) for _, parameter in groups]
@@ -155,7 +161,7 @@ def _tried(optimizer: Optimizer, together: bool) -> Tensor:
     made.param_groups[0]["params"].append(beside)
     for _ in range(_TRIED_STEPS):
         for parameter in (first, beside, *small[1:]):
-            gradient = like(parameter)  # the same numbers, whoever gets them
+            gradient = like(parameter)  # always drawn, so that both runs draw the same numbers
             parameter.grad = gradient if together or parameter is first else None
         made.step()
     return first.detach()

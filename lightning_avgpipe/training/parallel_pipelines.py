@@ -1,4 +1,4 @@
-"""Parallel pipelines: one for each model that trains, and the ensemble that holds the models together."""
+"""Parallel pipelines: one for each model that trains, and the ensemble of the models."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
-from lightning_avgpipe.elastic.ensemble import Ensemble
 from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.training.pipeline_streams import PipelineStreams
@@ -24,21 +24,22 @@ from lightning_avgpipe.utils.torch_compat import address
 
 
 class ParallelPipelines:
-    """The pipelines that train the models of one process group; one, if there is one model.
+    """The pipelines that train the models of a group of processes; a single one, if there is one model.
 
     Args:
-        module: that is trained.
-        cluster: with open channels.
-        first: pipeline number 0, which also evaluates.
-        make: makes an ensemble of the replica group, names of what steps change, and further tensors that they change.
-        execution: of their units.
+        module: module to train.
+        cluster: cluster with open channels.
+        first: pipeline 0, which also evaluates.
+        make: makes an ensemble from the replica group, the names of tensors that steps change, and other tensors that
+            they write into.
+        execution: options of the execution of units.
 
     Attributes:
         ensemble: the parallel models, from the first step of training on; None if there is one model.
-        pipelines: by number of their models.
+        pipelines: pipelines by the number of their model.
         has_trained: whether a step of training has begun.
-        saved: models of a checkpoint.
-        streams: of the pipelines.
+        saved: models of a checkpoint that are still to be loaded.
+        streams: streams of the pipelines.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class ParallelPipelines:
         self.saved = SavedModels()
 
     def train(self, num_pipelines: int) -> list[Pipeline]:
-        """N pipelines for a step of training, which is prepared. Every process calls it."""
+        """Return N pipelines for a step of training, which must be prepared. Every process calls it."""
         self.has_trained = True
         if num_pipelines == self._cluster.stage_map.num_teams == 1:
             self.dissolve()
@@ -98,19 +99,23 @@ class ParallelPipelines:
         return self.pipelines
 
     def only_first(self) -> None:
-        """The plan is another: the other pipelines are made when they train next."""
+        """Drop all pipelines but the first, for a new plan. The others are made when they train next."""
         self.pipelines = [self._first]
         self._first.stream = None
 
     def _written(self) -> list[Tensor]:
-        """Tensors in attributes and variables that training writes into, beside parameters and buffers."""
+        """Return tensors in attributes and variables that training writes into, without parameters and buffers."""
         keys = self._first.graph("training_step").written
         found = Objects(variable(self._module, *key) for key in keys).tensors
         named = {address(t) for t in (*self._module.parameters(), *self._module.buffers())}
         return [t for t in found if address(t) not in named and t.is_leaf and not t.requires_grad]
 
     def changed_by_steps(self, number: int) -> list[Tensor]:
-        """What steps of training themselves change in one model: buffers, and parameters, as far as they are here."""
+        """Return this process's buffers and parameters of one model that steps of training change themselves.
+
+        Args:
+            number: number n of the model.
+        """
         changed = sorted(self._first.graph("training_step").changed)
         if self.ensemble is not None:
             named = self.ensemble.tensors(number)
@@ -121,62 +126,60 @@ class ParallelPipelines:
     # -- copies of parameters -----------------------------------------------------------------------------------------
 
     def sum_copied_gradients(self, number: int | None = None) -> None:
-        """Where several stages use a parameter, each gets the gradient of all. Every process calls it.
+        """Give the copies of a parameter that several stages use the sum of their gradients. Every process calls it.
 
         Args:
-            number: of one pipeline; None: all.
+            number: number of a pipeline; None: all of them.
         """
         for pipeline in self.pipelines if number is None else self.pipelines[number : number + 1]:
             pipeline.steps["training_step"].copies.sum_gradients()
 
     @property
     def summed_with_copies(self) -> Collection[str]:
-        """Parameters of which that sum has the gradients of all replicas of their stages."""
+        """The names of parameters whose sum over copies includes the gradients of all replicas of their stages."""
         return self._first.steps["training_step"].copies.names if self._cluster.stage_map.stage_replicas else ()
-
-    def verify_copies(self) -> None:
-        """Check that what several stages use is the same on all of them. Every process calls it."""
-        with self.showing_reference(False):
-            for pipeline in self.pipelines:
-                pipeline.steps["training_step"].copies.verify()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self, answers: Mapping[str, int]) -> dict[str, Any] | None:
-        """On rank 0 what parallel models have of their own; None if there is one model. Every process calls it.
+        """Return on rank 0 the own state of all parallel models; None if there is one model. Every process calls it.
 
         Args:
-            answers: full name of each parameter and buffer -> the rank that answers for it.
+            answers: rank that answers for each parameter and buffer, by full name.
         """
         return None if self.ensemble is None else full_ensemble_state(self.ensemble, self._cluster, answers)
 
     def dissolve(self, average: bool = True) -> None:
-        """Go on with one model: the reference, after a last averaging if that is wanted. Every process calls it."""
+        """Continue with one model, the reference. Every process calls it.
+
+        Args:
+            average: whether the models are averaged first.
+        """
         if self.ensemble is not None:
             self.ensemble.dissolve(average)
         self.ensemble = self._first.place = None
         self.only_first()
 
     def abandon(self) -> None:
-        """Go on with one model after a failure, without waiting for anybody."""
+        """Continue with one model after a failure, without waiting for other processes."""
         if self.ensemble is not None:
             self.ensemble.averager.abandon()
         self.dissolve(average=False)
 
     @contextlib.contextmanager
     def showing_reference(self, reference: bool = True) -> Iterator[None]:
-        """Within this context the module has the weights of the reference, or those of pipeline 0."""
+        """Give the module the weights of the reference, or those of pipeline 0, within this context."""
         with contextlib.nullcontext() if self.ensemble is None else self.ensemble.showing_reference(reference):
             yield
 
     def show_reference(self, reference: bool) -> None:
-        """From now on the module has the weights of the reference, or those of pipeline 0."""
+        """Give the module the weights of the reference, or those of pipeline 0, until the next call."""
         if self.ensemble is not None:
             self.ensemble.show_reference(reference)
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
-        """Within this context parallel models come and go on trial; after it saved ones wait to be loaded as before."""
+        """Let parallel models be made on trial within this context, and restore the saved models afterwards."""
         before = self.saved, self.has_trained
         self.saved = SavedModels()
         try:
@@ -188,25 +191,28 @@ class ParallelPipelines:
 
 @dataclass
 class SavedModels:
-    """Parallel models of a checkpoint, which wait until models begin to train.
+    """The parallel models of a checkpoint, which are loaded when models begin to train.
 
     Attributes:
-        state: of them; None: nothing waits.
+        state: state of the models; None if there is nothing to load.
     """
 
     state: Mapping[str, Any] | None = None
 
     @property
     def count(self) -> int | None:
-        """How many there are; None if nothing waits."""
+        """The number of saved models; None if there is nothing to load."""
         return None if self.state is None else len(self.state.get("models", ()))
 
     def load_later(self, state: Mapping[str, Any]) -> None:
-        """Load these when models begin to train."""
+        """Keep the state until models begin to train."""
         self.state = state
 
     def load(self, ensemble: Ensemble) -> None:
-        """Load them, and wait no more; if these are another number, they start from the reference."""
+        """Load the saved models into an ensemble, if it has as many models, and drop the state.
+
+        With another number of models all of them start from the reference.
+        """
         if self.state is not None and self.count == ensemble.models.total:
             load_ensemble_state(ensemble, self.state)
         self.state = None

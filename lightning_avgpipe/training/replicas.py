@@ -6,8 +6,8 @@
     replica 1    stage 0 on rank 3     stage 1 on rank 2        a batch of its own
                  sum of gradients      sum of gradients         one step, the same everywhere
 
-Each stage sums by itself, within its last backward, while stages before it still drain. Losses count by their share of
-what all replicas have, so the sum is the gradient of all their batches as one.
+Each stage sums by itself, within its last backward, while the stages before it still drain. Losses are weighted by
+their share of the samples (or other counted units) of all replicas, so the sum is the gradient of all batches as one.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from lightning_avgpipe.utils.names import joined
 
 
 def check_shared(graph: CallGraph, cuts: Sequence[int], stage_map: StageMap) -> None:
-    """Look whether stages whose replicas take micro-batches in turns can do what a step wants of them.
+    """Check that stages whose replicas take micro-batches in turns can run a step.
 
     Args:
-        graph: of the step; only training shares the last stage.
-        cuts: K-1 positions.
-        stage_map: who hosts what.
+        graph: graph of the step; only training shares the last stage.
+        cuts: K-1 positions of the cuts.
+        stage_map: which process hosts which stage.
+
     Raises:
-        PartitionError: the step keeps something for the next micro-batch, which another process has.
+        PartitionError: the step keeps a value for the next micro-batch, which another process runs.
     """
     trains = graph.step == "training_step"
     ends = (*cuts, len(graph.nodes))
@@ -51,7 +52,7 @@ def check_shared(graph: CallGraph, cuts: Sequence[int], stage_map: StageMap) -> 
 
 
 def _kept_on(graph: CallGraph, bounds: Sequence[int], shared: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """Attributes that a step changes and reads on a stage with replicas, or before it: path of a module, and name."""
+    """Yield attributes that a step changes and reads on or before a stage with replicas: path of a module, and name."""
     if not shared:
         return
     early = {key for key, position in graph.reads if position <= bounds[shared[-1] + 1]}
@@ -64,7 +65,7 @@ def _kept_on(graph: CallGraph, bounds: Sequence[int], shared: Sequence[int]) -> 
 
 
 def sharing_last(cluster: Cluster) -> Collectives | None:
-    """The replicas of the last stage, on each of them; None if there is one."""
+    """Return the replicas of the last stage, on each of them; None if there is one, and on other processes."""
     replicas, counts = cluster.replicas, cluster.stage_map.stage_replicas
     shares = counts[-1:] > (1,) and cluster.stage_map.num_stages - 1 in cluster.stages
     return replicas.members if shares and replicas is not None else None
@@ -73,18 +74,20 @@ def sharing_last(cluster: Cluster) -> Collectives | None:
 def weighing(
     works: Sequence[Sequence[MicroBatch]], num_pipelines: int, replicas: ReplicaGroup
 ) -> Callable[[], list[list[MicroBatch]]]:
-    """Begin to weigh micro-batches by their share of what all replicas have of their pipeline.
+    """Begin to weight micro-batches by their share of the counted samples that all replicas have in a pipeline.
 
-    The processes that compute losses call it, and what is returned: the same micro-batches with their weights. Where
-    nothing counts anywhere, replicas count alike.
+    The processes that compute losses call it. If nothing counts in any replica, replicas have equal weights.
 
     Args:
-        works: micro-batches by pipeline; the end of an epoch may have fewer pipelines here than elsewhere.
-        num_pipelines: N.
-        replicas: connects these processes.
+        works: micro-batches by pipeline; at the end of an epoch replicas may have different numbers of pipelines.
+        num_pipelines: number of pipelines, N.
+        replicas: group of these processes.
+
+    Returns:
+        A function that waits for the sum and returns the micro-batches with their weights.
     """
     own = [sum(part.counted for part in parts) for parts in works]
-    counted = torch.tensor([*own, *[0.0] * (num_pipelines - len(own))], dtype=torch.float64)
+    counted = torch.tensor([*own, *[0.0] * (num_pipelines - len(own))], dtype=torch.float64, device="cpu")
     arrive = replicas.begin_sum([counted])
 
     @functools.cache

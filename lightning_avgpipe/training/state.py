@@ -1,9 +1,9 @@
-"""Checkpoints: the state of all stages, as one process would have it."""
+"""State: checkpoints of all stages, as one process would write them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,36 +11,40 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lightning_avgpipe.averaging.ensemble import Ensemble
+from lightning_avgpipe.averaging.optimizer_clone import parameters_in
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
-from lightning_avgpipe.elastic.ensemble import Ensemble
-from lightning_avgpipe.elastic.optimizer_clone import parameters_in
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.weights.relocation import gather, holders
 
 
-def gathers(cluster: Cluster) -> bool:
-    """Whether rank 0 of this group gets whole what its processes have divided, to write it.
-
-    That of the first group writes. If it may leave in the midst of that, others must have the same.
-    """
-    return cluster.survives or cluster.group_number == 0
-
-
 def full_state_dict(module: nn.Module, cluster: Cluster, owner: Mapping[str, int]) -> dict[str, Any]:
-    """On rank 0 the state dict of the whole module; elsewhere the module's own, with what it lacks on meta."""
+    """Return on rank 0 the state dict of the whole module; on other ranks their own, with other stages on meta."""
     state = module.state_dict()
     owners = {name: (owner[name],) for name, v in state.items() if isinstance(v, Tensor) and name in owner}
+    _check_scales(module, owners)
     return gather(cluster.group, state, owners)
 
 
+def _check_scales(module: nn.Module, names: Collection[str]) -> None:
+    """Check that weights in 4 bits, whose scales are entries of their own, are not wanted from other processes."""
+    for name, parameter in module.named_parameters():
+        if name in names and parameter.is_meta and hasattr(parameter, "quant_state"):
+            raise ConfigurationError(
+                f"The state dict holds '{name}', weights in 4 bits that another process has, which are not gathered. "
+                "Save what is trained: leave out of state_dict() of your LightningModule what does not require a "
+                "gradient, and set self.strict_loading = False"
+            )
+
+
 def own_state_dict(module: nn.Module, cluster: Cluster, owner: Mapping[str, int]) -> dict[str, Any]:
-    """The part of the module's state dict that this process answers for; what has no owner is rank 0's."""
+    """Return the part of the state dict for which this process answers; rank 0 answers for entries without owner."""
     return {name: value for name, value in module.state_dict().items() if owner.get(name, 0) == cluster.rank}
 
 
 def scattered_owners(module: nn.Module, cluster: Cluster) -> dict[str, int]:
-    """The owners of a module that was divided before, of which every process kept its part.
+    """Return the owner of each parameter of a module that is divided already, such that every process has its own part.
 
     Raises:
         ConfigurationError: no process has contents for a parameter yet.
@@ -58,10 +62,10 @@ def scattered_owners(module: nn.Module, cluster: Cluster) -> dict[str, int]:
 
 
 def full_optimizer_state(optimizer: Optimizer, processes: Collectives) -> dict[str, Any]:
-    """On rank 0 an ordinary optimizer state: the union of the stages' states; elsewhere one's own.
+    """Return on rank 0 an ordinary optimizer state, the union of the stages' states; on other ranks their own.
 
-    Every process builds its optimizer over all parameters, so a parameter has the same number everywhere, the number
-    that it has in one process.
+    Every process builds its optimizer over all parameters, so a parameter has the same number on all of them, the
+    number that it has in one process.
     """
     state = optimizer.state_dict()
     own = {str(number): entry for number, entry in state["state"].items()}
@@ -71,9 +75,9 @@ def full_optimizer_state(optimizer: Optimizer, processes: Collectives) -> dict[s
 
 
 def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """This process's optimizer state with the names of parameters for their numbers.
+    """Return this process's optimizer state, keyed by names of parameters instead of numbers.
 
-    Optimizers load it as they load one with numbers, and names are what distributed checkpoints are keyed by.
+    Optimizers load it as they load one with numbers, and distributed checkpoints are keyed by names.
     """
     state = optimizer.state_dict()
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -88,10 +92,10 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, 
 
 
 def full_ensemble_state(ensemble: Ensemble, cluster: Cluster, owner: Mapping[str, int]) -> dict[str, Any]:
-    """On rank 0 all that parallel models have of their own; nothing that others could not read without this package.
+    """Return on rank 0 the own state of all parallel models, in types that can be read without this package.
 
-    The models of all groups follow each other, so it does not matter how many groups there are. Pipeline 0's optimizer
-    state is missing, since it is that of the checkpoint.
+    The models of all groups follow each other, so a checkpoint does not depend on the number of groups. Pipeline 0's
+    optimizer state is left out, since it is the checkpoint's.
     """
     state: dict[str, Any] = {"steps": ensemble.averager.steps, "active": ensemble.averager.active, "models": []}
     with ensemble.showing_reference(False):
@@ -112,20 +116,18 @@ def full_ensemble_state(ensemble: Ensemble, cluster: Cluster, owner: Mapping[str
 
 
 def _joined(state: dict[str, Any], cluster: Cluster) -> dict[str, Any]:
-    """On rank 0 of all processes the states of all groups, of which those of a team have the same."""
+    """Join the states of all groups, on rank 0 of all processes; groups of a team have the same state."""
     rest = {"models", "optimizers", "active"}
     brought = {name: pytree.tree_map_only(Tensor, lambda t: t.cpu(), state[name]) for name in rest}
     groups = cluster.leaders.gather_objects(brought)[:: cluster.stage_map.replicas]
     models = [model for group in groups for model in group["models"]]
     optimizers = [states for group in groups for states in group["optimizers"]]
-    # the first group may have left since it was asked for less: the first state is that of the checkpoint
-    optimizers = optimizers[max(0, len(optimizers) - len(models) + 1) :]
     active = sum(group["active"] for group in groups)
     return {**state, "models": models, "optimizers": optimizers, "active": active}
 
 
 def load_ensemble_state(ensemble: Ensemble, state: Mapping[str, Any]) -> None:
-    """What :func:`full_ensemble_state` has saved, as far as this process holds it; there are as many models."""
+    """Load a state of :func:`full_ensemble_state` with as many models, as far as this process holds them."""
     first, size = ensemble.models.first, ensemble.models.size
     ensemble.averager.load_progress(state["steps"], min(size, max(0, state["active"] - first)))
     for n, tensors in enumerate(state["models"][first : first + size]):
@@ -142,12 +144,13 @@ def load_ensemble_state(ensemble: Ensemble, state: Mapping[str, Any]) -> None:
 
 
 def load_present_state(optimizer: Optimizer, states: Mapping[int, Any]) -> None:
-    """Load the states of the parameters that have contents here, in the midst of a step.
+    """Load the states of the parameters that have contents here, possibly during a step.
 
-    ``Optimizer.load_state_dict`` would replace the parameter groups too, which a running step refers to.
+    ``Optimizer.load_state_dict`` would also replace the parameter groups, to which a running step refers.
 
     Args:
-        states: number of the parameter -> its state.
+        optimizer: optimizer over all parameters.
+        states: state of each parameter, by its number.
     """
     parameters = parameters_in(optimizer)
     for number, state in states.items():
@@ -157,7 +160,7 @@ def load_present_state(optimizer: Optimizer, states: Mapping[int, Any]) -> None:
 
 
 def _beside(parameter: Tensor, name: str, value: Any) -> Any:
-    """A copy of a state's entry as ``Optimizer.load_state_dict`` would place it: the step counter stays where it is."""
+    """Copy a state's entry to where ``Optimizer.load_state_dict`` would put it; the step counter keeps its device."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     if name == "step":
@@ -167,9 +170,9 @@ def _beside(parameter: Tensor, name: str, value: Any) -> Any:
 
 
 def move_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Copy optimizer state to beside its parameter, except the step counter, which the optimizer placed itself.
+    """Copy optimizer state to the device of its parameter, except the step counter, which the optimizer placed itself.
 
-    What is there already is copied too: after loading it may be a map of a file, which must not be kept.
+    State on the device is copied as well: after loading it may be mapped from a file, and such memory must not be kept.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():

@@ -1,11 +1,11 @@
-"""Statistics sharing: which iterations let batch normalisation see all replicas of a stage, and how they can."""
+"""Statistics sharing: batch normalisation over all replicas of a stage, for ``Trainer(sync_batchnorm=True)``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.parties import Parties
+from lightning_avgpipe.comm.routes import all_parties
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.shared_statistics import SharedStatistics
@@ -16,10 +16,10 @@ _WHAT = "batch normalisation"
 
 
 class StatisticsSharing:
-    """Makes what looks on while replicas train, for ``Trainer(sync_batchnorm=True)``.
+    """A provider of observers that share statistics of batch normalisation among replicas.
 
     Args:
-        cluster: with open channels, one stage on each process.
+        cluster: cluster with open channels, one stage on each process.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -29,14 +29,14 @@ class StatisticsSharing:
         self._checked: set[tuple[str, int]] = set()
 
     def observers(self, schedule: Schedule) -> list[Observer]:
-        """For an iteration of training. Every process calls it.
+        """Return the observers of an iteration of training. Every process calls it.
 
         Raises:
-            ConfigurationError: replicas do not have as many micro-batches as each other, or could wait for each other.
+            ConfigurationError: replicas have different numbers of micro-batches, or would wait for each other forever.
         """
         stage_map = self._cluster.stage_map
         if self._connected != stage_map:
-            replicas = [replace(p, what=_WHAT) for p in Parties(stage_map) if p.what == "replicas"]
+            replicas = [replace(p, what=_WHAT) for p in all_parties(stage_map) if p.what == "replicas"]
             members = self._cluster.connect(replicas, f"for {_WHAT}")
             self._observers = [] if members is None else [SharedStatistics(members, stage_map.shares_devices)]
             self._connected = stage_map
@@ -74,11 +74,11 @@ class StatisticsSharing:
 
 
 def meets(schedule: Schedule, counts: tuple[int, ...]) -> bool:
-    """Whether all actions run, if those of the replicas of a stage begin and end together.
+    """Return whether all actions can run if those of the replicas of a stage begin and end together.
 
     Args:
-        schedule: rows of all stages, and micro-batches that divide by the counts.
-        counts: replicas of each stage, which take micro-batches in turns.
+        schedule: schedule with rows of all stages, and a number of micro-batches that is a multiple of each count.
+        counts: number of replicas of each stage, which take micro-batches in turns.
     """
     rows = [list(in_turn(row, 0, count)) for row, count in zip(schedule.rows, counts, strict=True)]
     done: set[tuple[str, int, int]] = set()  # forward or gradient, stage, micro-batch

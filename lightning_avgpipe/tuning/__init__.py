@@ -1,4 +1,4 @@
-"""From a profile at one setting to the best setting: predictors, and a search within the memory limit."""
+"""Tuning: predict time and memory of settings from a profile, and search the best one within the memory limit."""
 
 from lightning_avgpipe.tuning.predictors import PREDICTORS, Corrected, Paper, Prediction, Predictor, Simulator
 from lightning_avgpipe.tuning.profile import (

@@ -1,4 +1,4 @@
-"""A lower bound of what the simulation of several pipelines finds, at a fraction of its cost."""
+"""A lower bound for the simulated time of several pipelines, which is much cheaper than the simulation."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from lightning_avgpipe.tuning.scaling import Loads
 
 
 def least_s(num_microbatches: int, num_pipelines: int, loads: Loads, devices: Sequence[int]) -> float:
-    """No order of actions takes less: one micro-batch's way through the pipeline, and work that nothing else replaces.
+    """Return a lower bound for the seconds of an iteration with any order of actions.
 
     ::
 
         stage 0 | F_                      B_
         stage 1 |    F_                B_           a device waits for its first value, does the work of all pipelines,
-        stage 2 |       F_ N M (f+b) B_             and its last gradient travels home; links likewise
+        stage 2 |       F_ N M (f+b) B_             and its last gradient travels back; likewise for links
 
     Args:
-        num_microbatches: M.
-        num_pipelines: N.
-        loads: of one micro-batch on each stage and hop.
-        devices: of each stage, shape ``(K,)``.
+        num_microbatches: M, number of micro-batches of a batch.
+        num_pipelines: N, number of parallel pipelines.
+        loads: times of one micro-batch on each stage and hop.
+        devices: device of each stage, shape ``(K,)``.
     """
-    count, before = num_microbatches * num_pipelines, 0.0  # the way to stage k and back
+    count, before = num_microbatches * num_pipelines, 0.0  # before: to stage k and back
     work: dict[int, float] = {}
     for k, (f, b, device) in enumerate(zip(loads.forward, loads.backward, devices, strict=True)):
         work[device] = work.get(device, before) + count * (f.work_s + b.work_s)

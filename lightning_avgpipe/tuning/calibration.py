@@ -1,7 +1,7 @@
-"""Calibration: a predictor, corrected by what whole iterations took.
+"""Calibration: correct a predictor by the measured times of whole iterations.
 
-Predictors know what actions take by the median, and real ones take now more and now less. A stage waits for the one
-that is late, the more often the more micro-batches there are::
+Predictors use the median times of actions, but real times vary. A stage waits for each action that is late, and the
+more micro-batches there are, the more often it waits::
 
     stage 0 | F0 F1  .  F2 B0 .. |        predicted 1.00 s, took 1.09 s: all times of this M are multiplied by 1.09
 """
@@ -20,15 +20,15 @@ from lightning_avgpipe.tuning.setting import Setting
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Multiplies what a predictor says of an iteration by what the trials of one pipeline took of it, at least 1.
+    """A predictor whose iteration times are multiplied by a ratio, at least 1, of measured and predicted times.
 
-    The ratio is that of the same number of micro-batches, between those of trials linear in its logarithm. Optimizer
-    steps and averaging are not multiplied. Other pipelines fill some of the waits, and an advance shortens them, by how
-    much is not known: so the ratio is the same for every N and advance, and favours none.
+    The ratios come from trials of one pipeline. Between the numbers of micro-batches of trials, the ratio is linear in
+    the logarithm of M. Optimizer steps and averaging are not multiplied. Other pipelines fill some of the waits, and an
+    advance shortens them, by unknown amounts. So the ratio is the same for every N and advance.
 
     Args:
-        predictor: that knows nothing of trials.
-        ratios: number of micro-batches, and took over predicted; ascending, not empty.
+        predictor: predictor without calibration.
+        ratios: (number of micro-batches, measured over predicted time), ascending, not empty.
     """
 
     predictor: Predictor
@@ -36,7 +36,7 @@ class Calibrated:
 
     @property
     def name(self) -> str:
-        """That of the predictor."""
+        """The name of the predictor."""
         return self.predictor.name
 
     def predict(self, profile: Profile, setting: Setting) -> Prediction:
@@ -44,7 +44,7 @@ class Calibrated:
         return self._corrected(profile, setting, self.predictor.predict(profile, setting))
 
     def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
-        """Quickly, as the predictor does."""
+        """Return the predictor's quick lower bounds, multiplied by the ratios."""
         found = self.predictor.bounds(profile, settings)
         return [self._corrected(profile, setting, bound) for setting, bound in zip(settings, found, strict=True)]
 
@@ -57,7 +57,7 @@ class Calibrated:
 
 
 def calibrated(predictor: Predictor, profile: Profile) -> Predictor:
-    """By the trials of the profile; without any the predictor itself, and so is ``Paper``, which stays as printed."""
+    """Calibrate a predictor by the trials of a profile; return it unchanged without trials, or if it is ``Paper``."""
     if isinstance(predictor, Paper):
         return predictor
     ratios = {}

@@ -1,4 +1,4 @@
-"""Memory: what each stage needs at a setting, predicted from a profile."""
+"""Prediction of the memory that each stage needs at a setting, from a profile."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_avgpipe.tuning.setting import Setting
 
 @dataclass(frozen=True)
 class Needed:
-    """Bytes on one stage at its peak.
+    """The bytes that one stage needs at its peak.
 
     Attributes:
-        fixed: context of the device, reference model and accumulator.
-        models: parameters, gradients and optimizer states of all pipelines.
-        stash: what all micro-batches in flight keep.
-        working: transients and message buffers of one micro-batch of each pipeline.
+        fixed: bytes of the context of the device, the reference model and its accumulator.
+        models: bytes of parameters, gradients and optimizer states of all pipelines.
+        stash: bytes that all micro-batches in flight keep for their backwards.
+        working: bytes of transient tensors and message buffers of one micro-batch of each pipeline.
     """
 
     fixed: int
@@ -27,16 +27,17 @@ class Needed:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all bytes."""
         return self.fixed + self.models + self.stash + self.working
 
 
 def memory_at(profile: Profile, setting: Setting) -> tuple[Needed, ...]:
-    """What each stage needs, shape ``(K,)``.
+    """Return the memory that each stage needs, shape ``(K,)``.
 
-    ``F_k = context + reference + N model + N S_k A / M + N (Q + I) / M``, with S_k stashed micro-batches, and A, Q, I
-    of a full batch. With one parallel model there is no reference. All N pipelines may be at their peak at once. With
-    rolling iterations come N + 1 references: where each model began, and the reference before the iteration.
+    ``F_k = context + reference + N model + N S_k A / M + N (Q + I) / M``, with S_k stashed micro-batches, and the
+    activations A, transients Q and message buffers I of a full batch. With one parallel model there is no reference.
+    All N pipelines may be at their peak at once. Rolling iterations need N + 1 further copies of the reference: the
+    start values of each model, and the reference before the iteration.
     """
     n, m = setting.num_pipelines, setting.num_microbatches
     needed = []

@@ -1,6 +1,6 @@
-"""Pictures of a search: time per batch and memory over M and N, with what does not fit and what was chosen.
+"""Pictures of a search: time per batch and memory over M and N, with the settings that do not fit and the choice.
 
-Needs matplotlib, which is asked for only when something is drawn.
+Drawing needs matplotlib, which is imported only when something is drawn.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _CELL_INCHES, _MARGIN_INCHES = 0.55, 1.6
 _DPI = 100
 _GIB = 2**30
 
-_Cells = list[list[Candidate | None]]  # a row for each N, in which a column for each M
+_Cells = list[list[Candidate | None]]  # a row for each N, with a column for each M
 
 
 def draw(result: Result, measured: Mapping[tuple[int, int], float] | None = None) -> Figure:
     """Draw two heat maps: predicted time per batch, and memory of the fullest stage relative to the limit.
 
-    Each cell shows the best schedule for its M and N. Cells in which none fits are hatched; the choice has a star; ≥
-    marks times that are only a lower bound, because they cannot be the best.
+    Each cell shows the best schedule for its M and N. Cells in which no schedule fits are hatched, and the choice has a
+    star. ≥ marks times that are only a lower bound, which was enough to rule these settings out.
 
     Args:
-        result: of a search.
-        measured: seconds per batch by (M, N), drawn as discs in the colours of the map of times.
+        result: result of a search.
+        measured: measured seconds per batch by (M, N), drawn as discs in the colours of the map of times.
     Returns:
-        A matplotlib figure that belongs to no window: nothing has to be closed.
+        A matplotlib figure without a window, which does not have to be closed.
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
@@ -67,7 +67,7 @@ def draw(result: Result, measured: Mapping[tuple[int, int], float] | None = None
 
 
 def _draw_times(axes: Axes, cells: _Cells, places: Mapping[tuple[int, int], float], measured: Iterable[float]) -> None:
-    """The map of times, with discs at the places that were measured; the colours reach over all measured seconds."""
+    """Draw the map of times, with discs at measured places; the range of colours includes the measured seconds."""
     times = [[math.nan if c is None else c.prediction.per_batch_s * 1e3 for c in row] for row in cells]
     shown = [t for row in times for t in row if not math.isnan(t)] + [seconds * 1e3 for seconds in measured]
     image = _map(axes, times, min(shown), max(shown), "viridis_r", "predicted ms per batch")

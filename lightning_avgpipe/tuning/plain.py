@@ -1,4 +1,4 @@
-"""Frozen dataclasses as JSON and back, exactly."""
+"""Exact conversion of frozen dataclasses to JSON and back."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ T = TypeVar("T")
 
 
 def to_json(value: Any, version: int) -> str:
-    """A dataclass of numbers, strings, tuples and such dataclasses; floats keep every bit."""
+    """Return a dataclass of numbers, strings, tuples and such dataclasses as JSON; floats keep every bit."""
     return json.dumps({"format": version, type(value).__name__: dataclasses.asdict(value)}, allow_nan=False)
 
 
 def from_json(kind: type[T], text: str, version: int) -> T:
-    """What ``to_json`` wrote.
+    """Make the dataclass that ``to_json`` wrote.
 
     Raises:
-        TuningError: it is of another class or version, or not whole.
+        TuningError: the text is of another class or version, or incomplete.
     """
     try:
         found = json.loads(text)
@@ -40,13 +40,13 @@ def _read(kind: Any, data: Any, where: str) -> Any:
         hints = typing.get_type_hints(kind)
         fields = {field.name for field in dataclasses.fields(kind)}
         needed = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
-        if not needed <= data.keys() <= fields:  # an entry with a default may be younger than the text
+        if not needed <= data.keys() <= fields:  # fields with a default may have been added after the text was written
             raise ValueError(f"{where} has the entries {sorted(data)}, not {sorted(fields)}")
         return kind(**{name: _read(hints[name], found, f"{where}.{name}") for name, found in data.items()})  # type: ignore[operator]
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
         return tuple(_read(arguments[0], entry, f"{where}[{i}]") for i, entry in enumerate(data))
-    if isinstance(kind, types.UnionType):  # with None
+    if isinstance(kind, types.UnionType):  # the only unions are those with None
         return None if data is None else _read(arguments[0], data, where)
     if type(data) is not kind and not (kind is float and type(data) is int):
         raise TypeError(f"{where} is {data!r}, not of type {kind.__name__}")

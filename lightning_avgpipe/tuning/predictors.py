@@ -1,7 +1,8 @@
-"""Predictors: from a profile, how long an iteration takes at any setting and what it needs in memory.
+"""Predictors of the time of an iteration and of its memory at any setting, from a profile.
 
-Three with one interface: ``Paper`` is what AvgPipe's paper prints, kept for comparison; ``Corrected`` is a closed form
-without its slips; ``Simulator`` plays the iteration through. Memory is predicted alike by all.
+There are three predictors with one interface. ``Paper`` implements the equations of AvgPipe's paper as printed, for
+comparison. ``Corrected`` is a closed form without their errors. ``Simulator`` simulates the iteration. All predict
+memory in the same way.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from lightning_avgpipe.tuning.steady import rolling_iteration_s, steady_iteratio
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of a setting.
+    """The predicted time and memory of a setting.
 
     Attributes:
         iteration_s: seconds of an iteration: a batch of each pipeline, optimizer steps, averaging.
-        per_batch_s: the same per batch, which is to be short.
+        per_batch_s: seconds of an iteration per batch, which the search minimises.
         memory: bytes of each stage at its peak, shape ``(K,)``.
-        at_least: whether the times are only a lower bound of what the predictor would say.
+        at_least: whether the times are only a lower bound of the predictor's times.
     """
 
     iteration_s: float
@@ -38,11 +39,11 @@ class Prediction:
 
 
 class Predictor(Protocol):
-    """Anything that predicts."""
+    """The interface of predictors."""
 
     @property
     def name(self) -> str:
-        """For people and files."""
+        """The name of the predictor in messages and files."""
         ...
 
     def predict(self, profile: Profile, setting: Setting) -> Prediction:
@@ -50,21 +51,22 @@ class Predictor(Protocol):
         ...
 
     def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
-        """Quickly, for each setting: what ``predict`` returns, or with ``at_least`` times that it does not undercut."""
+        """Return for each setting quickly either its prediction or, with ``at_least``, lower bounds of its times."""
         return [self.predict(profile, setting) for setting in settings]
 
 
 @dataclass(frozen=True)
 class Paper(Predictor):
-    """Equations 2, 4, 6 and 7 of the paper as they are printed.
+    """A predictor with equations 2, 4, 6 and 7 of the paper as printed.
 
-    What is wrong with them: the computation of equation 2 is that of one batch, the communication of equation 4 that of
-    an iteration with its N batches, and both are added; the schedule plays no part, forwards and backwards are one; so
-    are both directions of a link; the time of a link includes the latency of every message, though latencies overlap;
-    the end of an iteration is left out. As a batch is what equation 2 counts, the sum is taken for the time per batch.
+    These equations have errors. Equation 2 gives the computation of one batch and equation 4 the communication of an
+    iteration with N batches, and both are added. The schedule has no influence, and forwards and backwards are not
+    distinguished, nor are both directions of a link. The time of a link includes the latency of every message, though
+    latencies overlap. The end of an iteration is left out. As equation 2 is for a batch, the sum is taken as the time
+    per batch.
 
     Args:
-        growing: whether communication per batch grows with N, as printed; it does not, so that False is one slip less.
+        growing: whether communication per batch grows with N, as printed. False corrects this error.
     Source: Chen et al., AvgPipe, PPoPP 2023, section 5.
     """
 
@@ -72,11 +74,11 @@ class Paper(Predictor):
 
     @property
     def name(self) -> str:
-        """For people and files."""
+        """The name of the predictor in messages and files."""
         return "paper" if self.growing else "paper, communication per batch"
 
     def predict(self, profile: Profile, setting: Setting) -> Prediction:
-        """Predict a setting from a profile; the slowest stage counts."""
+        """Predict a setting from a profile by its slowest stage."""
         m, n = setting.num_microbatches, setting.num_pipelines
         compute = [_printed_compute_s(profile, k, m, n) for k in range(profile.num_stages)]
         growth = n / profile.num_pipelines if self.growing else 1.0
@@ -89,7 +91,7 @@ class Paper(Predictor):
 
 
 def _printed_compute_s(profile: Profile, stage: int, m: int, n: int) -> float:
-    """Equation 2: per batch, with both directions one curve."""
+    """Return the computation of a batch by equation 2, with forward and backward as one curve."""
     demand = profile.num_microbatches * n / (m * profile.num_pipelines)
     found = profile.stages[stage]
     total = found.forward.total_s + found.backward.total_s
@@ -98,7 +100,7 @@ def _printed_compute_s(profile: Profile, stage: int, m: int, n: int) -> float:
 
 
 def _printed_communication_s(profile: Profile, stage: int) -> float:
-    """What a stage sends in an iteration of the profile."""
+    """Return the seconds that a stage sends in an iteration of the profile, by equation 4."""
     seconds = 0.0
     if stage < profile.num_stages - 1:
         hop = profile.hops[stage]
@@ -110,22 +112,25 @@ def _printed_communication_s(profile: Profile, stage: int) -> float:
 
 
 def _summed(seconds: Sequence[float]) -> list[float]:
-    """What lies before each entry."""
+    """Return for each entry the sum of all entries before it."""
     return list(itertools.accumulate(seconds, initial=0.0))[:-1]
 
 
 @dataclass(frozen=True)
 class Corrected(Predictor):
-    """A closed form: the first micro-batch's way through the pipeline, and what the tightest resource adds to it.
+    """A predictor in closed form: the time of the first micro-batch, plus the time that the bottleneck adds.
 
-    The way there and back is the sum of its actions and messages. On devices that serve lanes side by side the first
-    micro-batches of all N pipelines go together; every link draws them apart by the time of a message, so that they
-    disturb each other less on the stage behind it. Then, with AFAB, in each direction the slowest stage adds its other
-    micro-batches, or the slowest link its other messages. With a warm-up w, forwards and backwards are one phase, and
-    besides stages and links every round trip between two stages j < k may be the tightest: ``w_j - w_k + 1``
-    micro-batches make it at once. With sufficient advance none matters. Rolling iterations take as long as one pipeline
-    alone, or as the tightest device or link needs for all N; the simulator has up to a sixth more where a device is
-    just about full.
+    The first micro-batch takes the sum of its actions and messages through the pipeline and back. On devices that serve
+    lanes side by side, the first micro-batches of all N pipelines run together. Every link separates them by the time
+    of a message, so that they slow each other down less on the stage behind it.
+
+    With AFAB, the slowest stage adds its other micro-batches in each direction, or the slowest link its other messages.
+    With a warm-up w, forwards and backwards are one phase, and besides stages and links every round trip between two
+    stages j < k may be the bottleneck: ``w_j - w_k + 1`` micro-batches make it at the same time. With a sufficient
+    advance no round trip is the bottleneck.
+
+    Rolling iterations take as long as one pipeline alone, or as the busiest device or link needs for all N. The
+    simulator predicts up to a sixth more where a device is nearly full.
     """
 
     name: str = "corrected"
@@ -155,7 +160,7 @@ class Corrected(Predictor):
 
 
 def _first_s(profile: Profile, loads: Sequence[Load], gaps: Sequence[float], num_pipelines: int) -> list[float]:
-    """Seconds of the first micro-batch on each stage, with those of the other pipelines ``gaps`` behind each other."""
+    """Return the seconds of the first micro-batch on each stage; those of other pipelines follow at ``gaps``."""
     if profile.device.in_turns:
         return [load.alone_s for load in loads]
     return [max(load.alone_s, load.shared_s - (num_pipelines - 1) * gap) for load, gap in zip(loads, gaps, strict=True)]
@@ -164,9 +169,11 @@ def _first_s(profile: Profile, loads: Sequence[Load], gaps: Sequence[float], num
 def _work_beyond_s(
     profile: Profile, setting: Setting, phase: Sequence[tuple[Sequence[Load], Sequence[float]]]
 ) -> float:
-    """What the slowest stage or device does in a phase, besides the first micro-batch.
+    """Return the seconds that the slowest stage or device works in a phase, besides the first micro-batch.
 
     Args:
+        profile: profile that is scaled.
+        setting: setting that is predicted.
         phase: loads of each stage, with the seconds of the first micro-batch, in one or both directions.
     """
     m, n = setting.num_microbatches, setting.num_pipelines
@@ -181,12 +188,12 @@ def _work_beyond_s(
 
 
 def _trips_beyond_s(loads: Loads, num_microbatches: int, warm_up: Sequence[int]) -> float:
-    """What the slowest round trip between two stages takes besides its first."""
+    """Return the seconds of the slowest sequence of round trips between two stages, besides the first trip."""
     longest = 0.0
     for j, k in itertools.combinations(range(len(warm_up)), 2):
         trip = sum(load.alone_s for load in (*loads.forward[j : k + 1], *loads.backward[j : k + 1]))
         trip += sum(loads.values_s[j:k]) + sum(loads.gradients_s[j:k]) + sum(map(sum, loads.latency_s[j:k]))
-        # before the first trip and after the last one, stage k does its warm-up and as many backwards
+        # before the first trip and after the last one, stage k runs its warm-up and as many backwards
         aside = warm_up[k] * (loads.forward[k].alone_s + loads.backward[k].alone_s)
         trips = (num_microbatches - 1 - warm_up[k]) // (warm_up[j] - warm_up[k] + 1)
         longest = max(longest, aside + trips * trip)
@@ -195,7 +202,7 @@ def _trips_beyond_s(loads: Loads, num_microbatches: int, warm_up: Sequence[int])
 
 @dataclass(frozen=True)
 class Simulator:
-    """Plays every action and message of an iteration through, see ``steady``. Slower, and the most faithful."""
+    """A predictor that simulates every action and message of an iteration: the slowest and most accurate one."""
 
     name: str = "simulator"
 
@@ -209,7 +216,7 @@ class Simulator:
         return _prediction(profile, setting, seconds + loads.update_s)
 
     def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
-        """Work and links bound from below, and so does one pipeline that has a device for each stage."""
+        """Return lower bounds: the work of devices and links, and one pipeline with a device for each stage."""
         alone: dict[tuple[int, tuple[int, ...]], float] = {}  # by M and warm-up
         stages = range(profile.num_stages)
         found = []
@@ -228,7 +235,7 @@ class Simulator:
 
 
 def _rolling_s(profile: Profile, setting: Setting, predictor: Predictor) -> float:
-    """Where no pipeline waits for another: what one takes, or what a device or a link does for all of them.
+    """Return the seconds of a rolling iteration: of one pipeline alone, or of a device's or link's work for all.
 
     A process does nothing else while it sums gradients of tied parameters.
     """

@@ -1,4 +1,4 @@
-"""The profile: what a few iterations at one setting tell about a model, its division and its devices.
+"""The profile: measurements of a model, its stages and its devices in a few iterations at one setting.
 
 A micro-batch of stage 1, on the time axis of its device::
 
@@ -23,13 +23,13 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Curve:
-    """How much of a device one micro-batch uses while it is on it, piecewise constant.
+    """The utilisation of a device over time by an action on one micro-batch, piecewise constant.
 
     Attributes:
-        seconds: length of each piece.
-        utilisation: of the device in each piece, 0..1; same shape.
+        seconds: length of each piece in seconds.
+        utilisation: utilisation of the device in each piece, 0..1; same shape.
     Raises:
-        TuningError: lengths that differ, or a number out of range.
+        TuningError: the lengths differ, or a number is out of range.
     """
 
     seconds: tuple[float, ...]
@@ -46,33 +46,33 @@ class Curve:
 
     @classmethod
     def constant(cls, seconds: float, utilisation: float) -> Curve:
-        """One piece."""
+        """Make a curve of one piece."""
         return cls((seconds,), (utilisation,))
 
     @cached_property
     def total_s(self) -> float:
-        """Duration."""
+        """The duration in seconds."""
         return sum(self.seconds)
 
     def stretched(self, demand: float) -> Curve:
-        """When the work in every piece is ``demand`` times as much: fuller, and longer where the device is full."""
+        """Return the curve of ``demand`` times the work: a higher utilisation, and a longer time where it exceeds 1."""
         wanted = [demand * used for used in self.utilisation]
         lengths = tuple(s * max(1.0, w) for s, w in zip(self.seconds, wanted, strict=True))
         return Curve(lengths, tuple(min(1.0, w) for w in wanted))
 
     def stretched_s(self, demand: float) -> float:
-        """Duration of ``stretched(demand)``: the integral of ``max(demand * utilisation, 1)``."""
+        """Return the duration of ``stretched(demand)``: the integral of ``max(demand * utilisation, 1)``."""
         return sum(s * max(1.0, demand * u) for s, u in zip(self.seconds, self.utilisation, strict=True))
 
     @cached_property
     def work_s(self) -> float:
-        """Seconds of a full device that it uses: the integral of the utilisation."""
+        """The seconds of a fully used device that the work takes: the integral of the utilisation."""
         return sum(s * u for s, u in zip(self.seconds, self.utilisation, strict=True))
 
 
 @dataclass(frozen=True)
 class OtherSize:
-    """Durations of a micro-batch of another size, measured with one pipeline alone."""
+    """The durations of a forward and a backward with another number of micro-batches, measured with one pipeline."""
 
     num_microbatches: int
     forward_s: float
@@ -81,15 +81,15 @@ class OtherSize:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on one stage.
+    """The bytes on one stage at the profiled setting.
 
     Attributes:
-        context: of the device's runtime, whatever is trained.
-        model: parameters, gradients and optimizer states of one pipeline.
-        reference: reference model and its accumulator.
-        activations: the stash of a full batch; that of a micro-batch is 1/M of it.
-        transient: what a full batch needs beyond that while an action runs.
-        boundary: buffers for the messages of a full batch.
+        context: bytes of the device's runtime, independent of the model.
+        model: bytes of parameters, gradients and optimizer states of one pipeline.
+        reference: bytes of the reference model and its accumulator.
+        activations: bytes of the stash of a full batch; a micro-batch needs 1/M of it.
+        transient: bytes that a full batch needs in addition while an action runs.
+        boundary: bytes of buffers for the messages of a full batch.
     """
 
     context: int
@@ -102,13 +102,13 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class StageProfile:
-    """One stage at the profiled setting.
+    """The measurements of one stage at the profiled setting.
 
     Attributes:
-        forward: of one micro-batch; its duration is that of the action.
-        backward: the same.
-        memory: bytes.
-        others: durations at other micro-batch sizes; where there are some, they correct what the curves predict.
+        forward: curve of the forward of one micro-batch; its duration is that of the action.
+        backward: curve of the backward of one micro-batch.
+        memory: bytes of the stage.
+        others: durations at other micro-batch sizes, which correct the predictions from the curves.
         step_s: seconds of the optimizer's step, per pipeline.
         averaging_s: seconds of the averaging, per pipeline.
     """
@@ -123,7 +123,7 @@ class StageProfile:
 
 @dataclass(frozen=True)
 class HopProfile:
-    """One hop: bytes of the messages of one micro-batch, and the link in each direction."""
+    """The measurements of one hop: bytes of the messages of one micro-batch, and the link in each direction."""
 
     forward_bytes: float
     backward_bytes: float
@@ -133,12 +133,12 @@ class HopProfile:
 
 @dataclass(frozen=True)
 class Device:
-    """What all devices of the profile are.
+    """A description of the devices of a profile, which are all of one kind.
 
     Attributes:
-        name: for people, and to notice a profile from elsewhere.
-        memory: bytes.
-        in_turns: whether lanes run one action at a time, as the executor has them, instead of side by side.
+        name: name of the device model, which also shows whether a profile is from another kind of device.
+        memory: bytes of memory of a device.
+        in_turns: whether lanes run one action at a time, as in the executor, instead of side by side.
     """
 
     name: str
@@ -148,10 +148,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Trial:
-    """What an iteration of a setting took: more than its actions and messages make, if these take now more, now less.
+    """The measured time of whole iterations at a setting, which includes waits that come from varying action times.
 
     Attributes:
-        setting: of one pipeline.
+        setting: setting with one pipeline.
         span_s: seconds from the first action to the last one, without optimizer steps and averaging.
     """
 
@@ -161,21 +161,21 @@ class Trial:
 
 @dataclass(frozen=True)
 class Profile:
-    """Measurements at M = ``num_microbatches``, N = ``num_pipelines``.
+    """The measurements at M = ``num_microbatches`` and N = ``num_pipelines``.
 
-    M should be large and N = 1, so that devices are not full: what a full device would have liked to do is not seen.
+    M should be large and N = 1, so that devices are not full: demand beyond a full device cannot be measured.
 
     Attributes:
-        num_microbatches: m.
-        num_pipelines: n.
-        batch_size: samples of a batch of one pipeline.
-        stages: shape ``(K,)``.
-        hops: shape ``(K-1,)``.
-        device: description.
+        num_microbatches: m, number of micro-batches of a batch at the profiled setting.
+        num_pipelines: n, number of pipelines at the profiled setting.
+        batch_size: number of samples of a batch of one pipeline.
+        stages: measurements of each stage, shape ``(K,)``.
+        hops: measurements of each hop, shape ``(K-1,)``.
+        device: description of the devices.
         devices: number of the device of each stage, shape ``(K,)``; empty: stage k on device k.
-        groups: process groups that are averaged with this one, and itself.
+        groups: number of process groups whose models are averaged, including this one.
         tied_s: seconds in which stages that use the same parameters sum their gradients, per pipeline.
-        trials: of one pipeline, at some numbers of micro-batches; empty: unknown.
+        trials: measured iterations of one pipeline, at some numbers of micro-batches; empty: none were measured.
     Raises:
         TuningError: numbers that do not fit together.
     """
@@ -222,18 +222,18 @@ class Profile:
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """The number of stages K."""
         return len(self.stages)
 
     def averages(self, num_pipelines: int) -> bool:
-        """Whether there is a reference model."""
+        """Return whether so many pipelines are averaged, and so have a reference model."""
         return num_pipelines * self.groups > 1
 
     def to_json(self) -> str:
-        """Text that ``from_json`` makes an equal profile of."""
+        """Return a text from which ``from_json`` makes an equal profile."""
         return plain.to_json(self, _FORMAT)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Raises TuningError for what is no profile of this version."""
+        """Make a profile from a text of ``to_json``; raise TuningError if it is not a profile of this version."""
         return plain.from_json(cls, text, _FORMAT)

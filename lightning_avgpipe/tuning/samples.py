@@ -1,4 +1,4 @@
-"""How many more samples parallel models need to reach a goal, beside a single one: what a batch of theirs is worth."""
+"""Factors of samples: how many times as many samples parallel models need to reach a goal as a single model."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ import math
 from collections.abc import Mapping
 
 MEASURED: Mapping[int, float] = {1: 1.0, 2: 1.2, 4: 1.7}
-"""Medians of nine trainings with ``outer_lr="auto"``, by N: ``python benchmarks/statistical_efficiency.py``."""
+"""The factors by N: medians of nine trainings with ``outer_lr="auto"``, from
+``python benchmarks/statistical_efficiency.py``."""
 
 ROLLING: Mapping[int, float] = {1: 1.0, 2: 1.0, 4: 1.14}
-"""What rolling pipelines need as a multiple of that: medians of six trainings of two seeds each,
+"""The additional factors of rolling pipelines by N: medians of six trainings of two seeds each, from
 ``python benchmarks/statistical_efficiency.py --rules scaled``, see docs/parallel_pipelines.md."""
 
 SamplesFactor = float | Mapping[int, float] | None
 
 
 def samples_at(factor: SamplesFactor, num_pipelines: int, rolling: bool = False) -> float:
-    """Samples until a goal, as a multiple of what one pipeline needs.
+    """Return the samples until a goal, as a multiple of the samples that one pipeline needs.
 
     Args:
-        factor: the same for every N above 1; or by N, linear in the logarithm of N between two and beyond the last two;
-            None: as measured. What is given holds for rolling pipelines, too.
-        num_pipelines: N.
-        rolling: whether they meet one at a time.
+        factor: one factor for every N above 1; or factors by N, linear in the logarithm of N between two entries, and
+            extrapolated from the last two; None: the measured factors. A given factor also holds for rolling pipelines.
+        num_pipelines: N, number of parallel pipelines.
+        rolling: whether pipelines average one at a time.
     """
     if num_pipelines == 1:
         return 1.0

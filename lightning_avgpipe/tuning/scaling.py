@@ -1,4 +1,4 @@
-"""Scaling: what actions and messages take at another setting than the profiled one."""
+"""Scaling of a profile: the times of actions and messages at another setting than the profiled one."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lightning_avgpipe.schedule.kinds import Direction
 from lightning_avgpipe.tuning.profile import Curve, Profile, StageProfile
 from lightning_avgpipe.tuning.setting import Setting
 
-_PIECES = 8  # of a curve, at most; more take time and change little
+_PIECES = 8  # largest number of pieces of a curve; more take time and change little
 
 
 @dataclass(frozen=True)
 class Load:
-    """One micro-batch of one pipeline on one stage, in one direction.
+    """The times of the forward or backward of one micro-batch on one stage.
 
     Attributes:
         alone_s: seconds while no other lane runs.
-        shared_s: seconds while those of all N pipelines run together (in turns: of all of them, one after another).
-        work_s: seconds of the device that it takes from others.
-        curve: what ``alone_s`` and ``shared_s`` come from, scaled.
+        shared_s: seconds while the same actions of all N pipelines run together; in turns, the sum of their seconds.
+        work_s: seconds of the device that the action takes from other lanes.
+        curve: scaled curve, from which the seconds are computed.
     """
 
     alone_s: float
@@ -35,15 +35,15 @@ class Load:
 
 @dataclass(frozen=True)
 class Loads:
-    """Everything that takes time at a setting; the costs of a simulation.
+    """The times of all actions and messages at a setting, which are the costs of a simulation.
 
     Attributes:
-        forward: of each stage, shape ``(K,)``.
-        backward: the same.
-        values_s: time for which values of a micro-batch occupy the link of each hop, shape ``(K-1,)``.
-        gradients_s: the same for gradients.
-        latency_s: of each hop: values, gradients.
-        update_s: optimizer steps and averaging at the end of an iteration.
+        forward: load of a forward on each stage, shape ``(K,)``.
+        backward: load of a backward on each stage, shape ``(K,)``.
+        values_s: seconds for which activations of a micro-batch occupy the link of each hop, shape ``(K-1,)``.
+        gradients_s: seconds for which gradients of a micro-batch occupy the link of each hop, shape ``(K-1,)``.
+        latency_s: latencies of each hop in seconds, for activations and gradients, shape ``(K-1, 2)``.
+        update_s: seconds of optimizer steps and averaging at the end of an iteration.
     """
 
     forward: tuple[Load, ...]
@@ -55,11 +55,11 @@ class Loads:
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """The number of stages K."""
         return len(self.forward)
 
     def pieces(self, kind: Kind, stage: int) -> Pieces:
-        """Of an action: seconds and utilisation; a long curve becomes few pieces of equal length with the same work."""
+        """Return the parts of an action: seconds and utilisation. A long curve becomes few parts of the same work."""
         curve = {FORWARD: self.forward, BACKWARD: self.backward}[kind][stage].curve
         if len(curve.seconds) <= _PIECES or curve.total_s == 0:
             return tuple(zip(curve.seconds, curve.utilisation, strict=True))
@@ -67,7 +67,7 @@ class Loads:
         return tuple((length, min(1.0, work / length)) for work in _work_per_slice(curve, length))
 
     def message_s(self, direction: Direction, hop: int) -> tuple[float, float]:
-        """Of a message: seconds for which it occupies its link, and from then until it arrives."""
+        """Return the seconds for which a message occupies its link, and the seconds from then until it arrives."""
         if direction == "forward":
             return self.values_s[hop], self.latency_s[hop][0]
         return self.gradients_s[hop], self.latency_s[hop][1]
@@ -86,10 +86,10 @@ def _work_per_slice(curve: Curve, length: float) -> list[float]:
 
 
 def loads_at(profile: Profile, setting: Setting) -> Loads:
-    """Scale a profile.
+    """Scale a profile to a setting.
 
-    A micro-batch m/M times as large asks for m/M times the utilisation, which takes longer only where that exceeds the
-    device. Its messages have m/M times the bytes.
+    A micro-batch m/M times as large has m/M times the utilisation, and takes longer only where this exceeds 1. Its
+    messages have m/M times the bytes.
     """
     size = profile.num_microbatches / setting.num_microbatches
     return Loads(
@@ -117,7 +117,7 @@ def _load(profile: Profile, setting: Setting, stage: StageProfile, direction: st
 
 
 def _correction(profile: Profile, stage: StageProfile, direction: str, num_microbatches: int) -> float:
-    """Measured over predicted seconds, between the measured sizes linear in the logarithm of M."""
+    """Return measured over predicted seconds, linear in the logarithm of M between measured sizes."""
     if not stage.others:
         return 1.0
     curve: Curve = getattr(stage, direction)
@@ -131,7 +131,7 @@ def _correction(profile: Profile, stage: StageProfile, direction: str, num_micro
 
 
 def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Between points that ascend linear, outside of them constant."""
+    """Interpolate linearly between points with ascending x; outside of them the result is constant."""
     for (left, low), (right, high) in itertools.pairwise(points):
         if left <= x <= right:
             return low + (high - low) * (x - left) / (right - left)
@@ -139,9 +139,9 @@ def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def update_s(profile: Profile, num_pipelines: int) -> float:
-    """Seconds at the end of an iteration: sums over tied parameters, optimizer steps and averaging of N pipelines.
+    """Return the seconds at the end of an iteration of N pipelines.
 
-    Of steps and averaging, those of the slowest device.
+    These are the sums of gradients of tied parameters, and the optimizer steps and averaging of the slowest device.
     """
     averages = profile.averages(num_pipelines)
     per_device: dict[int, float] = {}

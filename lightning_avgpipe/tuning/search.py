@@ -1,4 +1,4 @@
-"""The search: every setting that may be used, what is predicted for it, and the fastest that fits the memory."""
+"""The search for the best setting: predict all settings, and choose the fastest that fits the memory."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from lightning_avgpipe.utils.table import table
 
 ADVANCES = (0, 1, 2, 4, 8)
 _FORMAT = 1
-_ROUNDING = 1e-9  # relative; times that differ by less differ only in the order of their additions
+_ROUNDING = 1e-9  # relative: times that differ by less differ only in the order of their additions
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting with what is predicted for it.
+    """A setting with its prediction.
 
     Attributes:
         setting: M, N, and the schedule.
-        prediction: for the setting.
-        samples: until a goal, as a multiple of what one pipeline needs.
+        prediction: predicted time and memory of the setting.
+        samples: samples until a goal, as a multiple of the samples that one pipeline needs.
     """
 
     setting: Setting
@@ -40,31 +40,31 @@ class Candidate:
 
     @property
     def cost_s(self) -> float:
-        """Seconds in which it learns as much as one pipeline from a batch."""
+        """The seconds in which the setting learns as much as one pipeline from a batch."""
         return self.prediction.per_batch_s * self.samples
 
     def lacking(self, memory_limit: float) -> tuple[int, float]:
-        """The stage that needs the most, and how many bytes that is above the limit; negative where it fits."""
+        """Return the stage that needs most memory, and by how many bytes it exceeds the limit; negative if it fits."""
         stage = max(range(len(self.prediction.memory)), key=self.prediction.memory.__getitem__)
         return stage, self.prediction.memory[stage] - memory_limit
 
     def fits(self, memory_limit: float) -> bool:
-        """Whether every stage stays within the limit."""
+        """Return whether every stage stays within the limit."""
         return self.lacking(memory_limit)[1] <= 0
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was chosen, from what, and why; ``str(result)`` is a table.
+    """The result of a search: the candidates, the choice and its reason; ``str(result)`` is a table.
 
     Attributes:
-        profile: that everything is predicted from.
-        predictor: its name.
+        profile: profile from which everything is predicted.
+        predictor: name of the predictor.
         memory_limit: bytes that no stage may exceed; None for no limit.
-        candidates: all settings that were considered; those that cannot be the fastest of their number of pipelines
-            may have no more than a lower bound.
-        choice: the one to use.
-        reason: why.
+        candidates: all settings that were considered. Those that cannot be the fastest with their number of pipelines
+            may have only a lower bound of the time.
+        choice: chosen candidate.
+        reason: why it was chosen.
     """
 
     profile: Profile
@@ -76,11 +76,11 @@ class Result:
 
     @property
     def limit(self) -> float:
-        """Bytes, infinite without a limit."""
+        """The memory limit in bytes, infinite without a limit."""
         return math.inf if self.memory_limit is None else self.memory_limit
 
     def best(self, num_microbatches: int | None = None, num_pipelines: int | None = None) -> Candidate | None:
-        """The best candidate with this M and N (None: any); where none of them fits, the one that lacks least."""
+        """Return the best candidate with this M and N (None: any); if none fits, the one that lacks least memory."""
         found = [
             candidate
             for candidate in self.candidates
@@ -93,12 +93,12 @@ class Result:
         return min(found, key=lambda candidate: candidate.lacking(self.limit)[1], default=None)
 
     def to_json(self) -> str:
-        """Text that ``from_json`` makes an equal result of."""
+        """Return a text from which ``from_json`` makes an equal result."""
         return plain.to_json(self, _FORMAT)
 
     @classmethod
     def from_json(cls, text: str) -> Result:
-        """Raises TuningError for what is no result of this version."""
+        """Make a result from a text of ``to_json``; raise TuningError if it is not a result of this version."""
         return plain.from_json(cls, text, _FORMAT)
 
     def __str__(self) -> str:
@@ -134,18 +134,18 @@ def candidates(
     schedule: str = "advance_forward",
     rolling: bool | Literal["auto"] = False,
 ) -> tuple[Setting, ...]:
-    """All settings to consider.
+    """Return all settings to consider.
 
     Args:
-        profile: for the batch size and the number of stages.
-        max_num_pipelines: N goes from 1 to this.
-        microbatch_candidates: every M; default: the divisors of the batch size, or the powers of two up to it if there
+        profile: profile with the batch size and the number of stages.
+        max_num_pipelines: largest N; N goes from 1 to this number.
+        microbatch_candidates: all M; default: the divisors of the batch size, or the powers of two up to it if there
             are more of those.
-        advances: every h; those that change nothing are left out, and other schedules than advance forward have none.
-        schedule: its name.
-        rolling: whether pipelines roll where there are several; ``"auto"``: both are considered.
+        advances: all h. Those that change nothing are left out, and only advance forward propagation uses them.
+        schedule: name of the schedule.
+        rolling: whether several pipelines roll; ``"auto"``: both are considered.
     Raises:
-        TuningError: no pipelines, or an M that the batch cannot be split into.
+        TuningError: there are no pipelines, or a batch cannot be split into M micro-batches.
     """
     if max_num_pipelines < 1:
         raise TuningError(f"max_num_pipelines={max_num_pipelines}: must be at least 1")
@@ -164,13 +164,13 @@ def candidates(
 
 
 def microbatch_counts(batch_size: int, given: Sequence[int] | None = None) -> list[int]:
-    """Every M to consider, ascending.
+    """Return all M to consider, ascending.
 
     Args:
-        batch_size: samples of a batch.
-        given: what to consider; default: as for :func:`candidates`.
+        batch_size: number of samples of a batch.
+        given: all M to consider; default: as for :func:`candidates`.
     Raises:
-        TuningError: an M that the batch cannot be split into.
+        TuningError: a batch cannot be split into M micro-batches.
     """
     if given is not None:
         counts = sorted(set(given))
@@ -193,17 +193,19 @@ def search(
 ) -> Result:
     """Choose the setting with the shortest predicted time per batch, times samples to a goal, among those that fit.
 
-    Of settings that are equally fast, the one whose fullest stage needs less memory is taken. Where a predictor is slow
-    it predicts, from the lowest bound on, those settings that fit and may be the fastest with their N.
+    Of settings that are equally fast, the one whose fullest stage needs less memory is taken. A slow predictor gives
+    lower bounds first. Then it predicts, in the order of these bounds, only the settings that fit and may be the
+    fastest with their N.
 
     Args:
-        profile: of one setting.
-        settings: to consider, as ``candidates`` gives them.
+        profile: profile of one setting.
+        settings: settings to consider, as ``candidates`` returns them.
         memory_limit: bytes that no stage may exceed; None for no limit.
-        predictor: default: ``Corrected()``; either is calibrated by the trials of the profile.
-        samples_factor: what N models need, see ``samples_at``.
+        predictor: predictor of times, which is calibrated by the trials of the profile; default: ``Corrected()``.
+        samples_factor: factor of samples that N models need, see ``samples_at``.
     Raises:
-        TuningError: there is none, or none fits; says what is missing on which stage, and what would help.
+        TuningError: there is no setting, or none fits. The message says how much memory is missing on which stage, and
+            what would help.
     """
     if not settings:
         raise TuningError("no settings to choose from; give at least one")
@@ -223,7 +225,7 @@ def _predicted(
 ) -> tuple[Candidate, ...]:
     samples = [samples_at(factor, setting.num_pipelines, setting.rolling) for setting in settings]
     found = list(map(Candidate, settings, predictor.bounds(profile, settings), samples))
-    best: dict[tuple[int, bool], float] = {}  # seconds per batch, of those that need as many samples
+    best: dict[tuple[int, bool], float] = {}  # seconds per batch, of settings that need the same factor of samples
     for i in sorted(range(len(found)), key=lambda i: (found[i].prediction.at_least, found[i].prediction.per_batch_s)):
         candidate, kind = found[i], (found[i].setting.num_pipelines, found[i].setting.rolling)
         known = best.get(kind, math.inf)

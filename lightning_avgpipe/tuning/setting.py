@@ -1,4 +1,4 @@
-"""Settings: what the tuner chooses, and how many micro-batches a setting stashes."""
+"""Settings, which the tuner chooses, with their warm-up and stash."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ TUNED = ("advance_forward", "1f1b", "afab")  # schedules whose time and memory a
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """M, N, and the schedule.
+    """A setting: the number of micro-batches M, the number of pipelines N, and the schedule.
 
     Attributes:
         num_microbatches: M, per batch and pipeline.
-        num_pipelines: N.
-        advance: h, of ``"advance_forward"``.
+        num_pipelines: N, number of parallel pipelines.
+        advance: h of ``"advance_forward"``.
         schedule: ``"advance_forward"``, ``"1f1b"`` or ``"afab"``.
         rolling: whether each pipeline begins its next batch without waiting for the others.
     Raises:
-        TuningError: a number below 1 or a schedule that does not train.
+        TuningError: M or N is below 1, the advance is negative, or the schedule is none of these.
     """
 
     num_microbatches: int
@@ -37,12 +37,15 @@ class Setting:
             raise TuningError(f"{self}: tune {', '.join(map(repr, TUNED))}")
 
     def warm_up(self, num_stages: int) -> tuple[int, ...]:
-        """Forwards before the first pair, shape ``(num_stages,)``; M - 1 stands for M, which has the same rows."""
+        """Return the forwards of each stage before its first pair, shape ``(num_stages,)``.
+
+        A warm-up of M is returned as M - 1, which gives the same rows.
+        """
         ahead = builders.warm_up(self.schedule, num_stages, self.num_microbatches, self.advance)
         return tuple(min(w, self.num_microbatches - 1) for w in ahead)
 
     def stash(self, num_stages: int) -> tuple[int, ...]:
-        """Largest number of stashed micro-batches of one pipeline, shape ``(num_stages,)``."""
+        """Return the largest number of stashed micro-batches of one pipeline on each stage, shape ``(num_stages,)``."""
         return tuple(w + 1 for w in self.warm_up(num_stages))
 
     def __str__(self) -> str:

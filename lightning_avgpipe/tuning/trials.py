@@ -1,4 +1,4 @@
-"""Trials: at which sizes to measure, and what measurements say about a curve, a stage, the best setting."""
+"""Trials: the choice of sizes to measure, and the evaluation of measurements."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from lightning_avgpipe.tuning.scaling import update_s
 from lightning_avgpipe.tuning.search import Candidate, Result
 from lightning_avgpipe.tuning.setting import Setting
 
-_ENOUGH = 16  # micro-batches that leave a device under-used, at least, ...
-_PER_STAGE = 8  # ... and so many per stage: with more, what an action costs whatever its size is most of it
-_ROUNDS = 2  # of all sizes, at least
+# A profile is taken with at most so many micro-batches, or so many per stage if that is more: beyond, the fixed cost of
+# an action would dominate.
+_ENOUGH = 16
+_PER_STAGE = 8
+_ROUNDS = 2  # least number of rounds over all sizes
 _PIECES = 16
 
 
 def trial_sizes(counts: Sequence[int], num_stages: int) -> tuple[int, tuple[int, ...]]:
-    """The number of micro-batches to profile with, and up to three others to see what the size of micro-batches does.
+    """Return the number of micro-batches to profile with, and up to three others to measure the effect of sizes.
 
-    The first is large, so that devices are not full. The others are the smallest one, one in the middle between, and,
-    since what is best is mostly there, one between that and the large one.
+    The first number is large, so that devices are not full. The others are the smallest number, one between the two,
+    and one between that and the large number, where the best setting mostly is.
 
     Args:
         counts: numbers of micro-batches to choose from.
-        num_stages: K.
+        num_stages: K, number of stages.
     """
     counts = sorted(set(counts))
     cap = max(_ENOUGH, _PER_STAGE * num_stages)
@@ -42,27 +44,28 @@ def trial_sizes(counts: Sequence[int], num_stages: int) -> tuple[int, tuple[int,
 
 
 def affordable(others: Sequence[int], iterations: int) -> tuple[int, ...]:
-    """Those of the other sizes that so many iterations are enough for.
+    """Return those of the other sizes that can be measured within a number of iterations.
 
     Args:
-        others: descending; the first, which are nearest to the size of the profile, are left out first.
-        iterations: at least 4.
+        others: numbers of micro-batches, descending. The first ones, which are nearest to that of the profile, are left
+            out first.
+        iterations: number of iterations, at least 4.
     """
     most = (iterations - 2) // _ROUNDS - 1
     return tuple(others[max(0, len(others) - most) :])
 
 
 def _between(counts: Sequence[int], low: int, high: int) -> int:
-    """The one that is nearest to the geometric mean."""
+    """Return the count that is nearest to the geometric mean of ``low`` and ``high``."""
     return min(counts, key=lambda m: abs(m * m - low * high))
 
 
 def rounds(iterations: int, sizes: int) -> int:
-    """How many rounds of one iteration at each size, beside one to warm up and one for the memory.
+    """Return the number of rounds of one iteration at each size, after one to warm up and one to measure memory.
 
     Args:
-        iterations: at most, at least 4.
-        sizes: their number; the others are affordable.
+        iterations: largest number of iterations, at least 4.
+        sizes: number of sizes, with others as :func:`affordable` returns them.
     """
     return (iterations - 2) // sizes
 
@@ -70,12 +73,12 @@ def rounds(iterations: int, sizes: int) -> int:
 def durations(
     spans: Iterable[tuple[int, Kind, float]], span_s: Sequence[tuple[float, float]] = ()
 ) -> dict[tuple[int, Kind], float]:
-    """Seconds of an action of each stage and kind.
+    """Return the median seconds of an action of each stage and kind.
 
     Args:
         spans: stage, kind and seconds of each action of one process.
-        span_s: of each iteration seconds in which the process was busy, and those within actions. What lies between
-            actions is time that they take from others; none: that is not counted.
+        span_s: for each iteration the seconds in which the process was busy, and the seconds within actions. The time
+            between actions is distributed over them; empty: it is not counted.
     """
     found: dict[tuple[int, Kind], list[float]] = {}
     for stage, kind, seconds in spans:
@@ -85,12 +88,12 @@ def durations(
 
 
 def busy_curve(kernels: Iterable[tuple[float, float, float]], begin_s: float, end_s: float) -> Curve:
-    """How much of a device its kernels use within an action.
+    """Return the utilisation of a device by its kernels within an action.
 
     Args:
-        kernels: begin, end and share of the device of each.
-        begin_s: of the action, on the same clock.
-        end_s: of the action.
+        kernels: begin, end and share of the device of each kernel.
+        begin_s: begin of the action, on the same clock.
+        end_s: end of the action.
     """
     length = (end_s - begin_s) / _PIECES
     work = [0.0] * _PIECES
@@ -102,9 +105,10 @@ def busy_curve(kernels: Iterable[tuple[float, float, float]], begin_s: float, en
 
 
 def best(result: Result, count: int) -> tuple[Candidate, ...]:
-    """The best candidates of those that fit, by prediction, the chosen one first.
+    """Return the predicted best candidates among those that fit, the chosen one first.
 
-    Of those that differ in their advance only, and not in what is predicted, the one that needs the least memory.
+    Of candidates that differ only in their advance and have the same predicted time, the one with the least memory is
+    taken.
     """
     fitting = [c for c in result.candidates if c.fits(result.limit) and c != result.choice]
     fitting.sort(key=lambda c: (c.cost_s, max(c.prediction.memory), c.setting))
@@ -121,11 +125,11 @@ def _predicted_alike(one: Candidate, other: Candidate) -> bool:
 
 
 def refined(result: Result, measured: Mapping[Setting, float]) -> Result:
-    """Choose by measurements in the place of predictions.
+    """Choose by measured times instead of predictions.
 
     Args:
-        result: of the search.
-        measured: of some settings, seconds per batch.
+        result: result of the search.
+        measured: measured seconds per batch of some settings.
     """
     if not measured:
         return result
@@ -138,5 +142,5 @@ def refined(result: Result, measured: Mapping[Setting, float]) -> Result:
 
 
 def per_batch_s(profile: Profile, setting: Setting, iteration_s: float) -> float:
-    """Seconds of a batch, from those of an iteration without its optimizer steps and averaging."""
+    """Return the seconds of a batch, from the seconds of an iteration without optimizer steps and averaging."""
     return (iteration_s + update_s(profile, setting.num_pipelines)) / setting.num_pipelines

@@ -1,1 +1,1 @@
-"""What every room uses and nobody of this subject invented: trees, patching, source lines."""
+"""Utilities that do not depend on pipelining: trees, objects, tensors, devices, versions of other packages."""

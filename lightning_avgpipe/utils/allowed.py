@@ -1,7 +1,8 @@
-"""What options may be: one table that help texts and errors are made from."""
+"""Tables of the allowed values of options, from which help texts and errors are made."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import os
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.names import close_to
 
 Class = TypeVar("Class", bound=type)
 _SHOWN = 100  # characters of a value
@@ -17,12 +19,12 @@ _SHOWN = 100  # characters of a value
 
 @dataclass(frozen=True)
 class Allowed:
-    """What an option may be.
+    """The allowed values of an option.
 
     Attributes:
-        what: in words, after "must be".
-        example: as one would write it.
-        accepts: whether it may be this value; called with anything.
+        what: description that follows "must be" in messages.
+        example: an allowed value as code.
+        accepts: function that returns whether a value is allowed; it is called with any object.
     """
 
     what: str
@@ -34,7 +36,7 @@ Table = Mapping[str, Allowed]
 
 
 def whole(least: int, most: int, example: int, *words: str) -> Allowed:
-    """An integer within bounds, or one of some words."""
+    """Allow an integer from ``least`` to ``most``, or one of some words."""
     what = " or ".join([*map(repr, words), f"an integer from {least} to {most}"])
 
     def accepts(value: Any) -> bool:
@@ -44,7 +46,7 @@ def whole(least: int, most: int, example: int, *words: str) -> Allowed:
 
 
 def number(above: float, most: float, example: float, *words: str, least: bool = False) -> Allowed:
-    """A number above a bound (or, if ``least``, from it on) up to another, or one of some words."""
+    """Allow a number above a bound (or, if ``least``, from it on) up to ``most``, or one of some words."""
     bounds = f"from {above:g} to {most:g}" if least else f"above {above:g}, at most {most:g}"
 
     def accepts(value: Any) -> bool:
@@ -57,47 +59,56 @@ def number(above: float, most: float, example: float, *words: str, least: bool =
 
 
 def choice(*words: str) -> Allowed:
-    """One of some words."""
+    """Allow one of some words."""
     return Allowed(f"one of {', '.join(map(repr, words))}", repr(words[0]), lambda v: _is_word(v, words))
 
 
 def flag(*words: str) -> Allowed:
-    """Yes or no, or one of some words."""
+    """Allow True, False, or one of some words."""
     what = " or ".join([*map(repr, words), "True or False"])
     return Allowed(what, "True", lambda v: isinstance(v, bool) or _is_word(v, words))
 
 
 def names(what: str, example: str) -> Allowed:
-    """A list of names, at least one."""
+    """Allow a list of at least one name."""
     return Allowed(
         f"a list of {what}", example, lambda v: isinstance(v, (list, tuple)) and bool(v) and all(map(_is_name, v))
     )
 
 
 def directory(*words: str) -> Allowed:
-    """A path, or one of some words, which are paths too."""
+    """Allow the path of a directory; some words, which are also paths, have a meaning of their own."""
     what = " or ".join([*map(repr, words), "the path of a directory"])
     return Allowed(what, "'some/folder'", lambda v: _is_name(v) or isinstance(v, os.PathLike))
 
 
+def instance(kind: type, example: str) -> Allowed:
+    """Allow an instance of a class."""
+    article = "an" if kind.__name__[0] in "AEIOU" else "a"
+    return Allowed(f"{article} {kind.__name__}", example, lambda value: isinstance(value, kind))
+
+
 def either(first: Allowed, second: Allowed) -> Allowed:
-    """One or the other."""
+    """Allow the values of two entries."""
     what = f"{first.what}, or {second.what}"
     return Allowed(what, second.example, lambda v: first.accepts(v) or second.accepts(v))
 
 
 def optional(allowed: Allowed, without: str) -> Allowed:
-    """The same, or None, and what that means."""
+    """Allow the values of an entry or None; ``without`` says what None means."""
     return Allowed(f"{allowed.what}, or None for {without}", allowed.example, lambda v: v is None or allowed.accepts(v))
 
 
 def check(table: Table, given: Mapping[str, Any], of: str = "") -> None:
-    """Check options.
+    """Check that the values of options are allowed.
 
     Args:
-        of: what has these options, for messages.
+        table: allowed values by option.
+        given: values by option.
+        of: name of the class that has these options, for messages.
     Raises:
-        ConfigurationError: names the first that is not allowed, what was given, and what is allowed.
+        ConfigurationError: a value is not allowed. The message names the first such option, its value, and the allowed
+            values.
     """
     for name, value in given.items():
         if not table[name].accepts(value):
@@ -109,7 +120,7 @@ def check(table: Table, given: Mapping[str, Any], of: str = "") -> None:
 
 
 def documented(table: Table) -> Callable[[Class], Class]:
-    """A decorator that says in the docstring of a class, in the help of each argument, what is allowed."""
+    """Make a decorator that adds the allowed values to the docstring of a class, at the help of each argument."""
 
     def add(kind: Class) -> Class:
         lines = inspect.cleandoc(kind.__doc__ or "").splitlines()
@@ -130,6 +141,33 @@ def documented(table: Table) -> Callable[[Class], Class]:
     return add
 
 
+def suggesting_names(**parts: type) -> Callable[[Class], Class]:
+    """Make a decorator of a class that raises an error with the nearest known keyword for an unknown one.
+
+    Args:
+        parts: option -> class of its values. For a keyword of such a class, the error says how to give it there.
+    """
+
+    def add(kind: Class) -> Class:
+        constructor: Callable[..., None] = kind.__init__  # type: ignore[misc]
+        known = list(inspect.signature(constructor).parameters)[1:]
+
+        @functools.wraps(constructor)
+        def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+            for name in kwargs.keys() - set(known):
+                remedy = close_to(name, known, f"it has {', '.join(known)}")
+                for option, part in parts.items():
+                    if name in inspect.signature(part).parameters:
+                        remedy = f"use {option}={part.__name__}({name}={_shown(kwargs[name])})"
+                raise ConfigurationError(f"{kind.__name__} has no option {name!r}: {remedy}")
+            constructor(self, *args, **kwargs)
+
+        kind.__init__ = construct  # type: ignore[misc]
+        return kind
+
+    return add
+
+
 def _is_word(value: Any, words: tuple[str, ...]) -> bool:
     return isinstance(value, str) and value in words
 
@@ -141,6 +179,6 @@ def _is_name(value: Any) -> bool:
 def _shown(value: Any) -> str:
     try:
         text = repr(value)
-    except Exception as error:  # whatever somebody's repr() does, the error is about the option
+    except Exception as error:  # the error is about the option, also if repr() of a user's class raises
         text = f"<{type(value).__name__} without repr(): {type(error).__name__}>"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

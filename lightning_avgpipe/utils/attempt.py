@@ -1,7 +1,7 @@
-"""The attempt: which of the processes that a store has seen are those of this start.
+"""Separation of the current start of the processes from earlier starts that used the same store.
 
-torchrun keeps its store when it starts processes again, with all that those before them wrote. Neither its count of
-restarts tells them apart, since a node that has joined late counts from zero.
+torchrun keeps its store, with everything that earlier processes wrote, when it restarts processes. Its count of
+restarts does not distinguish starts, since a node that joined late counts from zero.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ _POLL_S = 0.05
 
 
 def fresh(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The part of a store that only the processes have which call this now, all of them.
+    """Return a part of a store that is used only by the processes that call this function now.
 
     ::
 
         rank r   hello/r = token                  token's welcome -> session     here/session/r
         rank 0            token -> welcome = session                    ... until all are here
 
-    Rank 0 may read what a process before this one wrote as rank r; then it welcomes one that is gone, and reads again.
+    Rank 0 may read a token that an earlier process wrote as rank r. Then it welcomes a process that is gone, and reads
+    again until the current one has answered.
 
+    Args:
+        store: store that all processes share.
+        rank: rank of this process.
+        world_size: number of processes that call this function.
+        timeout: largest time to wait for all processes.
     Raises:
-        RuntimeError: not all have come within the timeout; says which.
+        DistStoreError: not all processes have called within the timeout. The message says which are missing.
     """
     if rank:
         token = uuid.uuid4().hex
@@ -52,5 +58,5 @@ def _welcome(store: dist.Store, session: str, missing: set[int], deadline: float
         if not missing:
             return
         if time.monotonic() > deadline:
-            raise RuntimeError(f"ranks {sorted(missing)} did not come in time")
+            raise dist.DistStoreError(f"ranks {sorted(missing)} did not come in time")
         time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""The device port: all that differs between the host and an accelerator, whose work outlasts the calls."""
+"""Device ports: one interface to the host and to accelerators, whose work runs asynchronously to the calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_avgpipe.utils.device_memory import AllocatorMemory, DeviceMemory
 
 _WITHOUT_STREAMS = ("cpu", "meta", "mps")
 _HOST_BACKEND = "gloo"
-_HOST_ALLOCATOR = "DefaultCPUAllocator"  # of torch, which raises a RuntimeError
+_HOST_ALLOCATOR = "DefaultCPUAllocator"  # torch's allocator raises a RuntimeError with this name
 
 T = TypeVar("T")
 
@@ -26,21 +26,21 @@ TUNED_WITHOUT_GRAPHS = "max-autotune-no-cudagraphs"  # a mode of torch.compile
 
 
 def keeps_graphs(options: Mapping[str, Any]) -> bool:
-    """Whether ``torch.compile`` with these arguments makes graphs of kernels, which keep the values of one call."""
+    """Return whether ``torch.compile`` with these options uses CUDA graphs, whose outputs the next call overwrites."""
     asked = (options.get("options") or {}).get("triton.cudagraphs", False)
     return bool(asked or options.get("mode") in ("reduce-overhead", "max-autotune"))
 
 
-Moment = float | torch.Event  # a time of this process's clock, or on an accelerator an event that will have one
+Moment = float | torch.Event  # a time of this process's clock, or on an accelerator an event with a later time
 
 
 def has_passed(moment: Moment) -> bool:
-    """Whether its stream has got there."""
+    """Return whether the stream of a moment has reached it."""
     return isinstance(moment, float) or moment.query()
 
 
 def seconds_between(begin: Moment, end: Moment) -> float:
-    """From one moment to another of the same device; waits for the end."""
+    """Wait for the moment ``end``, and return the seconds since ``begin`` on the same device."""
     if isinstance(begin, float) or isinstance(end, float):
         return end - begin  # type: ignore[operator]
     if not end.query():
@@ -50,30 +50,36 @@ def seconds_between(begin: Moment, end: Moment) -> float:
 
 @functools.cache
 def port_of(device: torch.device) -> DevicePort:
-    """What to ask about a device."""
+    """Return the port of a device."""
     return (DevicePort if device.type in _WITHOUT_STREAMS else AcceleratorPort)(device)
 
 
-def all_generators() -> list[torch.Generator]:
-    """Torch's generators, of all devices that are in use."""
+def accelerator_in_use() -> str | None:
+    """Return the type of the accelerator that this process has begun to use, or None."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type in _WITHOUT_STREAMS:
-        return [torch.default_generator]
-    module = torch.get_device_module(accelerator)
-    return [torch.default_generator, *(module.default_generators if module.is_initialized() else ())]
+        return None
+    return accelerator.type if torch.get_device_module(accelerator).is_initialized() else None
+
+
+def all_generators() -> list[torch.Generator]:
+    """Return torch's default generators of the host and of the accelerator, if it is in use."""
+    used = accelerator_in_use()
+    others = () if used is None else torch.get_device_module(used).default_generators
+    return [torch.default_generator, *others]
 
 
 def backends(host: str, accelerator: str, device: torch.device) -> str:
-    """Names for torch.distributed what connects hosts, and what connects devices of a kind."""
+    """Return a backend string for torch.distributed with one backend for the host and one for an accelerator."""
     return f"cpu:{host},{device.type}:{accelerator}"
 
 
 def device_backend(name: str | None, device: torch.device) -> str:
-    """The backend of torch.distributed between devices of a kind.
+    """Return the backend of torch.distributed for a type of device.
 
     Args:
-        name: of it, or with the kinds of devices, as ``cpu:gloo,cuda:nccl``; None: that of torch for the kind.
-        device: of the kind.
+        name: backend, or backends by type of device, such as ``cpu:gloo,cuda:nccl``; None: torch's default.
+        device: a device of this type.
     """
     if name is None:
         return dist.Backend.default_device_backend_map.get(device.type, _HOST_BACKEND)
@@ -83,7 +89,7 @@ def device_backend(name: str | None, device: torch.device) -> str:
 
 
 def first_options(backend: str, timeout: timedelta) -> Any:
-    """For torch.distributed: a backend's transfers go before other work of the device; None: it has no such option."""
+    """Return options of torch.distributed with which transfers have high priority; None if a backend has none."""
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -92,18 +98,18 @@ def first_options(backend: str, timeout: timedelta) -> Any:
 
 
 def connects_hosts(name: str) -> bool:
-    """Whether a backend, or one of those of several kinds of devices, connects hosts as well."""
+    """Return whether a backend string for torch.distributed includes a backend for tensors on the host."""
     return ":" in name or "cpu" in dist.Backend.backend_capability.get(name, ["cpu"])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the host, had too little memory."""
+    """Return whether an error says that a device or the host is out of memory."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _HOST_ALLOCATOR in str(error)
 
 
 def _waits() -> int:
-    """How often this thread has given the processor away, to sleep or to wait; where that is not known, 0."""
-    with contextlib.suppress(ImportError, AttributeError):  # as on Linux only
+    """Return how often this thread has given up the processor to sleep or wait; 0 where this is not known."""
+    with contextlib.suppress(ImportError, AttributeError):  # RUSAGE_THREAD exists on Linux only
         import resource
 
         return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
@@ -111,14 +117,14 @@ def _waits() -> int:
 
 
 class DevicePort:
-    """A device whose work is done when a call returns, as the host's; its memory is the host's.
+    """The port of a device without streams, whose work is done when a call returns, such as the host.
 
     Args:
-        device: the device.
+        device: device that this is the port of.
 
     Attributes:
         runs_ahead: whether calls return before their work is done.
-        memory: what it has, and what is used.
+        memory: total and used memory of the device; here that of the host.
     """
 
     runs_ahead = False
@@ -129,13 +135,13 @@ class DevicePort:
 
     @property
     def is_host(self) -> bool:
-        """Whether tensors there are in the host's memory."""
+        """Whether tensors on the device are in the host's memory."""
         return self.device.type == "cpu"
 
     @property
     def name(self) -> str:
-        """Of the model of device."""
-        with contextlib.suppress(OSError):  # Linux tells more there than platform does
+        """The name of the device model."""
+        with contextlib.suppress(OSError):  # on Linux this file names the model, which platform does not
             for line in Path("/proc/cpuinfo").read_text().splitlines():
                 if line.startswith("model name"):
                     return line.partition(":")[2].strip()
@@ -143,61 +149,61 @@ class DevicePort:
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
-        """Those that draws on this device may use."""
+        """The generators that random operations on this device may use."""
         return (torch.default_generator,)
 
     # -- streams and time ----------------------------------------------------------------------------------------------
 
     def enter_thread(self) -> None:
-        """Make it the current device of this thread."""
+        """Make the device the current one of this thread."""
 
     def synchronize(self) -> None:
-        """Wait until all of its work is done."""
+        """Wait until all work of the device is done."""
 
     def new_stream(self, first: bool = True) -> Any:
-        """A stream beside the current one; None where there are none.
+        """Make a stream; None if the device has no streams.
 
         Args:
-            first: whether its work goes first.
+            first: whether the stream has high priority.
         """
         return None
 
     def current_stream(self) -> Any:
-        """The stream on which this thread puts its work; None where there are none."""
+        """Return the current stream of this thread; None if the device has no streams."""
         return None
 
     def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Work within this context goes to a stream."""
+        """Run the work within this context on a stream."""
         return contextlib.nullcontext()
 
     def event(self) -> Any:
-        """The place where the current stream is; None where its work is done."""
+        """Record an event on the current stream; None if the device has no streams."""
         return None
 
     def moment(self, stream: Any = None) -> Moment:
-        """When a stream gets here, by default the current one."""
+        """Return the moment at which a stream, by default the current one, has done its work so far."""
         return time.perf_counter()
 
     def timed(self, work: Callable[[], T]) -> tuple[T, float]:
-        """Do some work; its result, and the seconds that it took."""
+        """Run a function, and return its result and the seconds that it took."""
         waits, begin_s, begin_own_s = _waits(), time.perf_counter(), time.thread_time()
         result = work()
         own_s, took_s = time.thread_time() - begin_own_s, time.perf_counter() - begin_s
-        # On one thread the time for which it computed: what other processes take is not its own. What it waits is.
+        # With one thread, count the processor time, which excludes other processes, unless the work waited.
         computed = torch.get_num_threads() == 1 and (own_s > took_s / 2 or _waits() == waits)
         return result, own_s if computed else took_s
 
     def utilization(self) -> float:
-        """Which part of the time it was busy lately, 0..1.
+        """Return the recent utilisation of the device, 0..1.
 
         Raises:
-            Exception: of any kind, where that cannot be told.
+            Exception: any exception, if the device does not report its utilisation.
         """
         raise NotImplementedError(f"{self.device} does not tell how busy it is")
 
 
 class AcceleratorPort(DevicePort):
-    """A device with streams and an allocator of its own, behind torch's module for it, such as ``torch.cuda``."""
+    """The port of a device with streams and an allocator, which uses torch's module for it, such as ``torch.cuda``."""
 
     runs_ahead = True
 
@@ -212,7 +218,7 @@ class AcceleratorPort(DevicePort):
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
-        self._torch.current_device()  # which makes the generators
+        self._torch.current_device()  # initialises the device, and so makes the generators
         return torch.default_generator, self._torch.default_generators[self.device.index or 0]
 
     def enter_thread(self) -> None:

@@ -1,4 +1,4 @@
-"""What memory a device has, and what is used of it, in bytes."""
+"""The total and used memory of a device, in bytes."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ import torch
 
 
 class DeviceMemory:
-    """The memory of the host, which counts nothing.
+    """The memory of the host, for which torch does not count allocations.
 
     Attributes:
-        is_counted: whether an allocator says what is allocated.
+        is_counted: whether an allocator counts what is allocated.
     """
 
     is_counted = False
 
     def total_bytes(self) -> int:
-        """All that there is."""
+        """Return the total memory."""
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def free_bytes(self) -> int:
-        """What nobody uses now; on a host that does not tell, all of it."""
+        """Return the memory that is free now, or the total where the host does not report this."""
         try:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         except ValueError:
             return self.total_bytes()
 
     def other_bytes(self) -> int:
-        """What is used besides what the allocator has reserved."""
+        """Return the used memory without the part that this process's allocator has reserved."""
         return 0
 
     def allocated_bytes(self) -> int:
-        """What tensors of this process use now; 0 where this is not counted."""
+        """Return the memory that tensors of this process use now; 0 where it is not counted."""
         return 0
 
     def peak_bytes(self) -> int:
-        """The most that they used since the last :meth:`reset_peak`."""
+        """Return the peak memory of tensors since the last :meth:`reset_peak`; 0 where it is not counted."""
         return 0
 
     def reset_peak(self) -> None:
-        """Begin anew to look for the peak."""
+        """Reset the peak to what is used now."""
 
 
 class AllocatorMemory(DeviceMemory):
-    """Memory with an allocator of torch's.
+    """The memory of a device that has an allocator of torch.
 
     Args:
-        device: the device.
-        module: torch's for it, such as ``torch.cuda``.
+        device: device whose memory this is.
+        module: torch's module for the device, such as ``torch.cuda``.
     """
 
     is_counted = True
@@ -72,7 +72,7 @@ class AllocatorMemory(DeviceMemory):
         return int(self._torch.memory_allocated(self._device))
 
     def peak_bytes(self) -> int:
-        # with what was freed while other streams were using it, such as messages: nobody can have that either
+        # includes memory that was freed while other streams used it, such as messages, as it is not available either
         found = self._torch.memory_stats(self._device).get("active_bytes.all.peak")
         return int(self._torch.max_memory_allocated(self._device) if found is None else found)
 

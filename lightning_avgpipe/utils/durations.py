@@ -1,4 +1,4 @@
-"""Durations as people write them: a number of seconds, or a string such as ``"5min"``."""
+"""Durations as options: a number of seconds, or a string such as ``"5min"``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATTERN = rf"^\s*(?:{_NUMBER}\s*(?:{'|'.join(_UNITS)})?|\d+:\d\d:\d\d)\s*$"
 
 
 def duration(value: Any) -> Any:
-    """As a timedelta, if it is a number of seconds or a string that means a duration; anything else as it is."""
+    """Convert a number of seconds or a string that is a duration to a timedelta; return anything else unchanged."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _MOST.total_seconds():
         return timedelta(seconds=value)
     if not isinstance(value, str) or not re.match(PATTERN, value):

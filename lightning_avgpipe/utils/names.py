@@ -1,4 +1,4 @@
-"""Full names of modules, parameters and attributes: ``blocks.0.norm.weight``; the root's path is empty."""
+"""Operations on full names of modules, parameters and attributes, such as ``blocks.0.norm.weight``; the root is ""."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from fnmatch import fnmatchcase
 
 
 def joined(path: str, leaf: str) -> str:
-    """The full name of what a module at this path has."""
+    """Return the full name of an attribute of the module at a path."""
     return f"{path}.{leaf}" if path else leaf
 
 
 def around(name: str) -> Iterator[str]:
-    """The paths of the modules around a name, the innermost first, the root last."""
+    """Yield the paths of the modules that contain a name, the innermost first and the root last."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """The name itself if it is known, or the innermost path around it that is; empty if none is."""
+    """Return the name if it is known, otherwise the innermost known path that contains it; empty if there is none."""
     return next((path for path in (name, *around(name)) if path in known), "")
 
 
 def is_within(name: str, path: str) -> bool:
-    """Whether something has this very name, or lies below it."""
+    """Return whether a name is a path itself, or lies below it."""
     return name == path or name.startswith(f"{path}.")
 
 
 def fitting(patterns: Sequence[str], known: Iterable[str]) -> list[str]:
-    """The outermost of the known names that fit a pattern, in the order of the patterns; what lies below goes along."""
+    """Return the known names that fit a pattern, in the order of the patterns, without names below another result."""
     known = list(known)
     found = [name for pattern in patterns for name in known if fnmatchcase(name, pattern)]
     return [name for name in dict.fromkeys(found) if not any(name.startswith(f"{other}.") for other in found)]
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """``a, b, c and 4 more``."""
+    """Format names for messages, such as ``a, b, c and 4 more``."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def close_to(name: str, known: Collection[str]) -> str:
-    """What to do about a name that is not known."""
+def close_to(name: str, known: Collection[str], instead: str = "use a name of named_modules()") -> str:
+    """Return advice about an unknown name: the closest known names, or ``instead`` if none is close."""
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-    return f"did you mean {' or '.join(map(repr, close))}?" if close else "use a name of named_modules()"
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else instead

@@ -1,4 +1,4 @@
-"""The state of one object: its items and attributes, read and put back whatever kind of object it is."""
+"""Read and restore the state of one Python object of any type: its items and attributes."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ import inspect
 import operator
 import sys
 import types
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lightning_avgpipe.utils import opaque as opaque_contents
+from lightning_avgpipe.utils.tree import dict_type
+from lightning_avgpipe.utils.weak_cache import weakly_cached
 
 ITEMS = (list, dict, set, deque)
-_OF_GENERATOR: dict[str, Any] = {}  # the attributes of one, whose items are its contents
+_OF_GENERATOR: dict[str, Any] = {}  # marks the state of a generator of random numbers, whose items are its contents
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 class Variable:
-    """A variable outside of objects, as one: a global one, an attribute of a class, or one that functions enclose.
+    """A variable that is treated as an object: a global variable, a class attribute, or a variable of a closure.
 
     Args:
-        owner: the variables of a Python module, a class, or the cell of an enclosed variable.
-        name: of the variable.
+        owner: the dict of a Python module, a class, or the cell of an enclosed variable.
+        name: name of the variable.
     """
 
     def __init__(self, owner: dict[str, Any] | type | types.CellType, name: str) -> None:
@@ -34,7 +36,7 @@ class Variable:
         self._name = name if not isinstance(owner, types.CellType) else "cell_contents"
 
     def state(self) -> dict[str, Any]:
-        """What it stands for, if anything."""
+        """Return a dict with the value of the variable, which is empty if it is not assigned."""
         owner, name = self._owner, self._name
         if isinstance(owner, types.CellType):
             with contextlib.suppress(ValueError):  # not assigned yet
@@ -44,7 +46,7 @@ class Variable:
         return {"value": held[name]} if name in held else {}
 
     def put(self, state: dict[str, Any]) -> None:
-        """Let it stand for that."""
+        """Set the variable to the value in a state, or delete it if the state is empty."""
         owner, name = self._owner, self._name
         if state and isinstance(owner, dict):
             owner[name] = state["value"]
@@ -56,8 +58,8 @@ class Variable:
             delattr(owner, name)
 
 
-class State(NamedTuple):
-    """What an object holds: its items (None if it has none), and its attributes."""
+class ObjectState(NamedTuple):
+    """The state of an object: its items (None if it has none), and its attributes."""
 
     items: Any
     attributes: dict[str, Any]
@@ -67,56 +69,58 @@ class State(NamedTuple):
             return list(self.attributes.values())
         return [*(self.items.values() if type(self.items) is dict else self.items), *self.attributes.values()]
 
-    def is_same(self, other: State) -> bool:
+    def is_same(self, other: ObjectState) -> bool:
         if self.attributes is _OF_GENERATOR:
             return bool(self.items == other.items)
         if self.items is not other.items and not same_items(self.items, other.items):
             return False
         return (not self.attributes and not other.attributes) or same_items(self.attributes, other.attributes)
 
-    def mapped(self, fn: Callable[[Tensor], Tensor]) -> State:
-        """The same with ``fn(tensor)`` in the place of every tensor, also in tuples."""
-        return State(_mapped(fn, self.items), _mapped(fn, self.attributes))
+    def mapped(self, fn: Callable[[Tensor], Tensor]) -> ObjectState:
+        """Return the state with ``fn(tensor)`` in place of every tensor, also in tuples."""
+        return ObjectState(_mapped(fn, self.items), _mapped(fn, self.attributes))
 
 
-def state_of(obj: Any) -> State:
-    """What an object holds now."""
+def state_of(obj: Any) -> ObjectState:
+    """Return the current state of an object."""
     cls: Any = type(obj)
     return _reader(cls)(obj)
 
 
-@functools.cache
-def _reader(cls: Any) -> Callable[[Any], State]:
-    """What reads the states of objects of a type: found once, since a step's objects are read with each micro-batch."""
+@weakly_cached
+def _reader(cls: Any) -> Callable[[Any], ObjectState]:
+    """Return the function that reads the states of objects of a type; cached, since each micro-batch uses it."""
     for known, reader in _READERS.items():
         if cls is known:
             return reader
     if issubclass(cls, nn.Module):
-        return lambda obj: State(None, {name: held for name, held in vars(obj).items() if name not in OF_EVERY_MODULE})
+        return lambda obj: ObjectState(
+            None, {name: held for name, held in vars(obj).items() if name not in OF_EVERY_MODULE}
+        )
     if issubclass(cls, functools.partial):
-        return lambda obj: State((obj.func, *obj.args, *obj.keywords.values()), {})
+        return lambda obj: ObjectState((obj.func, *obj.args, *obj.keywords.values()), {})
     if issubclass(cls, opaque_contents.GENERATORS):
-        return lambda obj: State(opaque_contents.contents(obj), _OF_GENERATOR)
+        return lambda obj: ObjectState(opaque_contents.contents(obj), _OF_GENERATOR)
     items = _items_reader(cls)
     slots = _slots(cls)
     if not slots and cls.__dictoffset__ == 0:  # a list, a dict, ...
-        return lambda obj: State(items(obj), {})
+        return lambda obj: ObjectState(items(obj), {})
 
-    def read(obj: Any) -> State:
+    def read(obj: Any) -> ObjectState:
         held = {}
         for name in slots:
-            with contextlib.suppress(AttributeError):  # not set; its class may watch who reads it
+            with contextlib.suppress(AttributeError):  # not set; the class may watch reads
                 held[name] = object.__getattribute__(obj, name)
         own = getattr(obj, "__dict__", None)
-        return State(items(obj), held | own if type(own) is dict and own is not obj else held)
+        return ObjectState(items(obj), held | own if type(own) is dict and own is not obj else held)
 
     return read
 
 
 def _items_reader(cls: type) -> Callable[[Any], Any]:
-    """What reads the items of objects of a type; it reads None if they have none."""
+    """Return the function that reads the items of objects of a type; it returns None if they have none."""
     if issubclass(cls, dict):
-        read = _dict_type(cls).items
+        read = dict_type(cls).items
         return lambda obj: dict(read(obj))
     for kind, copy in ((set, set), (ITEMS, list), ((tuple, frozenset), tuple)):
         if issubclass(cls, kind):
@@ -124,27 +128,27 @@ def _items_reader(cls: type) -> Callable[[Any], Any]:
     return lambda obj: None
 
 
-def _cell_state(obj: types.CellType) -> State:
+def _cell_state(obj: types.CellType) -> ObjectState:
     try:
-        return State(None, {"cell_contents": obj.cell_contents})
+        return ObjectState(None, {"cell_contents": obj.cell_contents})
     except ValueError:  # not assigned yet
-        return State(None, {})
+        return ObjectState(None, {})
 
 
-_READERS: dict[type, Callable[[Any], State]] = {
-    Variable: lambda obj: State(None, obj.state()),
+_READERS: dict[type, Callable[[Any], ObjectState]] = {
+    Variable: lambda obj: ObjectState(None, obj.state()),
     types.CellType: _cell_state,
-    types.MethodType: lambda obj: State((obj.__self__, obj.__func__), {}),
-    types.FunctionType: lambda obj: State(
+    types.MethodType: lambda obj: ObjectState((obj.__self__, obj.__func__), {}),
+    types.FunctionType: lambda obj: ObjectState(
         (*(obj.__closure__ or ()), *(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values()), {}
     ),
 }
 
 
 def _put_items(obj: Any, items: Any) -> None:
-    """Let a container hold these."""
+    """Replace the items of a container."""
     if isinstance(obj, dict):
-        kind = _dict_type(type(obj))
+        kind = dict_type(type(obj))
         kind.clear(obj)
         for key, item in items.items():
             kind.__setitem__(obj, key, item)
@@ -158,8 +162,8 @@ def _put_items(obj: Any, items: Any) -> None:
         set.update(obj, items)
 
 
-def put_state(obj: Any, state: State) -> None:
-    """Let an object hold that."""
+def put_state(obj: Any, state: ObjectState) -> None:
+    """Set an object to a state."""
     cls: Any = type(obj)
     if opaque_contents.is_generator(obj):
         opaque_contents.put(obj, state.items)
@@ -210,29 +214,24 @@ def _with_mapped(fn: Callable[[Tensor], Tensor], item: Any) -> Any:
 
 
 def same_items(one: Any, other: Any) -> bool:
-    """Whether two containers hold the same objects."""
+    """Return whether two containers hold the same objects."""
     if one is None or other is None:
         return one is other
     if len(one) != len(other):
         return False
     if isinstance(one, set):
         return {id(item) for item in one} == {id(item) for item in other}
-    # ``is`` for each pair, without a step of Python for each
+    # ``is`` for each pair, without a loop in Python
     if isinstance(one, dict):
         return all(map(operator.is_, one, other)) and all(map(operator.is_, one.values(), other.values()))
     return all(map(operator.is_, one, other))
 
 
-def _dict_type(cls: type) -> type[dict[Any, Any]]:
-    # An OrderedDict keeps an order of its own, which dict's methods do not see.
-    return OrderedDict if issubclass(cls, OrderedDict) else dict
-
-
-@functools.cache
+@weakly_cached
 def _slots(cls: type) -> frozenset[str]:
-    # What a type written in C calls members may be for reading only, and a new object each time (numpy's dtype).
+    # Members of a type written in C may be read-only, and give a new object at each access (numpy's dtype).
     bases = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]
     members = {n for base in bases for n, m in base.items() if isinstance(m, types.MemberDescriptorType)}
-    # a subclass may have put something else in the place of one, such as a property
+    # a subclass may have replaced a member, for instance by a property
     members = {n for n in members if isinstance(inspect.getattr_static(cls, n), types.MemberDescriptorType)}
     return frozenset(members) if cls.__module__.partition(".")[0] not in sys.stdlib_module_names else frozenset()

@@ -1,4 +1,4 @@
-"""Objects: what Python objects hold, found through containers, attributes and closures, compared and put back."""
+"""Collect the Python objects reachable through containers, attributes and closures; compare and restore their state."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lightning_avgpipe.utils import opaque as opaque_contents
-from lightning_avgpipe.utils.object_state import ITEMS, State, Variable, put_state, same_items, state_of
-from lightning_avgpipe.utils.packages import LIGHTNING
+from lightning_avgpipe.utils.lightning import LIGHTNING
+from lightning_avgpipe.utils.object_state import ITEMS, ObjectState, Variable, put_state, same_items, state_of
 from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import version_of
+from lightning_avgpipe.utils.weak_cache import weakly_cached
 
-# What holds no values of a step, and leads to everything else. Of the standard library, and of Lightning,
-# only containers are opened.
+# Packages whose objects are not entered: they hold no values of a step, and lead to everything else. Of the standard
+# library and of Lightning, only the containers in _OPEN are entered.
 _CLOSED = (
     *LIGHTNING, "lightning_avgpipe", "torchmetrics", "torch.optim",
     "torch.utils.data", "torch.distributed", "torch.cuda", "torch._C",
@@ -31,22 +32,23 @@ _OPEN = (
 
 
 class Objects:
-    """The mutable objects that are reached from some roots, and what each of them holds now.
+    """The objects that are reached from some roots, with a snapshot of the state of each.
 
-    Modules are not entered, nor is what belongs to a Trainer.
+    Neither modules nor objects of a Trainer are entered.
 
     Args:
-        roots: where to begin.
-        modules: whose attributes are looked at nevertheless.
-        contents: whether the numbers in tensors are kept as well, except for parameters.
-        opaque: whether what is in arrays and generators of random numbers is kept as well, or in generators only, or
-            how far iterators have come only.
-        generators: those of random numbers that are owners, by their numbers among all that are reached.
+        roots: objects to begin with.
+        modules: modules that are entered nevertheless.
+        contents: whether the values of tensors are kept as well, except those of parameters.
+        opaque: whether the contents of arrays and random generators are kept as well; ``"generators"``: only those of
+            random generators; ``"iterators"``: only the progress of iterators.
+        generators: random generators that are owners, by their numbers among all random generators that are reached.
+        like: earlier snapshot, whose copies of arrays and generators are reused where these have not changed.
 
     Attributes:
-        tensors: that the objects hold, each once, in the order in which they are reached.
-        owners: the objects that can change, in this order, which is the same for objects that are alike.
-        indices: their numbers, by id.
+        tensors: tensors that are reached, each once, in the order in which they are reached.
+        owners: mutable objects that are reached, in an order that is the same for equal structures.
+        indices: id of an owner -> its position in ``owners``.
     """
 
     def __init__(
@@ -56,13 +58,15 @@ class Objects:
         contents: bool = False,
         opaque: bool | Literal["generators", "iterators"] = False,
         generators: Collection[int] = (),
+        like: Objects | None = None,
     ) -> None:
         self.tensors: list[Tensor] = []
         self.owners: list[Any] = []
         self.indices: dict[int, int] = {}
-        self._states: list[tuple[Any, State]] = []
+        self._states: list[tuple[Any, ObjectState]] = []
         self._opaque: list[tuple[Any, Any]] = []
         opened = {id(module): module for module in modules}
+        kept = {} if like is None else like._kept()
         is_generator, is_opaque = opaque_contents.is_generator, _KINDS.get(str(opaque), opaque_contents.is_opaque)
         seen, numbering = set[int](), count()
         waiting = [*opened.values(), *roots][::-1]
@@ -75,7 +79,8 @@ class Objects:
             if isinstance(obj, Tensor):
                 self.tensors.append(obj)
             elif opaque and is_opaque(obj):
-                self._opaque.append((obj, opaque_contents.contents(obj)))
+                known = id(obj) in kept and opaque_contents.is_same(obj, kept[id(obj)])
+                self._opaque.append((obj, kept[id(obj)] if known else opaque_contents.contents(obj)))
             elif is_open(cls) or id(obj) in opened or (is_generator(obj) and next(numbering) in generators):
                 state = state_of(obj)
                 self._states.append((obj, state))
@@ -91,38 +96,48 @@ class Objects:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """After this context every object holds again what it held when it was found."""
+        """Restore every object to its snapshot at the end of this context."""
         try:
             yield
         finally:
             self.restore()
 
-    def modified(self) -> Iterator[tuple[Any, State, State]]:
-        """Each object that holds something else than when it was found: that, and what it holds now."""
+    def modified(self) -> Iterator[tuple[Any, ObjectState, ObjectState]]:
+        """Yield each object whose state differs from its snapshot, with the snapshot and the current state."""
         for obj, before in self._states:
             now = state_of(obj)
             if not now.is_same(before):
                 yield obj, before, now
 
-    def restore(self) -> None:
-        """Put back what every object held."""
+    def restore(self, now: Objects | None = None) -> None:
+        """Restore every object to its snapshot.
+
+        Args:
+            now: snapshot of the current state, made with ``like`` this one, which saves comparisons.
+        """
         for obj, before, _ in self.modified():
             put_state(obj, before)
         for tensor, copy in self._contents:
             if not tensor.is_meta and not same_contents(tensor, copy.to(tensor.device)):  # it may have moved meanwhile
                 tensor.detach().copy_(copy)
+        found = {} if now is None else now._kept()
         for obj, copy in self._opaque:
-            if not opaque_contents.is_same(obj, copy):
+            is_same = found[id(obj)] is copy if id(obj) in found else opaque_contents.is_same(obj, copy)
+            if not is_same:
                 opaque_contents.put(obj, copy)
 
+    def _kept(self) -> dict[int, Any]:
+        """Return the kept contents of arrays, generators or iterators by id."""
+        return {id(obj): copy for obj, copy in self._opaque}
+
     def changed(self) -> list[Any]:
-        """The objects, and tensors, that have been changed since they were found."""
+        """Return the objects and tensors that have been changed since the snapshot."""
         found = [obj for obj, _, _ in self.modified()]
         found += [obj for obj, copy in self._opaque if not opaque_contents.is_same(obj, copy)]
         return found + [tensor for tensor, version in self._versions if version_of(tensor) != version]
 
     def differences(self) -> list[tuple[Any, frozenset[Any] | None]]:
-        """The objects that have been changed, and which attributes, or items of dicts; None if that is not known."""
+        """Return the changed objects and their changed attributes and dict items; None where these are not known."""
         found: list[tuple[Any, frozenset[Any] | None]] = []
         for obj, before, now in self.modified():
             names = _differing(now.attributes, before.attributes)
@@ -134,40 +149,40 @@ class Objects:
         return found + [(obj, None) for obj, copy in self._opaque if not opaque_contents.is_same(obj, copy)]
 
     def follow(self, changed: Iterable[Any]) -> None:
-        """Of these objects keep what they hold now."""
+        """Replace the snapshots of some objects by their current states."""
         ids = set(map(id, changed))
         self._states = [(obj, state_of(obj) if id(obj) in ids else state) for obj, state in self._states]
         self._opaque = [(o, opaque_contents.contents(o) if id(o) in ids else copy) for o, copy in self._opaque]
 
     def adopt(self, others: Objects, known: Objects) -> None:
-        """Take in those of the others that are neither here nor known: what has been made since."""
+        """Add the objects of ``others`` that are neither here nor in ``known``, because they were made since."""
         here = {id(obj) for objects in (self, known) for obj, _ in (*objects._states, *objects._opaque)}
         self._states += [(obj, state) for obj, state in others._states if id(obj) not in here]
         self._opaque += [(obj, copy) for obj, copy in others._opaque if id(obj) not in here]
 
     def reach(self, others: Collection[int]) -> bool:
-        """Whether one of the objects and tensors with these ids is among them."""
+        """Return whether an object or tensor with one of these ids is among the reached ones."""
         found = (*(obj for obj, _ in self._states), *(obj for obj, _ in self._opaque), *self.tensors)
         return any(id(obj) in others for obj in found)
 
     @property
     def opaque(self) -> list[Any]:
-        """The arrays, generators or iterators that were asked for, in the order in which they are reached."""
+        """The arrays, generators or iterators whose contents are kept, in the order in which they are reached."""
         return [obj for obj, _ in self._opaque]
 
     def items(self) -> Iterator[tuple[Any, Any]]:
-        """Each object with the items that it held; None for one that has none."""
+        """Return pairs of each object and the items in its snapshot; None for objects without items."""
         return ((obj, state.items) for obj, state in self._states)
 
     def among(self, chosen: Collection[int]) -> Objects:
-        """Those with these ids, and what they held; without tensors."""
+        """Return the objects with these ids and their snapshots, without tensors."""
         objects = Objects(())
         objects._states = [(obj, state) for obj, state in self._states if id(obj) in chosen]
         objects._opaque = [(obj, copy) for obj, copy in self._opaque if id(obj) in chosen]
         return objects
 
     def replace_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Put ``fn(tensor)`` in the place of every tensor."""
+        """Replace every tensor in the objects by ``fn(tensor)``."""
         for obj, state in self._states:
             new = state.mapped(fn)
             if not state.is_same(new):
@@ -175,7 +190,7 @@ class Objects:
 
 
 def assign(obj: Any, other: Any) -> bool:
-    """Let an object hold what another of its type holds; returns whether it can."""
+    """Set an object to the state of another one of its type; return whether this is possible."""
     if type(obj) is not type(other) or type(obj) in ATOMS | _FIXED or not is_open(type(obj)):
         return False
     if opaque_contents.is_opaque(obj):
@@ -185,11 +200,11 @@ def assign(obj: Any, other: Any) -> bool:
 
 
 def led_to(roots: Iterable[Any], most: int) -> list[Any]:
-    """The objects with code that are reached: functions, and what has attributes.
+    """Return all objects that are reached, such as functions and objects with attributes.
 
     Args:
-        roots: where to begin.
-        most: items of a container that is looked into; a longer one is data.
+        roots: objects to begin with.
+        most: largest number of items of a container that is entered; a longer one is considered data.
     """
     seen: dict[int, Any] = {}
     waiting = list(roots)
@@ -204,8 +219,9 @@ def led_to(roots: Iterable[Any], most: int) -> list[Any]:
     return list(seen.values())
 
 
-def _opens(cls: type) -> bool:
-    """Whether objects of a type are looked into."""
+@weakly_cached
+def is_open(cls: type) -> bool:
+    """Return whether objects of a type are entered."""
     if issubclass(cls, (Tensor, nn.Module, type, types.ModuleType, *opaque_contents.GENERATORS)):
         return False
     if cls in (types.FunctionType, types.MethodType, types.CellType, Variable):
@@ -219,11 +235,9 @@ def _opens(cls: type) -> bool:
     return True
 
 
-is_open: Callable[[type], bool] = functools.cache(_opens)
-
 _KINDS = {"generators": opaque_contents.is_generator, "iterators": opaque_contents.is_iterator}
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
-# What holds others for ever.
+# Types whose references to other objects never change.
 _FIXED = frozenset((tuple, frozenset, types.FunctionType, types.MethodType, functools.partial))
 
 

@@ -1,4 +1,4 @@
-"""Types of options: a command line refuses wrong ones while parsing, if jsonargparse is there to parse it."""
+"""Types of options for jsonargparse, with which a command line refuses wrong values while parsing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Count", "Duration", "Natural", "TensorName"]
 
 
 class Name(str):
-    """The name of something in a batch, where an import path of a function may stand as well."""
+    """The name of a tensor in a batch, for options that also accept the import path of a function."""
 
     __slots__ = ()
 
@@ -48,6 +48,6 @@ else:
 
         Duration = restricted_string_type("Duration", PATTERN)
         register_type(Name, serializer=_write_name, deserializer=_parse_name)
-    except ImportError:  # no LightningCLI either; all of it is checked once more
+    except ImportError:  # without jsonargparse there is no LightningCLI; values are checked again anyway
         Count = Natural = int
         Duration = str

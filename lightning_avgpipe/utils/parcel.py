@@ -1,13 +1,13 @@
-"""Parcels: what a unit gave besides trees of tensors, and what it wrote into objects that were there before.
+"""Parcels: results of units that are not trees of tensors, and changes of objects that existed before the call.
 
 ::
 
     stage 0    layers.0(x, cache)     runs:    (result, changes of cache)  ->  bytes, and the tensors in them
-    stage 1    layers.0(x, cache)     skipped: the same changes happen to the cache that this stage made,
-                                               with received values, or such that are absent, as the tensors
+    stage 1    layers.0(x, cache)     skipped: the same changes are applied to the cache that this stage made,
+                                               with received or absent tensors
 
-A tensor stands in the bytes as a number, an object that was reached from the arguments as its number among them, and a
-module as its path.
+In the bytes a tensor is represented by its number, an object that was reached from the arguments by its index among
+them, and a module by its path.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.object_state import State, put_state, same_items, state_of
+from lightning_avgpipe.utils.object_state import ObjectState, put_state, same_items, state_of
 from lightning_avgpipe.utils.objects import ATOMS, Objects, is_open
 from lightning_avgpipe.utils.placeholder import TensorMeta
 
 
 class Parcel(NamedTuple):
-    """What a call gave.
+    """The pickled result and changes of a call.
 
     Attributes:
-        content: the result and the changes, without tensors.
-        tensors: descriptions of these.
+        content: result and changes, pickled without tensors.
+        tensors: descriptions of the tensors.
     """
 
     content: bytes
@@ -40,14 +40,14 @@ class Parcel(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """What became of an object.
+    """The change of an object by a call.
 
     Attributes:
-        index: of the object among all owners.
-        type: its name.
-        items: what it holds now; None if that is as it was.
-        attributes: those that are new or changed.
-        removed: names of those that are gone.
+        index: index of the object among all owners.
+        type: name of its type.
+        items: items of the object after the call; None if they are unchanged.
+        attributes: new or changed attributes.
+        removed: names of removed attributes.
     """
 
     index: int
@@ -58,10 +58,10 @@ class Change:
 
 
 class Packer:
-    """Makes parcels, and opens them.
+    """A packer that makes parcels and opens them.
 
     Args:
-        root: the module whose submodules are known to all.
+        root: module whose submodules all processes have.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -70,7 +70,7 @@ class Packer:
 
     @staticmethod
     def is_needed(result: Any, objects: Objects) -> bool:
-        """Whether the result of a call is not all that it gave, or hides tensors or objects that were there before."""
+        """Return whether a call changed objects, or its result hides tensors or objects that existed before."""
         opaque = [x for x in tree.flatten(result)[0] if not isinstance(x, Tensor) and is_open(type(x))]
         if opaque:
             inside = Objects(opaque)
@@ -79,12 +79,13 @@ class Packer:
         return any(True for _ in objects.modified())
 
     def pack(self, result: Any, objects: Objects) -> tuple[Parcel, list[Tensor]]:
-        """A parcel, and the tensors that it describes.
+        """Make a parcel, and return it with the tensors that it describes.
 
         Args:
-            objects: that were reached from the arguments, as they were before the call.
+            result: result of the call.
+            objects: snapshot, before the call, of the objects that were reached from the arguments.
         Raises:
-            Exception: what pickling raises for an object that cannot be sent.
+            Exception: the error of pickle for an object that cannot be pickled.
         """
         buffer = io.BytesIO()
         pickler = _Pickler(buffer, self._paths, objects)
@@ -93,12 +94,14 @@ class Packer:
         return Parcel(buffer.getvalue(), tuple(map(TensorMeta.of, found))), found
 
     def unpack(self, parcel: Parcel, tensors: Sequence[Tensor], objects: Objects) -> Any:
-        """Let the changes happen to these objects, and return the result.
+        """Apply the changes of a parcel to objects, and return the result.
 
         Args:
-            tensors: in the order of the parcel's.
+            parcel: parcel of the call.
+            tensors: tensors in the order of the parcel's descriptions.
+            objects: objects that were reached from the arguments in this process.
         Raises:
-            LookupError: these are other objects.
+            LookupError: an object is not of the type of the one that was changed.
         """
         result, changes = _Unpickler(io.BytesIO(parcel.content), tensors, objects.owners, self._modules).load()
         for change in changes:
@@ -106,7 +109,7 @@ class Packer:
         return result
 
 
-def _change(objects: Objects, obj: Any, before: State, now: State) -> Change:
+def _change(objects: Objects, obj: Any, before: ObjectState, now: ObjectState) -> Change:
     old = before.attributes
     return Change(
         objects.indices[id(obj)],
@@ -123,7 +126,7 @@ def _apply(change: Change, owners: Sequence[Any]) -> None:
         raise LookupError(f"a {change.type} was expected, a {type(obj).__qualname__} was found")
     now = state_of(obj)
     attributes = {k: v for k, v in now.attributes.items() if k not in change.removed} | change.attributes
-    put_state(obj, State(now.items if change.items is None else change.items, attributes))
+    put_state(obj, ObjectState(now.items if change.items is None else change.items, attributes))
 
 
 class _Pickler(pickle.Pickler):

@@ -1,7 +1,7 @@
-"""The parent: the process that started this one, by running the script again as the launcher of ddp does, or a copy.
+"""The parent process, which started this one by running the script again, as ddp's launcher does, or as a copy.
 
-A started process ends with its starter: before the processes are connected nobody else could end it, and it would wait
-for its starter until the timeout. The starter notices when one that it has started dies, and ends those that are stuck.
+Before the processes are connected, a started process ends when its starter does. Otherwise it would wait for the
+starter until the timeout. The starter notices when a process that it has started dies, and ends those that are stuck.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import Any
 from lightning_avgpipe.errors import PeerError
 
 _POLL_S = 0.5
-_END_S = 10.0  # how long processes of a failed run may take to end by themselves
+_END_S = 10.0  # time in which processes of a failed run may end by themselves
 _VARIABLE = "AVGPIPE_STARTER"
-# read once and removed, so that what this process starts does not take it for its own
+# read once and removed, so that processes that this one starts do not inherit it
 _SCRIPT_STARTER = os.environ.pop(_VARIABLE, "")
-_started: dict[int, subprocess.Popen[Any]] = {}  # rank -> process; trainers that come later find them here
+_started: dict[int, subprocess.Popen[Any]] = {}  # rank -> process; later trainers in this process also use it
 
 
 @contextlib.contextmanager
 def starting(first: int, processes: Callable[[], Sequence[subprocess.Popen[Any]]]) -> Iterator[None]:
-    """Within this context processes are started, which know who starts them and end with it.
+    """Tell processes that are started within this context that this process is their starter.
 
     Args:
-        first: rank of the first of them.
-        processes: returns them when the context ends.
+        first: rank of the first started process.
+        processes: function that returns the started processes at the end of the context.
     """
     os.environ[_VARIABLE] = str(os.getpid())
     try:
@@ -46,12 +46,12 @@ def starting(first: int, processes: Callable[[], Sequence[subprocess.Popen[Any]]
 
 
 def started() -> list[subprocess.Popen[Any]]:
-    """The processes that this one has started, for this trainer or an earlier one."""
+    """Return the processes that this one has started, for this trainer or an earlier one."""
     return list(_started.values())
 
 
 def deaths() -> dict[int, str]:
-    """Of the processes that this one has started, those that did not end well: rank -> how."""
+    """Return how each started process that failed has ended, by rank."""
     return {rank: _ended(code) for rank, process in _started.items() if (code := process.poll())}
 
 
@@ -65,33 +65,10 @@ def _ended(code: int) -> str:
 
 
 @functools.cache
-def end_with_this_process(spared: tuple[int, ...] = ()) -> None:
-    """After a failure no process that this one started stays when this one ends, also if it is stuck.
-
-    Args:
-        spared: ranks of those that go on; this one does not end before them.
-    """
-    # not before: the error of this process is on the screen by then
-    atexit.register(_outlast, [process for rank, process in _started.items() if rank in spared])
-    end_at_exit(_started.keys() - set(spared))
-
-
-def end_at_exit(ranks: Collection[int]) -> None:
-    """Of those of these ranks that this process has started none stays when it ends, also if it is stuck."""
-    atexit.register(_end, [_started[rank] for rank in ranks if rank in _started])
-
-
-def _outlast(processes: Collection[subprocess.Popen[Any]]) -> None:
-    """Wait for processes, each of which ends by itself; whoever wants to stop them need not look for them."""
-
-    def stop(signum: int, frame: Any) -> None:
-        for process in processes:
-            process.send_signal(signum)
-
-    if processes:
-        signal.signal(signal.SIGTERM, stop)
-    for process in processes:
-        process.wait()
+def end_with_this_process() -> None:
+    """Let this process, when it exits, end the processes that it started, even if they are stuck."""
+    # at exit, so that the error of this process is shown first
+    atexit.register(_end, started())
 
 
 def _end(processes: Collection[subprocess.Popen[Any]]) -> None:
@@ -106,10 +83,10 @@ def _end(processes: Collection[subprocess.Popen[Any]]) -> None:
 
 @contextlib.contextmanager
 def needing_starter(name: str) -> Iterator[None]:
-    """Within this context this process ends when its starter does, whatever it waits for.
+    """End this process within this context if its starter ends, even while it waits in a blocking call.
 
     Args:
-        name: of this process, for messages.
+        name: name of this process, for messages.
 
     Raises:
         PeerError: the starter is gone already.
@@ -129,7 +106,7 @@ def needing_starter(name: str) -> Iterator[None]:
     def look() -> None:
         while not connected.wait(_POLL_S):
             if os.getppid() != starter:
-                # the main thread is inside of a call that waits, and that nobody can interrupt
+                # the main thread is in a blocking call that cannot be interrupted
                 sys.stderr.write(f"\n{gone}\n")
                 sys.stderr.flush()
                 os._exit(1)
@@ -144,8 +121,8 @@ def needing_starter(name: str) -> Iterator[None]:
 
 
 def _starter() -> int | None:
-    """The number of the process whose child this one was when it began; None if it was started in another way."""
-    if os.name != "posix":  # elsewhere a process keeps its parent's number when the parent is gone
+    """Return the id of the process that started this one; None if it was started in another way."""
+    if os.name != "posix":  # elsewhere getppid() does not change when the parent is gone
         return None
     parent = multiprocessing.parent_process()
     if parent is not None and getattr(multiprocessing.current_process(), "_start_method", "") in ("spawn", "fork"):

@@ -1,4 +1,4 @@
-"""Patches: something else in the place of an attribute, for a while."""
+"""Temporary replacement of attributes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """An attribute of this one object is something else within the context.
+    """Replace an attribute of one object within this context.
 
     Raises:
-        AttributeError: it has no such attribute, so nobody would look there.
+        AttributeError: the object has no such attribute, so that replacing it would have no effect.
     """
     getattr(owner, name)
     attributes = vars(owner)
@@ -28,4 +28,4 @@ def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of what is not to be done."""
+    """Do nothing: a replacement for functions that must not run."""

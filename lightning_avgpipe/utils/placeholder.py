@@ -1,9 +1,12 @@
-"""Placeholders: what lives on another stage, as far as its description goes."""
+"""Placeholders for values of other stages: descriptions of tensors, and tensors without memory."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,37 +16,63 @@ from torch import Tensor
 from lightning_avgpipe.errors import AbsentValueError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.tensors import is_strided, memory_order
+from lightning_avgpipe.utils.torch_compat import is_mutable
 
 
 class TensorMeta(NamedTuple):
-    """Description of a tensor: enough to answer ``x.shape``, ``x.dtype`` and the like."""
+    """A description of a tensor, which is enough for ``x.shape``, ``x.stride()``, ``x.requires_grad`` and the like.
+
+    Attributes:
+        shape: shape of the tensor.
+        dtype: type of its elements.
+        on_host: whether it is in the host's memory.
+        requires_grad: whether it requires a gradient.
+        order: dimensions in the order in which they lie in memory where the tensor is received; None: ascending.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     on_host: bool
     requires_grad: bool
+    order: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
         """Describe a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cpu, tensor.requires_grad)
+        order = memory_order(tensor) if is_strided(tensor) else None
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cpu, tensor.requires_grad, order)
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """The stride of each dimension where the tensor is received."""
+        steps, step = [0] * len(self.shape), 1
+        for dimension in reversed(self.order or range(len(self.shape))):
+            steps[dimension], step = step, step * max(1, self.shape[dimension])
+        return tuple(steps)
+
+
+class _Flow(threading.local):
+    on = False
 
 
 class Absent(Tensor):
-    """Stands for a value that lives in another process or on another stage, and is not needed here.
+    """A tensor without memory in place of a value of another stage that is not needed here.
 
-    It has a shape, a type and a device, so glue that asks for these, or makes a view, goes on. Whoever computes with it
-    gets an :class:`AbsentValueError` that names the value and says what to do.
+    It has a shape, a type and a device, so that glue which reads these, or makes a view, works. Computing with it
+    raises an :class:`AbsentValueError` that names the value and says what to do.
     """
 
     _name: str
     _advice: str
+    _flow = _Flow()
 
     @staticmethod
     def __new__(cls, meta: TensorMeta, device: torch.device, name: str, advice: str | None = None) -> Absent:
         absent: Absent = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             meta.shape,
+            meta.stride,
             dtype=meta.dtype,
             device=torch.device("cpu") if meta.on_host else device,
             requires_grad=meta.requires_grad and (meta.dtype.is_floating_point or meta.dtype.is_complex),
@@ -54,7 +83,7 @@ class Absent(Tensor):
 
     @classmethod
     def of_batch(cls, meta: TensorMeta, device: torch.device, name: str) -> Absent:
-        """Stand for a tensor of the batch that no stage of this process needs."""
+        """Make a placeholder for a tensor of the batch that no stage of this process needs."""
         return cls(meta, device, name, _UNSENT_LEAF)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -62,68 +91,98 @@ class Absent(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Whether the value is a leaf of autograd's graph, as far as is known here: it requires no gradient."""
+        return not self.requires_grad
+
+    @property
+    def grad_fn(self) -> None:  # type: ignore[override]
+        """The operation that made the value, which only its own stage knows.
+
+        Raises:
+            AbsentValueError: the value requires a gradient.
+        """
+        if self.requires_grad:
+            raise AbsentValueError(f"grad_fn at {source_line()} asks for the history of '{self._name}', {self._advice}")
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         absent = [a for a in tree.tensors((args, kwargs)) if isinstance(a, Absent)]
-        if func.overloadpacket.__name__ in _PASSIVE and len(absent) == 1:
+        name = func.overloadpacket.__name__
+        if name in _PASSIVE and len(absent) == 1:
             return absent[0]._passed_on(func, args, kwargs)
+        if Absent._flow.on and not is_mutable(func):
+            with contextlib.suppress(RuntimeError):  # the operation needs the values of tensors
+                return absent[0]._passed_on(func, args, kwargs)
         raise AbsentValueError(
-            f"{func} at {source_line()} needs the value of '{', '.join(a._name for a in absent)}', "
+            f"{name}() at {source_line()} needs the value of '{', '.join(a._name for a in absent)}', "
             f"{absent[0]._advice if absent else ''}"
         )
 
+    @staticmethod
+    @contextlib.contextmanager
+    def flowing() -> Iterator[None]:
+        """Let operations on absent values give absent values within this context; reading values stays an error."""
+        before, Absent._flow.on = Absent._flow.on, True
+        try:
+            yield
+        finally:
+            Absent._flow.on = before
+
     def _passed_on(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a view or a copy of it looks like."""
+        """Return the absent result of an operation, whose description is computed on meta tensors."""
         given = [*args, *kwargs.values()]
         devices = [value for value in given if isinstance(value, torch.device)]
         devices += [other.device for other in given if isinstance(other, Tensor) and other is not self]
         place = devices[0] if devices else self.device
-        result = func(*map(_described, args), **{name: _described(value) for name, value in kwargs.items()})
-        return tree.map_tensors(
-            lambda t: Absent(TensorMeta(tuple(t.shape), t.dtype, False, False), place, self._name, self._advice),
-            result,
-        )
+        args, kwargs = tree.map_tensors(_described, (args, kwargs))
+        args, kwargs = [_elsewhere(a) for a in args], {name: _elsewhere(value) for name, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        return tree.map_tensors(lambda t: Absent(TensorMeta.of(t), place, self._name, self._advice), result)
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own."""
+    """Return whether a tensor is strided and has memory."""
     return not isinstance(tensor, Absent) and not tensor.is_meta and tensor.layout == torch.strided
 
 
-def _described(value: Any) -> Any:
-    """An argument with which an operation says what it gives, and computes nothing."""
-    if isinstance(value, Tensor):
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+def _described(tensor: Tensor) -> Tensor:
+    """Return a meta tensor like an argument, with which an operation gives the description of its result."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _elsewhere(value: Any) -> Any:
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
-# Operations that hand numbers on without looking at them.
+# Operations that do not compute with values.
 _PASSIVE = frozenset((
     "_to_copy", "_unsafe_view", "alias", "clone", "detach", "expand", "permute", "select", "slice", "split",
     "split_with_sizes", "squeeze", "t", "to", "transpose", "unbind", "unfold", "unsqueeze", "view",
 ))  # fmt: skip
 _HIDDEN_VALUE = (
     "which lives on an earlier stage and was not sent: the step did not need it when it was captured. It reached this "
-    "code through an attribute or an object that hides tensors; pass it as an argument, return it, or keep both units "
-    "on one stage with split_points"
+    "code through an attribute (perhaps of the micro-batch before) or an object that hides tensors; pass it as an "
+    "argument, return it, or keep both units on one stage with split_points"
 )
 _UNSENT_LEAF = (
     "a tensor of the batch that was not sent to this process: its stages did not need it when the step was captured. "
-    "If a hook or a callback needs it here, use AvgPipeStrategy(send_batch='all')"
+    "If a hook or a callback needs it here, use AvgPipeStrategy(links=Links(send_batch='all'))"
 )
 
 
-# Equal ones of these types can stand for one another; a float may change with every micro-batch (or be -0.0), and
-# another object may change although it stays the same object.
+# Equal objects of these types are interchangeable. A float may change with every micro-batch (or be -0.0), and other
+# objects may change in place.
 _ATOMS = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 class Constant:
-    """What a node returned besides tensors, on its way to later stages.
+    """An object other than a tensor that a node returned, to be sent to later stages.
 
-    Tensors that hide in an object lose their history between processes, so they travel as absent ones: whoever
-    computes with them is told, instead of silently getting no gradient.
+    Tensors inside an object lose their autograd history between processes. So they are sent as absent tensors, with
+    which computing is an error, instead of a gradient that is silently missing.
     """
 
     def __init__(self, value: Any) -> None:
@@ -159,7 +218,7 @@ def _unhide(pickled: bytes) -> Constant:
 
 @dataclass(frozen=True, eq=True)
 class Spec:
-    """A tree specification that can be a key: equal specs meet, whatever their hash lacks."""
+    """A hashable tree specification; its hash is the number of leaves, and equality is that of the specification."""
 
     spec: Any
     num_leaves: int
@@ -168,12 +227,12 @@ class Spec:
         return self.num_leaves
 
 
-# What a node returned: one tensor's description, or a tree of descriptions and constants.
+# The description of a node's result: that of one tensor, or a tree of descriptions and constants.
 Description = TensorMeta | tuple[Spec, tuple[TensorMeta | Constant, ...]]
 
 
 def described(result: Any) -> Description:
-    """What a node returned, without numbers."""
+    """Return the description of a node's result, without the values of tensors."""
     if type(result) is Tensor:
         return TensorMeta.of(result)
     leaves, spec = tree.flatten(result)

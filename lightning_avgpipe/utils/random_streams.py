@@ -1,28 +1,32 @@
-"""Streams of random numbers that have names, and generators that are left as they were."""
+"""Named streams of random numbers, and contexts that restore generators."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import hashlib
+import pickle
+import random
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_avgpipe.utils.device import port_of
-from lightning_avgpipe.utils.host_random import host_state, seed_host, set_host_state
 
 
 @dataclass(frozen=True)
 class RandomKey:
-    """Names one execution of a step function.
+    """A key that identifies one execution of a step function, from which seeds are derived.
 
     Attributes:
-        seed: of the run, the same on all ranks.
-        iteration: batches seen so far.
-        pipeline: n, 0-based.
-        micro_batch: i, 0-based.
+        seed: seed of the run, the same on all ranks.
+        iteration: number of batches so far.
+        pipeline: n, number of the pipeline, 0-based.
+        micro_batch: i, number of the micro-batch, 0-based.
     """
 
     seed: int
@@ -31,7 +35,7 @@ class RandomKey:
     micro_batch: int = 0
 
     def derive(self, name: str, occurrence: int = 0, function: int = 0) -> int:
-        """A 63-bit seed for one draw of this execution: of a module's n-th call the n-th function."""
+        """Return a 63-bit seed for the ``function``-th function in the ``occurrence``-th call of module ``name``."""
         text = f"{self._prefix}{name}/{occurrence}/{function}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -42,7 +46,7 @@ class RandomKey:
 
 @functools.cache
 def generators(device: torch.device) -> tuple[torch.Generator, ...]:
-    """Those that draws on this device may use."""
+    """Return the generators that random operations on a device may use."""
     return port_of(device).generators
 
 
@@ -51,17 +55,38 @@ def seed_all(seed: int, device: torch.device) -> None:
         generator.manual_seed(seed)
 
 
+def seeds_of(device: torch.device) -> tuple[int, ...]:
+    """Return the seeds with which the generators of a device were last seeded."""
+    return tuple(generator.initial_seed() for generator in generators(device))
+
+
+class _Begun(threading.local):
+    seed: int | None = None
+
+
+_begun = _Begun()
+
+
 @contextlib.contextmanager
 def stream(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw torch's random numbers from a fresh stream, then go on with the old one."""
-    with restored(device):
-        seed_all(seed, device)
-        yield
+    """Draw torch's random numbers from a new stream within this context, and restore the generators afterwards."""
+    before, _begun.seed = _begun.seed, seed
+    try:
+        with restored(device):
+            seed_all(seed, device)
+            yield
+    finally:
+        _begun.seed = before
+
+
+def stream_seed() -> int | None:
+    """Return the seed of the innermost :func:`stream` that this thread is in; None if there is none."""
+    return _begun.seed
 
 
 @contextlib.contextmanager
 def restored(device: torch.device) -> Iterator[None]:
-    """Afterwards torch's generators are as they are now."""
+    """Restore torch's generators of a device at the end of this context."""
     states = [(generator, generator.get_state()) for generator in generators(device)]
     try:
         yield
@@ -70,63 +95,96 @@ def restored(device: torch.device) -> Iterator[None]:
             generator.set_state(state)
 
 
-class host_stream:
-    """The same for the generators of Python and NumPy. A class, as it is entered at every unit that may use them."""
+@dataclass(frozen=True)
+class HostState:
+    """The states of the global generators of Python and NumPy; equal states give equal random numbers.
 
-    __slots__ = ("_seed", "_state")
+    Reading and writing these states takes some 100 us, so it is done once per iteration, and for a unit only if needed.
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    Attributes:
+        python: state from ``random.getstate``.
+        numpy: pickled state, since arrays cannot be compared to a bool.
+    """
 
-    def __enter__(self) -> None:
-        self._state = host_state()
-        seed_host(self._seed)
+    python: tuple[Any, ...]
+    numpy: bytes
 
-    def __exit__(self, *error: object) -> None:
-        set_host_state(self._state)
+    @classmethod
+    def now(cls) -> HostState:
+        return cls(random.getstate(), pickle.dumps(np.random.get_state(legacy=False)))
+
+    def put(self) -> None:
+        """Set the generators to this state."""
+        random.setstate(self.python)
+        np.random.set_state(pickle.loads(self.numpy))
+
+
+def seed_host(seed: int) -> None:
+    """Seed the global generators of Python and NumPy."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def peek_host() -> tuple[float, float]:
+    """Draw a number from each of both generators, to compare their states with expected ones."""
+    return random.random(), float(np.random.random_sample())
+
+
+@contextlib.contextmanager
+def host_stream(seed: int) -> Iterator[None]:
+    """Draw Python's and NumPy's random numbers from a new stream within this context, and restore the generators."""
+    state = HostState.now()
+    seed_host(seed)
+    try:
+        yield
+    finally:
+        state.put()
+
+
+class _Kept(threading.local):
+    state: HostState | None = None
+
+
+_kept = _Kept()
+
+
+@contextlib.contextmanager
+def host_kept() -> Iterator[None]:
+    """Restore Python's and NumPy's generators at the end of this context, so that forwards within may seed them."""
+    before, _kept.state = _kept.state, HostState.now()
+    try:
+        yield
+    finally:
+        _kept.state.put()
+        _kept.state = before
+
+
+@contextlib.contextmanager
+def host_lent() -> Iterator[None]:
+    """Continue the streams that :func:`host_kept` has kept, for user code that belongs to no micro-batch."""
+    if _kept.state is None:
+        yield
+        return
+    _kept.state.put()
+    try:
+        yield
+    finally:
+        _kept.state = HostState.now()
 
 
 class RandomState:
-    """What torch's generators of a device, Python's and NumPy's would give next; a leaf for trees."""
+    """The states of torch's generators of a device, and of Python's and NumPy's global generators; a leaf for trees."""
 
     def __init__(self, device: torch.device) -> None:
         self._of_torch = [generator.get_state() for generator in generators(device)]
-        self._on_host = host_state()
+        self._on_host = HostState.now()
 
     def put(self, device: torch.device) -> None:
-        """Let the generators go on from here."""
+        """Set the generators to this state."""
         for generator, state in zip(generators(device), self._of_torch, strict=True):
             generator.set_state(state)
-        set_host_state(self._on_host)
+        self._on_host.put()
 
     def is_same(self, other: RandomState) -> bool:
         same = all(map(torch.equal, self._of_torch, other._of_torch))
         return same and self._on_host == other._on_host
-
-
-class Streams:
-    """A stream of random numbers for each of several takers, torch's, Python's and NumPy's; each goes on with its own.
-
-    Args:
-        key: names the first; the others are of further micro-batches.
-        count: of takers.
-        device: on which they draw.
-    """
-
-    def __init__(self, key: RandomKey, count: int, device: torch.device) -> None:
-        self._seeds = [replace(key, micro_batch=i).derive("step") for i in range(count)]
-        self._device = device
-        self._states: dict[int, RandomState] = {}
-
-    @contextlib.contextmanager
-    def drawing(self, i: int) -> Iterator[None]:
-        """Within this context taker i draws."""
-        with restored(self._device), host_stream(self._seeds[i]):
-            if i not in self._states:
-                seed_all(self._seeds[i], self._device)
-            else:
-                self._states[i].put(self._device)
-            try:
-                yield
-            finally:
-                self._states[i] = RandomState(self._device)

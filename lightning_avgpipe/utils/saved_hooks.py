@@ -1,7 +1,8 @@
-"""Our hooks on what autograd saves for backwards, which step aside where torch allows none.
+"""This package's saved-tensor hooks, which are removed while torch allows no such hooks.
 
-``torch.func.grad``, ``jacrev`` and their kind refuse to work where such hooks are active. A model that uses them inside
-of its modules has put none there, so ours leave while they compute, and see nothing of it.
+``torch.func.grad``, ``jacrev`` and similar functions refuse to work where saved-tensor hooks are active. A model that
+uses them inside its modules has set no hooks there, so the hooks of this package are removed while these functions
+compute.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ disabling = graph.disable_saved_tensors_hooks
 
 
 class SavedHooks(graph.saved_tensors_hooks):
-    """As torch's, of the same arguments; where hooks are not allowed it does nothing."""
+    """Saved-tensor hooks with the arguments of torch's class, which do nothing where hooks are not allowed."""
 
     def __enter__(self) -> None:
         self._acts = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
@@ -40,7 +41,7 @@ class SavedHooks(graph.saved_tensors_hooks):
 
 @contextlib.contextmanager
 def disabling_others(error_message: str) -> Iterator[None]:
-    """In the place of torch's: ours leave, and those of others are an error, as without us."""
+    """Replace torch's ``disable_saved_tensors_hooks``: remove this package's hooks; other hooks stay an error."""
     aside: list[SavedHooks] = []
     with contextlib.ExitStack() as back:
         while _active.hooks and _is_on_top(_active.hooks[-1]):
@@ -52,6 +53,6 @@ def disabling_others(error_message: str) -> Iterator[None]:
 
 
 def _is_on_top(hooks: SavedHooks) -> bool:
-    newest = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.6 and 2.7 do not tell
+    newest = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # missing in torch 2.6 and 2.7
     top = None if newest is None else newest(False)
     return top is not None and top[0] == hooks.pack_hook

@@ -1,4 +1,4 @@
-"""A training script that a command runs, to read what it reports."""
+"""Running of a training script by a command of this package, which reads the report of the script."""
 
 from __future__ import annotations
 
@@ -6,28 +6,45 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 
 def add_script(parser: argparse.ArgumentParser, trains: str) -> None:
-    """Arguments that name a script, and those of it.
+    """Add the arguments for a script, and for the script's own arguments, to a parser.
 
     Args:
-        parser: of the command.
-        trains: what the script does.
+        parser: parser of the command.
+        trains: strategy with which the script must train, for the help text.
     """
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", help=f"that trains with {trains}")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
 
+def before_script(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a command with ``--`` between an option's list of numbers and the script after it."""
+    for i, this in enumerate(arguments):
+        if not this.startswith("-") and not _is_number(this):  # the script
+            after_number = i > 0 and _is_number(arguments[i - 1])
+            return [*arguments[:i], *(["--"] if after_number else []), *arguments[i:]]
+    return [*arguments]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def report_of(options: argparse.Namespace, environment: Callable[[str], Mapping[str, str]]) -> tuple[str | None, int]:
     """Run the script to its end.
 
     Args:
-        options: as of :func:`add_script`.
-        environment: of the script, for the path that its report is to have.
+        options: parsed arguments of :func:`add_script`.
+        environment: function of the path of the report that returns the environment variables of the script.
     Returns:
         The report, None if there is none; and the exit status.
     """
@@ -39,7 +56,7 @@ def report_of(options: argparse.Namespace, environment: Callable[[str], Mapping[
 
 
 def at_least_one(text: str) -> int:
-    """A whole number of an argument."""
+    """Parse an argument that is an integer of at least 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return number

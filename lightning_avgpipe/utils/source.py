@@ -1,22 +1,64 @@
-"""Lines of the user's code, for messages."""
+"""Source lines of user code, for messages."""
 
 from __future__ import annotations
 
+import copy
 import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 
 import torch
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = (str(Path(torch.__file__).resolve().parent), _PACKAGE)
+# what calls user code while it trains; not both of Lightning's folders need be there
+_FRAMEWORKS = (
+    *_LIBRARIES,
+    *(f"{Path(torch.__file__).resolve().parents[1] / name}/" for name in ("lightning", "pytorch_lightning")),
+)
+_STANDARD = sysconfig.get_path("stdlib")
+_INSTALLED = frozenset(("site-packages", "dist-packages"))  # models may come from these
 
 
 def source_line() -> str:
-    """The innermost line being executed that is neither torch's nor ours, as ``file.py:12 in forward``."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    """Return the innermost line of user code that is being executed, such as ``file.py:12 in forward``.
+
+    Code of torch, of Python's standard library and of this package is skipped.
+    """
+    return _innermost(traceback.walk_stack(sys._getframe(1)))
+
+
+def is_copying() -> bool:
+    """Return whether ``copy.deepcopy`` is running in this thread."""
+    return any(frame.f_code is copy.deepcopy.__code__ for frame, _ in traceback.walk_stack(sys._getframe(1)))
+
+
+def caught_line(error: BaseException) -> str:
+    """Return the line, within the function that caught an error, from which the error came."""
+    return _innermost(list(traceback.walk_tb(error.__traceback__))[:1])
+
+
+def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
+    for frame, line in frames:
         path = frame.f_code.co_filename
-        if not path.startswith(_LIBRARIES) and not path.startswith("<"):
-            return f"{Path(path).name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "unknown line"
+        standard = path.startswith(_STANDARD) and _INSTALLED.isdisjoint(Path(path).parts)
+        if not (path.startswith((*_LIBRARIES, "<")) or standard):
+            return f"{Path(path).name}:{line} in {frame.f_code.co_name}"
+    return "a line of a library"
+
+
+def traceback_of_user_code(error: BaseException) -> str:
+    """Return the traceback of an error without the frames of torch, Lightning and this package.
+
+    An error that passed through none but these, as one of this package's own, keeps all of its frames.
+    """
+    shown = part = traceback.TracebackException.from_exception(error)
+    while part is not None:
+        kept = [frame for frame in part.stack if not frame.filename.startswith(_FRAMEWORKS)]
+        if kept:
+            part.stack = traceback.StackSummary.from_list(kept)
+        part = part.__cause__ or part.__context__  # type: ignore[assignment]
+    return "".join(shown.format()).rstrip()

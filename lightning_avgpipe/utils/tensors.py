@@ -1,4 +1,4 @@
-"""Tensors of any layout: what of them is strided, and can be compared or sent."""
+"""Tensors of any layout: their strided parts, which can be compared and sent, and their sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INSTEAD_OF_NESTED = (
     "pad it (torch.nested.to_padded_tensor) with a mask beside it, or let the batch hold a list of tensors"
 )
 
-# How a layout names its indices.
+# Names of the methods that return the indices of each layout.
 _INDICES = {
     torch.sparse_coo: ("_indices",),
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -23,13 +23,13 @@ _INDICES = {
 
 
 class Sparseness(NamedTuple):
-    """What a sparse tensor is besides its parts.
+    """The properties of a sparse tensor that its parts do not contain.
 
     Attributes:
-        layout: of the tensor.
-        shape: of the tensor.
-        is_coalesced: whether each index is there once; of ``torch.sparse_coo``.
-        num_parts: indices and values.
+        layout: layout of the tensor.
+        shape: shape of the tensor.
+        is_coalesced: whether each index occurs once; only for ``torch.sparse_coo``.
+        num_parts: number of tensors with indices and values.
     """
 
     layout: torch.layout
@@ -39,7 +39,7 @@ class Sparseness(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Sparseness | None:
-        """That of a tensor; None for one that is not sparse."""
+        """Return the properties of a tensor; None if it is not sparse."""
         names = _INDICES.get(tensor.layout)
         if names is None:
             return None
@@ -47,20 +47,35 @@ class Sparseness(NamedTuple):
         return cls(tensor.layout, tuple(tensor.shape), coalesced, len(names) + 1)
 
     def tensor(self, parts: Sequence[Tensor]) -> Tensor:
-        """The tensor with these parts."""
+        """Make the tensor from its parts."""
         if self.layout == torch.sparse_coo:
             indices, values = parts
             return torch.sparse_coo_tensor(
-                indices, values, self.shape, is_coalesced=self.is_coalesced, check_invariants=False
-            )
+                indices, values, self.shape, is_coalesced=self.is_coalesced, check_invariants=False,
+                device=values.device,
+            )  # fmt: skip
         outer, inner, values = parts
         return torch.sparse_compressed_tensor(
-            outer, inner, values, self.shape, layout=self.layout, check_invariants=False
+            outer, inner, values, self.shape, layout=self.layout, check_invariants=False, device=values.device
         )
 
 
+def as_tensor(value: Tensor | float) -> Tensor:
+    """Return a tensor unchanged, and a number as a tensor on the host, regardless of torch's default device."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+
+
+# Bytes of an element -> integer type of the same size.
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def words(tensor: Tensor) -> Tensor:
+    """Return the bits of each element of a strided tensor of real numbers as an integer, which adds up exactly."""
+    return tensor.contiguous().view(_WORDS[tensor.itemsize])
+
+
 def strided_parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold what is in it: itself, or its indices and values if it is sparse, or those it nests."""
+    """Return the strided tensors of a tensor: itself, indices and values if it is sparse, or its nested tensors."""
     if tensor.is_nested:
         return list(tensor.unbind())
     names = _INDICES.get(tensor.layout)
@@ -71,17 +86,26 @@ def strided_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether it is neither sparse nor nested."""
+    """Return whether a tensor is neither sparse nor nested."""
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return the dimensions of a strided tensor in their order in memory; None if it is contiguous, or has gaps."""
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of what is in it: not of the zeros that a sparse one leaves out."""
+    """Return the bytes of the elements of a tensor; for a sparse one, those of its indices and values."""
     return sum(part.numel() * part.element_size() for part in strided_parts(tensor.detach()))
 
 
 def same_contents(one: Tensor, other: Tensor) -> bool:
-    """Whether they hold the same numbers in the same way; ``torch.equal`` knows strided tensors alone."""
+    """Return whether two tensors have the same layout and values; ``torch.equal`` supports strided tensors only."""
     if is_strided(one) and is_strided(other):
         return torch.equal(one, other)
     if one.layout != other.layout or one.is_nested != other.is_nested:
@@ -90,3 +114,14 @@ def same_contents(one: Tensor, other: Tensor) -> bool:
         return False
     ours, theirs = strided_parts(one.detach()), strided_parts(other.detach())
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def lent(tensor: Tensor) -> Tensor:
+    """The tensor, marked as one that stands in the place of a parameter for a single operation."""
+    tensor._avgpipe_lent = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_lent(tensor: Tensor) -> bool:
+    """Whether a tensor stands in the place of a parameter, so that nobody may keep it."""
+    return hasattr(tensor, "_avgpipe_lent")

@@ -1,4 +1,4 @@
-"""What we rely on in torch that it does not promise: the table of it, and the functions that several modules share."""
+"""A table of the private names of torch that this package uses, and functions that use them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils import checkpoint
 from lightning_avgpipe.utils import upstream
 from lightning_avgpipe.utils.upstream import Private
 
-# What brackets a region in torch.utils.checkpoint: newer versions of torch call it otherwise.
+# The function that brackets a region in torch.utils.checkpoint, which has another name in newer versions of torch.
 CHECKPOINT_BRACKET = "_checkpoint_without_reentrant_generator"
 CHECKPOINT_BRACKET += "_impl" if hasattr(checkpoint, f"{CHECKPOINT_BRACKET}_impl") else ""
 GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
@@ -45,6 +45,7 @@ _MODULES = (
     Private("torch.nn.Module._compiled_call_impl", "whether a module is compiled, and must not be watched"),
     Private("torch.nn.Module.__call__", "replaced while calls of units are followed", "self"),
     Private("torch.nn.Module.__setattr__", "replaced while assignments of attributes are watched", "self name value"),
+    Private("torch.nn.Linear.forward", "replaced in mixed precision: uses its weight and bias once", "self input"),
     Private("torch.nn.modules.dropout._DropoutNd", "draws in training, also if it is in evaluation mode now"),
     Private("torch.nn.modules.batchnorm._BatchNorm", "what depends on how a batch is split"),
     Private("torch.nn.RNNBase._flat_weights", "a list of parameters that recurrent layers build anew by themselves"),
@@ -59,6 +60,7 @@ _STEPS = (
     Private("torch._ops.OpOverload._schema", "says what an operation writes into"),
     Private("torch.ops.aten._to_copy", "hands numbers on without looking at them"),
     Private("torch.ops.aten._unsafe_view", "the same"),
+    Private("torch.random.default_generator", "where torch.manual_seed and its kind look for it: replaced"),
     Private("torch._standard_gamma", "draws random numbers"),
     Private("torch._sample_dirichlet", "the same"),
     Private("torch.utils._pytree.tree_flatten", "trees of batches, outputs and states", "tree is_leaf"),
@@ -69,15 +71,19 @@ _BACKWARDS = (
     Private("torch.autograd.Function.apply", "replaced while a step is followed: no torch function, so not seen else"),
     Private(f"torch.utils.checkpoint.{CHECKPOINT_BRACKET}", "replaced: regions are called again", "fn args kwargs"),
     Private("torch.utils.checkpoint._NoopSaveInputs", "how it keeps a region's inputs", versions="<2.9"),
-    Private("torch.autograd.Variable._execution_engine", "whether a backward accumulates gradients"),
+    Private("torch.autograd.Variable._execution_engine", "whether a backward accumulates gradients; many backwards"),
     Private("torch._C._autograd._get_current_graph_task_keep_graph", "whether a backward retains its graph"),
     Private("torch._C._current_graph_task_id", "whether a backward runs"),
+    Private("torch.autograd.graph.Node._input_metadata", "how many gradients come into a node"),
     Private("torch.autograd.graph.Node._sequence_nr", "what was computed before a unit's arguments"),
     Private("torch.autograd.graph.disable_saved_tensors_hooks", "replaced: hooks of ours step aside", "error_message"),
     Private("torch._C._autograd._top_saved_tensors_default_hooks", "whether hooks are ours", versions=">=2.8"),
     Private("torch._C._autograd._saved_tensors_hooks_is_enabled", "whether hooks are allowed"),
+    Private("torch._C._len_torch_function_stack", "whether a mode of the user's is on"),
+    Private("torch._C._len_torch_dispatch_stack", "the same"),
     Private("torch._C._functorch.is_functorch_wrapped_tensor", "what torch.func computes with"),
     Private("torch._C._functorch.get_unwrapped", "what it was given"),
+    Private("torch._C._functorch.peek_interpreter_stack", "whether it computes"),
     Private("torch.autograd._profiler_enabled", "names actions only for a profiler that looks"),
 )
 _OPTIMIZERS = (
@@ -105,6 +111,7 @@ _DISTRIBUTED = (
     Private("torch.distributed.ProcessGroupGloo._Options", "pairs of processes that share one listening socket"),
     Private("torch.distributed.ProcessGroupGloo._Options._devices", "the same"),
     Private("torch.distributed.ProcessGroupGloo._Options._threads", "the same"),
+    Private("torch.distributed.ProcessGroupGloo._set_default_timeout", "collectives have no limit of their own"),
     Private(
         "torch.distributed.checkpoint.state_dict_loader._load_state_dict", "reads shards in one process",
         "state_dict storage_reader no_dist planner",
@@ -124,48 +131,75 @@ _COMPILER = (
 
 NAMES = (*_TENSORS, *_MODULES, *_STEPS, *_BACKWARDS, *_OPTIMIZERS, *_DISTRIBUTED, *_DATA, *_COMPILER)
 
-_COALESCED = torch.ops.aten._coalesced_.default  # says of a sparse tensor that each of its indices is there once
+_COALESCED = torch.ops.aten._coalesced_.default  # sets the flag that each index of a sparse tensor occurs once
 
 untraced = torch._C.DisableTorchFunction  # the context in which torch functions are not followed
 
 
 def check() -> None:
-    """Warn of what this version of torch has not, or has otherwise."""
-    later = () if "torch._dynamo" in sys.modules else _COMPILER  # which takes seconds to import
+    """Warn about private names that this version of torch does not have, or has with other arguments."""
+    later = () if "torch._dynamo" in sys.modules else _COMPILER  # importing torch._dynamo takes seconds
     upstream.check((name for name in NAMES if name not in later), "torch", torch.__version__)
 
 
-def has_compiled() -> bool:
-    """Whether ``torch.compile`` has compiled anything in this process, be it a function that a library compiles."""
+def compiled_graphs() -> int:
+    """Return how many graphs ``torch.compile`` has compiled in this process, including those of libraries."""
     if "torch._dynamo" not in sys.modules:
-        return False
-    return bool(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        return 0
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def forget_compiled() -> None:
+    """Drop everything that ``torch.compile`` has compiled in this process, so that it is compiled anew."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 def is_of_compiler(error: Exception) -> bool:
-    """Whether ``torch.compile`` has failed, and not what it has compiled."""
+    """Return whether an error is one of ``torch.compile`` itself, not of the compiled code."""
     return "torch._dynamo" in sys.modules and isinstance(error, torch._dynamo.exc.TorchDynamoException)
 
 
+def modes(device: torch.device) -> tuple[Any, ...]:
+    """Return the modes of this thread and process that decide, besides its arguments, how an operation runs."""
+    kernels = torch.backends.cuda
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", device.type)),
+        torch.get_default_dtype(),
+        (kernels.math_sdp_enabled(), kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled()),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        hooks(True),
+    )
+
+
 def version_of(tensor: Tensor | None) -> int:
-    """How often a tensor, or one that it shares memory with as a view, was changed in place."""
+    """Return how often a tensor, including its views and base, was changed in place."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Whether it is what ``torch.vmap`` or ``torch.func`` computes with, and nothing outside of that."""
+    """Return whether a tensor is a wrapper of ``torch.vmap`` or ``torch.func``, which is valid only within them."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def is_transforming() -> bool:
+    """Return whether ``torch.vmap`` or a transform of ``torch.func`` is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def untransformed(tensor: Tensor) -> Tensor:
-    """What ``torch.vmap`` or ``torch.func`` was given, as it was there."""
+    """Return the tensor that ``torch.vmap`` or ``torch.func`` has wrapped."""
     while is_transformed(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Of the memory that a tensor shares with its views."""
+    """Return an identifier of the memory that a tensor shares with its views."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # sparse tensors and the like have none
@@ -173,18 +207,18 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def address(tensor: Tensor) -> int:
-    """The same; of a parameter without contents here, not of what is lent for it."""
+    """Return :func:`storage_id` of a tensor itself, also where torch functions would see another one in its place."""
     with untraced():
         return storage_id(tensor)
 
 
 def is_mutable(func: Any) -> bool:
-    """Whether an operation, as a dispatch mode sees it, writes numbers into its arguments."""
+    """Return whether an operation, as seen by a dispatch mode, writes values into its arguments."""
     return bool(func._schema.is_mutable) and func is not _COALESCED
 
 
 def targets(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operation writes into."""
+    """Yield the tensors that an operation writes into."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -195,5 +229,5 @@ def targets(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def default_store() -> dist.Store:
-    """Where the processes of ``torch.distributed`` meet."""
+    """Return the store of the default process group of ``torch.distributed``."""
     return dist.distributed_c10d._get_default_store()

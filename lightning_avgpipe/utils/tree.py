@@ -1,19 +1,18 @@
-"""Trees: any nesting of containers, seen as a list of leaves and a spec that puts them back.
+"""Trees: any nesting of containers, as a list of leaves and a spec from which the tree can be rebuilt.
 
-A thin layer over ``torch.utils._pytree``. What pytree does not know and batches are made of is registered with it when
-an object of the type is first seen:
+This is a thin layer over ``torch.utils._pytree``. The following types, which batches use and pytree does not know, are
+registered with pytree when an object of the type is first seen:
 
 =========================================  ==================================================================
-dataclasses                                all that the object holds, fields or not, frozen or not; ``__init__`` and
+dataclasses                                all attributes, fields or not, frozen or not; ``__init__`` and
                                            ``__post_init__`` are not run again
 subclasses of dict and UserDict            their items (transformers' ``BatchEncoding``), and their attributes
 other Mapping types                        their items, if ``type(mapping)(dict)`` makes an equal one
 subclasses of namedtuples                  their fields (``PackedSequence``; newer versions of pytree know them)
 =========================================  ==================================================================
 
-Before a type is registered, its first object is taken apart and put together again; if that does not give the same
-thing, objects of the type stay leaves. A type that is registered already, such as transformers' ``ModelOutput``, is
-left as it is.
+Before a type is registered, its first object is flattened and rebuilt. If the result is not equal, objects of the type
+stay leaves. A type that is registered already, such as transformers' ``ModelOutput``, is not changed.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
+from lightning_avgpipe.utils.weak_cache import weakly_cached
+
 __all__ = [
     "TreeSpec", "children", "flatten", "flatten_with_names", "map_tensors", "named_children", "tensors", "unflatten",
 ]  # fmt: skip
@@ -41,11 +42,11 @@ IsLeaf = Callable[[Any], bool]
 
 
 def flatten(obj: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], TreeSpec]:
-    """Take a tree apart.
+    """Flatten a tree into its leaves and a spec.
 
     Args:
-        obj: any object; one that is no container is a single leaf, and so is None.
-        is_leaf: containers for which it is true are leaves as well.
+        obj: any object. An object that is not a container is a single leaf, and so is None.
+        is_leaf: function that returns whether a container is a leaf as well.
     Returns:
         The leaves in order, and a spec, which can be pickled and compared.
     Raises:
@@ -70,12 +71,12 @@ def _endless(obj: Any) -> RecursionError:
 
 
 def unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
-    """Put a tree together: the inverse of :func:`flatten`, with new containers."""
+    """Rebuild a tree with new containers: the inverse of :func:`flatten`."""
     return pytree.tree_unflatten(leaves, spec)
 
 
 def flatten_with_names(obj: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
-    """Take a tree apart, and name its leaves as the code that reaches them: ``['labels']``, ``[0].mask``."""
+    """Flatten a tree, and name its leaves by the code that reaches them, such as ``['labels']`` or ``[0].mask``."""
     leaves, spec = flatten(obj)
     return list(zip(_names(obj, ""), leaves, strict=True)), spec
 
@@ -96,7 +97,7 @@ def leaves(obj: Any) -> list[Any]:
 
 
 def _collect(obj: Any, found: list[Any]) -> None:
-    """Without specs, and without pytree for what most trees are made of: a step's every call asks for its tensors."""
+    """Append the leaves of a tree, without pytree for common containers, because every call of a step needs it."""
     cls = type(obj)
     if cls in _LEAF_TYPES:
         found.append(obj)
@@ -119,7 +120,7 @@ def map_tensors(fn: Callable[[Tensor], Any], obj: Any) -> Any:
 
 
 def _map(fn: Callable[[Tensor], Any], obj: Any) -> Any:
-    """Without pytree for what most trees are made of, as in :func:`_collect`."""
+    """Map the tensors of a tree, without pytree for common containers as in :func:`_collect`."""
     cls = type(obj)
     if cls in _TENSOR_TYPES:
         return fn(obj)
@@ -134,12 +135,12 @@ def _map(fn: Callable[[Tensor], Any], obj: Any) -> Any:
 
 
 def children(obj: Any) -> tuple[list[Any], TreeSpec]:
-    """Take one level of a tree apart; a leaf is its own only child."""
+    """Flatten one level of a tree. The only child of a leaf is the leaf itself."""
     return flatten(obj, is_leaf=lambda node: node is not obj)
 
 
 def named_children(obj: Any, name: str) -> list[tuple[str, Any]]:
-    """One level of a container, with names as in :func:`flatten_with_names`."""
+    """Return the children of a container with their names, as in :func:`flatten_with_names`."""
     below, spec = children(obj)
     return [(name + step, child) for step, child in zip(_steps(obj, spec, len(below)), below, strict=True)]
 
@@ -153,7 +154,7 @@ def _names(obj: Any, name: str) -> list[str]:
 
 
 def _steps(obj: Any, spec: TreeSpec, num_children: int) -> list[str]:
-    """Say how each child is reached from its container: ``['key']``, ``[0]`` or ``.field``."""
+    """Return how each child is reached from its container: ``['key']``, ``[0]`` or ``.field``."""
     with_keys = pytree.SUPPORTED_NODES[spec.type].flatten_with_keys_fn
     if with_keys is not None:
         return [str(key) for key, _ in with_keys(obj)[0]]
@@ -174,13 +175,13 @@ def _leaf() -> TreeSpec:
     return _LEAF
 
 
-# Unpickling torch's LeafSpec warns that the class is deprecated, on each process that receives a spec.
+# Pickle torch's LeafSpec by a function: unpickling the class would warn on each process that it is deprecated.
 if type(_LEAF) is not TreeSpec:
     copyreg.pickle(type(_LEAF), lambda _: (_leaf, ()))
 
 
 def _found_nodes(leaves: Iterable[Any], is_leaf: IsLeaf | None) -> bool:
-    """Decide about the types that were not seen before; true if some of these leaves turn out to be containers."""
+    """Decide about the types of leaves that were not seen before; return whether some of them are containers."""
     found = False
     for leaf in leaves:
         cls = type(leaf)
@@ -212,7 +213,7 @@ def _register(cls: type, recipe: _Recipe) -> None:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What a spec remembers of an object besides its children, which are first its items and then its attributes."""
+    """The part of a spec for one container; its children are first its items and then its attributes."""
 
     cls: type
     keys: tuple[Any, ...] = ()
@@ -225,7 +226,7 @@ class _Layout:
 
 
 def _received_layout(cls: type, *rest: Any) -> _Layout:
-    """Unpickle a layout; this process may not have seen an object of the type yet."""
+    """Unpickle a layout, and register its type if this process has not seen an object of it yet."""
     with _REGISTRATION:
         recipe = _recipe(cls)
         if recipe is not None and cls not in pytree.SUPPORTED_NODES:
@@ -240,7 +241,7 @@ class _Recipe(NamedTuple):
 
 
 def _recipe(cls: type) -> _Recipe | None:
-    """Choose how objects of a type are taken apart; None if they are leaves."""
+    """Return the functions that flatten and rebuild objects of a type; None if these are leaves."""
     if issubclass(cls, (Tensor, torch.nn.Module, type, Enum)):
         return None
     if issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple):
@@ -257,7 +258,7 @@ def _restores(recipe: _Recipe, obj: Any) -> bool:
         values, layout = recipe.take_apart(obj)
         copy = recipe.put_together(values, layout)
         copied, copied_layout = recipe.take_apart(copy)
-    except Exception:  # the type's own code, which may raise anything
+    except Exception:  # user code of the type may raise anything
         return False
     same_values = len(values) == len(copied) and all(a is b for a, b in zip(values, copied, strict=True))
     return type(copy) is type(obj) and copied_layout == layout and same_values
@@ -272,7 +273,7 @@ def _make_namedtuple(values: Iterable[Any], layout: _Layout) -> Any:
 
 
 def _take_items(obj: Any) -> tuple[list[Any], _Layout]:
-    # With one attribute at most the items are in it, so that nothing is lost and no reference leads back to the object.
+    # At most one attribute, which holds the items: so nothing is lost, and no reference leads back to the object.
     cls: Any = type(obj)
     if len(getattr(obj, "__dict__", ())) + len(_slots(cls)) > 1:
         raise TypeError(f"{cls.__name__} holds more than its items")
@@ -291,7 +292,7 @@ def _take_state(obj: Any) -> tuple[list[Any], _Layout]:
     if is_own_dict:
         state = {}
     if issubclass(cls, dict):
-        items = dict(_dict_type(cls).items(obj))  # not obj.items(), which the class may have changed
+        items = dict(dict_type(cls).items(obj))  # not obj.items(), which the class may have overridden
     elif issubclass(cls, UserDict):
         items = obj.data
     held = {name: getattr(obj, name) for name in _slots(cls) if hasattr(obj, name)}
@@ -310,7 +311,7 @@ def _make_from_state(values: Iterable[Any], layout: _Layout) -> Any:
     obj: Any = cls.__new__(cls)
     if issubclass(cls, dict):
         for key, value in items.items():
-            _dict_type(cls).__setitem__(obj, key, value)
+            dict_type(cls).__setitem__(obj, key, value)
     elif issubclass(cls, UserDict):
         obj.__dict__["data"] = items
     if layout.is_own_dict:
@@ -323,21 +324,21 @@ def _make_from_state(values: Iterable[Any], layout: _Layout) -> Any:
     return obj
 
 
-def _dict_type(cls: type) -> type[dict[Any, Any]]:
-    # An OrderedDict keeps an order of its own, which dict's methods do not see.
+def dict_type(cls: type) -> type[dict[Any, Any]]:
+    """Return the class whose methods change items of such a dict: an OrderedDict keeps an order of its own."""
     return OrderedDict if issubclass(cls, OrderedDict) else dict
 
 
-@functools.cache
+@weakly_cached
 def _slots(cls: type) -> Sequence[str]:
-    """Name the attributes of a type that are not in ``__dict__``: ``__slots__``, defaultdict's ``default_factory``."""
+    """Return the attributes that are not in ``__dict__``: ``__slots__``, defaultdict's ``default_factory``."""
     members = {n for base in cls.__mro__ for n, m in vars(base).items() if isinstance(m, types.MemberDescriptorType)}
     in_order = [field.name for field in fields(cls)] if is_dataclass(cls) else []
     return [name for name in in_order if name in members] + sorted(members.difference(in_order))
 
 
-@functools.cache
+@weakly_cached
 def _derived(cls: type) -> frozenset[str]:
-    """Name what lies in ``__dict__`` without being a child: UserDict's items, cached properties (computed anew)."""
+    """Return the names in ``__dict__`` that are not children: UserDict's ``data``, and cached properties."""
     cached = {n for base in cls.__mro__ for n, m in vars(base).items() if isinstance(m, functools.cached_property)}
     return frozenset(cached | {"data"} if issubclass(cls, UserDict) else cached)

@@ -1,4 +1,4 @@
-"""Names that other packages do not promise: what a table says of each, and whether it is there as expected."""
+"""Checks that private names of other packages, which are listed in tables, exist as this package expects."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from packaging.specifiers import SpecifierSet
 
 @dataclass(frozen=True)
 class Private:
-    """A name that is private, or whose place something of ours takes.
+    """A name of another package that is private, or that this package replaces.
 
     Attributes:
-        name: in full, as ``package.module.Class.attribute``.
-        why: what it is for, or what takes its place.
-        takes: arguments that we pass, or are passed, by their names in order; others have defaults. None: it is not
-            called, or does not tell.
-        versions: of its package, that have it; "" are all that this package works with.
+        name: full name, as ``package.module.Class.attribute``.
+        why: what it is used for, or what replaces it.
+        takes: names of the arguments that this package passes or receives, in order; others must have defaults. None:
+            it is not called, or has no signature.
+        versions: versions of the package that have the name; "": all that this package works with.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Private:
 
 
 def problem(entry: Private) -> str | None:
-    """What is not as an entry says; None if all is."""
+    """Return how a name differs from its entry; None if it does not."""
     try:
         found = _find(entry.name)
     except AttributeError:
@@ -50,7 +50,7 @@ def problem(entry: Private) -> str | None:
 
 
 def check(table: Iterable[Private], package: str, version: str) -> None:
-    """Warn of what is not as a table says, since what needs it may fail, or have no effect."""
+    """Warn about names that differ from their entries, since code that needs them may fail or have no effect."""
     for entry in table:
         if SpecifierSet(entry.versions).contains(version, prereleases=True) and (found := problem(entry)) is not None:
             warnings.warn(
@@ -61,7 +61,7 @@ def check(table: Iterable[Private], package: str, version: str) -> None:
 
 
 def _find(name: str) -> Any:
-    """What a name stands for; None for what instances have and their class has not."""
+    """Return the object of a name; None for an attribute that only instances of a class have."""
     parts = name.split(".")
     found: Any = importlib.import_module(parts[0])
     for i, part in enumerate(parts[1:], 1):
@@ -75,6 +75,6 @@ def _find(name: str) -> Any:
 
 
 def _assigned(kind: type) -> set[str]:
-    """Attributes of instances that a class declares, or that its methods name."""
+    """Return the attributes of instances that a class declares, or that its methods use."""
     methods = [inspect.unwrap(member) for member in vars(kind).values() if isinstance(member, FunctionType)]
     return set(vars(kind).get("__annotations__", ())).union(*(method.__code__.co_names for method in methods))

@@ -1,6 +1,6 @@
 """Verification: training's first iterations run plainly as well, and are compared by name.
 
-Nothing here uses the captured step: the user's own ``training_step`` runs on a copy of the module, with autograd.
+Nothing here uses the captured step: the user's own ``training_step`` runs in a copy of the process, with autograd.
 """
 
 from lightning_avgpipe.verify import request

@@ -1,4 +1,4 @@
-"""Verify a training script without changing it: ``python -m lightning_avgpipe.verify train.py fit --config x.yaml``."""
+"""Verify a training script without changing it: ``python -m lightning_avgpipe verify train.py fit --config x.yaml``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_avgpipe.verify.request import REPORT, STEPS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script; every AvgPipeStrategy in it verifies, and the script ends after the first that has.
+    """Run the script; every AvgPipeStrategy in it verifies, and the script ends after the first verified training.
 
     Returns:
-        0 if what was compared is equal, 1 if not, or if nothing was compared.
+        0 if what was compared is equal; 1 if it differs, or if nothing was compared.
     """
     options = _parser().parse_args(arguments)
     verdict, code = report_of(options, lambda report: {**os.environ, STEPS: str(options.steps), REPORT: report})
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m lightning_avgpipe.verify",
+        prog="python -m lightning_avgpipe verify",
         description="Run a training script, and in its first optimizer steps each batch also plainly, in one process; "
         "compare losses, gradients, weights, buffers and logged values by name; end.",
     )

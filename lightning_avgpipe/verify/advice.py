@@ -1,4 +1,4 @@
-"""What a difference means, and what to do."""
+"""Explanations of a difference that verification has found: likely causes, and what to do."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _COMPILED = (
 
 
 def advice(kind: str, compiled: bool = False) -> str:
-    """Likely causes, and what to do.
+    """Return the likely causes of a difference, and what to do.
 
     Args:
-        kind: of the difference.
-        compiled: whether anything was compiled.
+        kind: kind of the difference, such as "the gradient".
+        compiled: whether anything ran compiled by torch.compile.
     """
     cause = _CAUSES.get(kind, f"{_STATE}, or capturing it was not put back whole")
     return f"Likely: {cause}. {_COMPILED if compiled else ''}{_WHAT_TO_DO}"

@@ -1,196 +1,312 @@
-"""The plain run: micro-batches one after the other on a copy of the module, with ordinary autograd."""
+"""The plain run: in a forked child, the micro-batches one after the other with ordinary autograd, and the steps."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+import contextlib
+import hashlib
+import math
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import lightning.pytorch as pl
+import numpy as np
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
+from lightning_avgpipe.averaging.optimizer_clone import unwrapped
 from lightning_avgpipe.capture.snapshot import random_state
+from lightning_avgpipe.capture.tracer import intercepting
+from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.engine.loss import loss_in
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.weighting import LossWeight, counts_for
-from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.patching import nothing
+from lightning_avgpipe.utils.forked import in_child
+from lightning_avgpipe.utils.lightning import DummyLogger, PassThroughProfiler, SingleDeviceStrategy, pl
+from lightning_avgpipe.utils.patching import nothing, replaced
+from lightning_avgpipe.utils.reductions import reduced, reduction_name
+from lightning_avgpipe.utils.torch_compat import compiled_graphs, forget_compiled
+from lightning_avgpipe.verify.fingerprint import Fingerprint, fingerprint
 from lightning_avgpipe.verify.plain_draws import Captured, drawing_as_promised
-from lightning_avgpipe.verify.state import attributes, clone
+from lightning_avgpipe.verify.state import attributes
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What the micro-batches of one batch leave behind.
+class Batch:
+    """A batch that a child process is told to train on.
 
     Attributes:
-        losses: "micro-batch 0" -> what the step returned as its loss.
-        gradients: parameter -> its gradient or None, accumulated since gradients were cleared.
-        parameters: before any optimizer step; a step may change them.
-        buffers: by name.
-        attributes: what else modules hold, by name.
-        logged: name -> what the whole batch logs; None for what is no number.
+        parts: micro-batches of the pipeline.
+        rest: further arguments of the step.
+        key: seed, iteration and number of the pipeline; random numbers depend on these.
+        captured: modules that are known to draw random numbers.
+        steps: whether the optimizer steps at the end; else gradients accumulate.
+        progress: state of the loop's count of batches.
+        whole: the batch in one piece, if its loss is wanted.
     """
 
-    losses: dict[str, Tensor] = field(default_factory=dict)
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    attributes: dict[str, Any] = field(default_factory=dict)
-    logged: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PlainRun:
-    """How a batch is run.
-
-    Attributes:
-        trainer: is asked what user code asks it, and told nothing.
-        precision: scales losses.
-        context: in which steps run.
-        key: seed, iteration and pipeline, for random numbers.
-        captured: who is known to draw them.
-        accumulate: batches per optimizer step.
-        mean: whether a loss is a mean over its micro-batch; else it is a sum.
-        loss_weight: what the mean is over; None: the samples.
-        device: of the computation.
-    """
-
-    trainer: pl.Trainer
-    precision: Precision
-    context: Callable[[], AbstractContextManager[Any]]
+    parts: Sequence[MicroBatch]
+    rest: Sequence[Any]
     key: tuple[int, int, int]
     captured: Captured
-    accumulate: int
+    steps: bool
+    progress: dict[str, Any]
+    whole: Any = None
+
+
+@dataclass(frozen=True)
+class Traces:
+    """The results of an iteration, of a pipeline or of a plain run.
+
+    Attributes:
+        losses: "micro-batch 0" -> the loss that the step returned.
+        gradients: parameter -> its gradient or None, before hooks and clipping; empty if gradients accumulate.
+        buffers: name of a buffer -> its contents after all backwards.
+        attributes: name of an attribute of a module -> its value after all backwards.
+        weights: parameter -> its contents after the optimizer's step; empty if there is none.
+        logged: name -> the number that is logged for the batch; None if that is no number.
+        whole: the loss of the batch in one piece, and the mean over its micro-batches; None: not wanted, or not found.
+        compiled: whether a plain run has compiled anything, which may round otherwise.
+    """
+
+    losses: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, Fingerprint | None] = field(default_factory=dict)
+    buffers: dict[str, Fingerprint] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, Fingerprint] = field(default_factory=dict)
+    logged: dict[str, float | None] = field(default_factory=dict)
+    whole: tuple[float, float] | None = None
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The rules by which micro-batches make up a batch.
+
+    Attributes:
+        mean: whether a loss is a mean over its micro-batch; else it is a sum.
+        loss_weight: what the mean counts; None: samples.
+        device: device of the computation.
+    """
+
     mean: bool
     loss_weight: LossWeight | None
     device: torch.device
 
-    def run(
-        self,
-        module: pl.LightningModule,
-        parts: Sequence[MicroBatch],
-        rest: Sequence[Any],
-        gradients: Mapping[str, Tensor | None],
-        after_first: Callable[[pl.LightningModule], None] | None,
-    ) -> Outcome:
-        """Run the micro-batches in order.
 
-        Args:
-            module: a duplicate, which is used up.
-            parts: of the batch.
-            rest: further arguments of the step.
-            gradients: of earlier batches.
-            after_first: called after the first forward, where gradients are cleared.
+class PlainTraining:
+    """Trains a module in this process alone, with Lightning's own loop. For a forked child only: nothing is put back.
+
+    Args:
+        trainer: a trainer on which the changes for a pipeline have been undone.
+        settings: the rules of its pipeline.
+    """
+
+    def __init__(self, trainer: pl.Trainer, settings: Settings) -> None:
+        self._trainer = trainer
+        self._module = trainer.lightning_module
+        self._settings = settings
+        self._logged = _Logged()
+        self._first = True
+        forget_compiled()  # so that the number of graphs tells whether a step runs compiled
+        self._compiled_before = compiled_graphs()
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Give the trainer a strategy for one process, and nothing to which it would report."""
+        trainer, module, before = self._trainer, self._module, self._trainer.strategy
+        accelerator, precision = trainer.accelerator, before.precision_plugin
+        strategy = SingleDeviceStrategy(self._settings.device, accelerator, precision_plugin=precision)
+        strategy.connect(module)
+        strategy.optimizers = before.optimizers
+        strategy.lr_scheduler_configs = before.lr_scheduler_configs
+        trainer._accelerator_connector.strategy = strategy
+        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+        trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
+        trainer.fit_loop.epoch_loop._results = self._logged  # type: ignore[assignment]
+        trainer._logger_connector.should_reset_tensors = _never  # type: ignore[method-assign]
+        self._logged.listen(module)
+
+    def iterate(self, batch: Batch) -> Traces:
+        """Run the micro-batches of a batch in order, and let the optimizer step.
+
+        Raises:
+            ValueError: the step skips all of them.
         """
-        logged = _Logged()
-        stand_in = _StandIn(self.trainer, module, logged)
-        module.trainer = stand_in  # type: ignore[assignment]
-        logged.listen(module)
-        losses: dict[str, Tensor] = {}
-        for name, parameter in module.named_parameters():
-            gradient = gradients.get(name)
-            parameter.grad = None if gradient is None else gradient.clone()
-        sizes, shares = [part.size for part in parts], self._shares(parts)
-        with random_state():
-            for i, (part, weight) in enumerate(zip(parts, shares, strict=True)):
-                logged.size = part.size if self.loss_weight is None else weight * (sum(sizes) or 1)
-                result = self._forward(module, i, (part.data, *rest))
-                if i == 0 and after_first is not None:
-                    after_first(module)
-                if result is None:  # skipped
-                    continue
-                loss = loss_in(result)
-                losses[f"micro-batch {i}"] = loss.detach().clone()
-                if weight or not self.mean:  # else it is a mean over nothing
-                    self._backward(module, loss, weight if len(parts) > 1 else 1.0)
-                del result, loss
-        return Outcome(
-            losses,
-            {name: p.grad for name, p in module.named_parameters()},
-            {name: p.detach() for name, p in module.named_parameters()},
-            dict(module.named_buffers()),
-            {name: clone(value) for name, value in attributes(module).items()},
-            logged.of_batch(),
-        )
+        loop, module = self._trainer.fit_loop.epoch_loop, self._module
+        if not self._first:
+            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        self._first = False
+        loop.batch_progress.load_state_dict(batch.progress)
+        self._logged.clear()
+        traces, batch_idx = Traces(), loop.batch_idx
+        optimizer, whole = self._trainer.optimizers[0], self._in_one_piece(batch)
+        zero_grad = loop.automatic_optimization._make_zero_grad_fn(batch_idx, optimizer)
 
-    def _forward(self, module: pl.LightningModule, number: int, args: tuple[Any, ...]) -> Any:
-        data = _copied(args)
+        @torch.enable_grad()
+        def closure() -> Tensor:
+            loss = self._micro_batches(batch, zero_grad, traces)
+            if batch.steps:
+                traces.gradients.update(
+                    (name, None if p.grad is None else fingerprint(p.grad)) for name, p in module.named_parameters()
+                )
+            traces.buffers.update((name, fingerprint(buffer)) for name, buffer in module.named_buffers())
+            traces.attributes.update(portable(attributes(module)))
+            self._trainer.precision_plugin.post_backward(loss, module)
+            return loss
+
+        with alone(), intercepting(), random_state():
+            if batch.steps:
+                handle = after_step(optimizer, module, traces.weights)
+                loop.automatic_optimization._optimizer_step(batch_idx, closure)
+                handle.remove()
+            else:
+                closure()
+        traces.logged.update(self._logged.of_batch())
+        if whole is not None:
+            shares = zip(self._shares(batch.parts), traces.losses.values(), strict=False)
+            whole = whole[0], sum(share * loss for share, loss in shares)
+        return replace(traces, whole=whole, compiled=compiled_graphs() > self._compiled_before)
+
+    def _in_one_piece(self, batch: Batch) -> tuple[float, float] | None:
+        """Return the loss of the whole batch, computed in a child of its own so that its side effects are lost."""
+        if batch.whole is None:
+            return None
+
+        def loss() -> float:
+            with torch.no_grad(), alone(), self._trainer.precision_plugin.train_step_context():
+                return float(loss_in(self._module.training_step(batch.whole, *batch.rest)))
+
+        try:
+            return in_child(loss, "computes the loss of a batch in one piece"), math.nan
+        except Exception:  # a step may not take a whole batch, and need not
+            return None
+
+    def _micro_batches(self, batch: Batch, zero_grad: Callable[[], None] | None, traces: Traces) -> Tensor:
+        """Run forwards and backwards; return the last loss."""
+        parts, settings = batch.parts, self._settings
+        last = None
+        for i, (part, share) in enumerate(zip(parts, self._shares(parts), strict=True)):
+            samples = sum(p.size for p in parts) or 1
+            self._logged.size = part.size if settings.loss_weight is None else share * samples
+            result = self._forward(batch, i)
+            if i == 0 and zero_grad is not None:
+                zero_grad()
+            if result is None:  # skipped
+                continue
+            last = loss_in(result)
+            traces.losses[f"micro-batch {i}"] = float(last.detach())
+            if share or not settings.mean:  # else the loss is a mean over nothing
+                with (
+                    contextlib.nullcontext() if len(traces.losses) == 1 else quiet(self._trainer, "on_before_backward")
+                ):
+                    self._backward(last, share if len(parts) > 1 else 1.0)
+        if last is None:
+            raise ValueError("the step skips all micro-batches")
+        return last.detach()
+
+    def _forward(self, batch: Batch, number: int) -> Any:
+        module, key = self._module, (*batch.key, number)
         module._current_fx_name = "training_step"
-        with drawing_as_promised(module, self.captured, (*self.key, number), self.device), self.context():
-            result = module.training_step(*data)
+        draws = drawing_as_promised(module, batch.captured, key, self._settings.device)
+        with draws, self._trainer.precision_plugin.train_step_context():
+            result = module.training_step(batch.parts[number].data, *batch.rest)
         module._current_fx_name = None
         return result
 
-    def _backward(self, module: pl.LightningModule, loss: Tensor, share: float) -> None:
-        if self.accumulate > 1:
-            loss = loss / self.accumulate
-        loss = self.precision.pre_backward(loss, module)
-        vars(module)["on_before_backward"] = nothing  # a batch has this hook once
-        if self.mean and share != 1.0:
+    def _backward(self, loss: Tensor, share: float) -> None:
+        if self._trainer.accumulate_grad_batches > 1:
+            loss = loss / self._trainer.accumulate_grad_batches
+        loss = self._trainer.precision_plugin.pre_backward(loss, self._module)
+        if self._settings.mean and share != 1.0:
             loss = loss * share
         if loss.requires_grad:
             loss.backward()
 
     def _shares(self, parts: Sequence[MicroBatch]) -> list[float]:
-        """What each loss counts in the mean, by a rule of its own: the pipeline's weights are to be verified."""
+        """Return the weight of each micro-batch in the mean.
+
+        The pipeline's own weights are not used, since they are to be verified.
+        """
         sizes: list[float] = [part.size for part in parts]
         if not sum(sizes):
             sizes = [1] * len(parts)
-        counts = sizes if self.loss_weight is None else [counts_for(part.data, self.loss_weight) for part in parts]
+        weight = self._settings.loss_weight
+        counts = sizes if weight is None else [counts_for(part.data, weight) for part in parts]
         if not sum(counts):
             counts = sizes
         return [count / sum(counts) for count in counts]
 
 
-class _StandIn:
-    """A trainer for a duplicate: what is asked is answered by the real one, what is told is forgotten."""
+def after_step(optimizer: Optimizer, module: pl.LightningModule, found: dict[str, Fingerprint]) -> RemovableHandle:
+    """Take fingerprints of the weights that this process holds whenever an optimizer has stepped.
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, logged: _Logged) -> None:
-        self._trainer = trainer
-        self._results = logged
-        self._logger_connector = _Connector()
-        self.lightning_module = self.model = module
-        self.callbacks: list[Any] = []
-        self.loggers = [DummyLogger()] if trainer.loggers else []
-        self.logger = self.loggers[0] if self.loggers else None
-        self.profiler = PassThroughProfiler()
+    Args:
+        optimizer: optimizer that steps.
+        module: module that has the weights.
+        found: dictionary that gets the fingerprints.
+    Returns:
+        A handle that removes the hook.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
+    def note(*_: Any) -> None:  # where step() calls that of a base class, the outermost call is the last to come here
+        found.update((name, fingerprint(p)) for name, p in module.named_parameters() if not p.is_meta)
+
+    return unwrapped(optimizer).register_step_post_hook(note)
 
 
-class _Connector:
-    """Of a stand-in: there is nothing to reset."""
+def portable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attributes in a form that another process can compare, without those that cannot be sent."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            found[name] = ... if value.is_meta else fingerprint(value)
+            continue
+        if isinstance(value, np.ndarray):
+            contents = hashlib.blake2b(value.tobytes()).hexdigest()
+            found[name] = "an array", value.shape, str(value.dtype), contents
+            continue
+        with contextlib.suppress(Exception):  # of any type that a user's class raises
+            pickle.dumps(value)
+            found[name] = value
+    return found
 
-    _current_fx: str | None = None
 
-    def should_reset_tensors(self, fx: str) -> bool:
-        return False
+@contextlib.contextmanager
+def quiet(trainer: pl.Trainer, hook: str) -> Iterator[None]:
+    """Within this context a hook of the callbacks and the module is not called."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    trainer.callbacks = []  # type: ignore[attr-defined]
+    try:
+        with replaced(trainer.lightning_module, hook, nothing):
+            yield
+    finally:
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]
+
+
+def _never(fx: str) -> bool:
+    return False
 
 
 class _Logged:
-    """Takes what ``self.log`` gives, behind all that a user may have put before it."""
+    """A stand-in for Lightning's store of logged values, which gets what ``self.log`` passes on."""
 
     def __init__(self) -> None:
         self.size: float = 1
         self.dataloader_idx = None
         self._of_metric = False
-        self._entries: dict[str, list[tuple[Any, float, Any, bool]]] = {}
+        self._entries: dict[str, list[tuple[Any, float, Any]]] = defaultdict(list)
+
+    def clear(self) -> None:
+        """Forget what was logged, since another batch begins."""
+        self._entries.clear()
 
     def listen(self, module: pl.LightningModule) -> None:
-        """Learn which numbers a metric object has returned: their mean over micro-batches is not the batch's."""
-        for name in ("log", "log_dict"):
-            vars(module).pop(name, None)
+        """Note which numbers metric objects return: their mean over micro-batches is not the value of the batch."""
         log = module.log
         returned: list[Any] = []
 
@@ -210,50 +326,28 @@ class _Logged:
     def log(self, fx: str, name: str, value: Any, *_: Any, **options: Any) -> None:
         if fx != "training_step":  # a hook
             return
-        if self._of_metric:
+        if self._of_metric or options.get("batch_size") is not None:  # a weight of the user's own
             value = None
         if not self.size:  # a mean over nothing
             return
-        given = options.get("batch_size")
         if isinstance(value, Tensor):
             value = value.detach().clone()
-        size = self.size if given is None else given
-        alike = given == 1 < self.size  # the wish that all micro-batches count alike
-        self._entries.setdefault(name, []).append((value, size, options.get("reduce_fx", "mean"), alike))
+        self._entries[name].append((value, self.size, options.get("reduce_fx", "mean")))
 
     def of_batch(self) -> dict[str, Any]:
-        """Means over all samples, sums, and so on; None for what is no number, or reduced in a way of its own."""
+        """Return the reduced value of each name; None for what is no number, or is reduced in another way."""
         return {name: _reduced(entries) for name, entries in self._entries.items()}
 
 
-def _reduced(entries: list[tuple[Any, float, Any, bool]]) -> Any:
+def _reduced(entries: list[tuple[Any, float, Any]]) -> float | None:
     values = [value for value, *_ in entries]
     if any(value is None or isinstance(value, Metric) for value in values):
         return None
-    sizes = [1 if any(alike for *_, alike in entries) else size for _, size, *_ in entries]
-    how = entries[-1][2]
-    stacked = torch.stack([torch.as_tensor(value) for value in values]).double()
-    weights = torch.tensor(sizes, dtype=torch.float64, device=stacked.device).view(-1, *[1] * (stacked.ndim - 1))
-    if how in ("mean", "avg") or how is torch.mean:
-        return (stacked * weights).sum(0) / weights.sum()
-    if how == "sum" or how is torch.sum:
-        return stacked.sum(0)
-    if how == "max" or how is torch.max:
-        return stacked.amax(0)
-    if how == "min" or how is torch.min:
-        return stacked.amin(0)
-    return None
-
-
-def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Steps may change their batch. Strides stay: kernels may round otherwise with others."""
-    try:
-        return copy.deepcopy(args)
-    except Exception:  # of user types that cannot be copied, the tensors
-        return tuple(tree.map_tensors(torch.clone, args))
-
-
-def notify_zero_grad(module: pl.LightningModule, optimizer: Any) -> None:
-    """The user's hook before gradients are cleared, which may change weights."""
-    if is_overridden("on_before_zero_grad", module):
-        call._call_lightning_module_hook(module.trainer, "on_before_zero_grad", optimizer)
+    sizes = [size for _, size, _ in entries]
+    how = reduction_name(entries[-1][2])
+    numbers = torch.tensor([float(value) for value in values], dtype=torch.float64, device="cpu")
+    if how == "mean":
+        weights = torch.tensor(sizes, dtype=torch.float64, device="cpu")
+        return float((numbers * weights).sum() / weights.sum())
+    found = reduced(numbers, how)
+    return None if found is None else float(found)

@@ -1,9 +1,12 @@
-"""The random numbers that a pipeline promises, drawn in a step that nobody follows.
+"""The random numbers that a pipeline promises, drawn in a plain step.
 
-The promise: what a module draws is a function of (seed, iteration, pipeline, micro-batch, module, occurrence), and for
-functions that a composite module or the step itself calls, of how many of them that call has made before. So it is for
-code outside of units, and within them for modules that drew when the step was captured; for all else in it a unit has a
-stream, by the same rule. It is spelt out here once more, so that a mistake in how stages keep it shows.
+The promise: what a module draws is a function of (seed, iteration, pipeline, micro-batch, module, occurrence). For
+drawing functions that a composite module or the step itself calls, it also depends on the number of such calls before.
+This holds for code outside of units, and within units for modules that drew when the step was captured. Everything else
+in a unit draws from one stream of that unit, seeded by the same rule. A module that seeds torch's generators draws from
+these seeds. Code outside of units has one stream of Python's and NumPy's generators, and calls of the root have others
+if anything drew from them when the step was captured. The rules are written here a second time, independently of the
+stages, so that a mistake in the stages shows.
 """
 
 from __future__ import annotations
@@ -23,50 +26,53 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.tracer import CallWatcher, function_name, watching
 from lightning_avgpipe.capture.ways import may_draw
 from lightning_avgpipe.engine.randomness import DRAWING_FUNCTIONS
-from lightning_avgpipe.utils.random_streams import generators, host_stream
+from lightning_avgpipe.utils.random_streams import generators, host_stream, seeds_of
 
-_Call = tuple[str, int]  # of a module: its path, and the how-manieth call it is
+_Call = tuple[str, int]  # path of a module, and the number of calls of it before this one
 
 
 @dataclass(frozen=True)
 class Captured:
-    """Who drew when the step was captured, by their paths.
+    """The modules that drew random numbers when the step was captured, by path.
 
     Attributes:
-        units: all of them.
-        drew: modules that drew from torch's generators, or that chance has left out.
-        drew_on_host: modules that drew from those of Python and NumPy.
-        within: unit -> for each call, who drew in it.
+        units: all units.
+        drew: modules that drew from torch's generators, or may draw although they were left out by chance.
+        drew_on_host: modules that drew from the generators of Python and NumPy.
+        seeding: modules that seeded torch's generators.
+        within: unit -> for each call of it, the modules that drew in it.
     """
 
     units: frozenset[str]
     drew: frozenset[str]
     drew_on_host: frozenset[str]
+    seeding: frozenset[str]
     within: Mapping[str, Sequence[frozenset[str]]]
 
     @classmethod
     def of(cls, graph: CallGraph, module: nn.Module) -> Captured:
-        """As a graph of a module's step knows it."""
+        """Return what the graph of a module's step knows."""
         drew = may_draw(graph, module)
         within: dict[str, list[frozenset[str]]] = defaultdict(list)
         for node in graph.nodes:
             if node.kind == "call":
                 within[node.name].append(drew.intersection(node.drawn))
-        return cls(frozenset(graph.units), drew, graph.host_drawing, within)
+        return cls(frozenset(graph.units), drew, graph.host_drawing, graph.seeding, within)
 
     def seen(self, unit: str, occurrence: int) -> frozenset[str]:
-        """Who drew in a call of a unit, or may have."""
+        """Return the modules that drew in a call of a unit, or may have."""
         calls = self.within.get(unit, ())
         return (calls[occurrence] if occurrence < len(calls) else frozenset()) | self.drew.intersection((unit,))
 
 
 class _Frame(NamedTuple):
-    """A call that goes on.
+    """A call that has begun and not ended.
 
     Attributes:
-        call: that draws; None: what runs now has been seeded, or goes on with the stream of its unit.
+        call: the call whose random numbers are seeded; None: what runs now has been seeded, or draws from its unit's
+            stream.
         composite: whether functions that it calls are seeded.
-        unit: whether it is in one.
+        unit: whether it is within a unit.
         seen: whether functions are looked at.
     """
 
@@ -80,13 +86,13 @@ class _Frame(NamedTuple):
 def drawing_as_promised(
     module: nn.Module, captured: Captured, key: tuple[int, int, int, int], device: torch.device
 ) -> Iterator[None]:
-    """Within this context a step draws what it draws in a pipeline. The generators are not put back.
+    """Within this context a step draws the numbers that it draws in a pipeline. The generators are not put back.
 
     Args:
-        module: the root.
-        captured: who is known to draw.
-        key: seed, iteration, pipeline of all groups, micro-batch.
-        device: where it computes.
+        module: root module.
+        captured: modules that are known to draw.
+        key: seed, iteration, number of the pipeline among all groups, micro-batch.
+        device: device of the computation.
     """
     seeds = _Seeds(key, device)
     draws = _PlainDraws(module, captured, seeds)
@@ -97,11 +103,11 @@ def drawing_as_promised(
 
 @dataclass(frozen=True)
 class _Seeds:
-    """Of one micro-batch: a number for whatever draws.
+    """The seeds of one micro-batch, one for each call that draws.
 
     Attributes:
-        key: seed, iteration, pipeline of all groups, micro-batch.
-        device: where it computes.
+        key: seed, iteration, number of the pipeline among all groups, micro-batch.
+        device: device of the computation.
     """
 
     key: tuple[int, int, int, int]
@@ -112,13 +118,13 @@ class _Seeds:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
     def begin(self, name: str, occurrence: int = 0, function: int = 0) -> None:
-        """Let torch's generators begin with it."""
+        """Seed torch's generators for a call."""
         for generator in generators(self.device):
             generator.manual_seed(self.number(name, occurrence, function))
 
 
 class _PlainDraws(CallWatcher, TorchFunctionMode):
-    """Seeds modules without children, and units, when they are called, and drawing functions that others call."""
+    """Seeds the generators when units and modules without children are called, and when drawing functions are."""
 
     def __init__(self, module: nn.Module, captured: Captured, seeds: _Seeds) -> None:
         super().__init__()
@@ -132,10 +138,15 @@ class _PlainDraws(CallWatcher, TorchFunctionMode):
         self._regions: Counter[_Call] = Counter()
         self._stack = [_Frame(("<step>", 0))]
         self._host: list[Any] = []
+        self._seeding = 0  # depth of the stack when a call began that may seed; 0: none
+        self._given: tuple[int, ...] = ()  # seeds of the generators during that call
+        self._has_seeded = False
 
     def enter(self, module: nn.Module) -> None:
         path, above, known = self._paths.get(id(module)), self._stack[-1], self._captured
-        if path is None:  # made by the step: whoever calls it draws
+        if path in known.seeding and not self._seeding:
+            self._seeding, self._given = len(self._stack), seeds_of(self._seeds.device)
+        if path is None:  # a module that the step has made: its draws count as its caller's
             self._stack.append(above)
             self._host.append(nullcontext())
         else:
@@ -147,15 +158,25 @@ class _PlainDraws(CallWatcher, TorchFunctionMode):
             self._stack.append(
                 _Frame(call if is_unit or draws else None, path in self._composite, above.unit or is_unit, seen)
             )
-            on_host = not path or is_unit or path in known.drew_on_host
+            on_host = is_unit or path in known.drew_on_host or (not path and bool(known.drew_on_host))
             self._host.append(host_stream(self._seeds.number(*call)) if on_host else nullcontext())
-            if (draws and path not in self._composite) or (is_unit and path not in known.drew):
-                self._seeds.begin(*call)
+            if is_unit or (draws and path not in self._composite):
+                self._begin(*call)
         self._host[-1].__enter__()
 
     def leave(self, module: nn.Module) -> None:
         self._stack.pop()
         self._host.pop().__exit__(None, None, None)
+        if len(self._stack) == self._seeding:
+            self._seeding, self._has_seeded = 0, False
+
+    def _begin(self, name: str, occurrence: int = 0, function: int = 0) -> None:
+        device = self._seeds.device
+        if self._seeding and seeds_of(device) != self._given:
+            self._has_seeded = True
+        if not self._has_seeded:
+            self._seeds.begin(name, occurrence, function)
+            self._given = seeds_of(device)
 
     def opaque(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._function()
@@ -166,11 +187,12 @@ class _PlainDraws(CallWatcher, TorchFunctionMode):
             self._stack.pop()
 
     def repeatable(self, function: Callable[..., Any], calls_before: int) -> Callable[..., Any]:
-        """What a checkpoint runs again draws again what it drew."""
+        """Return a function that draws the same numbers each time that a checkpoint runs it."""
         inside = list(self._stack)
-        if calls_before:  # in one piece: it has a count of its own
+        if calls_before:  # a region in one piece counts its functions by itself
             inside.append(self._region(self._stack[-1]))
         state = self._calls.copy(), self._functions.copy()
+        seeding = self._seeding, self._has_seeded
         calls = 0
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -184,6 +206,8 @@ class _PlainDraws(CallWatcher, TorchFunctionMode):
                     self._stack.pop()
             again = _PlainDraws(self._module, self._captured, self._seeds)
             again._calls, again._functions, again._stack = state[0].copy(), state[1].copy(), list(inside)
+            again._seeding, again._has_seeded = seeding
+            again._given = seeds_of(self._seeds.device)
             with watching(again), again:
                 return function(*args, **kwargs)
 
@@ -200,7 +224,7 @@ class _PlainDraws(CallWatcher, TorchFunctionMode):
         call, composite, *_ = self._stack[-1]
         if call is not None and composite:
             self._functions[call] += 1
-            self._seeds.begin(*call, self._functions[call])
+            self._begin(*call, self._functions[call])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function_name(func)

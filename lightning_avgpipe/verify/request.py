@@ -1,46 +1,37 @@
-"""Who asks for verification: the option ``verify``, or the command ``python -m lightning_avgpipe.verify``."""
+"""Requests for verification: by the option ``verify``, or the command ``python -m lightning_avgpipe.verify``."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from pathlib import Path
-
-from lightning.pytorch.utilities.exceptions import _TunerExitException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing import Literal
 
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.planning.memory import nbytes
-from lightning_avgpipe.utils.device import port_of
+from lightning_avgpipe.utils.lightning import _TunerExitException, rank_zero_info
 from lightning_avgpipe.utils.patching import nothing
-from lightning_avgpipe.utils.tensors import tensor_bytes
 from lightning_avgpipe.verify.subject import Subject
 from lightning_avgpipe.verify.verifier import Verifier
 
-STEPS = "AVGPIPE_VERIFY"  # of the environment: optimizer steps, and the run ends after them
-REPORT = "AVGPIPE_VERIFY_REPORT"  # the file that gets the verdict
+STEPS = "AVGPIPE_VERIFY"  # environment variable: number of optimizer steps, after which the run ends
+REPORT = "AVGPIPE_VERIFY_REPORT"  # environment variable: the file that gets the verdict
 
 _DEFAULT = 2
-_COPIES = 4  # of the weights, while a step is compared: weights, gradients, and two states of an optimizer
+
+Verify = bool | int | Literal["auto"]
 
 
-def verifier(subject: Subject, verify: bool | int) -> Verifier | None:
-    """What verifies a run of the trainer that fits; None if nobody asks for it.
-
-    Raises:
-        ConfigurationError: the whole model does not fit the process that would run it.
-    """
+def verifier(subject: Subject, verify: Verify) -> Verifier | None:
+    """Return a verifier for a run of the trainer that fits; None if no verification is wanted."""
     commanded = int(os.environ.get(STEPS, 0))
-    steps = commanded or (_DEFAULT if verify is True else int(verify))
-    if not steps:
-        return None
-    _check_memory(subject)
-    return Verifier(subject, steps, _end(subject) if commanded else nothing)
+    asked = bool(commanded) or verify != "auto"
+    steps = commanded or (int(verify) if isinstance(verify, int) and verify is not True else _DEFAULT)
+    return Verifier(subject, steps, asked, _end(subject) if commanded else nothing) if steps else None
 
 
-def nothing_to_verify(verify: bool | int) -> None:
-    """Say so where a run has one stage and one micro-batch."""
-    if verify or STEPS in os.environ:
+def nothing_to_verify(verify: Verify) -> None:
+    """Report that a run with one stage and one micro-batch has nothing to compare."""
+    if _asked(verify):
         text = (
             "verify: there is nothing to compare, since here steps run whole, in one process, as with strategy='auto'"
         )
@@ -48,25 +39,25 @@ def nothing_to_verify(verify: bool | int) -> None:
         _report(text)
 
 
-def refuse(verify: bool | int, reason: str) -> None:
-    """Raise if somebody asks for what cannot be had.
+def refuse(verify: Verify, reason: str) -> None:
+    """Raise if a verification is asked for that is not possible.
 
     Raises:
         ConfigurationError: verification is asked for.
     """
-    if verify or STEPS in os.environ:
+    if _asked(verify):
         raise ConfigurationError(f"verify compares micro-batches with plain ones, but {reason}; use verify=False")
 
 
 def end_of_run(verifier: Verifier | None) -> None:
-    """After a run has been torn down that the command asked for: the script ends here."""
+    """End the script after the run that the command has verified."""
     if STEPS in os.environ and verifier is not None and verifier.succeeded:
         raise SystemExit(0)
 
 
 def _end(subject: Subject) -> Callable[[str], None]:
     def end(text: str) -> None:
-        if subject.cluster.leads:
+        if subject.cluster.world.rank == 0:
             _report(text)
         subject.cluster.world.barrier("the end of verification")
         raise _TunerExitException  # in all processes: Lightning ends the run as if it were done
@@ -80,13 +71,5 @@ def _report(text: str) -> None:
         Path(path).write_text(text)
 
 
-def _check_memory(subject: Subject) -> None:
-    module, device = subject.module, subject.cluster.device
-    size = sum(map(tensor_bytes, (*module.parameters(), *module.buffers())))
-    needed, free = _COPIES * size, port_of(device).memory.free_bytes()
-    if subject.cluster.rank == 0 and needed > free:
-        raise ConfigurationError(
-            f"verify runs the whole model on rank 0, which takes {nbytes(needed)} ({_COPIES} times its {nbytes(size)} "
-            f"of weights), but {nbytes(free)} are free on {device}; verify a model with fewer of the "
-            "same layers, or use verify=False"
-        )
+def _asked(verify: Verify) -> bool:
+    return STEPS in os.environ or bool(verify and verify != "auto")

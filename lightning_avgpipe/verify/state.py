@@ -1,36 +1,37 @@
-"""What a module holds besides parameters and buffers, by name: numbers, texts, tensors, in containers and objects."""
+"""The state of a module besides parameters and buffers, by name: numbers, texts, tensors and arrays in attributes."""
 
 from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any
 
-import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric
 
+from lightning_avgpipe.utils.lightning import LIGHTNING, pl
 from lightning_avgpipe.utils.names import joined
 from lightning_avgpipe.utils.object_state import OF_EVERY_MODULE
-from lightning_avgpipe.utils.packages import LIGHTNING
 from lightning_avgpipe.utils.placeholder import Absent
-from lightning_avgpipe.verify.comparison import how_different
 
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
-_LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum)
-_LIBRARIES = (
-    "torch", *LIGHTNING, "lightning_avgpipe", "torchmetrics", "builtins", "logging", "threading", "weakref",
+_LEAVES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, np.generic)
+_LIBRARIES = ("torch", "torchmetrics", "builtins")
+_TOOLS = (*LIGHTNING, "lightning_avgpipe", "logging", "threading", "_thread", "weakref")  # what they hold is no state
+_NO_DATA = (
+    types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type, nn.Module, Dataset,
+    DataLoader, Sampler,
 )  # fmt: skip
-_NO_DATA = (types.FunctionType, types.MethodType, types.ModuleType, type, nn.Module, Dataset, DataLoader, Sampler)
 _DEPTH = 6
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """Names of what may change -> what it is now; tensors as they are, not copied, and ``...`` for placeholders."""
+    """Return name -> value of what may change, not copied; ``...`` for placeholders and what cannot be compared."""
     found: dict[str, Any] = {}
     registered = {id(t) for t in (*module.parameters(), *module.buffers())}
     for path, m in module.named_modules():
@@ -39,51 +40,23 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+def state_of(thing: object, name: str) -> dict[str, Any]:
+    """Return name -> value of what is in an object, as :func:`attributes` does."""
+    found: dict[str, Any] = {}
+    _enter(name, thing, found, set(), _DEPTH)
+    return found
+
+
 def aliases(module: nn.Module) -> list[list[str]]:
-    """Names of one entry of one object, which several modules hold (a configuration); only where there are several."""
+    """Return groups of names for one entry of one object that several modules hold, such as a configuration.
+
+    Only groups of several names are returned.
+    """
     places: dict[tuple[int, str], list[str]] = {}
     for path, m in module.named_modules():
         for name, value in _own(m):
             _enter(joined(path, name), value, {}, set(), _DEPTH, places)
     return [names for names in places.values() if len(names) > 1]
-
-
-def clone(value: Any) -> Any:
-    """A copy of one entry."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def put(module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Let entries hold what others have found; only what is otherwise here, and is there already."""
-    here = attributes(module)
-    places: dict[tuple[int, str], list[str]] = {}
-    holders: dict[int, Any] = {}
-    for path, m in module.named_modules():
-        for name, value in _own(m):
-            full = joined(path, name)
-            places.setdefault((id(m), f".{name}"), []).append(full)
-            holders[id(m)] = m
-            _enter(full, value, {}, set(), _DEPTH, places, holders)
-    for (holder, place), names in places.items():
-        for name in names:
-            known = name in here and name in values and here[name] is not ... and values[name] is not ...
-            if known and how_different(values[name], here[name]) is not None:
-                _put(holders[holder], place, _like(here[name], values[name]))
-
-
-def _like(one: Any, other: Any) -> Any:
-    """A copy of the other, where the one is."""
-    return other.to(one.device, copy=True) if isinstance(one, Tensor) and isinstance(other, Tensor) else other
-
-
-def _put(holder: Any, place: str, value: Any) -> None:
-    if place.startswith("."):
-        vars(holder)[place[1:]] = value
-    elif isinstance(holder, dict):
-        key = next(key for key in holder if f"[{key!r}]" == place)
-        holder[key] = value
-    elif isinstance(holder, (list, deque)):
-        holder[int(place[1:-1])] = value
 
 
 def _own(module: nn.Module) -> Iterable[tuple[str, Any]]:
@@ -100,18 +73,16 @@ def _enter(
     passed: set[int],
     depth: int,
     places: dict[tuple[int, str], list[str]] | None = None,
-    holders: dict[int, Any] | None = None,
 ) -> None:
-    """Note what is at this name and below.
+    """Note the value that has this name, and the values in it.
 
     Args:
-        name: full.
-        value: what is there.
-        found: gets names -> values.
-        passed: ids of the objects above, which are not entered again.
-        depth: how far to go down.
-        places: gets (id of an object, place in it) -> names.
-        holders: gets ids -> objects.
+        name: full name.
+        value: value with this name.
+        found: dictionary that gets names -> values.
+        passed: ids of the enclosing objects, which are not entered again.
+        depth: number of levels to go down.
+        places: dictionary that gets (id of an object, place in it) -> names.
     """
     if isinstance(value, Absent):
         found[name] = ...
@@ -120,23 +91,39 @@ def _enter(
         if id(value) not in passed:
             found[name] = value.detach()
         return
-    if isinstance(value, _LEAVES):
-        found[name] = value
+    if isinstance(value, (*_LEAVES, np.ndarray)):
+        found[name] = value if _can_be_compared(value) else ...
         return
-    if depth == 0 or id(value) in passed or isinstance(value, _NO_DATA):
+    if id(value) in passed or isinstance(value, _NO_DATA) or _library(value) in _TOOLS:
         return
     passed = passed | {id(value)}
-    below = _below(value)
+    below = _below(value) if depth else None
     if below is None:
+        found[name] = ...
         return
     if isinstance(value, (list, tuple, dict, set, frozenset, deque)):
         found[f"len({name})"] = len(value)
+        if places is not None:
+            places.setdefault((id(value), "its length"), []).append(f"len({name})")
     for place, entry in below:
         if places is not None:
             places.setdefault((id(value), place), []).append(name + place)
-        if holders is not None:
-            holders[id(value)] = value
-        _enter(name + place, entry, found, passed, depth - 1, places, holders)
+        _enter(name + place, entry, found, passed, depth - 1, places)
+
+
+def _can_be_compared(value: Any) -> bool:
+    """Return whether ``==`` gives a bool, for arrays element by element; arrays of objects may give anything."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind != "O"
+    try:
+        bool(value == value)
+    except Exception:  # a subclass of a number may compare as its author likes, and raise any error
+        return False
+    return True
+
+
+def _library(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
 
 
 def _below(value: Any) -> Iterator[tuple[str, Any]] | None:
@@ -146,6 +133,6 @@ def _below(value: Any) -> Iterator[tuple[str, Any]] | None:
         return ((f"[{i}]", entry) for i, entry in enumerate(value))
     if isinstance(value, (set, frozenset)):
         return ((f" has {entry!r}", True) for entry in value if isinstance(entry, _LEAVES))
-    if hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _LIBRARIES:
+    if hasattr(value, "__dict__") and _library(value) not in _LIBRARIES:
         return ((f".{key}", entry) for key, entry in vars(value).items())
     return None

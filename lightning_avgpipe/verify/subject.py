@@ -1,40 +1,51 @@
-"""The subject: what is verified."""
+"""The subject of a verification: a run of the trainer, and what is known of it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.weighting import LossWeight
 from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.utils.device import port_of
+from lightning_avgpipe.utils.forked import why_no_fork
+from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.names import nearest
-from lightning_avgpipe.verify.plain import Outcome
-from lightning_avgpipe.verify.state import attributes, clone
+from lightning_avgpipe.utils.tensors import tensor_bytes
+from lightning_avgpipe.verify.plain import Settings
+from lightning_avgpipe.verify.verdicts import Verdicts
+
+_COPIES = 4  # memory of a child that trains, in sizes of the weights: weights, gradients, two optimizer states
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Training that is verified. Functions tell what is so when they are called.
+    """A run of training that is verified. Attributes that are functions give the value at the time of the call.
 
     Attributes:
-        trainer: of the run.
-        cluster: of the processes.
-        deployment: of the module on processes.
-        step_log: collects what steps log; its ``listener`` is told of it.
-        seed: of the random numbers in units.
-        num_pipelines: N of each group.
+        trainer: trainer of the run.
+        cluster: the connected processes.
+        deployment: deployment of the module on processes.
+        step_log: collects the values that steps log, and passes them to its ``listener``.
+        seed: seed of the random numbers in units.
+        num_pipelines: N, the number of pipelines of each group.
         clears_gradients: whether the training step that runs now begins with cleared gradients.
         loss_is_mean: whether losses are means over the samples of their micro-batch; else they are sums.
         loss_weight: what micro-batches count by, if not by samples.
-        showing: within the context that it returns the module shows the model of a pipeline.
+        showing: returns a context within which the module shows the model of a pipeline.
+        observed: whether anything runs between optimizer steps that a plain run does not have, such as hooks.
+        acting: whether user code runs within a step, after a forward, such as a hook of optimizers.
+        undo_changes: undoes, in a child, the changes in Lightning that a pipeline needs.
+        options: options of the strategy.
+        verdicts: results of earlier runs.
     """
 
     trainer: pl.Trainer
@@ -47,10 +58,15 @@ class Subject:
     loss_is_mean: bool
     loss_weight: Callable[[], LossWeight | None]
     showing: Callable[[int], AbstractContextManager[None]]
+    observed: bool
+    acting: bool
+    undo_changes: Callable[[], None]
+    options: Mapping[str, Any]
+    verdicts: Verdicts
 
     @property
     def module(self) -> pl.LightningModule:
-        """That is trained."""
+        """The module that is trained."""
         return self.trainer.lightning_module
 
     @property
@@ -60,52 +76,83 @@ class Subject:
 
     @property
     def num_models(self) -> int:
-        """Parallel models of all groups."""
-        return self.num_pipelines() * self.cluster.stage_map.num_groups
+        """The number of parallel models in all groups."""
+        return self.num_pipelines() * self.cluster.stage_map.num_teams
+
+    @property
+    def first_pipeline(self) -> int:
+        """The number of this group's first pipeline among the pipelines of all groups."""
+        return self.cluster.group_number // self.cluster.stage_map.replicas * self.num_pipelines()
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """The stages of a parameter, a buffer, or an attribute of a unit, by its full name; empty if it has none."""
+        """Return the stages of a parameter, buffer or attribute of a unit, by full name; empty if none is known."""
         known = {} if self.plan is None else self.plan.stages_of
+        name = name.removeprefix("len(").removesuffix(")")  # of a list, say
         return known.get(nearest(name, known), ())
 
-    # -- what this process, and all of them, hold ---------------------------------------------------------------------
+    # -- whether it can be verified ------------------------------------------------------------------------------------
+
+    def why_not(self) -> str | None:
+        """Return why a copy of this process could not train the whole model, or None if it could."""
+        device = self.cluster.device
+        if (why := why_no_fork(device)) is not None:
+            return why
+        if not self.clears_gradients():
+            return "training goes on with gradients of an earlier run"
+        if self.num_models > 1 and self.trainer.global_step:
+            return "parallel models go on from a checkpoint"
+        if (wire := self.options["wire"]) is not None and self.cluster.group.world_size > 1:
+            return f"values travel rounded between stages (links=Links(wire={wire!r})); verify once with wire=None"
+        weights = [*self.module.parameters(), *self.module.buffers()]
+        if any(tensor.is_meta for tensor in weights):
+            return "its weights are not in one process"
+        size = sum(map(tensor_bytes, weights))
+        needed, free = _COPIES * size, port_of(device).memory.free_bytes()
+        if needed > free:
+            return (
+                f"that takes {nbytes(needed)} ({_COPIES} times its {nbytes(size)} of weights), and {nbytes(free)} are "
+                f"free on {device}"
+            )
+        return None
+
+    def moment(self) -> tuple[int, int]:
+        """Return the epoch and the number of validation batches so far; they change if more than training has run."""
+        return self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready
+
+    def without_pipeline(self) -> tuple[pl.Trainer, Settings]:
+        """Undo, in a child, what a pipeline has changed; return the trainer and the settings to train with."""
+        self.undo_changes()
+        return self.trainer, Settings(self.loss_is_mean, self.loss_weight(), self.cluster.device)
+
+    # -- what each process holds --------------------------------------------------------------------------------------
 
     @property
     def leads(self) -> bool:
-        """Whether this process collects, runs plainly, and compares."""
-        return self.cluster.rank == 0
+        """Whether this process has the children, and compares: rank 0 of all processes."""
+        return self.cluster.world.rank == 0
 
     def model(self, n: int) -> AbstractContextManager[Any]:
-        """Within this context the module shows the model of a pipeline."""
+        """Return a context within which the module shows the model of a pipeline."""
         return self.showing(n) if self.num_models > 1 else contextlib.nullcontext()
 
     def parameters(self) -> dict[str, Tensor]:
-        """Those that this process answers for."""
-        return {name: p for name, p in self.module.named_parameters() if self._is_mine(name) and not p.is_meta}
+        """Return the parameters that this process answers for, by name."""
+        return {name: p for name, p in self.module.named_parameters() if self.is_mine(name) and not p.is_meta}
 
-    def gradients(self) -> dict[str, Tensor | None]:
-        """Copies of theirs."""
-        return {name: None if p.grad is None else clone(p.grad) for name, p in self.parameters().items()}
-
-    def state(self) -> Outcome:
-        """What this process answers for, copied."""
-        return Outcome(
-            {},
-            self.gradients(),
-            {name: clone(p) for name, p in self.parameters().items()},
-            {name: clone(b) for name, b in self.module.named_buffers() if self._is_mine(name) and not b.is_meta},
-            {name: clone(v) for name, v in attributes(self.module).items() if self._is_mine(name)},
-        )
-
-    def collected(self) -> Outcome:
-        """What all processes answer for, on the one that leads. Every process calls it."""
-        state = self.state()
-        for other in self.cluster.group.gather_objects(state)[1:]:
-            for kind in ("gradients", "parameters", "buffers", "attributes"):
-                getattr(state, kind).update(getattr(other, kind))
-        return state
-
-    def _is_mine(self, name: str) -> bool:
-        """Whether this process answers for a parameter, a buffer or an attribute."""
+    def is_mine(self, name: str) -> bool:
+        """Return whether this process answers for a parameter, a buffer or an attribute."""
         stages = self.stages_of(name)
         return (self.cluster.stage_map.owner(stages[0]) if stages else 0) == self.cluster.rank
+
+    def gather(self, mine: Any) -> Sequence[Any]:
+        """Return, on the process that leads, the values of the group's other processes. Every process calls it."""
+        found = self.cluster.group.gather_objects(mine)
+        return found[1:] if self.leads else ()
+
+    def exchange(self, mine: Any) -> Sequence[Any]:
+        """Return the values of all processes of the group. Every process of the group calls it."""
+        return self.cluster.group.exchange_objects(mine)
+
+    def group_broadcast(self, value: Any) -> Any:
+        """Return the value of the group's rank 0. Every process of the group calls it."""
+        return self.cluster.group.broadcast(value)

@@ -1,66 +1,93 @@
-"""Verification: the first iterations of training run plainly as well, and the first difference is an error."""
+"""Verification: forked children train the first iterations plainly, and the first difference is an error."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
+from multiprocessing.connection import Connection
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_avgpipe.capture.outside import outside
-from lightning_avgpipe.elastic.optimizer_clone import parameters_in, unwrapped
+from lightning_avgpipe.averaging.optimizer_clone import parameters_in, unwrapped
 from lightning_avgpipe.engine.loss import loss_in
 from lightning_avgpipe.engine.microbatch import MicroBatch
-from lightning_avgpipe.errors import VerificationError
-from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.errors import ConfigurationError, VerificationError
+from lightning_avgpipe.utils import forked, tree
+from lightning_avgpipe.utils.forked import Child
+from lightning_avgpipe.utils.lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_avgpipe.utils.patching import replaced
-from lightning_avgpipe.utils.torch_compat import has_compiled
+from lightning_avgpipe.utils.tensors import as_tensor
 from lightning_avgpipe.verify.advice import advice
-from lightning_avgpipe.verify.comparison import Difference, first_difference, how_different, usual_size
-from lightning_avgpipe.verify.duplicate import duplicate, named_instead
-from lightning_avgpipe.verify.plain import Outcome, PlainRun, notify_zero_grad
+from lightning_avgpipe.verify.fingerprint import Difference, fingerprint, first_difference, how_different, usual_size
+from lightning_avgpipe.verify.plain import Batch, PlainTraining, Traces, after_step, portable
 from lightning_avgpipe.verify.plain_draws import Captured
-from lightning_avgpipe.verify.state import aliases, clone, put
-from lightning_avgpipe.verify.stepped import Clipping, PlainStep, StepNotes, scales
+from lightning_avgpipe.verify.state import aliases, attributes, state_of
 from lightning_avgpipe.verify.subject import Subject
 from lightning_avgpipe.verify.tally import Tally
+from lightning_avgpipe.verify.verdicts import key_of
+
+_log = logging.getLogger(__name__)
+
+_NEAR = 1e-3  # tolerance of losses, after weights have been rounded otherwise
+_SAME_LOSS = 1e-2  # tolerance between the loss of a batch in one piece and the mean over its micro-batches
+_PATIENCE_S = 2.0  # how long training waits, in total, for children that nobody has asked for
 
 Finish = Callable[[int, int, Any], Tensor | None]
 
 
-class Verifier:
-    """Compares the first iterations of one run of the trainer with a plain run on the process of the loss.
+class _Doubt(Exception):
+    """Raised after a warning of a difference that hooks may explain: nothing more is compared."""
 
-    Every process calls its methods, at the same points of an iteration: :meth:`watch`, :meth:`begin`, the wrapped
-    ``finish``, :meth:`compare`, and :meth:`stepping` around the optimizer's step.
+
+class Verifier:
+    """Compares the first iterations of one run of the trainer with what forked children compute plainly.
+
+    A child is a copy of the process that has the loss, forked before the first step is captured: the whole model, its
+    optimizer, and whatever Python objects the user's code sees. The child trains on the same micro-batches, one after
+    the other, while the pipeline runs. So nothing that user code can change is left out, and nothing has to be copied
+    or restored here.
+
+    Every process of the group calls the methods at the same points of an iteration: :meth:`watch`, :meth:`begin`, the
+    wrapped ``finish``, :meth:`compare`, and :meth:`stepping` around the optimizer's step.
 
     Args:
-        subject: that is verified.
-        iterations: optimizer steps that are.
-        done: called after the last of them.
+        subject: run of training to verify.
+        iterations: number of optimizer steps to verify.
+        asked: whether the user has asked for it. Else training waits for the children only shortly, and goes on without
+            a comparison where none is possible.
+        done: called on every process when everything that was asked for is compared, with a text that says what was.
+
+    Attributes:
+        succeeded: whether everything that was asked for has been compared, and is equal.
     """
 
-    def __init__(self, subject: Subject, iterations: int, done: Callable[[str], None]) -> None:
+    def __init__(self, subject: Subject, iterations: int, asked: bool, done: Callable[[str], None]) -> None:
         self._subject = subject
         self._left = self._wanted = iterations
+        self._asked = asked
         self._done = done
         self._tally = Tally()
-        self._begun = False
-        self._pipelines: list[_Pipeline] = []
-        self._before: Outcome | None = None
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether all that was to be verified has been, and is equal."""
-        return self._left == 0
+        self._children: list[Child] = []
+        self._moment: tuple[int, int] | None = None
+        self._steps = False
+        # on the process that compares, by pipeline and iteration: traces, attributes before, whether optimizers step
+        self._found: list[list[tuple[Traces, Mapping[str, Any], bool]]] = []
+        self._now: list[Traces] = []  # traces of this iteration, by pipeline
+        self._before: list[dict[str, Any]] = []  # attributes before this iteration, by pipeline
+        self._held_then: dict[str, Any] = {}
+        self._doubtful = False  # whether hooks have run between the steps that are compared
+        self._compiled = False
+        self._key = ""
+        self._patience_s = _PATIENCE_S
+        self._compared = 0
+        self.succeeded = False
 
     @property
     def active(self) -> bool:
@@ -70,135 +97,361 @@ class Verifier:
     # -- an iteration --------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """An iteration begins; the step may have to be captured first, of which nothing may remain."""
-        first = self._subject.leads and self._subject.plan is None and self._subject.num_models == 1
-        self._before = self._subject.state() if first else None
+        """Begin an iteration: fork the children before the first; stop comparing if hooks have changed something since.
+
+        Raises:
+            ConfigurationError: the user has asked for a verification that is not possible.
+        """
+        subject = self._subject
+        before, self._moment = self._moment, subject.moment()
+        if before is None:
+            self._key = key_of(subject.module, subject.options, subject.cluster.world.world_size)
+            # a validation before training changes each buffer on the process of its stage only
+            buffers = subject.exchange(self._buffers())
+            why = subject.group_broadcast(self._why_not(buffers))
+            if why is not None:
+                _log.info("the first steps are not compared with plain ones: %s", why)
+                self._left = 0
+                return
+            if subject.num_models > 1:  # after the first averaging a model depends on the others
+                self._wanted = self._left = 1
+            if subject.leads:
+                number = subject.num_pipelines() if self._asked else 1
+                self._children = [Child(self._play, "trains plainly, to verify the pipeline") for _ in range(number)]
+                self._found = [[] for _ in self._children]
+            return
+        if not self.active:
+            return
+        same = before == self._moment
+        if same and subject.observed:
+            self._doubtful = True
+            same = all(subject.exchange(self._held_now() == self._held_then))
+        if not same:
+            self._wanted -= self._left
+            self._left = 0
+            _log.info("steps from number %d on are not compared: hooks have changed something", self._wanted + 1)
+            self._end()
+
+    def _buffers(self) -> dict[str, Any]:
+        """Return the fingerprints of all buffers that have contents in this process."""
+        return {
+            name: fingerprint(buffer) for name, buffer in self._subject.module.named_buffers() if not buffer.is_meta
+        }
+
+    def _why_not(self, buffers: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return why the first steps are not compared, on the process that would compare them; None if they are.
+
+        Args:
+            buffers: fingerprints of the buffers of each process.
+        """
+        subject = self._subject
+        if not subject.leads:
+            return None
+        why = subject.why_not()
+        if any(other.get(name, found) != found for other in buffers for name, found in buffers[0].items()):
+            why = why or (
+                "buffers differ between processes: a validation has changed them (use num_sanity_val_steps=0), or each "
+                "process has drawn its own (use seed_everything)"
+            )
+        if why is not None and self._asked:
+            raise ConfigurationError(f"verify trains the whole model on rank 0 as well, but {why}; use verify=False")
+        if why is None and not self._asked and subject.verdicts.known(self._key):
+            return "they were equal in an earlier run of the same code"
+        return why
+
+    def _play(self, connection: Connection) -> None:
+        """Train plainly in a child, until the child is ended."""
+        plain = PlainTraining(*self._subject.without_pipeline())
+        while True:
+            forked.send(connection, plain.iterate(forked.receive(connection)))
 
     def begin(
-        self,
-        works: Sequence[Sequence[MicroBatch]],
-        rest: Sequence[Any],
-        context: Callable[[], AbstractContextManager[Any]],
-        iteration: int,
-        finish: Finish,
+        self, works: Sequence[Sequence[MicroBatch]], rest: Sequence[Any], iteration: int, finish: Finish, whole: Any
     ) -> Finish:
-        """The stages are ready: run plainly what they will run.
+        """Send the batches of an iteration to the children, once the stages are ready.
 
         Args:
             works: micro-batches of each pipeline.
             rest: further arguments of the step.
-            context: in which steps run.
-            iteration: of the random numbers.
-            finish: what the last stage does with a result.
+            iteration: number of the iteration, on which random numbers depend.
+            finish: function that the last stage calls with the result of a micro-batch.
+            whole: the batch of the first pipeline, in one piece.
         Returns:
-            What does the same, and takes note of losses.
+            A function that does what ``finish`` does, and notes the losses.
         """
-        subject, cluster = self._subject, self._subject.cluster
-        self._begun = True
-        clears = subject.clears_gradients()
-        carried = [{} for _ in works] if clears else [pipeline.expected.gradients for pipeline in self._pipelines]
-        self._pipelines = [_Pipeline() for _ in works]
-        first = cluster.group_number // cluster.stage_map.replicas * subject.num_pipelines()
-        for n, (parts, pipeline) in enumerate(zip(works, self._pipelines, strict=True)):
-            with subject.model(n):
-                state = subject.collected()
-                if subject.leads:
-                    self._check_capture(state)
-                    pipeline.attributes = dict(state.attributes)
-                    clear = self._clear if clears and n == 0 else None
-                    with cluster.channels.monitor.during("runs the step plainly, to verify it"):
-                        key = subject.seed(), iteration, first + n
-                        pipeline.expected = self._plain(key, parts, rest, context, state, carried[n], clear)
-        subject.step_log.listener = self._pipelines[0].found.logged.__setitem__
+        subject, fit_loop = self._subject, self._subject.trainer.fit_loop
+        if subject.cluster.stage_map.stage_replicas:  # the plan made replicas, which have a part of the batch each
+            _log.info("the first steps are not compared: devices that others do not need share stages")
+            self.close()
+            self._now = []
+            return finish
+        assert subject.plan is not None
+        if subject.plan.graph.from_entropy:
+            modules = ", ".join(f"'{path}'" for path in sorted(subject.plan.graph.seeding))
+            why = f"{modules} may seed random numbers with one that nobody can know (torch.seed)"
+            self.close()
+            if self._asked:
+                raise ConfigurationError(f"verify compares with a plain run, but {why}; use verify=False")
+            _log.info("the first steps are not compared with plain ones: %s", why)
+            self._now = []
+            return finish
+        self._steps = not fit_loop._should_accumulate()
+        self._now = [Traces() for _ in works]
+        if subject.leads:
+            subject.step_log.listener = self._now[0].logged.__setitem__
+            captured = Captured.of(subject.plan.graph, subject.module)
+            progress = fit_loop.epoch_loop.batch_progress.state_dict()
+            for n, (child, parts) in enumerate(zip(self._children, works, strict=False)):
+                key = subject.seed(), iteration, subject.first_pipeline + n
+                # cloned, since a view would be sent with all of its storage
+                own = [replace(part, data=tree.map_tensors(torch.clone, part.data)) for part in parts]
+                asked = whole if n == 0 and len(parts) > 1 and self._asks_for_whole() else None
+                child.send(Batch(own, rest, key, captured, self._steps, progress, asked))
+        self._before = [self._held(n, attributes) for n in range(len(works))]
 
         def noted(n: int, i: int, result: Any) -> Tensor | None:
+            loss = finish(n, i, result)  # raises if the result has no loss
             if result is not None:
-                self._pipelines[n].found.losses[f"micro-batch {i}"] = loss_in(result).detach().clone()
-            return finish(n, i, result)
+                self._now[n].losses[f"micro-batch {i}"] = float(loss_in(result).detach())
+            return loss
 
         return noted
 
-    def _plain(
-        self,
-        key: tuple[int, int, int],
-        parts: Sequence[MicroBatch],
-        rest: Sequence[Any],
-        context: Callable[[], AbstractContextManager[Any]],
-        state: Outcome,
-        carried: Mapping[str, Tensor | None],
-        clear: Callable[[pl.LightningModule], None] | None,
-    ) -> Outcome:
-        subject, trainer, module = self._subject, self._subject.trainer, self._subject.module
-        assert subject.plan is not None
-        shared = [trainer, trainer.strategy, subject.step_log, trainer.datamodule, *trainer.callbacks, *trainer.loggers]  # type: ignore[attr-defined]
-        twin = duplicate(module, {**state.parameters, **state.buffers}, [x for x in shared if x is not None])
-        put(twin, state.attributes)  # what units have changed on other processes
-        twin.to(subject.cluster.device)
-        run = PlainRun(
-            trainer, trainer.precision_plugin, context, key, Captured.of(subject.plan.graph, module),
-            trainer.accumulate_grad_batches, subject.loss_is_mean, subject.loss_weight(), subject.cluster.device,
-        )  # fmt: skip
-        with (
-            Objects(outside(module).values(), opaque=True).restored(),  # which the twin shares
-            named_instead(module, twin),
-        ):
-            return run.run(twin, parts, rest, carried, clear)
+    def _asks_for_whole(self) -> bool:
+        """Return whether to compare the loss of the first batch with the mean over its micro-batches.
 
-    def _clear(self, module: pl.LightningModule) -> None:
-        notify_zero_grad(module, self._subject.trainer.optimizers[0])
+        Not where the step draws random numbers, which would be others for the whole batch.
+        """
+        plan = self._subject.plan
+        if plan is None or any(self._found) or not self._subject.loss_is_mean:
+            return False
+        return not (plan.graph.drawing or plan.graph.host_drawing)
+
+    def _held_now(self) -> dict[str, Any]:
+        """Return what hooks may change: weights, buffers and attributes of this process, and the state of callbacks."""
+        weights = self._held(0, lambda module: {k: p for k, p in module.named_parameters() if not p.is_meta})
+        buffers = self._held(0, lambda module: dict(module.named_buffers()))
+        callbacks = dict(enumerate(self._subject.trainer.callbacks))  # type: ignore[attr-defined]
+        return {**weights, **buffers, **self._held(0, attributes), **portable(state_of(callbacks, "callbacks"))}
+
+    def _held(self, n: int, look: Callable[[pl.LightningModule], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the part of a pipeline's model that this process answers for.
+
+        Args:
+            n: number of the pipeline.
+            look: function of the module that returns its parameters, buffers or attributes by name.
+        """
+        with self._subject.model(n):
+            return portable({k: v for k, v in look(self._subject.module).items() if self._subject.is_mine(k)})
 
     def compare(self) -> None:
-        """All backwards are done, and nothing else: compare what there is now.
+        """Note gradients, buffers and attributes after all backwards, and compare what the children have sent by now.
 
         Raises:
             VerificationError: something differs.
         """
         subject = self._subject
         subject.step_log.listener = None
-        ends = not subject.trainer.fit_loop._should_accumulate()
-        for n, pipeline in enumerate(self._pipelines):
-            with subject.model(n):
-                state = subject.collected()
-            if subject.leads:
-                self._compare(n, pipeline, state, ends)
+        for n, traces in enumerate(self._now):
+            if self._steps:
+                with subject.model(n):
+                    traces.gradients.update(
+                        (name, None if p.grad is None else fingerprint(p.grad))
+                        for name, p in subject.parameters().items()
+                    )
+            traces.buffers.update(self._held(n, lambda module: dict(module.named_buffers())))
+            traces.attributes.update(self._held(n, attributes))
+        self._wait()
+        if self._now and not self._steps:
+            self._collect()
 
-    def _compare(self, n: int, pipeline: _Pipeline, state: Outcome, ends: bool) -> None:
-        found, expected, plan, tally = pipeline.found, pipeline.expected, self._subject.plan, self._tally
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within this context the optimizers of all models step; their weights are compared afterwards.
+
+        Raises:
+            VerificationError: something differs.
+        """
+        if not self.active:
+            yield
+            return
+        subject, precision = self._subject, self._subject.trainer.precision_plugin
+        module = subject.module
+        after_closure, stepped = precision._after_closure, 0
+
+        def noting(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal stepped
+            result = after_closure(model, optimizer, *args, **kwargs)
+            known = {id(p) for p in module.parameters()}
+            if stepped < len(self._now) and all(id(p) in known for p in parameters_in(unwrapped(optimizer))):
+                handles.callback(after_step(optimizer, module, self._now[stepped].weights).remove)
+                stepped += 1
+            return result
+
+        with contextlib.ExitStack() as handles, replaced(precision, "_after_closure", noting):
+            yield
+        if self._now:  # empty if the whole batch was skipped
+            self._left -= 1
+            if self.active and subject.observed:
+                self._held_then = self._held_now()
+            self._collect()
+            if self.active:
+                self._settle(0.0)
+            else:
+                self._end()
+
+    # -- the verdict ---------------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Bring together the traces of all processes for this iteration. Every process calls it."""
+        subject, now = self._subject, self._now
+        mine = [
+            (t.gradients, t.buffers, t.attributes, {k: w for k, w in t.weights.items() if subject.is_mine(k)}, before)
+            for t, before in zip(now, self._before, strict=True)
+        ]
+        for others in subject.gather(mine):
+            for traces, before, (gradients, buffers, held, weights, old) in zip(now, self._before, others, strict=True):
+                traces.gradients.update(gradients)
+                traces.buffers.update(buffers)
+                traces.attributes.update(held)
+                traces.weights.update(weights)
+                before.update(old)
+        for found, traces, before in zip(self._found, now, self._before, strict=False):
+            found.append((traces, before, self._steps))
+        self._now = []
+
+    def _end(self) -> None:
+        """Finish after the last iteration that is compared; wait for its comparison if the user has asked for it.
+
+        Every process calls it.
+        """
+        if not self._asked:
+            self._settle(0.0)
+            return
+        text = self._settle(None)
+        self.succeeded = True
+        self._done(text)
+
+    def _wait(self) -> None:
+        """Wait for the children: without limit if the user asked for verification, else as long as patience lasts."""
+        begin = time.monotonic()
+        self._settle(None if self._asked else self._patience_s)
+        self._patience_s = max(0.0, self._patience_s - (time.monotonic() - begin))
+
+    def _settle(self, timeout_s: float | None) -> str:
+        """Compare what the children send within a time.
+
+        Args:
+            timeout_s: seconds to wait; None waits for everything that is due.
+        Returns:
+            A text that says what was compared; empty if more is to come, or nothing is compared.
+        Raises:
+            VerificationError: something differs.
+        """
+        try:
+            for n, (child, found) in enumerate(zip(self._children, self._found, strict=True)):
+                while found:
+                    expected = child.receive(timeout_s)
+                    self._compiled |= expected.compiled
+                    if self._compiled and not self._asked:
+                        _log.info(
+                            "the first steps are not compared: something in them is compiled, and rounds otherwise"
+                        )
+                        self._give_up()
+                        return ""
+                    self._compare(n, expected, *found.pop(0))
+        except TimeoutError:
+            return ""
+        except _Doubt:
+            self._wanted = self._compared
+            return self._finish()
+        except VerificationError:
+            raise
+        except Exception as error:
+            if self._asked:
+                raise VerificationError(
+                    f"the plain run of the same micro-batches failed: {type(error).__name__}: {error}"
+                ) from error
+            _log.warning(
+                "the first steps are not compared with plain ones: the plain run failed with %s: %s",
+                type(error).__name__, error,
+            )  # fmt: skip
+            self._give_up()
+            return ""
+        return self._finish() if self._children and not self.active else ""
+
+    def _compare(self, n: int, expected: Traces, found: Traces, before: Mapping[str, Any], steps: bool) -> None:
+        plan, tally, same = self._subject.plan, self._tally, partial(self._same, n)
         assert plan is not None
-        same = partial(self._same, n)
+        tied, everywhere = plan.copied, [name for stage in reversed(plan.stages) for name in reversed(stage.parameters)]
+        if tied and self._compared:  # gradients of tied weights were summed in another order, so weights may differ
+            self._compare_rounded(n, expected, found)
+            self._compared += n == 0 and steps
+            return
         same("the loss", expected.losses, found.losses)
+        if expected.whole is not None and not math.isclose(*expected.whole, rel_tol=_SAME_LOSS, abs_tol=_SAME_LOSS):
+            whole, mean = expected.whole
+            rank_zero_warn(
+                f"the loss of the first batch is {whole:.4g} in one piece, and {mean:.4g} as the mean over its "
+                f"{len(expected.losses)} micro-batches: the step looks across the batch (a contrastive loss, batch "
+                "normalisation), or its loss is a mean over something else than samples, for which there is "
+                "loss_weight=.... Training goes on with micro-batches, as with accumulate_grad_batches"
+            )
         tally.losses += len(expected.losses)
-        if ends:
-            downstream = [name for stage in reversed(plan.stages) for name in reversed(stage.parameters)]
-            held = {name: g for name, g in expected.gradients.items() if name in state.gradients}
-            tied = plan.copied
-            scale = usual_size(held.values())
-            same("the gradient", held, state.gradients, tied.__contains__, downstream, scale)
+        if steps:
+            held = {name: g for name, g in expected.gradients.items() if name in found.gradients}
+            same("the gradient", held, found.gradients, tied.__contains__, everywhere, usual_size(held.values()))
             tally.names["tied gradients"].update(name for name in held if name in tied)
             tally.names["gradients"].update(name for name, g in held.items() if g is not None and name not in tied)
-        same("the weight before any optimizer step", expected.parameters, state.parameters)
-        same("the buffer", expected.buffers, state.buffers)
+        same("the buffer", expected.buffers, found.buffers)
         tally.names["buffers"].update(expected.buffers)
-        attributes = self._shared(expected.attributes, state.attributes, pipeline.attributes)
-        one, other = _comparable(expected.attributes, attributes), _comparable(attributes, expected.attributes)
-        same("the attribute", one, other)
-        if n == 0 and self._subject.num_models == 1:
-            mine = {name: torch.as_tensor(v).detach() for name, v in found.logged.items() if _is_number(v)}
-            logged = {
-                name: value.to(mine[name]) if name in mine else value
-                for name, value in expected.logged.items()
-                if value is not None
-            }
-            mine = {name: value for name, value in mine.items() if name in logged}
-            same("the logged value", logged, mine, lambda name: True)
-            tally.names["logged values"].update(logged)
+        # several models all write to the same attributes, and user code in a step sees its own process only
+        if self._subject.num_models == 1 and not (self._compared and self._subject.acting):
+            self._compare_attributes(n, expected, found, before)
+        self._compare_logged(n, expected, found)
+        if steps:
+            if not tied:
+                held = {name: w for name, w in expected.weights.items() if name in found.weights}
+                same("the weight after the optimizer step", held, found.weights)
+                tally.names["weights"].update(held)
+            self._compared += n == 0
+
+    def _compare_attributes(self, n: int, expected: Traces, found: Traces, before: Mapping[str, Any]) -> None:
+        held = self._shared(expected.attributes, found.attributes, before)
+        one, other = _comparable(expected.attributes, held), _comparable(held, expected.attributes)
+        self._same(n, "the attribute", one, other)
+        self._tally.unknown.update((expected.attributes.keys() | held.keys()) - one.keys() - other.keys())
+
+    def _compare_rounded(self, n: int, expected: Traces, found: Traces) -> None:
+        for name, loss in expected.losses.items():
+            if not math.isclose(loss, found.losses.get(name, math.nan), rel_tol=_NEAR, abs_tol=_NEAR):
+                self._check(n, Difference("the loss", name, f"{found.losses.get(name)}, and {loss} in the plain run"))
+        self._tally.names["later losses"].update(expected.losses)
+
+    def _compare_logged(self, n: int, expected: Traces, found: Traces) -> None:
+        if n or self._subject.num_models > 1:
+            return
+        mine: dict[str, Any] = {name: v for name, v in found.logged.items() if _is_number(v)}
+        for name, value in expected.logged.items():
+            if value is None:
+                continue
+            if name not in mine:
+                self._check(n, Difference("the logged value", name, "it exists in the plain run only"))
+                continue
+            number = as_tensor(mine[name]).detach()
+            near = fingerprint(number).rounding
+            if not math.isclose(float(number), value, rel_tol=near) and not (math.isnan(value) and math.isnan(number)):
+                size = f"{float(number)!r}, and {value!r} in the plain run"
+                self._check(n, Difference("the logged value", name, size))
+            self._tally.names["logged values"].add(name)
 
     def _shared(
         self, expected: Mapping[str, Any], found: Mapping[str, Any], before: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What was found, of objects that modules on several processes hold what the one that changes it has.
+        """Return the attributes that were found, corrected for objects that modules on several processes share.
 
-        Each process has an object of its own: where no code of the step ran that changes it, it is as before.
+        Each process has its own copy of such an object. A copy is as before where no code ran that changes it, so it
+        counts as equal if the copy of another module has the right value.
         """
         result = dict(found)
         for names in aliases(self._subject.module):
@@ -209,81 +462,21 @@ class Verifier:
                     result.update({name: expected[name]} if name in expected else {})
         return result
 
-    def _check_capture(self, after: Outcome) -> None:
-        """The first batch was captured, on this process: the state is still that of before."""
-        before, self._before = self._before, None
-        if before is not None:
-            for kind in ("parameters", "buffers", "attributes"):
-                one, other = getattr(before, kind), getattr(after, kind)
-                both = one.keys() & other.keys() if kind != "attributes" else one.keys() | other.keys()
-                one, other = ({name: held[name] for name in held if name in both} for held in (one, other))
-                self._same(0, f"what the capture of the step leaves in the {kind[:-1]}", one, other)
-
-    # -- the optimizer's step ------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """An optimizer steps within this context, and those of parallel models after it.
-
-        Raises:
-            VerificationError: something differs.
-        """
-        if not self.active:
-            yield
-            return
-        subject, precision = self._subject, self._subject.trainer.precision_plugin
-        seen: list[StepNotes] = []
-        plain: list[PlainStep] = []
-        after_closure = precision._after_closure
-
-        def noting(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            notes = StepNotes(unclipped=subject.gradients())
-            result = after_closure(model, optimizer, *args, **kwargs)
-            inner = unwrapped(optimizer)
-            names = {id(p): name for name, p in subject.module.named_parameters()}
-            mine = subject.parameters()
-            notes.clipped, notes.before = subject.gradients(), {k: clone(p) for k, p in mine.items()}
-            notes.see_states(inner, {id(p): name for name, p in mine.items()})
-            if all(id(p) in names for p in parameters_in(inner)):
-                seen.append(notes)
-                if subject.leads:
-                    plain.append(PlainStep(inner, names, subject.cluster.device))
-                hooks.enter_context(notes.after_step(inner, mine))
-            return result
-
-        with contextlib.ExitStack() as hooks, replaced(precision, "_after_closure", noting):
-            yield
-        for n, (notes, step) in enumerate(zip_longest(seen, plain)):
-            self._compare_step(n, notes, step)
-        if self._begun:  # not, if all was skipped
-            self._begun = False
-            self._left -= 1
-            if not self.active:
-                self._finish()
-
-    def _compare_step(self, number: int, notes: StepNotes, plain: PlainStep | None) -> None:
-        """Compare an optimizer's step with the same one made plainly on rank 0, elsewhere None."""
-        others = self._subject.cluster.group.gather_objects(notes)
-        if plain is None:
-            return
-        for other in others[1:]:
-            notes.join(other)
-        clipping = Clipping.of(self._subject.trainer)
-        if clipping is None:
-            self._tally.omitted.add("what hooks of yours do to gradients")
-        for difference in plain.check(notes, clipping, scales(self._subject.trainer)):
-            self._check(number, difference)
-        self._tally.names["weights"].update(notes.before)
-
-    # -- the verdict ---------------------------------------------------------------------------------------------------
-
     def _same(self, n: int, what: str, *compared: Any) -> None:
-        """Compare what a pipeline has, as :func:`first_difference` does."""
+        """Check that a result of the pipeline equals that of the plain run; see :func:`first_difference`."""
         self._check(n, first_difference(what, *compared))
 
     def _check(self, n: int, difference: Difference | None) -> None:
-        if difference is not None:
-            raise VerificationError(self._message(n, difference))
+        if difference is None:
+            return
+        if self._doubtful and self._compared:
+            message = self._message(n, difference)
+            rank_zero_warn(
+                f"{message} Or one of your hooks, which run between the steps, has changed what the step reads"
+            )
+            raise _Doubt
+        self.close()
+        raise VerificationError(self._message(n, difference))
 
     def _message(self, n: int, difference: Difference) -> str:
         subject = self._subject
@@ -293,47 +486,58 @@ class Verifier:
         where = [f"stage {', '.join(map(str, stages))}"] if stages else []
         if subject.num_models > 1:
             where.append(f"pipeline {n}")
-        number = self._wanted - self._left + 1
         place = f" ({', '.join(where)})" if where else ""
         return (
-            f"iteration {number} is not what a plain run of the same micro-batches computes: {difference}{place}. "
-            f"{advice(difference.kind, has_compiled())}"
+            f"optimizer step {self._compared + 1} is not what a plain run of the same micro-batches computes: "
+            f"{difference}{place}. {advice(difference.kind, self._compiled)}"
         )
 
-    def _finish(self) -> None:
+    def _finish(self) -> str:
         if self._subject.num_models > 1:
             self._tally.omitted |= {"averaging", "logged values"}
         text = f"verified {self._wanted} optimizer steps: {self._tally}"
-        if self._subject.leads:
-            rank_zero_info(text)
-        self._done(text)
+        self._give_up()
+        if not (self._asked or self._doubtful):
+            self._subject.verdicts.keep(self._key)
+        (rank_zero_info if self._asked else _log.info)(text)
+        return text
+
+    def leave(self) -> None:
+        """Give the children a moment to send what is due when the run ends, then end them.
+
+        Raises:
+            VerificationError: something differs.
+        """
+        self._wait()
+        if self._children:
+            _log.info("the first steps are not compared with plain ones, which took longer than the training")
+        self.close()
+
+    def close(self) -> None:
+        """End the children, and compare nothing more."""
+        self._give_up()
+        self._left = 0
+
+    def _give_up(self) -> None:
+        """End the children of this process.
+
+        Whatever all processes do together goes on, since the others do not know that there are no children any more.
+        """
+        for child in self._children:
+            child.close()
+        self._children, self._found = [], []
 
 
-@dataclass
-class _Pipeline:
-    """One pipeline in one iteration.
-
-    Attributes:
-        expected: what a plain run leaves behind, on the process that runs it.
-        found: losses and logged values of the pipeline itself.
-        attributes: before the iteration.
-    """
-
-    expected: Outcome = field(default_factory=Outcome)
-    found: Outcome = field(default_factory=Outcome)
-    attributes: dict[str, Any] = field(default_factory=dict)
+def _comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that are placeholders on neither side."""
+    return {name: v for name, v in one.items() if v is not ... and other.get(name) is not ...}
 
 
-def _comparable(these: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes without those that hold placeholders on either side."""
-    return {k: v for k, v in these.items() if v is not ... and those.get(k) is not ...}
-
-
-def _equal(these: Mapping[str, Any], those: Mapping[str, Any], name: str) -> bool:
-    if name not in these or name not in those:
-        return name not in these and name not in those
-    return how_different(these[name], those[name]) is None
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
+    if name not in one or name not in other:
+        return name not in one and name not in other
+    return how_different(one[name], other[name]) is None
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, Tensor))
+    return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1)

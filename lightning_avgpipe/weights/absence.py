@@ -1,4 +1,4 @@
-"""Absence: what code that looks at all weights of a module meets where some are on other processes."""
+"""Absence: notes on errors of user code that reads all weights of a module, some of which are on other processes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from torch import nn
 
 from lightning_avgpipe.errors import AvgPipeError
 
-# What torch says of computing with contents that are not there, and Python of a gradient that is None.
+# Parts of the messages of torch for computing on the meta device, and of Python for a gradient that is None.
 _SAID = ("meta", "'NoneType' object")
 
 
 def explain(error: BaseException, module: nn.Module | None) -> None:
-    """Add to an error of user code that parameters of other stages have no contents here, if it may come of that."""
+    """Add a note on parameters without contents to an error of user code, if they may be its cause."""
     absent = [] if module is None else [name for name, p in module.named_parameters() if p.is_meta]
     said = isinstance(error, (RuntimeError, AttributeError)) and any(what in str(error) for what in _SAID)
     if not absent or not said or isinstance(error, AvgPipeError):

@@ -1,4 +1,4 @@
-"""Belongings: what a process holds under the name of a parameter or buffer, and what moves with it."""
+"""Belongings: what a process holds under the name of a parameter or buffer, and what moves with that name."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from lightning_avgpipe.weights.relocation import Relocation
 
 
 class Belongings(Protocol):
-    """One kind of what is held by name."""
+    """One kind of data that processes hold by the name of a parameter or buffer."""
 
     def held(self, name: str) -> Any:
-        """What is here under a name: any tree of tensors and picklable leaves."""
+        """Return what this process holds under a name: any tree of tensors and picklable leaves."""
 
     def put(self, name: str, item: Any) -> None:
-        """Take over what another process held, and has given up or keeps as well."""
+        """Store what another process held under a name."""
 
     def drop(self, names: Collection[str]) -> None:
-        """Give up what only other processes hold from now on."""
+        """Give up what this process holds under names that only other processes keep."""
 
 
 def relocate(relocation: Relocation, processes: Collectives, kinds: Sequence[Belongings], device: torch.device) -> None:
-    """Carry out a relocation: send and receive, give up what leaves, and put what has come. All processes call it.
+    """Carry out a relocation: send and receive, give up what leaves, and store what has come. All processes call it.
 
     Args:
-        relocation: of names.
-        processes: whose ranks the owners are.
-        kinds: all that moves with a name, in the order in which it is put; the same on all processes.
-        device: where it lives here.
+        relocation: relocation of names.
+        processes: processes whose ranks the owners are.
+        kinds: all data that moves with a name, in the order in which it is stored; the same on all processes.
+        device: device of received tensors that were on a device at the sender.
     """
     arrived = relocation.carry_out(processes, lambda name: [kind.held(name) for kind in kinds])
     leaving = relocation.leaving(processes.rank)
@@ -46,48 +46,54 @@ def relocate(relocation: Relocation, processes: Collectives, kinds: Sequence[Bel
 
 
 class ModuleTensors:
-    """Parameters and buffers, with gradients.
+    """The parameters and buffers of a module, with gradients.
 
     Args:
-        module: that has them, or a copy of it that is divided as it is.
+        module: module, or a copy of it that is divided in the same way.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parameters = dict(module.named_parameters())
 
-    def held(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Contents and gradient; a sparse gradient stays behind, since it is nothing once it is cleared."""
+    def held(self, name: str) -> tuple[Tensor, Tensor | None, dict[str, Tensor] | None]:
+        """Contents, gradient, and the scales of weights in 4 bits; a sparse gradient, soon cleared, stays behind."""
         tensor = self._parameters[name] if name in self._parameters else self._module.get_buffer(name)
         gradient = None if tensor.grad is None or tensor.grad.is_sparse else tensor.grad
-        return tensor.detach(), gradient
+        scales = getattr(tensor, "quant_state", None)
+        return tensor.data, gradient, None if scales is None else scales.as_dict(packed=True)
 
     @torch.no_grad()
-    def put(self, name: str, item: tuple[Tensor, Tensor | None]) -> None:
+    def put(self, name: str, item: tuple[Tensor, Tensor | None, dict[str, Tensor] | None]) -> None:
         """Fill a parameter that has no contents, or overwrite a buffer."""
-        contents, gradient = item
+        contents, gradient, scales = item
         if name in self._parameters:
             fill(self._parameters[name], contents)
             self._parameters[name].grad = gradient
+            if scales is not None:
+                from bitsandbytes.functional import QuantState
+
+                quantized: Any = self._parameters[name]
+                quantized.quant_state = QuantState.from_dict(scales, contents.device)
             return
         buffer = self._module.get_buffer(name)
         if buffer.shape == contents.shape and buffer.dtype == contents.dtype:
             buffer.copy_(contents)
-        else:  # where it has changed its shape
+        else:  # the sender's buffer has another shape or type
             path, _, leaf = name.rpartition(".")
             self._module.get_submodule(path)._buffers[leaf] = contents
 
     def drop(self, names: Collection[str]) -> None:
-        """Parameters go to meta. Buffers stay: they are small, and what nobody reads does no harm."""
+        """Move parameters to meta. Buffers stay: they are small, and stale ones do no harm."""
         give_up(self._module, [name for name in names if name in self._parameters])
 
 
 class OptimizerStates:
-    """States of parameters.
+    """The optimizer states of parameters.
 
     Args:
-        optimizers: over all parameters, on every process.
-        parameters: name -> parameter, as of when it is called; states of others do not move.
+        optimizers: optimizers over all parameters, on every process.
+        parameters: returns the current parameters by name; states of others do not move.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], parameters: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -95,7 +101,7 @@ class OptimizerStates:
         self._parameters = parameters
 
     def held(self, name: str) -> list[dict[str, Any] | None]:
-        """For each optimizer what it keeps; None if it keeps nothing."""
+        """Return the state of a parameter in each optimizer; None where there is none."""
         parameter = self._parameters().get(name)
         return [
             dict(optimizer.state[parameter]) if parameter is not None and parameter in optimizer.state else None
@@ -103,14 +109,14 @@ class OptimizerStates:
         ]
 
     def put(self, name: str, item: Sequence[dict[str, Any] | None]) -> None:
-        """Take over what others kept."""
+        """Store the states that another process had."""
         parameter = self._parameters().get(name)
         for optimizer, state in zip(self._optimizers, item, strict=True):
             if state is not None and parameter is not None:
                 optimizer.state[parameter] = state
 
     def drop(self, names: Collection[str]) -> None:
-        """Forget the states of parameters that leave."""
+        """Delete the states of parameters that leave."""
         parameters = self._parameters()
         for optimizer in self._optimizers:
             for name in names:

@@ -17,12 +17,12 @@ from lightning_avgpipe.planning.plan import Plan, StagePlan, first_to_last
 from lightning_avgpipe.utils.names import is_within, joined
 from lightning_avgpipe.utils.table import table
 
-_ABOVE_BEST = 1.2  # the largest stage may be so much larger, if modules then stay in one piece
+_ABOVE_BEST = 1.2  # limit of the largest stage, relative to the least possible one, to keep modules in one piece
 
 
 @dataclass(frozen=True)
 class SizePlan(Plan):
-    """Which stage owns what; nothing is known of calls."""
+    """A plan that only says which stage owns what; the order of calls is not known."""
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("stage", "units", "parameters", "memory")]
@@ -42,19 +42,20 @@ def divide_by_size(
 ) -> SizePlan:
     """Give every submodule with parameters to one stage, in the order in which they were registered.
 
-    The largest stage is as small as it can be, or up to a fifth larger where larger modules stay in one piece then.
-    Modules that share a parameter are on the same stage. Parameters of modules whose children are on several stages
-    are left to all of them.
+    The largest stage is as small as possible, or up to a fifth larger if larger modules then stay in one piece. Modules
+    that share a parameter are on the same stage. If the children of a module are on several stages, no stage owns the
+    parameters of the module itself: all processes keep them.
 
     Args:
-        module: to divide.
-        num_stages: K.
-        held: full name of each parameter -> bytes for weight, gradient and optimizer state.
-        split_points: names of the submodules at which stages 1.. begin; None balances.
-        limit: bytes that a stage may use.
-        ignore: modules that only observe.
+        module: module to divide.
+        num_stages: number of stages, K.
+        held: bytes of weight, gradient and optimizer state of each parameter, by full name.
+        split_points: names of the submodules at which stages 1.. begin; None balances the stages.
+        limit: most bytes that a stage may use.
+        ignore: modules that only observe, which no stage owns.
     Raises:
-        PartitionError: too few modules have parameters, a split point names none, or a stage is above the limit.
+        PartitionError: too few modules have parameters, a split point names no submodule with parameters, or a stage
+            exceeds the limit.
     """
     parts = list(_parts(module, ignore))
     names = [path for path, _ in parts]
@@ -72,19 +73,19 @@ def divide_by_size(
     cuts = _cuts_at(names, split_points, num_stages) if split_points is not None else _cuts(names, weights, num_stages)
     bounds = [0, *cuts, len(parts)]
     stage_of = [k for k in range(num_stages) for _ in range(bounds[k], bounds[k + 1])]
-    for number, (_, part) in enumerate(parts):  # where a shared parameter is first
+    for number, (_, part) in enumerate(parts):  # modules that share a parameter go to the stage of the first one
         shared = [seen[id(p)] for p in part.parameters(recurse=_is_atom(part))]
         stage_of[number] = stage_of[min(shared, default=number)]
     return _plan(module, num_stages, dict(zip(names, stage_of, strict=True)), held, limit)
 
 
 def _is_atom(part: nn.Module) -> bool:
-    """Whether a module uses the parameters of its children itself."""
+    """Return whether a module uses the parameters of its children itself."""
     return isinstance(part, nn.MultiheadAttention)
 
 
 def _parts(module: nn.Module, ignore: Collection[nn.Module], path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Modules with parameters of their own that hold no others with such, below the root."""
+    """Yield the modules below the root that have parameters, and no children with parameters."""
     for name, child in module.named_children():
         full = joined(path, name)
         if any(child is other for other in ignore):
@@ -97,12 +98,12 @@ def _parts(module: nn.Module, ignore: Collection[nn.Module], path: str = "") -> 
 
 
 def _cuts(names: Sequence[str], weights: Sequence[int], num_stages: int) -> list[int]:
-    """Positions of stages 1..: the largest stage near the smallest possible, then boundaries of the largest modules."""
+    """Return where stages 1.. begin. The largest stage is near its least size; few modules are divided."""
     count = len(names)
     sums = [0, *itertools.accumulate(weights)]
     limit = _smallest_limit(weights, num_stages) * _ABOVE_BEST
     depths = [0, *(_common(a, b) for a, b in itertools.pairwise(names)), 0]
-    # for each end of a stage the sum of depths so far, and where the stage began
+    # for each possible end of a stage: the sum of depths of the cuts so far, and where the stage began
     best: list[list[tuple[float, int]]] = [[(0.0 if j == 0 else math.inf, 0) for j in range(count + 1)]]
     for _ in range(num_stages):
         before = best[-1]
@@ -123,7 +124,7 @@ def _cuts(names: Sequence[str], weights: Sequence[int], num_stages: int) -> list
 
 
 def _smallest_limit(weights: Sequence[int], num_stages: int) -> int:
-    """The smallest that the largest stage can be."""
+    """Return the least size that the largest stage can have."""
 
     def suffices(limit: int) -> bool:
         stages, size = 1, 0
@@ -137,7 +138,7 @@ def _smallest_limit(weights: Sequence[int], num_stages: int) -> int:
 
 
 def _common(one: str, other: str) -> int:
-    """How many modules above hold both."""
+    """Return how many ancestors two modules share, by their names."""
     pairs = zip(one.split("."), other.split("."), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -160,7 +161,7 @@ def _cuts_at(names: Sequence[str], split_points: Sequence[str], num_stages: int)
 def _plan(
     module: nn.Module, num_stages: int, stage_of: Mapping[str, int], held: Mapping[str, int], limit: float
 ) -> SizePlan:
-    """Modules whose parts are all on one stage belong to it with all that they hold."""
+    """Make the plan. A module whose parts are all on one stage belongs to that stage, with everything in it."""
     canonical = {id(p): name for name, p in module.named_parameters()}
     buffers = {id(b): name for name, b in module.named_buffers()}
     owner: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Doubles: the weights of one stage on the next, which runs its forwards as well."""
+"""Doubles: a stage's weights on the next stage, which runs its forwards as well."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from lightning_avgpipe.weights.tied import parameters_of
 
 
 class Double:
-    """What the forwards of a stage use and change: its parameters, and the buffers that it changes.
+    """The weights of a stage that the next stage uses to run its forwards: parameters, and buffers that they change.
 
-    The stage sends them before each iteration, and the next one puts them in the places of its own for one forward at a
-    time. Of a buffer both have the same contents after each micro-batch, since both do the same to it, once, in the
-    same order.
+    The stage sends them before each iteration, and the next stage puts them into the module for one forward at a time.
+    Both have the same contents of a buffer after each micro-batch, since both change it once, in the same order.
 
     Args:
-        program: of the stage.
-        module: the whole module; what the program names may be without contents, unless it is sent.
+        program: program of the stage.
+        module: whole module; tensors that the program uses may be without contents, except where they are sent.
     """
 
     def __init__(self, program: StageProgram, module: nn.Module) -> None:
@@ -35,14 +34,14 @@ class Double:
         self._slots: list[tuple[Slot, str]] = []
 
     def sent(self) -> Message:
-        """What is in the module now; forwards may change buffers while these are under way."""
+        """Return a message with the current weights. Buffers are copied, as forwards may change them meanwhile."""
         parameters = [self._module.get_parameter(name) for name in self._parameters]
         buffers = [self._module.get_buffer(name).detach().clone() for name in self._buffers]
         flags = tuple(parameter.requires_grad for parameter in parameters)
         return Message(0, (*(parameter.detach() for parameter in parameters), *buffers), flags)
 
     def take(self, message: Message) -> None:
-        """From now on these are used."""
+        """Use the received weights from this call on."""
         named = zip((*self._parameters, *self._buffers), message.tensors, strict=True)
         self._held = {name: tensor for name, tensor in named if tensor is not None}
         for name, trains in zip(self._parameters, message.requires_grad, strict=True):
@@ -54,7 +53,7 @@ class Double:
 
     @contextlib.contextmanager
     def placed(self, stage: int) -> Iterator[dict[int, str]]:
-        """Within this context the module has them; gives ``id -> name`` of parameters."""
+        """Put the weights into the module within this context; yields ``id -> name`` of the parameters."""
         own = [slot.get() for slot, _ in self._slots]
         for slot, name in self._slots:
             slot.set(self._held[name])
@@ -66,15 +65,15 @@ class Double:
                 slot.set(tensor)
 
     def clear(self) -> None:
-        """Forget them: the next iteration brings others."""
+        """Drop the weights: the next iteration brings new ones."""
         self._held, self._slots = {}, []
 
 
 def check_repeatable(program: StageProgram) -> None:
-    """Check that another process can run the forwards of a stage as well, such that nothing happens twice.
+    """Check that another process can run the forwards of a stage as well, without anything happening twice.
 
     Raises:
-        ConfigurationError: they change more than buffers; names it.
+        ConfigurationError: the forwards change more than buffers; the message names one such thing.
     """
     graph, parameters = program.graph, set(parameters_of(program))
     units = {node.name for node in program.nodes if node.kind == "call"}

@@ -1,4 +1,4 @@
-"""Weights that nobody holds yet: parameters on the meta device, initialised or read from a checkpoint part by part.
+"""Weights that nobody holds yet: parameters on the meta device, initialised or read from files part by part.
 
 A module is initialised alone, by the conventions that exist for it: its ``reset_parameters()``, then
 ``_init_weights(module)`` of the nearest module above it that has one (transformers, nanoGPT). Its parent may adjust
@@ -19,23 +19,24 @@ from torch import Tensor, nn
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.names import around, joined
 from lightning_avgpipe.utils.random_streams import RandomKey, stream
+from lightning_avgpipe.weights.notes import note_of
 
 
 def on_meta(module: nn.Module) -> bool:
-    """Whether any parameter or buffer has no contents here."""
+    """Return whether any parameter or buffer of a module has no contents on this process."""
     return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
 
 
 class Origin:
-    """Where the contents of parameters and buffers come from that no process has yet.
+    """The source of parameters and buffers that no process holds yet: initialisation, or a checkpoint.
 
     Args:
-        module: the whole module.
-        seed: of the run, the same on all ranks.
-        device: where to initialise.
-        loaded: entries of a checkpoint, which go before initialisation; they may be mapped from a file.
+        module: whole module.
+        seed: seed of the run, the same on all ranks.
+        device: device on which to initialise.
+        loaded: entries of a checkpoint, which take precedence over initialisation; they may be mapped from a file.
     Raises:
-        ConfigurationError: a module with contents on meta has no way to be initialised.
+        ConfigurationError: a module with contents on meta has no method that initialises it.
     """
 
     def __init__(
@@ -47,13 +48,15 @@ class Origin:
         self._names = {id(p): name for name, p in module.named_parameters()}
         aliases = {name: self._names[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
         self._loaded = {aliases.get(name, name): tensor for name, tensor in (loaded or {}).items()}
+        self._notes = {name: note for name, p in module.named_parameters() if (note := note_of(p)) is not None}
         self._check()
 
-    def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+    def tensors(self, names: Collection[str], example: bool = False) -> dict[str, Tensor]:
         """Contents for some parameters, on the device.
 
         Args:
             names: full names, as in ``named_parameters()``.
+            example: whether others will do for what lies in files, with which a step may be followed.
         """
         found: dict[str, Tensor] = {}
         for name in names:
@@ -62,15 +65,25 @@ class Origin:
             if name in self._loaded:
                 found[name] = self._read(name, self._module.get_parameter(name))
                 continue
+            if name in self._notes:
+                note = self._notes[name]
+                found[name] = note.stored.read(note.key, self._module.get_parameter(name), self._device, example)
+                continue
             path = name.rpartition(".")[0]
             for leaf, tensor in self._initialised(path)._parameters.items():
                 full = joined(path, leaf)
-                if tensor is not None and full in names and full not in self._loaded:
+                if tensor is not None and full in names and full not in self._loaded and full not in self._notes:
                     found[full] = tensor.detach()
         return found
 
+    def forget_examples(self) -> None:
+        """Nobody needs the examples that were given any more."""
+        for name, note in self._notes.items():
+            if (parameter := self._module.get_parameter(name)).is_meta:
+                note.stored.forget(parameter)
+
     def fill_buffers(self) -> None:
-        """Give all buffers their contents, on every process: what depends on the batch alone is computed anywhere."""
+        """Fill all buffers without contents, on every process: any of them may compute what uses only the batch."""
         for path, module in self._module.named_modules():
             absent = {leaf: b for leaf, b in module._buffers.items() if b is not None and b.is_meta}
             names = {leaf: joined(path, leaf) for leaf in absent}
@@ -92,7 +105,11 @@ class Origin:
         for path, module in self._module.named_modules():
             own = (*module._parameters.items(), *module._buffers.items())
             absent = [joined(path, leaf) for leaf, tensor in own if tensor is not None and tensor.is_meta]
-            if all(name in self._loaded for name in absent) or self._ways(path, module):
+            absent = [name for name in absent if name not in self._loaded and name not in self._notes]
+            if not absent:
+                continue
+            self._check_not_lost(absent[0])
+            if self._ways(path, module):
                 continue
             helpless[type(module).__name__] = absent[0]
         if helpless:
@@ -104,23 +121,35 @@ class Origin:
                 "of torch.device('meta')"
             )
 
+    def _check_not_lost(self, name: str) -> None:
+        """Nothing is initialised that may have taken the place of what lies in files."""
+        used = {note.key for note in self._notes.values()}
+        lost = next((key for note in self._notes.values() for key in note.stored.keys if key not in used), None)
+        if lost is not None:
+            raise ConfigurationError(
+                f"'{name}' is on the meta device and in no file, while '{lost}' of the files is no longer in the "
+                "module: what takes the place of a parameter without contents (resize_token_embeddings) loses them. "
+                "Change the model on one process before, and write it with save_pretrained; or build what is new "
+                "outside of torch.device('meta')"
+            )
+
     def _ways(self, path: str, module: nn.Module) -> list[Callable[[Any], object]]:
-        """What initialises a module, in order."""
+        """Return the functions that initialise a module, in order."""
         ways: list[Callable[[Any], object]] = []
         if isinstance(module, nn.MultiheadAttention):
             ways.append(nn.MultiheadAttention._reset_parameters)
         elif callable(getattr(type(module), "reset_parameters", None)):
             ways.append(type(module).reset_parameters)  # type: ignore[attr-defined]
-        # a module may initialise itself so, too: transformers' models own parameters such as tokens of a class
+        # the module's own _init_weights counts too: models of transformers own parameters such as class tokens
         owners = (self._module.get_submodule(above) for above in (path, *around(path)))
         inits = (getattr(owner, "_init_weights", None) for owner in owners)
         return ways + [init for init in inits if callable(init)][:1]
 
     def _initialised(self, path: str) -> nn.Module:
-        """A shadow of a module, with contents in what the module owns directly."""
+        """Return a shadow of a module in which all tensors that the module owns directly are initialised."""
         module = self._module.get_submodule(path)
         shadow = _shadow(module, lambda tensor: _blank(tensor, self._device))
-        # Whatever initialises may ask for the default device, and its draws are nobody else's.
+        # Initialisation may use the default device, and its random draws must not affect other streams.
         with torch.no_grad(), stream(RandomKey(self._seed).derive(f"init:{path}"), self._device), self._device:
             for way in self._ways(path, module):
                 way(shadow)
@@ -133,12 +162,12 @@ class Origin:
         above, _, leaf = path.rpartition(".")
         parent = self._module.get_submodule(above)
         shadow = _shadow(parent, _without_contents)
-        shadow._modules = {  # what is not the child is without contents, and stays as it is
+        shadow._modules = {  # other children are without contents, so that writes into them change nothing
             name: child if name == leaf else _empty(other) for name, other in parent._modules.items()
         }
         if isinstance(parent, nn.MultiheadAttention):
             parent_ways: list[Callable[[Any], object]] = [nn.MultiheadAttention._reset_parameters]
-        else:  # its reset_parameters() is about its own, by convention
+        else:  # by convention reset_parameters() of the parent initialises only its own tensors
             parent_ways = [w for w in self._ways(above, parent) if getattr(w, "__name__", "") == "_init_weights"]
         for way in parent_ways:
             way(shadow)
@@ -154,7 +183,7 @@ class Origin:
 
 
 def _shadow(module: nn.Module, own: Callable[[Tensor], Tensor]) -> nn.Module:
-    """An object like the module, with registries of its own, and what this makes of its own tensors."""
+    """Return an object like the module, with registries of its own in which ``own`` has replaced its direct tensors."""
     shadow = object.__new__(type(module))
     vars(shadow).update(vars(module), _modules=dict(module._modules))
     for name in ("_parameters", "_buffers"):
@@ -164,7 +193,7 @@ def _shadow(module: nn.Module, own: Callable[[Tensor], Tensor]) -> nn.Module:
 
 
 def _empty(module: nn.Module | None) -> nn.Module | None:
-    """A shadow of a module and all that it holds, without contents: writing into it changes nothing."""
+    """Return a shadow of a module and its children, without contents: a write into it changes nothing."""
     if module is None:
         return None
     shadow = _shadow(module, _without_contents)
@@ -177,7 +206,7 @@ def _without_contents(tensor: Tensor) -> Tensor:
 
 
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:
-    """Like the tensor, and not a number where that can be said, so that what stays unset is noticed."""
+    """Return a tensor of this form, filled with NaN if its type has one, so that elements that stay unset are found."""
     blank = torch.empty_like(tensor, device=device, requires_grad=False)
     if blank.is_floating_point():
         blank.fill_(float("nan"))

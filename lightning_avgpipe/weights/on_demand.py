@@ -1,9 +1,9 @@
 """Parameters that a process does not hold, gathered on demand for one operation at a time.
 
 Rank 0 follows a step function through all stages, though it holds at most one. Whenever an operation takes a parameter
-without contents, they are fetched, used and dropped: from the process that holds them or, before anybody does, from
-the origin (initialisation, a checkpoint). So the captured step computes with real numbers, and no process ever holds
-more than the contents of one module besides its own.
+without contents, these are fetched, used and dropped. They come from the process that holds them or, before any does,
+from the origin (initialisation, a checkpoint). So the captured step computes with real numbers, and no process ever
+holds more than the contents of one module besides its own.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from lightning_avgpipe.capture.tracer import DEVICE_QUESTIONS, METADATA
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import CaptureError
 from lightning_avgpipe.utils.names import joined
+from lightning_avgpipe.utils.tensors import lent
 from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.weights.initialisation import Origin
-from lightning_avgpipe.weights.ownership import Owners, take_back
+from lightning_avgpipe.weights.ownership import Owners, fill, return_freed
 from lightning_avgpipe.weights.relocation import Relocation, holders
 
 
 class OnDemandGather:
-    """Knows which process holds what, and brings it to where it is needed.
+    """A gatherer of parameters that other processes, or none, hold.
 
     Args:
-        module: the whole module.
-        cluster: with open channels.
-        origin: of what no process holds; None if that cannot be.
+        module: whole module.
+        cluster: cluster with open channels.
+        origin: source of parameters that no process holds; None if there are none.
     """
 
     def __init__(self, module: nn.Module, cluster: Cluster, origin: Origin | None) -> None:
@@ -45,18 +46,13 @@ class OnDemandGather:
         self._origin = origin
 
     def on_rank_zero(self, make: Callable[[], Any]) -> Any:
-        """Every process gets what rank 0 makes, while the others lend it their parameters. Every process calls it.
+        """Return on every process what rank 0 makes, while the others lend it their parameters. Every process calls it.
 
-        Other groups than the first wait for it, since the same stages are to be the same everywhere.
+        Groups other than the first one wait for the result, since all groups must have the same stages.
         """
         cluster = self._cluster
-        first, made = cluster.group_number == 0, tuple[Any, ...]()
-        while not made:
-            made = (self._on_rank_zero(make),) if first else ()
-            if cluster.stage_map.num_groups > 1:
-                made = cluster.world.broadcast(made)
-                first = cluster.world.ranks[0] in cluster.group.ranks  # the first group may have left meanwhile
-        return made[0]
+        made = self._on_rank_zero(make) if cluster.group_number == 0 else None
+        return made if cluster.stage_map.num_groups == 1 else cluster.world.broadcast(made)
 
     def _on_rank_zero(self, make: Callable[[], Any]) -> Any:
         cluster = self._cluster
@@ -75,26 +71,31 @@ class OnDemandGather:
             self._exchange(name, held)
 
     def _make(self, make: Callable[[], Any], absent: Mapping[int, str], held: Owners) -> Any:
-        lent = _Lent(absent, lambda name: self._fetch(name, held), self._cluster.device)
-        with saved_tensors_hooks(lent.forget, _refuse), lent:
+        lending = _Lent(absent, lambda name: self._fetch(name, held), self._cluster.device)
+        with saved_tensors_hooks(lending.forget, _refuse), lending:
             made = make()
-        lent.clear()
+        lending.clear()
+        if self._origin is not None:
+            self._origin.forget_examples()
         gc.collect()  # what was lent may wait in a cycle
+        return_freed()
         return made
 
     def fill(self, wanted: Collection[str]) -> None:
-        """Give own parameters contents from the origin, if they have none.
+        """Fill parameters of this process that have no contents, from the origin.
 
         Args:
-            wanted: names of parameters to be held here, which no process holds unless this one does.
+            wanted: names of parameters that this process is to hold, and that no other process holds.
         """
         modules: dict[str, list[str]] = {}
-        for name, parameter in self._module.named_parameters():
+        parameters = dict(self._module.named_parameters())
+        for name, parameter in parameters.items():
             if parameter.is_meta and name in wanted:
                 modules.setdefault(name.rpartition(".")[0], []).append(name)
         for names in modules.values():
             assert self._origin is not None
-            take_back(self._module, self._origin.tensors(names))
+            for name, contents in self._origin.tensors(names).items():
+                fill(parameters[name], contents)
 
     def _fetch(self, name: str, held: Owners) -> dict[str, Tensor]:
         if name in held:
@@ -102,8 +103,9 @@ class OnDemandGather:
             return {name: self._exchange(name, held)}
         assert self._origin is not None
         path = name.rpartition(".")[0]
-        together = [joined(path, leaf) for leaf in self._module.get_submodule(path)._parameters]
-        return self._origin.tensors([full for full in together if full == name or full not in held])
+        own = self._module.get_submodule(path)._parameters
+        together = [joined(path, leaf) for leaf, parameter in own.items() if parameter is not None]
+        return self._origin.tensors([full for full in together if full == name or full not in held], example=True)
 
     def _exchange(self, name: str, held: Owners) -> Tensor:
         parameter = self._module.get_parameter(name).detach()
@@ -112,12 +114,12 @@ class OnDemandGather:
 
 
 class _Lent(TorchFunctionMode):
-    """Torch functions that take a parameter without contents get a stand-in that has them.
+    """A mode in which torch functions that take a parameter without contents get a stand-in that has them.
 
     Args:
         absent: ``id -> name`` of the parameters without contents.
-        fetch: name -> contents of this parameter, and perhaps of others of its module.
-        device: where they are wanted.
+        fetch: returns the contents of the parameter of this name, and perhaps of others of its module, by name.
+        device: device that the stand-ins are on.
     """
 
     def __init__(
@@ -138,19 +140,19 @@ class _Lent(TorchFunctionMode):
             return func(*args, **kwargs)
         stands_for: dict[int, Tensor] = {}
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-            func = Tensor.detach  # through which a change can be noticed
+            func = Tensor.detach  # shares the version counter, so that a change is noticed
 
-        def stand_in(tensor: Tensor) -> Tensor:
+        def stand_in_for(tensor: Tensor) -> Tensor:
             name = self._absent.get(id(tensor))
             if name is None:
                 return tensor
             if func == Tensor.data.__set__:  # type: ignore[attr-defined]
                 raise _changed(name)
-            lent = self._contents(name).requires_grad_(tensor.requires_grad)
-            stands_for[id(lent)] = tensor
-            return lent
+            stand_in = self._contents(name).requires_grad_(tensor.requires_grad)
+            stands_for[id(stand_in)] = tensor
+            return stand_in
 
-        lent_args, lent_kwargs = pytree.tree_map_only(Tensor, stand_in, (args, kwargs))
+        lent_args, lent_kwargs = pytree.tree_map_only(Tensor, stand_in_for, (args, kwargs))
         result = func(*lent_args, **lent_kwargs)
         if not stands_for:
             return result
@@ -159,17 +161,18 @@ class _Lent(TorchFunctionMode):
     def _contents(self, name: str) -> Tensor:
         if name not in self._last:
             self.clear()
-            # what fetches, or initialises, is no part of the step
+            # fetching and initialising are not part of the step
             with _disable_current_modes(), torch.inference_mode(False):
                 self._last = self._fetch(name)
             self._versions = {name: version_of(tensor) for name, tensor in self._last.items()}
-        return self._last[name].detach()
+        with _disable_current_modes():
+            return lent(self._last[name].detach())
 
     def clear(self) -> None:
-        """Drop what was fetched last.
+        """Drop the contents that were fetched last.
 
         Raises:
-            CaptureError: the step has changed it.
+            CaptureError: the step has changed them.
         """
         last, self._last = self._last, {}
         for name, tensor in last.items():
@@ -178,7 +181,7 @@ class _Lent(TorchFunctionMode):
 
     @staticmethod
     def forget(tensor: Tensor) -> None:
-        """Autograd keeps nothing: there is no backward, and it would keep what was lent."""
+        """Pack a saved tensor as None: there is no backward, and autograd must not keep fetched contents."""
 
 
 def _changed(name: str) -> CaptureError:

@@ -1,4 +1,4 @@
-"""Ownership: which processes hold a parameter or buffer; what a process does not own is given up, and taken back."""
+"""Ownership: which processes hold a parameter or buffer; how a process gives up contents, and fills them again."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-# Full name -> the ranks that hold it; the first answers for it.
+# Full name -> the ranks that hold it; the first one answers for it: its contents count, for example in checkpoints.
 Owners = Mapping[str, tuple[int, ...]]
 
-# So many bytes may wait until Python collects garbage by itself: to look for it takes a quarter of a second where much
-# has been imported, as long as many steps of a model that is so small.
+# Up to this size, memory may wait until Python collects garbage by itself: a collection takes a quarter of a second if
+# much has been imported, as long as many steps of such a small model.
 FEW_BYTES = 16 * 1024**2
 
 
 def owners_of(
     module: nn.Module, stages_of: Mapping[str, Sequence[int]], hosts: Callable[[int], Sequence[int]], world_size: int
 ) -> dict[str, tuple[int, ...]]:
-    """Who is to hold each parameter, and to have the newest contents of each buffer.
+    """Return which ranks are to hold each parameter, and the current contents of each buffer.
 
     Args:
-        stages_of: parameter or changed buffer -> its stages, of which the first answers for it. What is missing is used
-            by no stage, or changed by none: all processes have it.
-        hosts: stage -> the processes that host it.
+        module: whole module.
+        stages_of: stages of each parameter and changed buffer, the answering one first. A missing parameter is used by
+            no stage, a missing buffer changed by none: all processes have them.
+        hosts: returns the ranks that host a stage.
         world_size: number of processes.
     """
     names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
@@ -36,7 +37,7 @@ def owners_of(
 
 
 def answering(module: nn.Module, owners: Owners) -> dict[str, int]:
-    """The rank that answers for each parameter and buffer, by every name it has."""
+    """Return the rank that answers for each parameter and buffer, by every name that the tensor has."""
     canonical = {id(p): name for name, p in module.named_parameters()}
     canonical |= {id(b): name for name, b in module.named_buffers()}
     everything = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
@@ -44,39 +45,39 @@ def answering(module: nn.Module, owners: Owners) -> dict[str, int]:
 
 
 def give_up(module: nn.Module, names: Iterable[str]) -> None:
-    """Move parameters to the meta device. They stay the same objects, so optimizers keep knowing them."""
+    """Move parameters to the meta device. They stay the same objects, so optimizers still refer to them."""
     parameters = dict(module.named_parameters())
     chosen = [parameters[name] for name in names if not parameters[name].is_meta]
     much = sum(parameter.nbytes for parameter in chosen) > FEW_BYTES
     if much:
-        gc.collect()  # a graph that waits for the collector would hold on to the parameters
+        gc.collect()  # an autograd graph in a reference cycle would keep the contents
     for parameter in chosen:
         parameter.grad = None
         vacate(parameter)
     if much:
-        _return_freed()
+        return_freed()
 
 
 def take_back(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Fill parameters that were given up."""
+    """Fill parameters that were given up with these contents."""
     parameters = dict(module.named_parameters())
     for name, tensor in tensors.items():
         fill(parameters[name], tensor)
 
 
 def fill(parameter: Tensor, contents: Tensor) -> None:
-    """Give a parameter, or any tensor that stays the same object, contents if it has none."""
+    """Give contents to a parameter or tensor that has none, without changing the object."""
     if parameter.is_meta:
         _replace(parameter, contents)
 
 
 def vacate(tensor: Tensor) -> None:
-    """Take the contents from a tensor that stays the same object."""
+    """Move a tensor to the meta device, without changing the object."""
     _replace(tensor, torch.empty_like(tensor, device="meta"))
 
 
 def to_host(module: nn.Module) -> None:
-    """Move what has contents to the host, and leave the rest."""
+    """Move parameters, gradients and buffers that have contents to the host."""
     for parameter in module.parameters():
         if not parameter.is_meta:
             parameter.data = parameter.data.cpu()
@@ -87,16 +88,16 @@ def to_host(module: nn.Module) -> None:
 
 
 def _replace(parameter: Tensor, tensor: Tensor) -> None:
-    """Give a parameter other contents, on whatever device.
+    """Exchange the contents of a parameter, also for contents on another device.
 
-    ``torch.utils.swap_tensors`` does the same and more: it exchanges the Python attributes too, which must stay here,
+    ``torch.utils.swap_tensors`` does the same and more: it also exchanges the Python attributes, which must stay here,
     and therefore refuses parameters with weak references to them, which recurrent layers keep.
     """
     new = tensor.detach().requires_grad_(parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, new)
 
 
-def _return_freed() -> None:
+def return_freed() -> None:
     """Give what is free on the heap back to the system: glibc keeps pages below others that are in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # other C libraries have none

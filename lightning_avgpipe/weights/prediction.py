@@ -1,4 +1,4 @@
-"""Prediction: the weights that the next updates will make, from where the optimizer has been going.
+"""Prediction: the weights after further updates, extrapolated from the state of the optimizer.
 
 ::
 
@@ -8,9 +8,8 @@
     Adam            m^ / (sqrt(v^) + eps), with eps outside of the root, as in torch
     AdamW           the same: decoupled weight decay is left out
 
-Where an optimizer remembers no direction, or one that is not known here,
-the last increment of the weights serves, ``Delta = (W_before - W) / lr``, which includes everything, weight decay as
-well, and costs a copy of the weights.
+For an optimizer whose state has no direction, or none that is known here, the last increment of the weights serves:
+``Delta = (W_before - W) / lr``. It includes everything, also weight decay, and costs a copy of the weights.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ def _adam(state: _State, group: _State) -> Tensor:
     return state["exp_avg"] / (1 - beta1**steps) / root
 
 
-# A class of optimizers, what of its groups must not be zero, and the direction from the state of a parameter.
+# A class of optimizers, the hyper-parameter that must not be zero, and the direction from the state of a parameter.
 _DIRECTIONS: Sequence[tuple[type[Optimizer], str | None, Callable[[_State, _State], Tensor | None]]] = (
-    (Adam, None, _adam),  # AdamW is one
+    (Adam, None, _adam),  # AdamW is a subclass
     (SGD, "momentum", _momentum),
     (RMSprop, "momentum", _momentum),
 )
 
 
 def check_predictable(optimizer: Optimizer) -> None:
-    """Check that the state of an optimizer tells where it goes.
+    """Check that the state of an optimizer has the direction of its next steps.
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: it has none, or the optimizer is not known.
     """
     for kind, wanted, _ in _DIRECTIONS:
         if isinstance(optimizer, kind):
@@ -69,12 +68,12 @@ def check_predictable(optimizer: Optimizer) -> None:
     )
 
 
-# An optimizer, and the group of its parameters that one belongs to.
+# An optimizer, and one of its parameter groups.
 Source = tuple[Optimizer, dict[str, Any]]
 
 
 def sources(optimizers: Iterable[Optimizer]) -> dict[int, Source]:
-    """``id`` of each parameter -> who trains it."""
+    """Return the optimizer and the parameter group of each parameter, by the ``id`` of the parameter."""
     return {
         id(p): (optimizer, group)
         for optimizer in optimizers
@@ -84,11 +83,11 @@ def sources(optimizers: Iterable[Optimizer]) -> dict[int, Source]:
 
 
 def direction(source: Source, parameter: Tensor) -> Tensor | None:
-    """Delta of a parameter, of its shape; None before the first step, which is 0.
+    """Return Delta of a parameter, in the parameter's shape; None before the first step, which means 0.
 
     Args:
-        source: for whose optimizer :func:`check_predictable` passes.
-        parameter: one that it trains.
+        source: optimizer, for which :func:`check_predictable` passes, and group of the parameter.
+        parameter: parameter that the optimizer trains.
     """
     optimizer, group = source
     state = optimizer.state.get(parameter)
@@ -99,13 +98,13 @@ def direction(source: Source, parameter: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def predicted(source: Source, parameter: Tensor, ahead: int, before: Tensor | None = None) -> Tensor:
-    """The weights after so many further updates, in new memory.
+    """Return the weights after ``ahead`` further updates, in new memory.
 
     Args:
-        source: who trains the parameter.
-        parameter: the weights now.
-        ahead: updates, at least 0.
-        before: the weights before the last update, to go by the increment; None: by the optimizer's state.
+        source: optimizer and group of the parameter.
+        parameter: current weights.
+        ahead: number of updates, at least 0.
+        before: weights before the last update, to extrapolate by the increment; None: by the optimizer's state.
     """
     if before is not None:  # lr * Delta, whatever the learning rate was
         return torch.lerp(before, parameter, 1.0 + ahead)

@@ -5,8 +5,8 @@
     old     a: 0    b: 0    c: 1           a goes from rank 0 to rank 1, with its gradient and its optimizer states
     new     a: 1    b: 0    c: 0, 1        c from rank 1 to rank 0, and stays on rank 1; b stays where it is
 
-All processes know both ownerships, so nobody asks and nobody waits for more than what comes. In each round every
-process meets one other, so rounds of different pairs run at the same time.
+All processes know both ownerships, so there are no requests, and a process waits only for what it receives. In each
+round every process exchanges with one other, so different pairs run at the same time.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _BUCKET_BYTES = 64 * 1024**2
 
 @dataclass(frozen=True)
 class Arrival:
-    """What has come under a name: any tree of tensors, on the host until somebody takes it.
+    """The data received under a name: a tree of tensors, which stay on the host until :meth:`on` is called.
 
     Attributes:
-        message: with the tensors of the tree.
-        forms: of these tensors where they came from.
+        message: message with the tensors of the tree.
+        forms: forms of these tensors at the sender.
     """
 
     message: Message
     forms: tuple[TensorForm, ...]
 
     def on(self, device: torch.device) -> Any:
-        """The tree; what was on a device at the sender is on this one, what was on the host stays there."""
+        """Return the tree. Tensors that were on a device at the sender move to ``device``, others stay on the host."""
         placed = tuple(
             tensor if tensor is None or form.on_host else tensor.to(device)
             for tensor, form in zip(self.message.tensors, self.forms, strict=True)
@@ -52,11 +52,11 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Relocation:
-    """The way from one ownership to another.
+    """The change from one ownership to another.
 
     Attributes:
-        old: who holds what now; what nobody holds has no ranks, or is missing.
-        new: who is to hold it; what is missing stays where it is.
+        old: ranks that hold each name now; a name that no process holds has no ranks, or is missing.
+        new: ranks that are to hold each name; a missing name stays where it is.
     """
 
     old: Owners
@@ -64,32 +64,34 @@ class Relocation:
 
     @cached_property
     def moves(self) -> dict[tuple[int, int], tuple[str, ...]]:
-        """(source, target) -> names, in the order in which they go. Every process goes through it in this order."""
+        """The names to send for each (source, target), in the order in which every process goes through the pairs."""
         found: dict[tuple[int, int], list[str]] = defaultdict(list)
         for name, targets in self.new.items():
             for target in targets:
                 if self.old.get(name) and target not in self.old[name]:
                     found[self.old[name][0], target].append(name)
         size = 1 + max(itertools.chain.from_iterable(found), default=0)
-        # in each round a + b is the same (modulo the number of processes), so nobody is in two pairs
+        # in each round a + b is the same (modulo the number of processes), so no process is in two pairs
         order = sorted(found, key=lambda pair: (sum(pair) % size, min(pair), pair))
         return {pair: tuple(found[pair]) for pair in order}
 
     def leaving(self, rank: int) -> list[str]:
-        """Names of what a process is not to hold, whether it does now or not."""
+        """Return the names that a process is not to hold, whether it holds them now or not."""
         return [name for name, ranks in self.new.items() if rank not in ranks]
 
     def carry_out(
         self, processes: Collectives, held: Callable[[str], Any], bucket_bytes: int = _BUCKET_BYTES
     ) -> dict[str, Arrival]:
-        """Send what is here and wanted elsewhere. All processes call it; nobody gives anything up yet.
+        """Send what this process holds and others are to hold. All processes call it; none gives anything up yet.
 
         Args:
-            processes: whose ranks the owners are.
-            held: name -> what is here under it, any tree of tensors and picklable leaves.
-            bucket_bytes: of tensors that travel together; one that is larger travels alone.
+            processes: processes whose ranks the owners are.
+            held: returns what this process holds under a name, any tree of tensors and picklable leaves.
+            bucket_bytes: most bytes of tensors that travel together; a larger tensor travels by itself.
+
         Returns:
-            Name -> what has come to this process.
+            The data that this process received, by name.
+
         Raises:
             PeerError: another process has failed, or takes too long.
         """
@@ -114,7 +116,7 @@ class Relocation:
 
 
 def holders(processes: Collectives, names: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Who holds what, ranks ascending. Every process calls it with the names of what it holds."""
+    """Return the ranks that hold each name, ascending. Every process calls it with the names that it holds."""
     found: dict[str, tuple[int, ...]] = {}
     for rank, theirs in enumerate(processes.exchange_objects(list(names))):
         for name in theirs:
@@ -123,9 +125,9 @@ def holders(processes: Collectives, names: Collection[str]) -> dict[str, tuple[i
 
 
 def gather(processes: Collectives, held: Mapping[str, Any], owners: Owners) -> dict[str, Any]:
-    """On rank 0 what the owners hold, on the host if it has come from elsewhere; on other processes nothing is added.
+    """Return what this process holds and, on rank 0, also what the owners hold, received on the host.
 
-    Every process calls it. Arguments as of :meth:`Relocation.carry_out`.
+    Every process calls it. Arguments are those of :meth:`Relocation.carry_out`.
     """
     arrived = Relocation(owners, dict.fromkeys(owners, (0,))).carry_out(processes, held.__getitem__)
     return {**held, **{name: arrival.on(torch.device("cpu")) for name, arrival in arrived.items()}}
@@ -135,7 +137,7 @@ _Packed = tuple[str, Message, tuple[TensorForm, ...]]
 
 
 def _buckets(names: Sequence[str], held: Callable[[str], Any], limit: int) -> Iterator[list[_Packed]]:
-    """Neighbours together, as long as their tensors are no larger than the limit."""
+    """Yield successive names in buckets, with tensors up to the limit in total."""
     bucket: list[_Packed] = []
     nbytes = 0
     for name in names:
@@ -152,7 +154,7 @@ def _buckets(names: Sequence[str], held: Callable[[str], Any], limit: int) -> It
 
 
 def _send(target: Peer, bucket: Sequence[_Packed]) -> None:
-    """First what it is, then the numbers of all tensors in one piece."""
+    """Send a bucket: first its description, then the bytes of all tensors in one piece."""
     text = pickle.dumps([(name, message.entries, forms) for name, message, forms in bucket])
     parts = [
         as_bytes(form.on_wire(tensor).cpu())
@@ -160,16 +162,16 @@ def _send(target: Peer, bucket: Sequence[_Packed]) -> None:
         for tensor, form in zip(message.tensors, forms, strict=True)
         if tensor is not None
     ]
-    content = parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
-    target.send(torch.tensor([len(text), content.numel()]))
+    content = parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
+    target.send(torch.tensor([len(text), content.numel()], device="cpu"))
     target.send(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     if content.numel():
         target.send(content)
 
 
 def _receive(source: Peer) -> dict[str, Arrival]:
-    lengths = source.receive(torch.empty(2, dtype=torch.int64)).tolist()
-    text, content = (torch.empty(length, dtype=torch.uint8) for length in lengths)
+    lengths = source.receive(torch.empty(2, dtype=torch.int64, device="cpu")).tolist()
+    text, content = (torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths)
     described = pickle.loads(source.receive(text).numpy().tobytes())
     if content.numel():
         content = source.receive(content)

@@ -1,4 +1,4 @@
-"""Slots: the places where a module holds a tensor, in which another tensor can be put."""
+"""Slots: the places where a module holds a tensor, into which another tensor can be put."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 _REGISTERS = ("_parameters", "_buffers")
 _INTERNALS = frozenset(vars(nn.Module()))
-_DEPTH = 4  # of containers within each other
+_DEPTH = 4  # most containers within each other
 
 
 class Slot:
@@ -27,7 +27,7 @@ class Slot:
 
 
 class _Attribute(Slot):
-    """Of a module that must notice: recurrent layers keep their weights in a list as well."""
+    """An attribute that must be set by ``setattr``: recurrent layers also keep their weights in a list."""
 
     def set(self, tensor: Any) -> None:
         setattr(self._container, self._key, tensor)
@@ -37,7 +37,7 @@ class _Attribute(Slot):
 
 
 def slots_for(module: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[Slot]]:
-    """``id`` of a tensor -> the places where a module holds it."""
+    """Return the places where a module holds each tensor, by the ``id`` of the tensor."""
     found: dict[int, list[Slot]] = {id(tensor): [] for tensor in tensors}
     for slot in _slots_of(module):
         places = found.get(id(slot.get()))
@@ -47,7 +47,7 @@ def slots_for(module: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[Sl
 
 
 def _slots_of(module: nn.Module) -> Iterator[Slot]:
-    """All of a module and its submodules; what is no tensor is among them."""
+    """Yield the places of a module and its submodules; some hold no tensor."""
     for owner in module.modules():
         recurrent = isinstance(owner, nn.RNNBase)
         for register in _REGISTERS:
@@ -61,7 +61,7 @@ def _slots_of(module: nn.Module) -> Iterator[Slot]:
 
 
 def _slots_within(container: Any, key: Any, value: Any, depth: int = 0) -> Iterator[Slot]:
-    """In ``container[key]``, which is ``value``: lists, tuples and dicts may lie within each other."""
+    """Yield the places in ``container[key]``, which is ``value``, and in the lists, tuples and dicts within it."""
     if isinstance(value, Tensor):
         yield Slot(container, key)
     if depth == _DEPTH:
@@ -78,7 +78,7 @@ def _slots_within(container: Any, key: Any, value: Any, depth: int = 0) -> Itera
 
 
 class _Tuple(Slot):
-    """A tuple as a container whose entries change: each time it is another tuple."""
+    """A tuple in a slot, as a container: setting an entry puts a new tuple into the slot."""
 
     def __getitem__(self, i: int) -> Any:
         return self.get()[i]

@@ -2,18 +2,18 @@
 
 ::
 
-    module.layer.weight   <-  the parameter, which the optimizer changes in place      version 3, that of now
+    module.layer.weight   <-  the parameter, which the optimizer changes in place      version 3, the current one
                           <-  a leaf of its own                                        version 2, for B6 and B7
                           <-  the parameter, filled with a prediction for one action
 
-Between a forward and its backward autograd holds on to the weights, and what it then finds in a parameter with other
-contents is the old ones for some operations and the new ones for others. So if a backward uses what the forward did,
-each version is a leaf of its own. It shares the memory of the parameter until the next update, which gives the
-parameter other memory; gradients accumulate into the parameter's. If a backward uses other weights than the forward,
-the forward is repeated with them, and a parameter's contents are exchanged for one action at a time.
+Between a forward and its backward autograd refers to the weights. If a parameter got other contents in between, some
+operations would use the old ones in the backward and others the new ones. So if a backward uses the weights of its
+forward, each version is a leaf of its own. It shares the memory of the parameter until the next update, which gives the
+parameter new memory; gradients accumulate into the parameter's. If a backward uses other weights than the forward, the
+forward is repeated with them, and a parameter's contents are exchanged for one action at a time.
 
-Between two drains there are versions; otherwise a stage has its weights as they are. Buffers have no versions:
-statistics are of all micro-batches, once.
+Versions exist between two drains; at a drain a stage has its current weights only. Buffers have no versions: statistics
+count every micro-batch once.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ Weights = dict[str, nn.Parameter]
 
 @dataclass
 class _Stage:
-    """A stage's weights.
+    """The weights of a stage.
 
     Attributes:
-        place: of the stage.
-        parameters: that it trains, by name.
-        version: of the parameters.
-        leaves: of versions that are used later.
-        before: the weights before the last update; empty unless they are needed.
-        now: what the action that runs uses.
+        place: place of the stage in the pipeline.
+        parameters: parameters that it trains, by name.
+        version: version of the parameters.
+        leaves: leaves of the versions and predictions that are used later.
+        before: weights before the last update; empty unless they are needed.
+        now: weights that the current action uses.
         checked: whether it is known that forwards use the versions.
     """
 
@@ -62,9 +62,9 @@ class WeightStore:
     """Versions of the weights of the stages that a process hosts.
 
     Args:
-        module: the whole module.
-        policy: which weights actions use.
-        optimizers: those that train the module, as of when they are asked for.
+        module: whole module.
+        policy: says which weights an action uses.
+        optimizers: returns the current optimizers of the module.
 
     Attributes:
         policy: as given.
@@ -76,25 +76,26 @@ class WeightStore:
         self._optimizers = optimizers
         self._names: Mapping[int, Sequence[str]] = {}
         self._here: Collection[int] = ()
-        self._stages: dict[int, _Stage] = {}  # between two drains
+        self._stages: dict[int, _Stage] = {}  # empty at a drain
         self._slots: dict[int, list[Slot]] = {}
 
     def divide(self, names: Mapping[int, Sequence[str]], here: Collection[int]) -> None:
-        """Tell which parameters stages use, at a drain.
+        """Set which parameters the stages use. Call it at a drain.
 
         Args:
-            names: stage -> full names, of all stages.
-            here: those that this process hosts.
+            names: full names of the parameters of each stage, of all stages.
+            here: stages that this process hosts.
         """
         self._names, self._here, self._stages = names, here, {}
 
     def begin(self, num_microbatches: int) -> None:
-        """The pipeline has drained, and goes on: micro-batches and versions count from 0.
+        """Begin to keep versions, at a drain: micro-batches and versions count from 0.
 
         Args:
-            num_microbatches: M, of an update.
+            num_microbatches: M, the number of micro-batches of an update.
+
         Raises:
-            ConfigurationError: two stages train the same parameter, or an optimizer whose steps cannot be predicted.
+            ConfigurationError: two stages train the same parameter, or the steps of an optimizer cannot be predicted.
         """
         parameters = {n: p for n, p in self._module.named_parameters(remove_duplicate=False) if p.requires_grad}
         places = [Place(k, len(self._names), num_microbatches) for k in range(len(self._names))]
@@ -121,22 +122,22 @@ class WeightStore:
         return any(use.ahead for i in range(2 * place.num_stages) for use in self.policy.uses(place, i))
 
     def end(self) -> None:
-        """The pipeline has drained: there is one version."""
+        """Drop all versions but the current one: the pipeline has drained."""
         self._stages = {}
 
     # -- actions -----------------------------------------------------------------------------------------------------
 
     def act(self, stage: int, micro_batch: int, backward: bool) -> None:
-        """A stage's next action is a forward or backward of this micro-batch, counted from the last drain."""
+        """Set the next action of a stage: a forward or backward of this micro-batch, counted from the last drain."""
         here = self._stages[stage]
         here.now = self.policy.uses(here.place, micro_batch)[backward]
 
     @contextlib.contextmanager
     def placed(self, stage: int) -> Iterator[dict[int, str]]:
-        """Within this context the module has the weights that the stage's action uses; gives ``id -> name`` of leaves.
+        """Put the weights that the stage's action uses into the module within this context; yields ``id -> name``.
 
         Raises:
-            ScheduleError: they are not held, because actions come in another order than that of 1F1B.
+            ScheduleError: these weights are not kept, because actions come in another order than that of 1F1B.
         """
         here = self._stages.get(stage)
         if here is None:
@@ -147,7 +148,7 @@ class WeightStore:
 
     @contextlib.contextmanager
     def _shown(self, here: _Stage) -> Iterator[Weights]:
-        """A version's leaves are in the places of the parameters, and gradients accumulate into those of these."""
+        """Put a version's leaves in the places of the parameters; their gradients accumulate into the parameters'."""
         leaves = here.leaves.get(here.now) or self._make(here, here.now)
         pairs = [(here.parameters[name], leaf) for name, leaf in leaves.items()]
         for parameter, leaf in pairs:
@@ -163,7 +164,7 @@ class WeightStore:
                     slot.set(parameter)
 
     def _make(self, here: _Stage, use: Use) -> Weights:
-        """Leaves of the version of now, or predicted from it."""
+        """Make leaves of the current version, or of a prediction from it."""
         contents = self._contents(here, use)
         here.leaves[use] = made = {name: nn.Parameter(tensor) for name, tensor in contents.items()}
         for name, leaf in made.items():
@@ -189,7 +190,7 @@ class WeightStore:
 
     @contextlib.contextmanager
     def _filled(self, here: _Stage) -> Iterator[Weights]:
-        """The parameters have other contents; what they do leaves nothing that is used later."""
+        """Exchange the contents of the parameters for one action, whose autograd graph is not used afterwards."""
         contents = self._contents(here, here.now)
         own = {name: parameter.data for name, parameter in here.parameters.items()}
         for name, parameter in here.parameters.items():
@@ -201,10 +202,10 @@ class WeightStore:
                 parameter.data = own[name]
 
     def check_used(self, stage: int, leaves: Iterable[Tensor]) -> None:
-        """Check where the gradients of a forward go, once for each stage.
+        """Check, once for each stage, that the gradients of a forward go to the versions of its weights.
 
         Raises:
-            ConfigurationError: to a parameter itself, where its versions should be.
+            ConfigurationError: they go to a parameter itself.
         """
         here = self._stages[stage]
         if here.checked or self.policy.backward is not None:
@@ -223,7 +224,7 @@ class WeightStore:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """The optimizers are about to step: what is used later of the weights as they are becomes memory of its own."""
+        """Keep current weights that are used after the next update, in memory of their own. Call it before the step."""
         for here in self._stages.values():
             self._keep(here)
 
@@ -236,17 +237,17 @@ class WeightStore:
         with torch.no_grad():
             if self.policy.delta == "increment":
                 here.before = {name: p.detach().clone() for name, p in here.parameters.items()}
-            if now in here.leaves:  # which keep the memory
+            if now in here.leaves:  # the leaves keep the memory, so the parameters get a copy
                 for parameter in here.parameters.values():
                     parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
     def stepped(self) -> None:
-        """The optimizers have stepped: weights are the next version."""
+        """Count a step of the optimizers: the weights are the next version."""
         for here in self._stages.values():
             here.version += 1
 
     def _needed(self, here: _Stage) -> set[Use]:
-        """What is used after the next update of weights up to now."""
+        """Return the uses of current or older weights, and of predictions from them, after the next update."""
         found: set[Use] = set()
         place, micro_batch = here.place, (here.version + 1) * here.place.num_microbatches
         while (uses := self.policy.uses(place, micro_batch))[0].version <= here.version:
@@ -255,7 +256,7 @@ class WeightStore:
         return {use for use in found if use.version <= here.version}
 
     def held(self, stage: int) -> int:
-        """Copies of a stage's weights that are in memory between two actions."""
+        """Return the number of copies of a stage's weights that are in memory between two actions."""
         here = self._stages[stage]
         shared = Use(here.version) in here.leaves
         return 1 + len(here.leaves) - shared + bool(here.before)

@@ -1,18 +1,17 @@
-"""Tied parameters: several stages use them, each has a copy of its own, and their gradients are summed.
+"""Tied parameters: several stages use the same parameter, each has a copy, and their gradients are summed.
 
 ::
 
     stage 0   embed.weight ──┐            grad 0 ──┐
     stage 2   head.weight  ──┴ same values  grad 2 ──┴─ summed in the order of stages, before clipping and stepping
 
-Every holder then takes the same optimizer step on the same gradient, so the copies stay equal bit for bit. Replicas of
-a stage, which take its micro-batches in turns, have a gradient each, and are holders each.
+Every holder then takes the same optimizer step on the same gradient, so the copies stay equal bit for bit. The replicas
+of a stage, which take its micro-batches in turns, have a gradient each, and each of them is a holder.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,21 +23,21 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.ordered_sum import sum_in_order
-from lightning_avgpipe.comm.parties import subsets
-from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
+from lightning_avgpipe.comm.routes import subsets
+from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 
-_Gradients = Sequence[Tensor | None]  # of parameters
+_Gradients = Sequence[Tensor | None]  # one for each parameter
 
 
 def parameters_of(program: StageProgram) -> tuple[str, ...]:
-    """The parameters that a stage uses."""
+    """Return the names of the parameters that a stage uses."""
     return tuple(dict.fromkeys(name for node in program.nodes for name in node.parameters))
 
 
 def copied_parameters(programs: Sequence[StageProgram]) -> dict[str, tuple[int, ...]]:
-    """Parameter -> the stages that use it, ascending, for those that several stages use."""
+    """Return the stages, ascending, of each parameter that several stages use."""
     users: dict[str, list[int]] = defaultdict(list)
     for program in programs:
         for name in parameters_of(program):
@@ -48,11 +47,12 @@ def copied_parameters(programs: Sequence[StageProgram]) -> dict[str, tuple[int, 
 
 @dataclass(frozen=True)
 class _Copy:
-    """One stage's copy of a parameter in a process that hosts several stages of it.
+    """A stage's copy of a parameter, in a process that hosts several stages that use the parameter.
 
     Attributes:
-        stand_in: a leaf of its own in the memory of the parameter, so that gradients of stages are kept apart.
-        places: modules and attribute names where the parameter is found.
+        parameter: parameter of the module.
+        stand_in: leaf in the memory of the parameter, so that the gradients of the stages are kept separate.
+        places: modules and attribute names that hold the parameter.
     """
 
     parameter: nn.Parameter
@@ -61,12 +61,12 @@ class _Copy:
 
 
 class TiedParameters:
-    """The parameters of one step function that several stages use.
+    """The parameters of a step function that several stages use.
 
     Args:
-        module: the whole module.
-        cluster: who hosts what.
-        copied: parameter -> its stages, the same on every process.
+        module: whole module.
+        cluster: cluster whose processes host the stages.
+        copied: stages of each such parameter, the same on every process.
     """
 
     def __init__(self, module: nn.Module, cluster: Cluster, copied: Mapping[str, tuple[int, ...]]) -> None:
@@ -92,7 +92,7 @@ class TiedParameters:
 
     @contextlib.contextmanager
     def placed(self, stage: int) -> Iterator[dict[int, str]]:
-        """Within this context the module has this stage's copies; gives ``id -> name`` of them."""
+        """Put this stage's copies into the module within this context; yields ``id -> name`` of the copies."""
         copies = self._stand_ins[stage]
         for copy in copies.values():
             if copy.stand_in.data_ptr() != copy.parameter.data_ptr():  # moved to a device, given up and taken back
@@ -109,7 +109,7 @@ class TiedParameters:
 
     @property
     def names(self) -> Collection[str]:
-        """Of the parameters."""
+        """The names of the parameters."""
         return self._copied.keys()
 
     # -- gradients ---------------------------------------------------------------------------------------------------
@@ -117,7 +117,8 @@ class TiedParameters:
     def sum_gradients(self) -> None:
         """Give every copy the sum of all copies' gradients. Every process calls it, before the optimizer steps.
 
-        The sum runs over stages in ascending order, so it depends neither on the schedule nor on who hosts what.
+        The sum runs over stages in ascending order, so it depends neither on the schedule nor on the placement of
+        stages.
 
         Raises:
             ConfigurationError: a gradient is sparse.
@@ -141,12 +142,12 @@ class TiedParameters:
             parameter.grad = gradient
 
     def _take(self, stage: int, names: Sequence[str]) -> _Gradients:
-        """A stage's own gradients, in this process."""
+        """Return and clear the gradients of a stage in this process."""
         found: list[Tensor | None] = []
         for name in names:
             gradient, parameter = None, self._parameters[name]
             copy = self._stand_ins[stage].get(name)
-            # the parameter itself has a gradient too if the step reached it past its module, say through a list
+            # the parameter itself has a gradient too if the step reads it other than from its module, say from a list
             for leaf in (parameter,) if copy is None else (parameter, copy.stand_in):
                 if leaf.grad is not None:
                     gradient = leaf.grad if gradient is None else gradient + leaf.grad
@@ -166,10 +167,12 @@ class TiedParameters:
         parameters: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
     ) -> _Gradients:
-        """The sums over all holders, one message per type. Stages of this process that have no gradient add nothing."""
+        """Return the sums over all holders, one message per type. A missing gradient of a stage adds nothing."""
         what = f"the summing of gradients of stages {', '.join(str(stage) for stage, _ in holders)}"
         sources = [dist.get_group_rank(group, self._cluster.group.ranks[rank]) for _, rank in holders]
-        exists = torch.tensor([any(g[i] is not None for g in mine) for i in range(len(parameters))], dtype=torch.uint8)
+        exists = torch.tensor(
+            [any(g[i] is not None for g in mine) for i in range(len(parameters))], dtype=torch.uint8, device="cpu"
+        )
         self._cluster.group.together(what, lambda: dist.all_reduce(exists, dist.ReduceOp.MAX, group))
         sums: list[Tensor | None] = [None] * len(parameters)
         by_type: dict[torch.dtype, list[int]] = defaultdict(list)
@@ -183,31 +186,9 @@ class TiedParameters:
                 sums[i] = part.view_as(parameters[i])
         return sums
 
-    # -- debugging ---------------------------------------------------------------------------------------------------
-
-    def verify(self) -> None:
-        """Check that the copies of each parameter are equal bit for bit. Every process calls it.
-
-        Raises:
-            AvgPipeError: they are not; names the parameter and the ranks.
-        """
-        mine = {
-            name: _digest(self._parameters[name])
-            for name, stages in self._copied.items()
-            if any(self._cluster.rank in self._cluster.stage_map.ranks(k) for k in stages)
-        }
-        gathered = self._cluster.group.gather_objects(mine)
-        for name in self._copied:
-            digests = {self._cluster.group.ranks[r]: held[name] for r, held in enumerate(gathered) if name in held}
-            if len(set(digests.values())) > 1:
-                raise AvgPipeError(
-                    f"the copies of '{name}' on ranks {', '.join(map(str, digests))} differ; something changes it on "
-                    "one of them only, for instance a hook that runs on one stage: change parameters on every rank"
-                )
-
 
 def _summed(terms: Iterable[_Gradients]) -> _Gradients:
-    """Of each parameter, over stages in their order; None: no stage has a gradient."""
+    """Return the sum of each parameter's gradients, over stages in their order; None if no stage has one."""
     totals: list[Tensor | None] = []
     for gradients in zip(*terms, strict=True):
         found = [gradient for gradient in gradients if gradient is not None]
@@ -216,7 +197,7 @@ def _summed(terms: Iterable[_Gradients]) -> _Gradients:
 
 
 def _flat(gradients: _Gradients, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One after another; for those that are not there what changes no sum, not even the sign of a zero."""
+    """Concatenate gradients. A missing one becomes -0.0, which changes no sum, not even the sign of a zero."""
     return torch.cat(
         [
             torch.full_like(parameter, -0.0).flatten() if gradient is None else gradient.flatten()
@@ -227,8 +208,3 @@ def _flat(gradients: _Gradients, parameters: Sequence[nn.Parameter]) -> Tensor:
 
 def _places(module: nn.Module, parameter: nn.Parameter) -> tuple[tuple[nn.Module, str], ...]:
     return tuple((m, name) for m in module.modules() for name, p in m._parameters.items() if p is parameter)
-
-
-def _digest(parameter: Tensor) -> str:
-    content = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(content, digest_size=16).hexdigest()

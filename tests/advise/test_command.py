@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_avgpipe.advise.__main__ import main
+from lightning_avgpipe.__main__ import COMMANDS, main
 
 SCRIPT = """
 import sys
@@ -42,7 +42,16 @@ def test_a_script_is_asked_and_ends_after_its_first_batch(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
-    assert main(["--devices", "2", "4", "--", "train.py", argument]) == code
+    assert main(["advise", "--devices", "2", "4", "train.py", argument]) == code
     assert said in "".join(capfd.readouterr())
     trained = argument == "whole"
     assert Path("checkpoints").exists() == Path("trained").exists() == trained
+
+
+def test_commands_are_listed_and_an_unknown_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in COMMANDS)
+    assert main(["train"]) == main([]) == 2
+    assert main(["schedule", "1f1b", "--stages", "2", "--microbatches", "2"]) == 0
+    assert "stage 0 | F0 F1 B0 B1" in capsys.readouterr().out

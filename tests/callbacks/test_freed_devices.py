@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -89,7 +88,6 @@ class Layouts(L.Callback):
     def __init__(self) -> None:
         self.seen: list[Any] = []
         self.opened: list[Any] = []
-        self.hits = 0  # samples of which outputs of frozen layers were kept
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         stage_map = trainer.strategy.cluster.stage_map
@@ -141,8 +139,6 @@ def fit(
     )
     runner = make(**options)
     runner.fit(module, batches, loader(model, SIZE, SIZE), ckpt_path=path)
-    kept: Any = runner.strategy.run.deployment.pipeline.kept if make is pipeline else None
-    layouts.hits = 0 if kept is None else kept.hits
     if folder is not None:
         runner.save_checkpoint(folder / f"{runner.current_epoch}.ckpt")
     value = float(runner.validate(module, loader(model, SIZE, SIZE), verbose=False)[0]["val_loss"])
@@ -166,45 +162,6 @@ def test_freed_devices_become_replicas_and_training_goes_on_as_in_one_process(tm
         assert_close(expected, weights)
         assert others == [pytest.approx(value, abs=1e-12), frozen]
     assert_close(expected, torch.load(tmp_path / f"{EPOCHS}.ckpt", weights_only=True)["state_dict"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("devices", "stages", "strategy", "freezing"),
-    [
-        (2, 2, {}, {}),
-        (3, 2, {"replicas": [2, 1]}, {"freed": None, "alpha": 1}),  # one that is shared, and one that alone is trained
-    ],
-)
-def test_replicas_tell_each_other_what_frozen_layers_gave(
-    devices: int, stages: int, strategy: Any, freezing: Any, tmp_path: Path
-) -> None:
-    """Samples are shuffled: of what it has computed itself, a replica would know no whole micro-batch."""
-    options: dict[str, Any] = {"shuffle": True, "max_epochs": 6, "stages": stages}
-    freezing = {"every_n_epochs": 3, **freezing}
-    expected = fit(freezing=freezing, **options)[0]
-    work = partial(fit, freezing={**freezing, "cache": "10MB"}, strategy=strategy, **options)
-    found = processes.results(processes.run(devices, work, devices, folder=tmp_path))
-    for weights, layouts, *_ in found:
-        assert layouts.seen[-1] == ([(0, 1)] if devices == 2 else [(1, 2), (0,)])
-        assert_close(expected, weights)
-    assert sum(layouts.hits for _, layouts, *_ in found) >= SIZE
-
-
-def in_replicas(rank: int) -> Any:
-    options: dict[str, Any] = {"strategy": {"replicas": 2}, "shuffle": True, "max_epochs": 6, "stages": 1}
-    options["samples"], freezing = 8 * SIZE, {"every_n_epochs": 2, "freed": None}
-    plain = fit(rank, 2, freezing={**freezing, "replan": True}, **options)
-    return plain[0], fit(rank, 2, freezing={**freezing, "cache": "10MB"}, **options)
-
-
-@pytest.mark.slow
-def test_replicas_of_whole_pipelines_tell_each_other_as_well(tmp_path: Path) -> None:
-    """Each reads other samples in each epoch; of those that it has computed itself it would know a half."""
-    for plain, (weights, layouts, *_) in processes.results(processes.run(2, in_replicas, folder=tmp_path)):
-        assert [name for name, tensor in plain.items() if not torch.equal(tensor, weights[name])] == []
-        # of four iterations in each epoch the first of what is new is computed: to compare it, or to measure memory
-        assert layouts.hits == 3 * 3 * SIZE
 
 
 def with_large_values(rank: int) -> Any:
@@ -293,8 +250,8 @@ def test_a_script_shares_stages_and_trains_as_one_process_does(tmp_path: Path) -
             torch.testing.assert_close(tensor, module.state_dict()[name], rtol=1e-4, atol=1e-6)
 
 
-def test_what_is_neither_replicas_nor_groups_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="freed='devices': must be one of 'replicas', 'groups', or None"):
+def test_devices_become_nothing_but_replicas() -> None:
+    with pytest.raises(ConfigurationError, match="freed='devices': must be one of 'replicas', or None"):
         AdaptiveFreezing(freed="devices")  # type: ignore[arg-type]
 
 
@@ -317,7 +274,7 @@ def options_of(**given: Any) -> Options:
 @pytest.mark.parametrize(
     ("options", "stages", "message"),
     [
-        ({"replicas": 2}, 2, "replicas=2 needs replicas=1 at first"),
+        ({"replicas": 2}, 2, "replicas=2 needs none at first"),
         ({"num_pipelines": 2}, 2, "num_pipelines=2 needs one model"),
         ({"num_stages": 4}, 4, "num_stages=4 needs one stage on each of 2 devices"),
         ({"verify": True}, 2, "verify=True needs no verification"),

@@ -11,9 +11,10 @@ import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_avgpipe import AdaptiveFreezing
-from lightning_avgpipe.callbacks.freezing_order import by_gradient_norms, by_schedule, repeated_blocks
+from lightning_avgpipe.callbacks.freezing_order import by_gradient_norms, by_schedule, mean_squares, repeated_blocks
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
 from tests.commands import LIMIT_S, started
@@ -23,6 +24,16 @@ from tests.trainers import pipeline, trainer
 SIZE, MICRO_BATCHES, EPOCHS = 8, 4, 4
 
 
+class Counted(nn.Linear):
+    """Counts the samples that all of them see."""
+
+    rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counted.rows += len(x)
+        return super().forward(x)
+
+
 class FineTuned(Regression):
     """An embedding that is tied to nothing, five blocks, and a head."""
 
@@ -30,7 +41,7 @@ class FineTuned(Regression):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.embed = nn.Linear(8, 8)
+        self.embed = Counted(8, 8)
         self.encoder = nn.Module()
         self.encoder.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Tanh()) for _ in range(5)
@@ -72,6 +83,28 @@ def test_no_layer_behind_that_with_the_smallest_gradient_is_frozen() -> None:
     assert by_gradient_norms(1, 0.5, norms) == 4  # 1 + 5/2, and the fourth is the smallest of the others
     assert by_gradient_norms(1, 1 / 5, norms) == 2  # alpha allows no more
     assert by_gradient_norms(6, 0.5, norms) == 6
+
+
+def test_pipelines_and_groups_have_the_mean_of_their_squared_gradients() -> None:
+    pipelines = [{"a": [1.0, 3.0], "b": [2.0]}]
+    groups = [{"a": [1.0]}, {"a": [3.0], "b": [2.0]}]
+    assert mean_squares(pipelines) == mean_squares(groups) == {"a": 2.0, "b": 2.0}
+
+
+@pytest.mark.parametrize("num_pipelines", [1, 2])
+def test_norms_of_gradients_do_not_grow_with_the_number_of_models(num_pipelines: int) -> None:
+    torch.manual_seed(3)
+    module, callback = FineTuned(), AdaptiveFreezing(mode="gradient_norm")
+    x, y = FineTuned.example(SIZE)
+    batches = DataLoader(TensorDataset(x.repeat(num_pipelines, 1), y.repeat(num_pipelines, 1)), SIZE)
+    options = {"num_microbatches": MICRO_BATCHES, "num_pipelines": num_pipelines}
+    pipeline(2, strategy=options, max_epochs=1, callbacks=[callback]).fit(module, batches)
+    torch.manual_seed(3)
+    plainly, alone = FineTuned(), AdaptiveFreezing(mode="gradient_norm")
+    runner = trainer(max_epochs=1, accumulate_grad_batches=MICRO_BATCHES, callbacks=[alone])
+    runner.fit(plainly, DataLoader(TensorDataset(x, y), SIZE // MICRO_BATCHES))
+    assert callback.state_dict()["norms"] == pytest.approx(alone.state_dict()["norms"])
+    assert min(alone.state_dict()["norms"]) > 0
 
 
 def test_the_layers_are_the_longest_row_of_one_type() -> None:
@@ -139,27 +172,47 @@ def test_all_processes_freeze_the_same(mode: str, tmp_path: Path) -> None:
     "stages", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
 def test_kept_outputs_of_frozen_layers_change_no_bit(stages: int) -> None:
+    class Rows(L.Callback):
+        """Notes how many samples the first layer sees in each epoch."""
+
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            Counted.rows = 0
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            self.seen.append(Counted.rows)
+
     found = {}
     for cache in (None, "1MB"):
         torch.manual_seed(3)
-        module = FineTuned(dropout=0.1)
+        module, rows = FineTuned(dropout=0.1), Rows()
         callback = AdaptiveFreezing(alpha=0.4, every_n_epochs=3, replan=True, cache=cache)
         batches = loader(FineTuned, 3 * SIZE, SIZE, shuffle=True)
         strategy = {"num_microbatches": MICRO_BATCHES}
-        runner = pipeline(stages, strategy=strategy, max_epochs=7, callbacks=[callback])
+        runner = pipeline(stages, strategy=strategy, max_epochs=6, callbacks=[callback, rows])
         runner.fit(module, batches)
         found[cache] = module.state_dict()
-        kept: Any = runner.strategy.run.deployment.pipeline.kept  # type: ignore[attr-defined]
-        # of the three batches of epochs 4, 5 and 6 all but the first; of that of epoch 5 one micro-batch is compared
-        hits = 3 * 2 * SIZE + SIZE - SIZE // MICRO_BATCHES
-        assert (kept is None) == (cache is None) and (kept is None or kept.hits == hits)
+        # layers are frozen in epoch 3; the first of the three batches of epochs 4 and 5 is computed, and compared
+        assert rows.seen[4:] == [3 * SIZE, 3 * SIZE] if cache is None else [SIZE, SIZE]
     assert_same(found[None], found["1MB"])
 
 
-@pytest.mark.parametrize("strategy", [{"num_pipelines": 2}, {"recompute": True}, {"split_points": ["head"]}], ids=str)
-def test_a_cache_that_cannot_work_is_refused(strategy: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=f"AdaptiveFreezing.*{next(iter(strategy))}"):
-        fit(num_stages=2, freezing={"cache": "1MB"}, strategy=strategy)
+@pytest.mark.parametrize(
+    ("strategy", "freezing"),
+    [
+        ({"num_pipelines": 2}, {}),
+        ({"recompute": True}, {}),
+        ({"split_points": ["head"]}, {}),
+        ({"replicas": [1]}, {}),
+        ({}, {"freed": "replicas"}),
+    ],
+    ids=str,
+)
+def test_a_cache_that_cannot_work_is_refused(strategy: dict[str, Any], freezing: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=f"AdaptiveFreezing.*{next(iter(strategy | freezing))}"):
+        fit(num_stages=1 if "replicas" in strategy else 2, freezing={"cache": "1MB", **freezing}, strategy=strategy)
 
 
 @pytest.mark.slow

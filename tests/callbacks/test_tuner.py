@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
+from lightning_avgpipe import Averaging, AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.callbacks import tuner as tuner_module
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.errors import ConfigurationError, TuningError
@@ -222,15 +222,15 @@ def test_rolling_iterations_begin_as_if_the_choice_had_been_given_by_hand(liking
     setting = Setting(4, 2, 1, rolling=True)
     liking(setting)
     tuner = AvgPipeTuner(3, [2, 4], profile_batches=6, dirpath=tmp_path)
-    found, _ = mlp(tuner, {"rolling": True}, max_epochs=2)
+    found, _ = mlp(tuner, {"averaging": Averaging(rolling=True)}, max_epochs=2)
     assert tuner.result.choice.setting == setting
-    expected, _ = mlp(None, {"rolling": True, **by_hand(setting)}, max_epochs=2)
+    expected, _ = mlp(None, {"averaging": Averaging(rolling=True), **by_hand(setting)}, max_epochs=2)
     drained, _ = mlp(None, by_hand(setting), max_epochs=2)
     for name, tensor in expected.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor)
     assert any(not torch.equal(drained.state_dict()[name], tensor) for name, tensor in expected.state_dict().items())
     with pytest.raises(ConfigurationError, match=r"AvgPipeTuner\(refine=2\) times iterations one by one"):
-        mlp(AvgPipeTuner(refine=2, dirpath=tmp_path), {"rolling": True})
+        mlp(AvgPipeTuner(2, refine=2, dirpath=tmp_path), {"averaging": Averaging(rolling=True)})
 
 
 @pytest.mark.parametrize("rolls", [True, False])
@@ -239,15 +239,21 @@ def test_the_tuner_chooses_whether_to_roll_where_that_is_open(rolls: bool, likin
     liking(setting)
     tuner = AvgPipeTuner(3, [2, 4], profile_batches=6, dirpath=tmp_path)
     found, runner = mlp(
-        tuner, {"rolling": "auto"}, max_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], enable_checkpointing=True
+        tuner,
+        {"averaging": Averaging(rolling="auto")},
+        max_epochs=2,
+        callbacks=[ModelCheckpoint(tmp_path)],
+        enable_checkpointing=True,
     )
     assert tuner.result.choice.setting == setting and runner.strategy.rolls == rolls
-    expected, _ = mlp(None, {"rolling": rolls, **by_hand(setting)}, max_epochs=2)
+    expected, _ = mlp(None, {"averaging": Averaging(rolling=rolls), **by_hand(setting)}, max_epochs=2)
     assert_same(found.state_dict(), expected.state_dict())
     # a run that goes on does as the one that was saved
     (saved,) = tmp_path.glob("*.ckpt")
     liking(Setting(2, 2, 0, rolling=not rolls))
-    _, runner = mlp(AvgPipeTuner(dirpath=tmp_path), {"rolling": "auto"}, max_epochs=3, ckpt_path=saved)
+    _, runner = mlp(
+        AvgPipeTuner(dirpath=tmp_path), {"averaging": Averaging(rolling="auto")}, max_epochs=3, ckpt_path=saved
+    )
     assert runner.strategy.rolls == rolls and runner.global_step == 6
 
 
@@ -285,7 +291,7 @@ def test_what_cannot_roll_is_tuned_without(liking: Any, tmp_path: Path, caplog: 
         tuner = AvgPipeTuner(2, [4], profile_batches=4, dirpath=tmp_path, **options)
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            pipeline(2, strategy={"rolling": "auto"}, callbacks=[tuner], max_epochs=1).fit(
+            pipeline(2, strategy={"averaging": Averaging(rolling="auto")}, callbacks=[tuner], max_epochs=1).fit(
                 module(), loader(module, 16, 8)
             )
         assert not any(candidate.setting.rolling for candidate in tuner.result.candidates)
@@ -294,8 +300,10 @@ def test_what_cannot_roll_is_tuned_without(liking: Any, tmp_path: Path, caplog: 
 
 
 def test_what_does_not_roll_is_refused_before_it_is_tuned(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"rolling=True and Hooked\.on_before_zero_grad"):
-        runner = pipeline(2, strategy={"rolling": True}, callbacks=[AvgPipeTuner(dirpath=tmp_path)])
+    with pytest.raises(ConfigurationError, match=r"Averaging\(rolling=True\) and Hooked\.on_before_zero_grad"):
+        runner = pipeline(
+            2, strategy={"averaging": Averaging(rolling=True)}, callbacks=[AvgPipeTuner(dirpath=tmp_path)]
+        )
         runner.fit(Hooked(), loader(MLP, 16, 8))
     assert not [*tmp_path.iterdir()]
 
@@ -486,7 +494,9 @@ def tuned(rank: int, folder: Path) -> dict[str, Any]:
     found["resumed by hand"] = (weights(model), runner.global_step)
     tuner_module.PREDICTORS["corrected"] = Liking(Setting(4, 2, 1, rolling=True))
     for rolling, tuning in (("auto", AvgPipeTuner(2, [4], profile_batches=4, dirpath=folder)), (True, None)):
-        model, runner = mlp(tuning, {"rolling": rolling, **({} if tuning else by)}, devices=2, max_epochs=2)
+        model, runner = mlp(
+            tuning, {"averaging": Averaging(rolling=rolling), **({} if tuning else by)}, devices=2, max_epochs=2
+        )
         found[f"rolling {rolling}"] = (weights(model), runner.strategy.rolls)
     return found
 
@@ -643,7 +653,8 @@ def test_schedulers_and_plan_are_those_of_the_choice_given_by_hand(liking: Any, 
     expected = train([], by_hand(TOGETHER))
     assert found[1:3] == (4, 4)
     assert_same(found[:3], expected[:3])
-    assert str(found[3]) == str(expected[3])
+    # by hand an advance is asked for, which in one process names another schedule in the last line
+    assert str(found[3]).splitlines()[:-1] == str(expected[3]).splitlines()[:-1]
 
 
 def test_a_saved_choice_that_cannot_be_read_is_made_anew(tmp_path: Path) -> None:

@@ -381,3 +381,14 @@ def test_nothing_of_what_a_step_computed_stays_behind_not_even_for_the_garbage_c
         assert [ref() for ref in seen] == [None] * len(seen)
     finally:
         gc.enable()
+
+
+def test_a_step_is_followed_to_its_end_when_another_is_followed_within_it() -> None:
+    outer, inner = Two(), Two()
+
+    def step(x: Tensor) -> Tensor:
+        h = outer.a(x)
+        assert names(graph_of(inner, lambda x: inner.b(inner.a(x)), torch.randn(3, 4))) == ["a", "b"]
+        return outer.b(h).sum()
+
+    assert names(graph_of(outer, step, torch.randn(3, 4))) == ["a", "b", "sum"]

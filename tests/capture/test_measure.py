@@ -257,6 +257,20 @@ def test_checkpointed_regions_have_costs(reentrant: bool) -> None:
     assert sum(costs.backward) > 0
 
 
+class Tangents(MODELS[0]):  # type: ignore[misc, valid-type]
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[:2](x)
+        value, tangent = torch.func.jvp(self.layers[2:], (x,), (torch.ones_like(x),))
+        return value + tangent
+
+
+def test_what_a_transform_of_torch_func_calls_has_costs() -> None:
+    torch.manual_seed(0)
+    graph, costs = measured(Tangents(), (Tangents.example(4), 0))
+    called = [node.index for node in graph.nodes if node.kind == "call"]
+    assert called and all(costs.forward[i] > 0 for i in called)
+
+
 class Store:
     """An object that is no tree, and collects what units give it."""
 

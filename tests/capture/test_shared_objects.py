@@ -155,7 +155,7 @@ def drawn(generator: Any) -> float:
     [
         ((2,), (), ALL),
         ((1, 3), (), ["1", "4"]),  # one process has both
-        ((1,), (3,), []),  # a later stage would draw what is drawn behind layer 3 without the layer's numbers
+        ((1,), (3,), ["1"]),  # a later stage would draw what is drawn behind layer 3 without the layer's numbers
         ((3,), (1,), ["1"]),
     ],
 )

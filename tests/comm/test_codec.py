@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
 from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, FrameWriter, Packet, TensorForm, as_bytes
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.routes import Edge, Route
+from lightning_avgpipe.errors import UnsendableError
 from lightning_avgpipe.utils.placeholder import Constant, TensorMeta
 
 
@@ -31,7 +33,8 @@ class Line:
 
     def passed(self, message: Message, route: Route = ROUTE) -> tuple[Message, int, list[Packet]]:
         """What arrives, bytes of the frame, and the packets after it."""
-        frames, packets, tag = self.writer.write(route, message)
+        head = self.writer.head(route, message)
+        frames, packets, tag = self.writer.frame(head, message), head.packets, head.tag
         frame = received(frames[0])
         assert self.reader.missing(frame) == sum(part.numel() for part in frames[1:])
         opened = self.reader.read(frame, frames[1] if len(frames) > 1 else None)
@@ -128,3 +131,23 @@ def test_a_structure_may_be_longer_than_a_frame() -> None:
 
 def test_bytes_are_those_of_the_tensor() -> None:
     assert as_bytes(torch.tensor([1, 256], dtype=torch.int16)).tolist() == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("size", [4, CAPACITY])
+def test_numbers_that_are_conjugated_or_negated_when_they_are_read_arrive_so(size: int) -> None:
+    conjugated = torch.randn(2, size, dtype=torch.complex64).conj()
+    message = Message(0, (conjugated, conjugated.imag, conjugated.mT))
+    assert conjugated.is_conj() and conjugated.imag.is_neg()
+    found, _, _ = Line().passed(message)
+    assert_same(found, message)
+
+
+def test_what_cannot_be_pickled_is_not_announced() -> None:
+    class Own:
+        """Pickle does not find it from outside."""
+
+    line, message = Line(), Message(0, (torch.ones(3),), (True,), (Constant(str),))
+    for _ in range(2):
+        with pytest.raises(UnsendableError, match=r"cannot be pickled: .*Own"):
+            line.writer.head(ROUTE, replace(message, entries=(Constant(Own),)))
+    assert_same(line.passed(message)[0], message)

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.codec import CAPACITY
+from lightning_avgpipe.comm.codec import CAPACITY, Packet
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.network_channel import NetworkInbox, NetworkOutbox, Receiver, Sender
 from lightning_avgpipe.comm.routes import Edge, Route
-from lightning_avgpipe.comm.wire import Pair, Wire
+from lightning_avgpipe.comm.wire import Pair, Posted, Wire
 from lightning_avgpipe.engine.observer import Observer
+from lightning_avgpipe.errors import PeerError
 from tests import processes
 from tests.models import MLP, loader
 from tests.threads import CPU, LIMIT_S, Hub, Injector, MemoryGroup, Party
@@ -88,13 +89,13 @@ class Line:
 
 
 @contextmanager
-def line() -> Iterator[Line]:
+def line(receives: type[Wire] = Wire) -> Iterator[Line]:
     """No thread of it is left, and no more frames were awaited than came."""
     hub, arrivals, before = Hub(Injector()), Arrivals(), threads()
     there, here = (Group(MemoryGroup(hub, TWO, rank)) for rank in range(2))
     there.gate.set()
     sender = Sender(Blocking(1, Pair(there, 1), CPU, None, lambda: None), arrivals)
-    receiver = Receiver(Wire(0, Pair(here, 0), CPU, None, lambda: None), arrivals)
+    receiver = Receiver(receives(0, Pair(here, 0), CPU, None, lambda: None), arrivals)
     ends = [NetworkOutbox(route, sender) for route in ROUTES], [NetworkInbox(route, receiver) for route in ROUTES]
     try:
         yield Line(*ends, there, here, arrivals)
@@ -206,6 +207,24 @@ def test_frames_are_awaited_before_they_come() -> None:
         for channel, i in ((1, 0), (0, 1), (0, 2)):
             two.put(channel, i, 10)
             two.taken(channel)
+
+
+class WithoutMemory(Wire):
+    """What follows a frame finds no memory."""
+
+    def post(self, packet: Packet, pieces: int = 1, tag: int = 0) -> Posted:
+        torch.empty(2**50, dtype=torch.uint8)
+        raise AssertionError("there is so much memory")
+
+
+def test_a_message_for_which_there_is_no_memory_breaks_no_connection() -> None:
+    with line(WithoutMemory) as two:
+        two.inboxes[0].expect(1)
+        two.put(0, 1, CAPACITY)
+        two.await_that(lambda: two.arrivals.failure is not None)
+        failure = two.arrivals.failure
+        assert "can't allocate memory" in str(failure) and not isinstance(failure, PeerError)
+        assert failure is not None and "while receiving on channel 'forward 0'" in failure.__notes__[0]
 
 
 # -- in processes ----------------------------------------------------------------------------------------------------

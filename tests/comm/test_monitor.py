@@ -37,7 +37,7 @@ class Stopped:
 
     def __getattr__(self, name: str) -> Any:
         self.released.wait(LIMIT_S)
-        raise RuntimeError("the store is gone")
+        raise dist.DistNetworkError("the store is gone")
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_who_does_not_answer_is_named(watching: Watching) -> None:
 
 def test_questions_that_are_asked_at_the_same_time_are_all_answered(watching: Watching) -> None:
     store = dist.HashStore()
-    board = Board(store, 1, lambda: range(2))
+    board = Board(store, 1, 2)
     before, after = board.ask(), board.ask()
     watching(0, store)
     deadline = time.monotonic() + LIMIT_S

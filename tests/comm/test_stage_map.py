@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_avgpipe.comm.device_layout import DeviceLayout
-from lightning_avgpipe.comm.stage_map import StageMap, meetings, names
+from lightning_avgpipe.comm.stage_map import StageMap, names, pairs
 from lightning_avgpipe.errors import ConfigurationError
 
 LAYOUTS = [
@@ -56,7 +56,7 @@ def test_replicas_of_stages_share_micro_batches() -> None:
     assert stage_map.layout == (tuple(range(6)), tuple(range(6, 12)))
     assert [stage_map.ranks(k) for k in range(3)] == [(3, 4, 5), (1, 2), (0,)]
     assert stage_map.share(0, 4) == (1, 3)
-    assert sorted(meetings(stage_map, 0, 1)) == [(a, b) for a in (3, 4, 5) for b in (1, 2)]
+    assert sorted(pairs(stage_map, 0, 1)) == [(a, b) for a in (3, 4, 5) for b in (1, 2)]
     last = StageMap.on(DeviceLayout(3, stage_replicas=(1, 2)), 2)
     assert [last.ranks(1), last.ranks(1, trains=False), last.owner(1)] == [(0, 1), (0,), 0]
     assert names(stage_map)[10] == "rank 10 (stage 0, replica 1 of group 1)"

@@ -211,6 +211,46 @@ def test_a_repeated_unit_draws_what_it_drew_though_it_did_not_when_captured(chan
     assert_same_parameters(plain, repeated)
 
 
+class Late(nn.Module):
+    """A unit that begins to draw after training has begun."""
+
+    def __init__(self, chance: Chance, drawn: list[float]) -> None:
+        super().__init__()
+        self.scale, self.chance, self.drawn = nn.Parameter(torch.ones(8)), chance, drawn
+
+    def forward(self, x: Tensor, late: bool) -> Tensor:
+        self.drawn += [self.chance()] if late else []
+        return x * self.scale
+
+
+class LateUnits(Deciding):
+    def __init__(self, chance: Chance) -> None:
+        super().__init__(chance)
+        self.drawn: list[float] = []
+        self.units = nn.ModuleList(Late(chance, self.drawn) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, unit in zip(self.blocks, self.units, strict=True):
+            x = unit(block(x), self.late)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("chance", CHANCES)
+def test_what_units_begin_to_draw_depends_on_no_stage_after_the_first_iteration(chance: Chance) -> None:
+    found = []
+    for num_stages in (1, 3):
+        torch.manual_seed(0)
+        model = LateUnits(chance)
+        batch = model.example(8)
+        engine = Engine(model, num_stages, batch, M)
+        model.late = True
+        engine.train(batch, iteration=0)
+        model.drawn.clear()
+        engine.train(batch, iteration=1)
+        found.append(sorted(model.drawn))
+    assert found[0] == found[1] and len(found[0]) == 3 * M
+
+
 class BesideLateUnit(LateUnit):
     """Code between units draws too, after a unit that draws nothing before training has begun."""
 

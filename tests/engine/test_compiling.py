@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
 from tests.driver import assert_same_parameters
@@ -40,7 +40,8 @@ def trained(model: Any, data: Any, compiled: Any, num_stages: int = 2, **strateg
 
 
 STRATEGIES: list[dict[str, Any]] = [
-    {}, {"num_stages": 1}, {"num_stages": 3}, {"num_pipelines": 2}, {"num_pipelines": 2, "rolling": True},
+    {}, {"num_stages": 1}, {"num_stages": 3}, {"num_pipelines": 2},
+    {"num_pipelines": 2, "averaging": Averaging(rolling=True)},
     {"recompute": True}, {"schedule": "afab"}, {"weight_policy": "stash"},
 ]  # fmt: skip
 
@@ -49,7 +50,7 @@ def settings() -> Any:
     """All models with all strategies; those that each model needs most are fast."""
     for kind in (TinyTransformer, LSTMStack, UNet, BatchNorms, Hooked):
         for i, strategy in enumerate(STRATEGIES):
-            changes_itself = kind is Hooked and ("rolling" in strategy or "weight_policy" in strategy)
+            changes_itself = kind is Hooked and ("averaging" in strategy or "weight_policy" in strategy)
             if not changes_itself:  # refused there, compiled or not
                 marks = () if kind is TinyTransformer or i == 3 else pytest.mark.slow
                 yield pytest.param(kind, strategy, marks=marks)

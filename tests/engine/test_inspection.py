@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.engine.inspection import Inspection
 from lightning_avgpipe.errors import ConfigurationError, PartitionError
-from tests.elastic.models import assert_equal, train
+from tests.averaging.models import assert_equal, train
 from tests.models import MLP, Regression, loader
 from tests.weights.test_tied import TiedLanguageModel
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.divisible import Divisible, Step
@@ -71,27 +70,6 @@ def test_what_replicas_cannot_share_stays_as_it_was() -> None:
 
     assert planned(MANY, check=refuse).num_stages == 2
     assert planned(MANY, norm=True).num_stages == PROCESSES  # whose running means each replica would have of its own
-
-
-def advised(rows: int, limit: float = math.inf, num_groups: int = 1, link: Link = Link()) -> int | None:  # noqa: B008
-    module, schedule = Net(), build("1f1b", PROCESSES, MICRO_BATCHES)
-    leave, links = Halving(limit, as_groups=True), (link,) * (PROCESSES - 1)
-    conditions = Conditions(schedule, links, halving=leave, num_groups=num_groups)
-    plan = Planner(Divisible(module), PROCESSES).plan(
-        Step("training_step", module.training_step, (torch.ones(rows, 8), 0)), (), conditions
-    )
-    assert plan.num_stages == PROCESSES and plan.devices == (), "a plan only says what would be better"
-    return plan.advised
-
-
-def test_groups_of_one_process_are_advised_where_averaging_costs_nothing() -> None:
-    assert advised(FEW) == 1 and advised(MANY, num_groups=2) == 1
-
-
-def test_groups_whose_stages_would_not_fit_are_not_advised() -> None:
-    most = max(stage.memory.total for stage in planned(MANY).stages)
-    assert advised(MANY, limit=most - 1) == 2
-    assert advised(MANY, limit=1) is None
 
 
 @pytest.mark.parametrize(

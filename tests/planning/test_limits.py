@@ -46,7 +46,8 @@ class Recurrent(Regression):
 
 def test_a_stage_with_nearly_all_of_the_time_is_warned_of_once() -> None:
     with pytest.warns(UserWarning, match="of the time: 2 stages are at most 1.0. times as fast as one") as caught:
-        trainer(strategy=AvgPipeStrategy(num_stages=2, costs="flops")).fit(Recurrent(), loader(Recurrent, 16, 8))
+        strategy = AvgPipeStrategy(num_stages=2, costs="flops")
+        trainer(strategy=strategy).fit(Recurrent(), loader(Recurrent, 16, 8))
     (text,) = [str(w.message) for w in caught if "times as fast" in str(w.message)]
     assert "unit 'encoder' is one operation for all of its layers; chain several with num_layers=1" in text
 

@@ -149,22 +149,40 @@ def test_a_further_plan_does_not_measure_what_an_earlier_one_has_measured(frozen
     assert 0 < len(calls) - first < first
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_where_outputs_are_kept_by_now_a_forward_may_begin_when_more_is_frozen(goes_on: bool) -> None:
+def test_units_are_open_where_what_is_kept_ends() -> None:
     net = Net()
     planner, args = Planner(Divisible(net), 2, keeps=True), (torch.randn(2, 8), 0)
     net.blocks[0].parts[:2].requires_grad_(False)
-    before = planner.plan(Step("training_step", net.training_step, args))
-    assert before.frozen == 2 and before.graph.nodes[1].name == "blocks.0.parts.1"
+    plan = planner.plan(Step("training_step", net.training_step, args))
+    assert plan.frozen == 2 and plan.graph.nodes[1].name == "blocks.0.parts.1"
     net.blocks[:2].requires_grad_(False)
-    kept = tuple(node.name for node in before.graph.nodes[:2])
-    plan = planner.plan(
-        Step("training_step", net.training_step, args), before.graph.units, Conditions(kept=kept if goes_on else ())
-    )
-    names = [node.name for node in plan.graph.nodes[: plan.frozen]]
-    assert names == (
-        ["blocks.0.parts.0", "blocks.0.parts.1", "blocks.0.parts.2", "blocks.0.parts.3"] if goes_on else ["blocks.0"]
-    ) + ["blocks.1"]
+    plan = planner.plan(Step("training_step", net.training_step, args), plan.graph.units)
+    assert [node.name for node in plan.graph.nodes[: plan.frozen]] == ["blocks.0", "blocks.1"]
+
+
+def test_it_is_logged_why_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    net = Net()
+    net.blocks[0].parts[0] = nn.Dropout(0.5)
+    net.blocks[0].requires_grad_(False)
+    planner = Planner(Divisible(net), 2, keeps=True)
+    assert planner.plan(Step("training_step", net.training_step, (torch.randn(2, 8), 0))).frozen == 0
+    assert "outputs of frozen layers are not kept" in caplog.text and "draws random numbers" in caplog.text
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_what_counts_its_calls_is_called() -> None:
+    net = Net()
+    net.blocks[1].parts[1] = Counting(8, 8)
+    net.blocks[:2].requires_grad_(False)
+    plan = Planner(Divisible(net), 2, keeps=True).plan(Step("training_step", net.training_step, (torch.randn(2, 8), 0)))
+    assert [node.name for node in plan.graph.nodes[: plan.frozen]] == ["blocks.0", "blocks.1.parts.0"]
 
 
 def test_nothing_is_measured_where_nothing_depends_on_it(recorded: Recorder) -> None:

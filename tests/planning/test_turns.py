@@ -8,7 +8,7 @@ import pytest
 
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.network import Network
-from lightning_avgpipe.planning.problem import Problem, Stage
+from lightning_avgpipe.planning.problem import PlacedStage, Problem
 from lightning_avgpipe.planning.spp import SppCosts, all_plans
 from lightning_avgpipe.planning.turns import (
     least_in_turns_s,
@@ -38,7 +38,7 @@ def problem_of(costs: SppCosts, bandwidth: list[list[float]], num_microbatches: 
 def test_without_replicas_turns_take_what_the_simulator_says(name: str) -> None:
     draw = random.Random(3)
     problem = problem_of(costs_of(3, draw), [[draw.uniform(1, 4) for _ in range(3)] for _ in range(3)], 5)
-    stages = [Stage(k, k + 1, k, k + 1) for k in range(3)]
+    stages = [PlacedStage(k, k + 1, k, k + 1) for k in range(3)]
     schedule = build(name, 3, 5)
     expected = simulate(schedule, problem.stage_costs(stages)).iteration_s
     assert seconds_in_turns(problem, stages, schedule) == pytest.approx(expected)
@@ -47,7 +47,7 @@ def test_without_replicas_turns_take_what_the_simulator_says(name: str) -> None:
 def test_replicas_in_turns_pass_each_micro_batch_whole() -> None:
     # F of 2 s on two replicas, then F and B of 1 s on one; micro-batches 0 and 2 on the first replica
     problem = problem_of(SppCosts((2, 1), (2, 1), (0,), (0,), (0, 0)), [[1.0] * 3] * 3, 4)
-    stages = [Stage(0, 1, 0, 2), Stage(1, 2, 2, 3)]
+    stages = [PlacedStage(0, 1, 0, 2), PlacedStage(1, 2, 2, 3)]
     schedule = with_replicas(build("afab", 2, 4), (2, 1))
     #   replica 0   F0 F0 F2 F2 .. .. .. B0 B0 ..     forwards end at 2 and 4
     #   replica 1   F1 F1 F3 F3
@@ -64,7 +64,7 @@ def test_replicas_in_turns_pass_each_micro_batch_whole() -> None:
 
 def test_a_stage_ends_when_its_gradients_are_all_reduced() -> None:
     problem = problem_of(SppCosts((1,), (1,), (), (), (6,)), [[1.0, 2.0], [2.0, 1.0]], 2)
-    assert seconds_in_turns(problem, [Stage(0, 1, 0, 2)], build("1f1b", 1, 2)) == 1 + 1 + 6 / 2
+    assert seconds_in_turns(problem, [PlacedStage(0, 1, 0, 2)], build("1f1b", 1, 2)) == 1 + 1 + 6 / 2
 
 
 def test_all_reduces_go_round_a_ring_of_ascending_ranks() -> None:
@@ -74,9 +74,9 @@ def test_all_reduces_go_round_a_ring_of_ascending_ranks() -> None:
     whole = Network.of(bandwidth, rings=True)
     for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
         problem = Problem(costs, whole.ordered(order), 1, None)
-        assert problem.reduce_s(Stage(0, 1, 0, 4)) == 2 * 3 / 4 * 8 / 8
-    assert Problem(costs, whole.ordered((0, 2, 1, 3)), 1, None).reduce_s(Stage(0, 1, 0, 2)) == 2 / 2 * 8 / 1
-    assert Problem(costs, Network.of(bandwidth), 1, None).reduce_s(Stage(0, 1, 0, 4)) == 2 * 3 / 4 * 8 / 1
+        assert problem.reduce_s(PlacedStage(0, 1, 0, 4)) == 2 * 3 / 4 * 8 / 8
+    assert Problem(costs, whole.ordered((0, 2, 1, 3)), 1, None).reduce_s(PlacedStage(0, 1, 0, 2)) == 2 / 2 * 8 / 1
+    assert Problem(costs, Network.of(bandwidth), 1, None).reduce_s(PlacedStage(0, 1, 0, 4)) == 2 * 3 / 4 * 8 / 1
 
 
 def test_a_ring_of_fast_links_is_planned_as_copies() -> None:
@@ -105,7 +105,7 @@ def test_no_plan_in_turns_is_faster_and_none_falls_short_of_its_bound(seed: int)
 
 def test_an_all_reduce_begins_within_the_last_backward_bucket_by_bucket() -> None:
     costs = SppCosts((0, 0, 0), (1, 2, 4), (0, 0), (0, 0), (6, 2, 10))
-    stages, network = [Stage(0, 3, 0, 2)], Network.of([[1.0] * 2] * 2)
+    stages, network = [PlacedStage(0, 3, 0, 2)], Network.of([[1.0] * 2] * 2)
     #   backward    2 2 2 2 1 1 0      buckets from 8 bytes on: {2}, {1, 0}, and an all-reduce takes a second for a byte
     #   all-reduce          2 2 2 2 2 2 2 2 2 2 1 1 0 0 0 0 0 0
     problem = Problem(costs, network, 1, None, bucket_bytes=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_avgpipe import AvgPipeTuner
+from lightning_avgpipe import Averaging, AvgPipeTuner
 from tests.models import MLP, ConvNet, loader
 from tests.simulated import device
 from tests.simulated.accelerator import SimulatedAccelerator
@@ -72,11 +73,10 @@ def test_weights_are_those_of_the_host(simulated: Simulated, strategy: dict[str,
     "strategy",
     [
         {"num_pipelines": 4},
-        {"num_pipelines": 2, "rolling": True},
+        {"num_pipelines": 2, "averaging": Averaging(rolling=True)},
         {"weight_policy": "stash"},
         {"weight_policy": "spectrain"},
         {"schedule": "zb_h1"},
-        {"verify": 2},
     ],
     ids=str,
 )
@@ -103,7 +103,8 @@ def beside(kind: type, strategy: dict[str, Any], options: dict[str, Any]) -> tup
     """Names of weights that differ with and without streams of their own, and what was found."""
     one = fit(True, kind, strategy, options, 16)
     with device.reported() as report:
-        several = fit(True, kind, {**strategy, "pipeline_streams": True}, options, 16)
+        averaging = dataclasses.replace(strategy.get("averaging", Averaging()), streams=True)
+        several = fit(True, kind, {**strategy, "averaging": averaging}, options, 16)
     return [name for name, tensor in one.items() if not torch.equal(tensor, several[name])], list(report.errors)
 
 
@@ -141,7 +142,7 @@ def test_modules_know_their_device_and_metric_objects_count_there(simulated: Sim
     ("kind", "strategy", "options"),
     [
         (MLP, {"num_pipelines": 4}, {"gradient_clip_val": 0.1}),
-        (MLP, {"num_pipelines": 2, "rolling": True}, {}),
+        (MLP, {"num_pipelines": 2, "averaging": Averaging(rolling=True)}, {}),
         (MLP, {"num_pipelines": 2, "recompute": True}, {}),
         (ConvNet, {"num_pipelines": 2}, {}),
         (Counting, {"num_pipelines": 2}, {}),
@@ -211,7 +212,7 @@ def waits_with(kind: type, options: dict[str, Any], *counts: int) -> list[dict[t
         pytest.param(
             MLP,
             {"num_pipelines": 2},
-            {("strategy/gradient_check.py", "_check"): 1, ("elastic/checksum.py", "check"): 0.5},
+            {("strategy/gradient_check.py", "_check"): 1, ("averaging/checksum.py", "check"): 0.5},
             marks=pytest.mark.slow,
         ),
     ],
@@ -237,4 +238,4 @@ def test_the_tuner_expects_nothing_side_by_side_of_lanes_that_share_a_stream(sim
 
 
 def test_the_tuner_expects_pipelines_with_streams_of_their_own_side_by_side(simulated: Simulated) -> None:
-    assert simulated(tuned, {"pipeline_streams": True}) == (False, [])
+    assert simulated(tuned, {"averaging": Averaging(streams=True)}) == (False, [])

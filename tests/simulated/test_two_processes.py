@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_avgpipe import Averaging
 from lightning_avgpipe.comm.codec import Packet
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.routes import Party
 from lightning_avgpipe.comm.wire import Pair, Wire
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.patching import nothing
+from tests.comm.test_alone import Gathers
 from tests.models import MLP, loader
 from tests.processes import free_port
 from tests.simulated import communicator, device
@@ -77,17 +79,26 @@ def latest_streams() -> list[int]:
     [
         {"num_pipelines": 2, "recompute": True},
         {"num_stages": 4},
-        {"num_pipelines": 2, "rolling": True},
-        {"num_pipelines": 2, "pipeline_streams": True},
-        {"num_pipelines": 2, "pipeline_streams": True, "rolling": True},
+        {"num_pipelines": 2, "averaging": Averaging(rolling=True)},
+        {"num_pipelines": 2, "averaging": Averaging(streams=True)},
+        {"num_pipelines": 2, "averaging": Averaging(streams=True, rolling=True)},
         {"weight_policy": "stash"},
     ],
     ids=str,
 )
 def test_weights_are_those_of_the_host(pair: list[SimulatedProcess], strategy: dict[str, Any]) -> None:
-    kind = MLP if "rolling" in strategy else Asking  # metric objects would see batches mixed
+    kind = MLP if strategy.get("averaging", Averaging()).rolling else Asking  # metric objects would see batches mixed
     expected = fit(False, kind, {"num_microbatches": 4, **strategy}, {}, 8)
     for weights, errors, _ in both(pair, fitted, strategy, kind):
+        assert not errors
+        assert [name for name, tensor in expected.items() if tensor.tolist() != weights[name]] == []
+
+
+def test_a_backward_that_would_gather_finds_one_process_also_in_a_thread_of_autograd(
+    pair: list[SimulatedProcess],
+) -> None:
+    expected = fit(False, Gathers, {"num_microbatches": 4}, {}, 8)
+    for weights, errors, _ in both(pair, fitted, {}, Gathers):
         assert not errors
         assert [name for name, tensor in expected.items() if tensor.tolist() != weights[name]] == []
 
@@ -157,7 +168,7 @@ def test_further_pipelines_take_no_streams(pair: list[SimulatedProcess]) -> None
 
 
 def test_each_of_several_pipelines_takes_a_stream_where_that_is_asked_for(pair: list[SimulatedProcess]) -> None:
-    one, four = (both(pair, fitted, {"num_pipelines": count, "pipeline_streams": True}) for count in (1, 4))
+    one, four = (both(pair, fitted, {"num_pipelines": count, "averaging": Averaging(streams=True)}) for count in (1, 4))
     assert [streams for *_, streams in four] == [(normal + 4, first) for *_, (normal, first) in one]
 
 

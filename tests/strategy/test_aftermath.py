@@ -145,3 +145,48 @@ def test_weights_that_a_hook_of_every_process_changes_are_right(tmp_path: Path) 
     expected = fitted(0, ClippedEverywhere, 1, 1)
     for state in processes.results(processes.run(2, fitted, ClippedEverywhere, 2, folder=tmp_path)):
         assert [name for name, tensor in state.items() if not torch.equal(tensor, expected[name])] == []
+
+
+class CallsOtherHooks(Layers):
+    """Hooks that share code call each other; what they change is read by the first stage."""
+
+    tau = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.through(batch[0] * self.tau) - batch[1]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.through(batch[0]).mean()
+
+    def test_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.through(batch[0]).mean()
+
+    def on_train_epoch_start(self) -> None:
+        self.on_train_epoch_end()
+
+    def on_train_epoch_end(self) -> None:
+        self.tau *= 0.5
+
+    def on_validation_epoch_end(self) -> None:
+        self.on_train_epoch_end()
+
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end()
+
+
+def annealed(rank: int, devices: int, num_stages: int) -> tuple[float, dict[str, Tensor]]:
+    torch.set_num_threads(1)
+    module = CallsOtherHooks()
+    strategy = AvgPipeStrategy(num_stages=num_stages, num_microbatches=4, costs="flops", costs_cache=None)
+    runner = trainer(strategy=strategy, devices=devices, num_sanity_val_steps=0)
+    runner.fit(module, data(), data())
+    runner.test(module, data(), verbose=False)
+    return module.tau, module.state_dict()
+
+
+def test_hooks_that_call_each_other_are_followed_once(tmp_path: Path) -> None:
+    tau, expected = annealed(0, 1, 1)
+    assert tau == 0.5**7  # of two epochs three each, and of the test
+    for found, state in processes.results(processes.run(2, annealed, 2, 2, folder=tmp_path)):
+        assert found == tau
+        assert [name for name, tensor in state.items() if not torch.equal(tensor, expected[name])] == []

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_avgpipe import Averaging
 from lightning_avgpipe.errors import BatchError
 from tests import processes
 from tests.driver import assert_same_parameters
@@ -269,4 +270,31 @@ def test_a_step_whose_loss_is_no_number_on_a_part_of_a_batch_gets_whole_ones() -
             make().fit(models[-1], loader(MLP, 32, 8))
     said = [str(warning.message) for warning in caught if "batches are not split" in str(warning.message)]
     assert len(said) == 1 and "its loss is no finite number on 1 of the 8 samples of a batch" in said[0]
+    assert_same_parameters(*models)
+
+
+class Samples(L.Callback):
+    """Keeps a batch of its own, and moves it as with any strategy."""
+
+    def __init__(self, hook: str) -> None:
+        self.moved: list[Any] = []
+        setattr(self, hook, self.move)
+
+    def move(self, trainer: L.Trainer, *args: Any) -> None:
+        self.moved.append(trainer.strategy.batch_to_device({"own": torch.full((4, 8), 7.0)}))
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start", "on_train_batch_end"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_pipelines": 2}, {"num_pipelines": 2, "averaging": Averaging(rolling=True)}]
+)
+def test_a_callback_that_moves_a_batch_of_its_own_gets_it_and_changes_nothing(
+    hook: str, options: dict[str, Any]
+) -> None:
+    models, samples = [], Samples(hook)
+    for callbacks in ([], [samples]):
+        torch.manual_seed(3)
+        models.append(MLP())
+        pipeline(2, strategy=options, callbacks=callbacks).fit(models[-1], loader(MLP, 24, 4))
+    assert samples.moved and all(torch.equal(batch["own"], torch.full((4, 8), 7.0)) for batch in samples.moved)
     assert_same_parameters(*models)

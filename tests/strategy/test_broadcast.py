@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import Broadcast
 from tests.commands import LIMIT_S, ROOT, started
@@ -121,7 +121,10 @@ def test_where_stages_run_forwards_only_it_is_1f1b(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rolling": True, "num_pipelines": 2}, r"rolling=True with schedule=.*broadcast.* leave it out"),
+        (
+            {"averaging": Averaging(rolling=True), "num_pipelines": 2},
+            r"Averaging\(rolling=True\) with schedule=.*broadcast.* leave it out",
+        ),
         ({"weight_policy": "stash"}, "weight_policy='stash' with schedule='broadcast'"),
         ({"replicas": [1, 2, 1]}, "and schedule='broadcast': replicas of single stages need forwards and backwards"),
         ({"advance": 1}, "advance=1 has no meaning for schedule='broadcast'"),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from lightning_avgpipe.errors import CheckpointError, PeerError
+from lightning_avgpipe.errors import CheckpointError
 from lightning_avgpipe.strategy import checkpoint_files
 from lightning_avgpipe.strategy.checkpoint_files import LocalCheckpointIO, is_sharded, replacing
 from tests import processes
@@ -79,24 +79,59 @@ def test_what_killed_processes_left_half_written_is_removed_with_the_next_checkp
     here, living = platform.node(), os.getppid()
     (tmp_path / f".epoch=0.ckpt.{here}-{dead.pid}.saving").write_text("half a file")
     (tmp_path / f".epoch=1.ckpt.{here}-{dead.pid}.saving").mkdir()
-    (tmp_path / ".last.ckpt.elsewhere-1.saving").write_text("of the same checkpoint")
-    kept = {f".epoch=2.ckpt.{here}-{living}.saving", ".epoch=3.ckpt.elsewhere-1.saving"}
+    (tmp_path / f".last.ckpt.{here}-{os.getpid()}.saving").write_text("of the same checkpoint")
+    kept = {
+        f".{name}.ckpt.{writer}.saving" for name in ("epoch=2", "last") for writer in (f"{here}-{living}", "other-1")
+    }
     for name in kept:
         (tmp_path / name).write_text("may still be written")
     LocalCheckpointIO().save_checkpoint({"state_dict": {}}, tmp_path / "last.ckpt")
     assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", *kept}
 
 
-def test_what_is_written_does_not_take_its_place_if_that_is_for_others_by_now(tmp_path: Path) -> None:
-    LocalCheckpointIO().save_checkpoint({"of": "others"}, tmp_path / "last.ckpt")
+def save_from_another_job(path: Path) -> None:
+    LocalCheckpointIO().save_checkpoint({"of": "the other job"}, path)
 
-    def confirm() -> None:
-        raise PeerError("the others go on without this process")
 
-    with pytest.raises(PeerError, match="go on without"):
-        LocalCheckpointIO(confirm).save_checkpoint({"of": "this one"}, tmp_path / "last.ckpt")
-    assert torch.load(tmp_path / "last.ckpt") == {"of": "others"}
-    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+def test_of_two_jobs_that_save_to_one_path_at_the_same_time_the_last_one_wins(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    with replacing(path) as new:
+        torch.save({"of": "this job"}, new)
+        other = multiprocessing.get_context("fork").Process(target=save_from_another_job, args=(path,))
+        other.start()
+        other.join(60)
+        assert other.exitcode == 0 and torch.load(path) == {"of": "the other job"}
+    assert torch.load(path) == {"of": "this job"}
+    assert [left.name for left in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def save_folder_from_another_job(path: Path) -> None:
+    with replacing(path) as new:
+        new.mkdir()
+        (new / "other").touch()
+
+
+@pytest.mark.parametrize("moment", ["rename", "replace"])
+def test_of_two_jobs_that_put_folders_in_one_place_at_once_the_last_one_wins(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, move, others = tmp_path / "last.ckpt", getattr(os, moment), list[Any]()
+
+    def after_another_job(source: Path, target: Path) -> None:
+        if not others:
+            fork = multiprocessing.get_context("fork")
+            others.append(fork.Process(target=save_folder_from_another_job, args=(path,)))
+            others[0].start()
+            others[0].join(60)
+        move(source, target)
+
+    save_folder_from_another_job(path)
+    with replacing(path) as new:
+        new.mkdir()
+        (new / "this").touch()
+        monkeypatch.setattr(os, moment, after_another_job)
+    assert others[0].exitcode == 0
+    assert [left.relative_to(path) for left in tmp_path.rglob("*") if left != path] == [Path("this")]
 
 
 def test_a_full_disk_is_named_with_the_path_and_the_checkpoint_before_stays(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 import sys
+from dataclasses import asdict, is_dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
             "awd_lstm": ("AWDLSTM", "Words"),
             "bert": ("SentencePairs", "Pairs"),
             "finetune": ("FineTuning", "Stripes"),
+            "finetune_llm": ("FineTuning", "TextFile"),
             "gnmt": ("GNMT", "Sentences"),
             "language_model": ("LanguageModel", "PythonSources"),
         }[name]
@@ -101,7 +103,7 @@ def test_options_on_the_command_line_go_over_those_of_the_file(
         ("split_points=[1]", r'"split_points"'),
         ("split_batch=no.such.function", r'"split_batch"'),
         ("save_distributed_checkpoint=perhaps", r'"save_distributed_checkpoint"'),
-        ("rolling=sometimes", r'"rolling"'),
+        ("averaging.rolling=sometimes", r'"averaging.*rolling'),
         ("start_method=magic", r'"start_method"'),
         ("timeout=soon", r'"timeout"'),
         ("microbatches=8", r"'microbatches' is not accepted"),
@@ -121,13 +123,14 @@ def test_all_options_are_in_the_config_that_says_so_with_their_defaults(example:
     written = yaml.safe_load((CONFIGS / "all_options.yaml").read_text())["trainer"]["strategy"]["init_args"]
     assert written.keys() == options().keys()
     for name, parameter in options().items():
-        default = parameter.default
+        default = asdict(parameter.default) if is_dataclass(parameter.default) else parameter.default
         assert written[name] == (str(default) if isinstance(default, timedelta) else default), name
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_parses_and_is_commented(path: Path, example: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    own = {"name": path.stem} if (EXAMPLES / f"{path.stem}.py").exists() else {}
+    example_of = path.stem.removesuffix("_4bit")
+    own = {"name": example_of} if (EXAMPLES / f"{example_of}.py").exists() else {}
     assert "avgpipe" in printed(example, capsys, "--config", str(path), "--print_config", **own).lower()
     assert path.read_text().startswith("# ")
     assert f"--config configs/{path.name}" in path.read_text()
@@ -137,8 +140,8 @@ def test_every_config_parses_and_is_commented(path: Path, example: Any, capsys: 
 def test_rolling_is_a_flag_or_left_open(
     given: str, found: Any, example: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = printed(example, capsys, STRATEGY, f"--trainer.strategy.rolling={given}", "--print_config")
-    assert yaml.safe_load(out)["trainer"]["strategy"]["init_args"]["rolling"] == found
+    out = printed(example, capsys, STRATEGY, f"--trainer.strategy.averaging.rolling={given}", "--print_config")
+    assert yaml.safe_load(out)["trainer"]["strategy"]["init_args"]["averaging"]["rolling"] == found
 
 
 @pytest.mark.parametrize("weight", ["labels", "1.mask", "statistics.fmean"])

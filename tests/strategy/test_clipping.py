@@ -162,7 +162,11 @@ def test_norms_that_are_logged_are_those_of_all_processes() -> None:
         parameter.grad = torch.randn_like(parameter)
         (first if number % 2 else second).get_parameter(name).grad = parameter.grad
     wanted = grad_norm(whole, 2)
-    with reports_over_stages(SimpleNamespace(group=Halves(second))):  # type: ignore[arg-type]
+    cluster: Any = SimpleNamespace(group=Halves(second))
+    with reports_over_stages(cluster):
+        with reports_over_stages(cluster):  # a trainer within a trainer
+            pass
         found = grad_norm(first, 2)
+    assert grad_norm(first, 2) == grad_norm_here(first, 2)
     assert list(found) == list(wanted)
     assert found == wanted

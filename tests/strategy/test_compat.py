@@ -1,4 +1,4 @@
-"""What the package relies on in Lightning, entry by entry, for both of its packages."""
+"""What the package relies on in Lightning, entry by entry."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from lightning_avgpipe.pytorch_lightning.strategy import compat as second  # type: ignore[import-not-found]
 from lightning_avgpipe.strategy import compat
 from lightning_avgpipe.utils import torch_compat, upstream
 from lightning_avgpipe.utils.upstream import Private
+from tests.commands import run
 
 PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
 UPPER = ("training", "verify", "strategy", "callbacks")  # the rooms that know Lightning
@@ -25,24 +25,28 @@ def expected(table: tuple[Private, ...], version: str) -> list[Private]:
     return [entry for entry in table if SpecifierSet(entry.versions).contains(version)]
 
 
-ENTRIES = [*expected(compat.NAMES, compat.pl.__version__), *expected(second.NAMES, second.pl.__version__)]
-
-
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", expected(compat.NAMES, compat.pl.__version__), ids=lambda entry: entry.name)
 def test_lightning_has_what_the_package_relies_on(entry: Private) -> None:
     assert upstream.problem(entry) is None
     assert entry.why
 
 
-def test_the_table_is_that_of_the_package_that_it_is_loaded_for() -> None:
-    assert len(compat.NAMES) == len(second.NAMES) == len({entry.name for entry in compat.NAMES})
-    roots = {entry.name.partition(".")[0] for entry in second.NAMES}
-    assert roots == {"pytorch_lightning", "lightning_fabric", "torchmetrics"}
+_SECOND = """
+import warnings
+import pytorch_lightning
+from lightning_avgpipe.strategy import compat
+warnings.simplefilter("error")
+compat.check()
+print(*sorted({entry.name.partition(".")[0] for entry in compat.NAMES}))
+"""
+
+
+def test_pytorch_lightning_has_what_the_package_relies_on(tmp_path: Path) -> None:
+    assert "lightning_fabric pytorch_lightning torchmetrics\n" in run(tmp_path, "-c", _SECOND)
 
 
 def test_these_versions_of_lightning_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
     compat.check()
-    second.check()
     assert not recwarn.list
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,10 @@ class Everything(ConvNet):
         label = batch["label"]
         logits = self(batch["image"])
         loss = torch.nn.functional.cross_entropy(logits, label)
-        for name, value in (("sum", logits.sum()), ("min", logits.min()), ("max", logits.max()), ("mean", loss)):
+        values = {"sum": logits.sum(), "MIN": logits.min(), "max": logits.max(), "mean": loss, "Avg": loss}
+        for name, value in values.items():
             self.log(f"{stage}_{name}", value, reduce_fx=name, on_step=True, on_epoch=True, sync_dist=True)
+        self.log(f"{stage}_builtin", logits.max(), reduce_fx=max)
         self.log_dict({f"{stage}_given": loss, f"{stage}_two": 2 * loss}, batch_size=len(label), prog_bar=True)
         self.log(f"{stage}_one", loss, batch_size=1, on_epoch=True, on_step=False)
         self.log(f"{stage}_float", 0.1, on_epoch=True)
@@ -54,8 +57,8 @@ class Everything(ConvNet):
         self.accuracy(logits, label)
         self.log(f"{stage}_accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.log(f"{stage}_value", self.returned(logits, label), on_step=True, on_epoch=True)
-        values = self.values(logits, label)
-        self.log_dict({f"{stage}_{name}": value for name, value in values.items()}, on_step=True, on_epoch=True)
+        returned = self.values(logits, label)
+        self.log_dict({f"{stage}_{name}": value for name, value in returned.items()}, on_step=True, on_epoch=True)
         self.f1.update(logits, label)
         self.log(f"{stage}_f1", self.f1, on_step=False, on_epoch=True)
         self.mean.update(loss.detach(), weight=len(label))
@@ -183,6 +186,23 @@ def test_all_ranks_know_what_rank_zero_logs(single: tuple[Path, Any], tmp_path: 
     assert_same_files(single[0], tmp_path)
     assert [is_zero for _, is_zero, _ in ranks] == [True, False]
     assert [printed.count("begins on rank") for _, _, printed in ranks] == [1, 0]
+
+
+def fit_quietly(rank: int) -> tuple[list[str], bool]:
+    torch.set_num_threads(1)
+    before = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        filters = list(warnings.filters)
+        pipeline(2, 2, max_epochs=1).fit(Signature(), loader(ConvNet, 16, 8), loader(ConvNet, 8, 8))
+        unchanged = list(warnings.filters) == filters
+    return [str(warning.message) for warning in said], unchanged and list(warnings.filters) == before
+
+
+def test_nothing_is_recommended_to_several_processes_and_filters_of_warnings_stay(tmp_path: Path) -> None:
+    for said, unchanged in processes.results(processes.run(2, fit_quietly, folder=tmp_path)):
+        assert [text for text in said if "sync_dist" in text] == []
+        assert unchanged
 
 
 class Overrides(ConvNet):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
 from tests.driver import assert_same_parameters
@@ -156,9 +156,11 @@ def test_a_model_whose_batch_is_skipped_stays_while_others_train() -> None:
                     seen.append([p.detach().clone() for p in self.parameters()])
 
     model.__class__ = Sees
-    pipeline(2, strategy={"num_pipelines": 2, "num_microbatches": 4, "alpha": 0.0, "outer_lr": 1}, max_epochs=1).fit(
-        model, batches
-    )
+    pipeline(
+        2,
+        strategy={"num_pipelines": 2, "num_microbatches": 4, "averaging": Averaging(alpha=0.0, outer_lr=1)},
+        max_epochs=1,
+    ).fit(model, batches)
     assert all(torch.equal(a, b) for a, b in zip(seen[0], before, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(seen[1], before, strict=True))
 
@@ -299,7 +301,9 @@ def weigh_in_rank(rank: int) -> dict[str, Tensor]:
     torch.set_num_threads(1)
     torch.manual_seed(3)
     model = Tokens()
-    pipeline(2, 2, {"num_microbatches": 4, "loss_weight": "labels", "reader": "first"}).fit(model, tokens())
+    pipeline(2, 2, {"num_microbatches": 4, "loss_weight": "labels", "links": Links(reader="first")}).fit(
+        model, tokens()
+    )
     return model.state_dict()
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import pickle
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,25 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_avgpipe import AdaptiveFreezing, AvgPipeStrategy, AvgPipeTuner, PipelineTimeline, PipeOptim
-from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
+import lightning_avgpipe
+from lightning_avgpipe import (
+    AdaptiveFreezing,
+    Averaging,
+    AvgPipeStrategy,
+    AvgPipeTuner,
+    Links,
+    PipelineTimeline,
+)
+from lightning_avgpipe.averaging import options as averaging
+from lightning_avgpipe.comm import options as links
+from lightning_avgpipe.errors import AvgPipeError, ConfigurationError, PartitionError
 from lightning_avgpipe.strategy.options import ALLOWED, Options
 from lightning_avgpipe.utils.durations import duration
 from tests import processes
 from tests.commands import run
 from tests.models import MLP, loader
 from tests.strategy.test_cli import LIGHTNINGS
-from tests.trainers import pipeline
+from tests.trainers import pipeline, trainer
 
 
 def test_every_option_of_the_strategy_is_there_and_its_defaults_stand_in_one_place() -> None:
@@ -62,17 +73,17 @@ def test_what_is_reconfigured_is_what_was_given() -> None:
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda strategy: pickle.loads(pickle.dumps(strategy))])
 def test_a_copied_strategy_has_the_same_options(again: Any) -> None:
-    strategy = AvgPipeStrategy(num_stages=3, alpha=0.5, save_replicas=False, processes_per_device=2)
+    strategy = AvgPipeStrategy(num_stages=3, averaging=Averaging(alpha=0.5, save_models=False, processes_per_device=2))
     strategy.reconfigure(num_pipelines=2)
     copied = again(strategy)
     assert (copied.num_stages, copied.num_pipelines) == (3, 2)
     assert copied.options == strategy.options
-    assert copied.options.processes_per_device == 2 and not copied.options.save_replicas
+    assert copied.options.averaging.processes_per_device == 2 and not copied.options.averaging.save_models
     copied.reconfigure(num_pipelines=4)
     assert strategy.num_pipelines == 2
 
 
-@pytest.mark.parametrize("kind", [AvgPipeStrategy, AvgPipeTuner, PipelineTimeline, AdaptiveFreezing])
+@pytest.mark.parametrize("kind", [AvgPipeStrategy, Averaging, Links, AvgPipeTuner, PipelineTimeline, AdaptiveFreezing])
 def test_the_help_of_each_option_says_what_is_allowed(kind: Any) -> None:
     helps = {p.arg_name: p.description for p in docstring_parser.parse(kind.__doc__).params}
     own = inspect.signature(kind).parameters.keys() - LIGHTNINGS
@@ -81,8 +92,14 @@ def test_the_help_of_each_option_says_what_is_allowed(kind: Any) -> None:
 
 
 def test_examples_of_options_are_allowed() -> None:
-    known = {"functools": functools, "torch": torch, "my_split": lambda batch, count: [batch], "PipeOptim": PipeOptim}
-    for name, allowed in ALLOWED.items():
+    known = {
+        "functools": functools,
+        "torch": torch,
+        "my_split": lambda batch, count: [batch],
+        **vars(lightning_avgpipe),
+    }
+    tables = ALLOWED, averaging.ALLOWED, links.ALLOWED
+    for name, allowed in [item for table in tables for item in table.items()]:
         example = eval(allowed.example, known)
         assert allowed.accepts(duration(example) if name == "timeout" else example), name
 
@@ -107,10 +124,63 @@ def test_models_are_shown_while_there_are_some() -> None:
         pass
 
 
-def test_options_without_effect_are_said_to_have_none() -> None:
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"averaging": Averaging(alpha=0.5, every=2)},
+            "Averaging(alpha=0.5, every=2) without effect: there is one pipeline, and",
+        ),
+        (
+            {"averaging": Averaging(rolling=True)},
+            "Averaging(rolling=True) without effect: there is",
+        ),
+        ({"num_stages": 1, "num_microbatches": 2, "advance": 1}, "advance=1 without effect: there is one stage, and"),
+        (
+            {"links": Links(reader="first", send_batch="all")},
+            "Links(reader='first', send_batch='all') without effect: there is one pr",
+        ),
+        (
+            {"costs": "flops", "costs_cache": "."},
+            "costs_cache='.' without effect: costs='flops' measures nothing. Use costs='measured'",
+        ),
+        (
+            {"num_microbatches": 16},
+            "num_microbatches=16 without effect: the first batch of the train data holds 4 samples, and makes 4 micro",
+        ),
+    ],
+)
+def test_options_without_effect_are_said_to_have_none(given: dict[str, Any], said: str) -> None:
     model = MLP()
-    with pytest.warns(UserWarning, match="alpha=0.5, average_every=2 without effect: there is one pipeline"):
-        pipeline(strategy={"alpha": 0.5, "average_every": 2}, max_steps=1).fit(model, loader(model, 8, 4))
+    with pytest.warns(UserWarning) as found:
+        pipeline(strategy=given, max_epochs=1).fit(model, loader(MLP, 8, 4))
+    texts = [str(warning.message) for warning in found if "without effect" in str(warning.message)]
+    assert len(texts) == 1 and texts[0].startswith(f"AvgPipeStrategy: {said}")
+
+
+def test_options_that_ask_for_nothing_are_not_warned_of() -> None:
+    given = {"averaging": Averaging(rolling="auto"), "advance": 0, "num_microbatches": 4, "memory_limit": 1.0}
+    given |= {"costs": "flops", "costs_cache": None}
+    model = MLP()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        pipeline(strategy=given, max_epochs=1).fit(model, loader(MLP, 8, 4))
+    assert [warning for warning in found if "AvgPipeStrategy" in str(warning.message)] == []
+
+
+def test_a_small_number_for_memory_is_said_to_be_bytes() -> None:
+    with (
+        pytest.warns(UserWarning, match=r"memory_limit=2 is a number of bytes.* Use a size such as '10GB'"),
+        pytest.raises(PartitionError, match="memory_limit=2 B"),
+    ):
+        pipeline(strategy={"memory_limit": 2}).fit(MLP(), loader(MLP, 8, 4))
+
+
+def test_an_unknown_option_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match="no option 'micro_batches': did you mean 'num_microbatches'"):
+        AvgPipeStrategy(micro_batches=4)  # type: ignore[call-arg]
+    with pytest.raises(ConfigurationError, match="no option 'zzz': it has num_stages, num_microbatches, "):
+        AvgPipeStrategy(zzz=4)  # type: ignore[call-arg]
 
 
 @pytest.mark.slow
@@ -141,3 +211,21 @@ def test_what_one_rank_alone_asks_for_is_an_error_on_all(tmp_path: Path) -> None
     assert first.startswith(f"ConfigurationError: {message}; every rank must call it: in a hook of a callback")
     assert second.startswith("PeerError")
     assert message in second
+
+
+@pytest.mark.parametrize(
+    ("given", "replicas", "models"),
+    [
+        ({}, 1, 1),
+        ({"num_stages": 2}, 2, 1),
+        ({"num_stages": 2, "averaging": Averaging(groups=2)}, 1, 2),
+        ({"num_stages": 1, "averaging": Averaging(groups=2)}, 2, 2),
+        ({"replicas": 2}, 2, 1),
+    ],
+)
+def test_fewer_stages_than_devices_are_replicas_unless_groups_are_asked_for(
+    given: dict[str, Any], replicas: int, models: int
+) -> None:
+    strategy = trainer(strategy=AvgPipeStrategy(**given), devices=4).strategy
+    assert (strategy.replicas, strategy.num_models) == (replicas, models)
+    assert strategy.num_stages * replicas * models == 4

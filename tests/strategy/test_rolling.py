@@ -14,15 +14,15 @@ from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_avgpipe import AvgPipeStrategy
-from lightning_avgpipe.elastic.staggered import DEFAULT, StaggeredAveraging
+from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
+from lightning_avgpipe.averaging.staggered import StaggeredAveraging
 from lightning_avgpipe.engine.executor import Lane
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import checks
 from tests import processes
+from tests.averaging.models import Batches, Models, Net, assert_equal, state, train
+from tests.averaging.test_lightning import Finetuned
 from tests.driver import accumulate
-from tests.elastic.models import Batches, Models, Net, assert_equal, state, train
-from tests.elastic.test_lightning import Finetuned
 from tests.models import loader
 from tests.strategy.test_resume import ResumableLoader
 from tests.trainers import pipeline
@@ -63,7 +63,7 @@ def in_turn(module: Any, batches: list[Any], num_pipelines: int, every: int = 1)
     optimizers = [model.configure_optimizers() for model in models]
     lists = [[p.detach() for p in model.parameters()] for model in models]
     rule = StaggeredAveraging(
-        DEFAULT, lists, [p.detach() for p in reference.parameters()], 1 / num_pipelines, num_pipelines**0.5
+        lists, [p.detach() for p in reference.parameters()], 1 / num_pipelines, num_pipelines**0.5
     )
     iterations = [batches[i : i + num_pipelines] for i in range(0, len(batches), num_pipelines)]
     for t, bundle in enumerate(iterations):
@@ -89,7 +89,14 @@ def test_models_take_turns_as_in_a_plain_loop(order: str, num_pipelines: int, nu
     data = [Net.example(8) for _ in range(7)]  # a ragged end
     reference = in_turn(expected, data, num_pipelines, every)
     trainer = {"accumulate_grad_batches": every}
-    train(model, Batches(data), num_stages, rolling=True, num_pipelines=num_pipelines, trainer=trainer)
+    train(
+        model,
+        Batches(data),
+        num_stages,
+        averaging=Averaging(rolling=True),
+        num_pipelines=num_pipelines,
+        trainer=trainer,
+    )
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, reference[name]), f"{name} differs"
@@ -117,7 +124,12 @@ def run(
     """Train two pipelines; the data ends raggedly."""
     torch.manual_seed(3)
     model, models = module(), Models()
-    strategy = {"num_pipelines": 2, "num_microbatches": 2, "rolling": True, **options.pop("strategy", {})}
+    strategy = {
+        "num_pipelines": 2,
+        "num_microbatches": 2,
+        "averaging": Averaging(rolling=True),
+        **options.pop("strategy", {}),
+    }
     options = {"max_epochs": 2, **options}
     runner = pipeline(options.pop("num_stages", 2), strategy=strategy, callbacks=[models, *callbacks], **options)
     validation = loader(Net, 16, 8) if "val_check_interval" in options else None
@@ -150,7 +162,7 @@ def test_hooks_come_as_without_rolling(order: str) -> None:
     found = []
     for rolling in (False, True):
         recorder = Recorder()
-        run([recorder], strategy={"rolling": rolling})
+        run([recorder], strategy={"averaging": Averaging(rolling=rolling)})
         seen = [(name, step, index) for name, step, index, _ in recorder.calls if name != "on_before_optimizer_step"]
         found.append(seen)
     assert found[0] == found[1]
@@ -239,7 +251,7 @@ def test_data_of_unknown_length_is_read_to_its_end(order: str) -> None:
     for data in (torch.utils.data.DataLoader(Stream(), batch_size=None), Batches(list(Stream()))):
         torch.manual_seed(3)
         model = Scaled()
-        train(model, data, 2, rolling=True)
+        train(model, data, 2, averaging=Averaging(rolling=True))
         found.append(state(model))
     assert_equal(*found)
 
@@ -249,7 +261,7 @@ def test_one_pipeline_is_trained_plainly() -> None:
     for rolling in (False, True):
         torch.manual_seed(3)
         model = Net("adamw")
-        train(model, loader(Net, 48, 8), 2, num_pipelines=1, rolling=rolling)
+        train(model, loader(Net, 48, 8), 2, num_pipelines=1, averaging=Averaging(rolling=rolling))
         found.append(state(model))
     assert_equal(*found)
 
@@ -274,7 +286,7 @@ def test_a_gradient_that_is_no_number_ends_training_with_its_model() -> None:
     data = [Net.example(8) for _ in range(6)]
     data[3][0].fill_(float("nan"))
     with pytest.raises(Exception, match=r"pipeline 1, batch_idx 1: .* Other models and stages may"):
-        train(Scaled(), Batches(data), 2, rolling=True)
+        train(Scaled(), Batches(data), 2, averaging=Averaging(rolling=True))
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
@@ -378,35 +390,36 @@ def test_more_pipelines_later_are_refused_for_the_same_reasons() -> None:
 
 def test_data_whose_position_is_saved_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="the ResumableLoader saves its position"):
-        train(Net(), ResumableLoader(Net, 48, 8), 2, rolling=True)
+        train(Net(), ResumableLoader(Net, 48, 8), 2, averaging=Averaging(rolling=True))
 
 
 @pytest.mark.parametrize(
     "option",
     [
-        {"average_every": 2},
-        {"outer_optimizer": torch.optim.SGD},
-        {"on_nonfinite": "skip"},
+        {"averaging": Averaging(rolling=True, every=2)},
+        {"averaging": Averaging(rolling=True, outer_optimizer=torch.optim.SGD)},
+        {"averaging": Averaging(rolling=True, on_nonfinite="skip")},
         {"verify": True},
-        {"reader": "first"},
+        {"links": Links(reader="first")},
     ],
 )
 def test_options_that_models_would_follow_together_are_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=f"rolling=True with {next(iter(option))}="):
-        AvgPipeStrategy(rolling=True, num_pipelines=2, **option)
+    named = r"Averaging\(rolling=True\) with (Averaging\((every|outer_optimizer|on_nonfinite)|verify|Links\(reader)="
+    with pytest.raises(ConfigurationError, match=named):
+        AvgPipeStrategy(**{"averaging": Averaging(rolling=True), "num_pipelines": 2, **option})
 
 
 @pytest.mark.parametrize(
     ("strategy", "tuned", "named"),
     [
-        ({"replicas": 2}, False, r"2 groups of processes \(replicas\).*use rolling=False"),
-        ({}, True, r"rolling=True with AvgPipeTuner in 2 groups.*use rolling=False"),
+        ({"replicas": 2}, False, r"2 groups of processes \(replicas\).*use Averaging\(rolling=False\)"),
+        ({}, True, r"Averaging\(rolling=True\) with AvgPipeTuner in 2 groups.*use Averaging\(rolling=False\)"),
     ],
 )
 def test_groups_that_work_together_within_a_step_are_refused(strategy: Any, tuned: bool, named: str) -> None:
-    given = AvgPipeStrategy(rolling=True, num_pipelines=2, **strategy).options
+    given = AvgPipeStrategy(averaging=Averaging(rolling=True), num_pipelines=2, **strategy).options
     with pytest.raises(ConfigurationError, match=named):
-        checks.overlapping(pipeline(1), given, 1, 2, tuned)
+        checks.overlapping(pipeline(1), given, 1, 2, strategy.get("replicas", 1), tuned)
 
 
 # -- several processes -----------------------------------------------------------------------------------------------
@@ -415,7 +428,7 @@ def test_groups_that_work_together_within_a_step_are_refused(strategy: Any, tune
 def fit(devices: int) -> Any:
     torch.manual_seed(4)
     model, recorder = Net("adamw", warm_up=True), Recorder()
-    strategy = {"num_pipelines": 3, "num_microbatches": 2, "rolling": True}
+    strategy = {"num_pipelines": 3, "num_microbatches": 2, "averaging": Averaging(rolling=True)}
     runner = pipeline(2, devices, strategy, callbacks=[recorder], gradient_clip_val=0.1, val_check_interval=2)
     runner.fit(model, loader(Net, 64, 8), loader(Net, 16, 8))
     return (
@@ -429,7 +442,7 @@ def fit_open(devices: int, rolling: Any = "auto") -> dict[str, Tensor]:
     """The first batch tells that the step does not bear it."""
     torch.manual_seed(4)
     model = Changing("adamw")
-    strategy = {"num_pipelines": 2, "num_microbatches": 2, "rolling": rolling}
+    strategy = {"num_pipelines": 2, "num_microbatches": 2, "averaging": Averaging(rolling=rolling)}
     pipeline(2, devices, strategy, max_epochs=1).fit(model, loader(Net, 40, 8))
     return state(model)
 
@@ -444,7 +457,7 @@ def fit_frozen(devices: int, schedule: str) -> dict[str, Tensor]:
     torch.manual_seed(4)
     model = Finetuned()
     unfreezing = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-2)
-    strategy = {"num_pipelines": 2, "num_microbatches": 2, "rolling": True, "schedule": schedule}
+    strategy = {"num_pipelines": 2, "num_microbatches": 2, "averaging": Averaging(rolling=True), "schedule": schedule}
     runner = pipeline(2, devices, strategy, callbacks=[unfreezing])
     runner.fit(model, loader(Finetuned, 56, 8))
     return state(model)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_avgpipe import Averaging, Links
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.rolling_choice import can_roll
-from tests.elastic.models import Net, assert_equal, state, train
+from tests.averaging.models import Net, assert_equal, state, train
 from tests.models import loader
 from tests.strategy.test_resume import ResumableLoader
 from tests.strategy.test_rolling import (
@@ -38,22 +40,23 @@ def left_open(
     model, data = module(), loader(Net, 84, 8) if data is None else data()
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        models = train(model, data, 2, **{"rolling": "auto", **options})
+        models = train(model, data, 2, **{"averaging": Averaging(rolling="auto"), **options})
     return [*models.models, state(model)], "".join(r.message for r in caplog.records if "do not roll" in r.message)
 
 
 def assert_drained(caplog: pytest.LogCaptureFixture, why: str, **options: Any) -> None:
     found, said = left_open(caplog, **options)
-    expected, _ = left_open(caplog, **options, rolling=False)
+    averaging = replace(options.pop("averaging", Averaging()), rolling=False)
+    expected, _ = left_open(caplog, **options, averaging=averaging)
     for a, b in zip(found, expected, strict=True):
         assert_equal(a, b)
-    assert said.count("rolling='auto': pipelines do not roll: ") == 1 and why in said
+    assert said.count("Averaging(rolling='auto'): pipelines do not roll: ") == 1 and why in said
 
 
 def test_what_nothing_stands_against_rolls(caplog: pytest.LogCaptureFixture) -> None:
     found, said = left_open(caplog)
-    expected, _ = left_open(caplog, rolling=True)
-    drained, _ = left_open(caplog, rolling=False)
+    expected, _ = left_open(caplog, averaging=Averaging(rolling=True))
+    drained, _ = left_open(caplog, averaging=Averaging(rolling=False))
     for a, b in zip(found, expected, strict=True):
         assert_equal(a, b)
     assert not said and any(not torch.equal(t, drained[-1][name]) for name, t in found[-1].items())
@@ -62,9 +65,9 @@ def test_what_nothing_stands_against_rolls(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize(
     ("why", "options"),
     [
-        ("average_every=2", {"average_every": 2}),
-        ("on_nonfinite='skip'", {"on_nonfinite": "skip"}),
-        ("reader='first'", {"reader": "first"}),
+        (r"Averaging(every=2)", {"averaging": Averaging(rolling="auto", every=2)}),
+        ("Averaging(on_nonfinite='skip')", {"averaging": Averaging(rolling="auto", on_nonfinite="skip")}),
+        ("reader='first'", {"links": Links(reader="first")}),
         ("Clears.on_before_zero_grad", {"module": Clears}),
         ("weight_policy='stash'", {"weight_policy": "stash", "num_pipelines": 1}),
         # known with the first batch
@@ -103,12 +106,13 @@ class MeasuredLater(Measured):
 )
 def test_what_is_found_later_is_an_error_that_names_the_option(module: Any, named: str) -> None:
     with pytest.raises(ConfigurationError, match=named) as raised:
-        run(module=module, strategy={"rolling": "auto"})
-    assert "with rolling='auto'" in str(raised.value) and "use rolling=False" in str(raised.value)
+        run(module=module, strategy={"averaging": Averaging(rolling="auto")})
+    assert "with Averaging(rolling='auto')" in str(raised.value)
+    assert "use Averaging(rolling=False)" in str(raised.value)
 
 
 def test_each_run_decides_anew() -> None:
-    runner = pipeline(2, strategy={"num_pipelines": 2, "num_microbatches": 2, "rolling": "auto"})
+    runner = pipeline(2, strategy={"num_pipelines": 2, "num_microbatches": 2, "averaging": Averaging(rolling="auto")})
     rolled = []
     for epochs, module in enumerate((Changing, Net, Measured, Net), 1):
         runner.fit_loop.max_epochs = epochs
@@ -122,7 +126,8 @@ def test_more_pipelines_later_do_as_was_found_at_the_start() -> None:
     more = Interrupts(lambda trainer: trainer.strategy.reconfigure(num_pipelines=2), (1,))  # type: ignore[attr-defined]
     for module, rolls in ((Measured, False), (Changing, False), (Scaled, True)):
         found = [
-            run([more], module=module, strategy={"num_pipelines": 1, "rolling": rolling}) for rolling in ("auto", rolls)
+            run([more], module=module, strategy={"num_pipelines": 1, "averaging": Averaging(rolling=rolling)})
+            for rolling in ("auto", rolls)
         ]
         assert_same(*found)
         assert found[0][2].strategy.rolls == rolls
@@ -131,10 +136,10 @@ def test_more_pipelines_later_do_as_was_found_at_the_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tuned", "why"), [(False, ""), (True, "rolling=True with AvgPipeTuner in 2 groups of processes")]
+    ("tuned", "why"), [(False, ""), (True, "Averaging(rolling=True) with AvgPipeTuner in 2 groups of processes")]
 )
 def test_groups_roll_if_they_are_not_tuned(tuned: bool, why: str, caplog: pytest.LogCaptureFixture) -> None:
-    runner = pipeline(1, strategy={"rolling": "auto", "num_pipelines": 2})
+    runner = pipeline(1, strategy={"averaging": Averaging(rolling="auto"), "num_pipelines": 2})
     runner.strategy.connect(Net())
     with caplog.at_level(logging.INFO):
         assert can_roll(runner, runner.strategy.options, alone(1), 1, num_groups=2, tuned=tuned) != tuned

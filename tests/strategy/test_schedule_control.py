@@ -134,11 +134,55 @@ def test_weights_do_not_depend_on_the_advance_that_changes(fixed: Regression) ->
     assert_same_parameters(fixed, model)
 
 
-def test_one_process_has_nothing_to_overlap_and_stays_at_1f1b() -> None:
-    runner = pipeline(2, 1, SPLIT, max_steps=3)
+@pytest.mark.parametrize(
+    ("options", "warm_up"),
+    [
+        ({}, (0, 0)),
+        ({"schedule": "auto"}, (0, 0)),
+        ({"schedule": "1f1b"}, (1, 0)),
+        ({"advance": 0}, (1, 0)),
+        ({"advance": 1}, (2, 0)),
+    ],
+)
+def test_one_process_has_nothing_to_overlap_and_goes_depth_first_unless_asked(
+    options: dict[str, Any], warm_up: tuple[int, ...], fixed: Regression
+) -> None:
+    runner = pipeline(2, 1, {**SPLIT, **options}, max_steps=3)
+    torch.manual_seed(5)
+    model = MLP()
+    with mock.patch.object(Pipeline, "lanes", autospec=True, side_effect=Pipeline.lanes) as lanes:
+        runner.fit(model, loader(MLP, BATCH * 3, BATCH))
+    assert {call.args[2].warm_up for call in lanes.call_args_list} == {warm_up}
+
+
+@pytest.mark.parametrize(("advance", "warm_ups"), [(0, {(0, 0)}), (1, {(0, 0), (2, 0)})])
+def test_an_advance_that_is_given_while_training_runs_is_taken_in_one_process_too(
+    advance: int, warm_ups: set[tuple[int, ...]]
+) -> None:
+    class Reconfigured(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.strategy.reconfigure(advance=advance)
+
+    runner = pipeline(2, 1, SPLIT, max_steps=3, callbacks=[Reconfigured()])
     with mock.patch.object(Pipeline, "lanes", autospec=True, side_effect=Pipeline.lanes) as lanes:
         runner.fit(MLP(), loader(MLP, BATCH * 3, BATCH))
-    assert {call.args[2].warm_up for call in lanes.call_args_list} == {(1, 0)}
+    assert {call.args[2].warm_up for call in lanes.call_args_list} == warm_ups
+
+
+def test_depth_first_a_stage_keeps_one_micro_batch_and_the_plan_says_so() -> None:
+    peaks, weights, plans = [], [], []
+    for schedule in ("1f1b", "advance_forward"):
+        torch.manual_seed(5)
+        model, runner = MLP(), pipeline(3, 1, {"schedule": schedule, "num_microbatches": 6, "costs": "measured"})
+        runner.fit(model, loader(MLP, BATCH * 3, BATCH))
+        peaks.append(runner.strategy.peak_memory_bytes)
+        plans.append(str(runner.strategy.plan).splitlines()[-1])
+        weights.append(model)
+    assert peaks[1][0] < peaks[0][0] and peaks[1][1] < peaks[0][1] and peaks[1][2] == peaks[0][2]
+    assert plans[0].endswith("0% idle (1f1b, 6 micro-batches)")
+    assert plans[1].endswith("0% idle (depth_first, 6 micro-batches)")
+    assert_same_parameters(*weights)
 
 
 def test_a_resumed_run_goes_on_with_its_advance_after_one_iteration(tmp_path: Path) -> None:
@@ -236,7 +280,11 @@ def test_what_other_ranks_measured_may_come_an_iteration_late() -> None:
         return arrived
 
     runner = pipeline(
-        2, 1, {**SPLIT, "costs": "measured", "costs_cache": None, "advance": 0}, max_steps=4, callbacks=[Changing()]
+        2,
+        1,
+        {**SPLIT, "costs": "measured", "costs_cache": None, "advance": 0},
+        max_steps=4,
+        callbacks=[Changing()],
     )
     with mock.patch.object(ControlChannel, "report", late):
         runner.fit(MLP(), loader(MLP, BATCH * 4, BATCH))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
+from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner, Links
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import Schedule, StageCosts, build, peak_stash, simulate
 from lightning_avgpipe.schedule.choice import fastest
@@ -59,7 +59,12 @@ def fit(rank: int, schedule: str, num_stages: int, reader: str = "first") -> dic
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model = MLP("adamw", depth=6)
-    options: dict[str, Any] = {"costs": "flops", "num_microbatches": 4, "schedule": schedule, "reader": reader}
+    options: dict[str, Any] = {
+        "costs": "flops",
+        "num_microbatches": 4,
+        "schedule": schedule,
+        "links": Links(reader=reader),
+    }
     runner = pipeline(num_stages, 2, options, max_epochs=2, accelerator="cpu")
     runner.fit(model, loader(MLP, 19, 8), loader(MLP, 8, 4))
     metrics = {name: value.item() for name, value in runner.callback_metrics.items()}
@@ -151,7 +156,11 @@ def test_auto_takes_what_is_fastest_and_fits_the_memory() -> None:
 def weights(schedule: str, accumulate: int, num_pipelines: int, precision: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     model = MLP("adamw")
-    options: dict[str, Any] = {"costs": "flops", "num_pipelines": num_pipelines, "num_microbatches": 4}
+    options: dict[str, Any] = {
+        "costs": "flops",
+        "num_pipelines": num_pipelines,
+        "num_microbatches": 4,
+    }
     fitter = trainer(
         strategy=AvgPipeStrategy(num_stages=3, schedule=schedule, **options), max_epochs=1,  # type: ignore[arg-type]
         accumulate_grad_batches=accumulate, precision=precision, gradient_clip_val=0.1,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe import Links
 from lightning_avgpipe.utils.placeholder import Absent
 from tests import processes
 from tests.driver import Engine
@@ -49,8 +50,8 @@ def fit(rank: int, name: str, devices: int, options: dict[str, Any]) -> dict[str
     [
         # each time the first batches travel whole: what the stages need is known after the first
         ("Sees", {}, (True, True), (True, False)),
-        ("Sees", {"reader": "first"}, (False, True), (True, True)),
-        ("Sees", {"send_batch": "all"}, (True, True), (True, True)),
+        ("Sees", {"links": Links(reader="first")}, (False, True), (True, True)),
+        ("Sees", {"links": Links(send_batch="all")}, (True, True), (True, True)),
         ("Augments", {}, (True, True), (True, False)),
     ],
 )
@@ -118,4 +119,4 @@ def test_the_plan_says_what_each_stage_needs() -> None:
     engine = Engine(Uses(), 3, Uses.example(4), split_points=["b", "c"])
     needed = [[leaf.name for leaf in stage.leaves] for stage in engine.plan.stages]
     assert needed == [["['x']", "['mask']"], ["['mask']"], ["['mask']", "['y']"]]
-    assert "of each micro-batch: ['x'], ['mask'] (72 B) for stage 0; ['mask'] (8 B) for stage 1" in str(engine.plan)
+    assert "each micro-batch sends ['x'], ['mask'] to stage 0 (72 B); ['mask'] to stage 1 (8 B)" in str(engine.plan)

@@ -52,11 +52,19 @@ def test_an_exception_of_the_step_comes_as_it_is_with_a_note(last: int, count: A
     assert any(note in line for line in caught.value.__notes__)
 
 
-def test_stop_iteration_in_a_step_does_not_end_the_epoch() -> None:
-    module = Fails(1)
+@pytest.mark.parametrize(
+    ("last", "verify", "said"),
+    [
+        (1, False, "failed in F0: StopIteration: the fuse has blown"),
+        (0, False, r"Fails.training_step raises StopIteration \(the fuse has blown\)"),  # while it is captured
+        (1, True, "failed in F0: StopIteration: the fuse has blown"),
+    ],
+)
+def test_stop_iteration_in_a_step_does_not_end_the_epoch(last: int, verify: bool, said: str) -> None:
+    module = Fails(last)
     module.fuse = StopIteration
-    with pytest.raises(StageError, match="StopIteration: the fuse has blown"):
-        pipeline(2).fit(module, loader(MLP, 16, 8))
+    with pytest.raises(StageError, match=said):
+        pipeline(2, strategy={"verify": verify}).fit(module, loader(MLP, 16, 8))
 
 
 @pytest.mark.parametrize(

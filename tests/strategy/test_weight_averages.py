@@ -33,8 +33,8 @@ def averaged(rank: int, name: str, devices: int, path: Path) -> list[dict[str, A
         module = {"MLP": MLP, "Normed": Normed}[name]()
         saved = ModelCheckpoint(path, filename=f"{{epoch}}-{epochs}", save_top_k=-1, save_on_train_epoch_end=True)
         runner = pipeline(
-            2, devices, {"num_microbatches": 2}, max_epochs=epochs, enable_checkpointing=True,
-            callbacks=[StochasticWeightAveraging(0.02, swa_epoch_start=1), saved],
+            2, devices, {"num_microbatches": 2}, max_epochs=epochs,
+            enable_checkpointing=True, callbacks=[StochasticWeightAveraging(0.02, swa_epoch_start=1), saved],
         )  # fmt: skip
         resumed = path / "epoch=1-3.ckpt" if epochs == 5 else None
         runner.fit(module, loader(MLP, 16, 4), ckpt_path=resumed, weights_only=False)
@@ -65,8 +65,8 @@ def kept_beside(rank: int, name: str, devices: int, path: Path) -> list[dict[str
         saved = ModelCheckpoint(path, filename=f"{{epoch}}-{epochs}", save_top_k=-1, save_on_train_epoch_end=True)
         average = EMAWeightAveraging(decay=0.5)
         runner = pipeline(
-            2, devices, {"num_microbatches": 2, "costs": "measured"}, max_epochs=epochs, enable_checkpointing=True,
-            callbacks=[average, saved],
+            2, devices, {"num_microbatches": 2, "costs": "measured"}, max_epochs=epochs,
+            enable_checkpointing=True, callbacks=[average, saved],
         )  # fmt: skip
         resumed = path / "epoch=0-2.ckpt" if epochs == 3 else None
         data = loader(MLP, 16, 4)

@@ -17,12 +17,12 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner, PipelineTimeline, PipeOptim
+from lightning_avgpipe import Averaging, AvgPipeStrategy, AvgPipeTuner, Links, PipelineTimeline, PipeOptim
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule.versions import POLICIES, Place, WeightPolicy
 from tests import processes
+from tests.averaging.models import Batches, Net, assert_equal, state
 from tests.driver import accumulate
-from tests.elastic.models import Batches, Net, assert_equal, state
 from tests.engine.test_stream import Attention, Recurrent
 from tests.models import loader
 from tests.strategy.test_rolling import Changing, Heated, Interrupts, ReadsOptimizers, ReadsRate, Recorder, Scaled
@@ -324,16 +324,18 @@ def test_the_meter_counts_the_versions() -> None:
     [
         {"num_pipelines": 2},
         {"replicas": 2},
-        {"rolling": True},
+        {"averaging": Averaging(rolling=True)},
         {"schedule": "zb_h1"},
         {"advance": 1, "schedule": "advance_forward"},
-        {"on_nonfinite": "skip"},
+        {"averaging": Averaging(on_nonfinite="skip")},
         {"verify": True},
-        {"reader": "first"},
+        {"links": Links(reader="first")},
     ],
 )
 def test_options_that_stages_would_follow_together_are_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=f"weight_policy='stash' with {next(iter(option))}="):
+    name, value = next(iter(option.items()))
+    named = rf"{type(value).__name__}\(" if name in ("averaging", "links") else f"{name}="
+    with pytest.raises(ConfigurationError, match=f"weight_policy='stash' with {named}"):
         AvgPipeStrategy(weight_policy="stash", **option)
 
 
@@ -389,7 +391,13 @@ def test_a_gradient_that_is_no_number_ends_training_if_asked() -> None:
     data = batches(4, 2)
     data[2][0].fill_(float("nan"))
     with pytest.raises(Exception, match=r"batch_idx 2: the gradient of 'parts.0.*Other models and stages may"):
-        fit(Chain(Recurrent, MOMENTUM), Batches(data), "stash", 1, strategy={"on_nonfinite": "raise"})
+        fit(
+            Chain(Recurrent, MOMENTUM),
+            Batches(data),
+            "stash",
+            1,
+            strategy={"averaging": Averaging(on_nonfinite="raise")},
+        )
 
 
 # -- several processes -----------------------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
+from lightning_avgpipe import AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.strategy import checks
 from tests import processes
 from tests.driver import assert_same_parameters
 from tests.manual_models import MODELS, Gan
@@ -109,7 +108,7 @@ def test_on_several_processes_they_equal_one_device_bit_for_bit(name: str, devic
     [
         (
             {"num_microbatches": 4},
-            r"OwnBackward overrides backward\(\); .* num_microbatches=4 .*: a batch is",
+            r"OwnBackward overrides backward\(\); .* num_microbatches=4 .*: a batch stays whole",
         ),
         ({"num_pipelines": 2}, "with num_pipelines=2 that cannot be: there is one model"),
         ({"recompute": True}, "with recompute=True that cannot be: .* use torch.utils.checkpoint"),
@@ -120,11 +119,6 @@ def test_what_cannot_be_with_whole_steps_is_refused(options: dict[str, Any], mes
     with pytest.raises(ConfigurationError, match=message):
         runner.fit(OwnBackward(), loader(MLP, 16, 4))
     assert runner.global_step == 0
-
-
-def test_on_several_processes_a_batch_stays_whole() -> None:
-    with pytest.raises(ConfigurationError, match="only where training_step optimizes manually, in one process"):
-        checks.whole(Gan(), "is so", AvgPipeStrategy(num_microbatches=2).options, num_groups=1, abreast=False)
 
 
 def test_there_is_nothing_to_tune() -> None:

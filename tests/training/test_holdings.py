@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import processes
-from tests.elastic.models import assert_equal, state
+from tests.averaging.models import assert_equal, state
 from tests.models import Regression, loader
 from tests.trainers import pipeline
 

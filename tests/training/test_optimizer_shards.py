@@ -14,7 +14,7 @@ from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.training.optimizer_shards import check_separable, shards
 from tests import processes
-from tests.elastic.models import Batches, assert_equal, state
+from tests.averaging.models import Batches, assert_equal, state
 from tests.models import MLP, Regression, loader
 from tests.trainers import trainer
 
@@ -68,7 +68,7 @@ def sharded(rank: int, folder: Path) -> Any:
     torch.set_num_threads(1)
     found = {}
     for shard in (False, True):
-        options: dict[str, Any] = {"shard_optimizer_states": shard}
+        options: dict[str, Any] = {"shard": "optimizer" if shard else None}
         first = fit(rank, folder / f"{shard}.ckpt", 2, replicas=2, **options)
         resumed = fit(rank, folder / f"{shard}3.ckpt", 2, folder / f"{shard}.ckpt", 2, replicas=[2], **options)
         found[shard] = first, resumed
@@ -99,7 +99,7 @@ def of_stages(rank: int, folder: Path) -> Any:
     torch.set_num_threads(1)
     options = {"replicas": [2, 1], "split_points": ["between"]}
     return [
-        fit(rank, folder / f"{shard}.ckpt", 3, shard_optimizer_states=shard, **options)  # type: ignore[arg-type]
+        fit(rank, folder / f"{shard}.ckpt", 3, shard="optimizer" if shard else None, **options)  # type: ignore[arg-type]
         for shard in (False, True)
     ]
 
@@ -155,4 +155,4 @@ def test_an_optimizer_that_couples_parameters_is_refused_by_name() -> None:
 )
 def test_what_does_not_go_with_it_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        AvgPipeStrategy(shard_optimizer_states=True, **options)
+        AvgPipeStrategy(shard="optimizer", **options)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_avgpipe import Averaging
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 
@@ -23,9 +24,9 @@ def trained(**strategy: Any) -> dict[str, Tensor]:
 
 def test_on_the_host_pipelines_take_turns_and_a_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        ours = trained(pipeline_streams=True)
-    assert [r.message for r in caplog.records if "pipeline_streams" in r.message] == [
-        "pipeline_streams=True: pipelines take turns, since cpu has no streams"
+        ours = trained(averaging=Averaging(streams=True))
+    assert [r.message for r in caplog.records if "Averaging(streams=True)" in r.message] == [
+        "Averaging(streams=True): pipelines take turns, since cpu has no streams"
     ]
     for name, tensor in trained().items():
         assert torch.equal(ours[name], tensor), name

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
+from lightning_avgpipe import Averaging
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from lightning_avgpipe.strategy import checks
@@ -120,7 +121,7 @@ def assert_same_training(one: Path, other: Path) -> None:
     ("model", "strategy", "options"),
     [
         (Normed, {"optimizer": "sgd"}, {}),
-        (Normed, {"num_pipelines": 2, "average_every": 2}, {}),
+        (Normed, {"num_pipelines": 2, "averaging": Averaging(every=2)}, {}),
         (MLP, {}, {"accumulate_grad_batches": 3}),
     ],
 )
@@ -157,7 +158,12 @@ def test_more_stages_or_fewer_change_no_number(num_pipelines: int, tmp_path: Pat
 
 
 def more(rank: int, num_pipelines: int, folder: Path) -> int:
-    given = {"split_points": None, "num_pipelines": num_pipelines, "advance": "auto", "costs": "measured"}
+    given = {
+        "split_points": None,
+        "num_pipelines": num_pipelines,
+        "advance": "auto",
+        "costs": "measured",
+    }
     return fit(rank, 2, Normed, {1: 4, 4: 2}, folder / "two", given)
 
 
@@ -184,12 +190,12 @@ def test_numbers_of_stages_that_groups_cannot_host_are_refused(num_stages: int, 
 
 @pytest.mark.slow
 def test_weights_and_states_move_between_processes(tmp_path: Path) -> None:
-    compare_in_two([(Normed, {}, {}), (MLP, {"num_pipelines": 2, "average_every": 2}, {})], tmp_path)
+    compare_in_two([(Normed, {}, {}), (MLP, {"num_pipelines": 2, "averaging": Averaging(every=2)}, {})], tmp_path)
 
 
 @pytest.mark.slow
 def test_whatever_is_trained_moves_between_processes(tmp_path: Path) -> None:
-    momentum = {"outer_optimizer": outer}
+    momentum = {"averaging": Averaging(outer_optimizer=outer)}
     cases = [
         (Tied, {}, {}),
         (Tied, {"optimizer": "sgd", "num_pipelines": 2}, {}),
@@ -299,7 +305,7 @@ def test_names_that_cannot_be_are_refused_where_they_are_given(
 SCRIPT = """
 import sys
 import torch
-from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe import Averaging, AvgPipeStrategy
 from tests.models import MLP, loader
 from tests.trainers import trainer
 from tests.training.test_relocating import Moving

@@ -14,15 +14,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
 from lightning_avgpipe.capture.graph import CallGraph, Node
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from lightning_avgpipe.training.replicas import check_shared
 from tests import processes
-from tests.elastic.models import Batches, Models, Net, assert_equal, state
-from tests.elastic.test_groups import Bomb
+from tests.averaging.models import Batches, Models, Net, assert_equal, state
+from tests.averaging.test_groups import Bomb
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline, trainer
 
@@ -213,7 +213,7 @@ def teams(rank: int | None) -> Any:
         fit(model, batches, None, num_microbatches=2, num_pipelines=2)
     else:
         team, replica = divmod(rank, REPLICAS)
-        options = {"num_microbatches": 2, "replicas": REPLICAS}
+        options = {"num_microbatches": 2, "replicas": REPLICAS, "averaging": Averaging(groups=2)}
         runner = pipeline(1, 4, options, max_epochs=1, use_distributed_sampler=False)
         runner.fit(model, Batches([batches[2 * team + replica], batches[4 + 2 * team + replica]]))
         assert runner.strategy.num_models == 2
@@ -372,7 +372,7 @@ def placed(rank: int | None) -> Any:
     torch.manual_seed(5)
     fast, slow = 1e12, 1e3
     bandwidth = [[fast if u % 2 == v % 2 else slow for v in range(4)] for u in range(4)]
-    spp = {} if rank is None else {"planner": "spp", "replicas": "auto", "bandwidth": bandwidth}
+    spp = {} if rank is None else {"planner": "spp", "replicas": "auto", "links": Links(bandwidth=bandwidth)}
     strategy = AvgPipeStrategy(num_microbatches=5, **(spp or {"num_stages": 2}))  # type: ignore[arg-type]
     runner, model = trainer(devices=1 if rank is None else 4, strategy=strategy, max_epochs=1), MLP()
     runner.fit(model, loader(MLP, 30, 10), loader(MLP, 12, 6))
@@ -410,18 +410,20 @@ def test_a_failure_names_stage_and_replica(tmp_path: Path) -> None:
 
 
 def test_what_replicas_cannot_be_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="replicas=2 of 1 stages on 3 devices"):
+    with pytest.raises(
+        ConfigurationError, match=r"replicas=2, groups=1 take 2 processes, but there are 3 .*use devices=2"
+    ):
         pipeline("auto", 3, {"replicas": 2})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="num_stages=3 on 2 devices of each replica"):
         pipeline(3, 4, {"replicas": 2})
     with pytest.raises(ConfigurationError, match="replicas=0: must be"):
         pipeline(1, 1, {"replicas": 0})
-    with pytest.raises(ConfigurationError, match="'spp' chooses stages and their replicas together"):
-        pipeline("auto", 4, {"planner": "spp"})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="the planner chooses stages and their replicas together"):
+        pipeline("auto", 4, {"planner": "spp", "replicas": 2})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="replicas='auto' and num_microbatches='auto'"):
-        pipeline("auto", 4, {"planner": "spp", "replicas": "auto"})  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="bandwidth has no use with planner='balanced'"):
-        pipeline("auto", 4, {"bandwidth": [[1.0]]})  # type: ignore[arg-type]
+        pipeline("auto", 4, {"planner": "spp"})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"Links\(bandwidth=...\) has no use with planner='balanced'"):
+        pipeline("auto", 4, {"links": Links(bandwidth=[[1.0]])})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"replicas=\[3, 1\] and schedule='zb_h1'"):
         pipeline("auto", 4, {"replicas": [3, 1], "schedule": "zb_h1"})  # type: ignore[arg-type]
 

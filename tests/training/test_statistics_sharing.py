@@ -16,8 +16,8 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import build, with_replicas
 from lightning_avgpipe.training.statistics_sharing import meets
 from tests import processes
-from tests.elastic.models import Batches, assert_equal, state
-from tests.elastic.test_groups import Bomb
+from tests.averaging.models import Batches, assert_equal, state
+from tests.averaging.test_groups import Bomb
 from tests.models import Regression
 from tests.trainers import pipeline
 
@@ -169,7 +169,7 @@ def failing(rank: int) -> Any:
     torch.set_num_threads(1)
     module = made()
     if rank == 1:  # before it has told the other its statistics
-        module.first[1].register_forward_pre_hook(Bomb(3))
+        module.first[1].register_forward_pre_hook(Bomb(3, kills=False))
     strategy = {"replicas": 2, "num_microbatches": COUNT}
     runner = pipeline(1, 2, strategy, sync_batchnorm=True, use_distributed_sampler=False)
     runner.fit(module, Batches(batches()))
@@ -221,7 +221,7 @@ def test_it_is_known_which_schedules_let_replicas_meet() -> None:
         ({"num_stages": 2}, [], "one stage on each of 1 devices"),
         ({"num_pipelines": 2}, [], "use num_pipelines=1"),
         ({"schedule": "zb_h1"}, [], "one of advance_forward, 1f1b, afab"),
-        ({}, [AvgPipeTuner()], "num_pipelines=4 runs actions as they come"),
+        ({}, [AvgPipeTuner(4)], "num_pipelines=4 runs actions as they come"),
     ],
 )
 def test_what_could_wait_for_ever_is_refused(

@@ -30,7 +30,7 @@ HOST = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 # Names of a library, and of values that an option has.
 NAMES = {
-    "utils/objects.py": {"torch.cuda"}, "strategy/options.py": {"'cpu:gloo,cuda:nccl'"},
+    "utils/objects.py": {"torch.cuda"}, "comm/options.py": {"'cpu:gloo,cuda:nccl'"},
 }  # fmt: skip
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tracemalloc
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -93,6 +94,56 @@ def test_numbers_in_tensors_are_put_back_where_contents_are_kept() -> None:
     with Objects([{"x": x}], contents=True).restored():
         x.mul_(3)
     assert x.tolist() == [1.0, 1.0]
+
+
+ARRAYS = {
+    "numbers": np.arange(6.0),
+    "odd": np.arange(7, dtype=np.int8),
+    "not a number": np.array([np.nan, -0.0]),
+    "columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "every second": np.arange(6.0)[::2],
+    "one": np.array(3.0),
+    "masked": np.ma.masked_array([1.0, 2.0], [False, True]),
+    "objects": np.array(["a", ("b",)], dtype=object),
+    "records": np.zeros(2, dtype=[("name", "U3"), ("number", "i4")]),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_is_seen_to_be_changed_and_put_back_whatever_it_holds(name: str) -> None:
+    array = ARRAYS[name]
+    objects = Objects([array])
+    assert not objects.changed()
+    objects, before, last = Objects([array], opaque=True), array.tobytes(), (-1,) * array.ndim
+    assert not objects.changed()
+    array[last] = ("c", 3) if name == "records" else 9
+    assert len(objects.changed()) == 1
+    objects.restore()
+    assert array.tobytes() == before and not objects.changed()
+
+
+def test_a_zero_with_another_sign_is_a_change() -> None:
+    array = np.zeros(2)
+    objects = Objects([array], opaque=True)
+    array[0] = -0.0
+    assert len(objects.changed()) == 1
+
+
+def test_an_array_is_copied_anew_only_when_it_has_changed() -> None:
+    array = np.zeros(2**20)
+    first = Objects([array], opaque=True)
+    tracemalloc.start()
+    try:
+        again = Objects([array], opaque=True, like=first)
+        assert tracemalloc.get_traced_memory()[0] < array.nbytes / 2
+    finally:
+        tracemalloc.stop()
+    array[1] = 1
+    changed = Objects([array], opaque=True, like=again)
+    again.restore(changed)
+    assert not array.any()
+    changed.restore(again)
+    assert array[1] == 1
 
 
 def test_modules_and_trainers_are_not_entered() -> None:

@@ -53,6 +53,25 @@ def test_an_absent_value_answers_for_its_description_only() -> None:
             use()
 
 
+def test_an_absent_value_answers_as_the_tensor_does_when_it_is_received() -> None:
+    turned = torch.randn(3, 2, requires_grad=True).t() * 2
+    absent = Absent(TensorMeta.of(turned), torch.device("cpu"), "encoder")
+    assert absent.stride() == turned.stride() == (1, 2) and not absent.is_contiguous() and not absent.is_leaf
+    assert absent.t().is_contiguous()
+    with pytest.raises(AbsentValueError, match=r"grad_fn at .* asks for the history of 'encoder'"):
+        absent.grad_fn  # noqa: B018
+
+
+def test_what_nobody_needs_is_computed_from_an_absent_value_without_numbers() -> None:
+    absent = Absent(TensorMeta((2, 3), torch.float32, True, False), torch.device("cpu"), "encoder")
+    with Absent.flowing():
+        average = 0.9 * absent.mean(0) + torch.cat([absent, torch.ones(2, 3)]).sum(0)
+        assert isinstance(average, Absent) and average.shape == (3,)
+        for use in (lambda: average.sum().item(), lambda: torch.zeros(3).copy_(average)):
+            with pytest.raises(AbsentValueError, match="needs the value of 'encoder'"):
+                use()
+
+
 def test_views_of_an_absent_value_are_absent() -> None:
     absent = Absent.of_batch(TensorMeta((4, 6), torch.float32, True, False), torch.device("cpu"), "['image']")
     parts = torch.tensor_split(absent, 3)

@@ -14,6 +14,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 
 from lightning_avgpipe.engine import microbatch, randomness
@@ -101,7 +102,7 @@ def test_training_is_equal_and_verification_says_so(
 ) -> None:
     fit(model(), runner=runner, **options)
     (text,) = said
-    assert text.startswith("verified 2 optimizer steps: ")
+    assert text.startswith(f"verified {1 if 'num_pipelines' in options else 2} optimizer steps: ")
     assert "equal bit for bit" in text
 
 
@@ -111,6 +112,27 @@ def test_what_is_compared_is_counted(said: list[str]) -> None:
         "verified 3 optimizer steps: 9 losses, 8 gradients, 8 weights, 3 buffers equal bit for bit; "
         "1 logged values up to rounding"
     ]
+
+
+class Opaque(MLP):
+    """Holds what nobody can look into, and a number that compares as an array does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.generator = itertools.count(), torch.Generator()
+        self.number, self.objects = Unlike(2), np.array([self.calls, None], dtype=object)
+
+
+class Unlike(int):
+    def __eq__(self, other: object) -> Any:
+        return np.ones(2) == other
+
+    __hash__ = int.__hash__
+
+
+def test_what_cannot_be_compared_is_named_and_not_called_equal(said: list[str]) -> None:
+    fit(Opaque())
+    assert said[0].endswith("not compared: 4 attributes ('calls', 'generator', 'number', 'objects')")
 
 
 @pytest.mark.parametrize("options", [{}, {"num_pipelines": 2}])
@@ -143,11 +165,42 @@ class Script(MLP):
         return super().training_step(batch, batch_idx) + self.slow(batch[0]).square().mean()
 
 
-def test_a_step_that_names_the_model_by_a_global_variable_is_run_on_the_copy(said: list[str]) -> None:
+def test_a_step_may_name_the_model_by_a_global_variable(said: list[str]) -> None:
     global GLOBAL
     GLOBAL = module = Script()
     fit(module)
     assert GLOBAL is module and "equal bit for bit" in said[0]
+
+
+class Scale(L.Callback):
+    """A callback that the step asks, and that counts how often."""
+
+    def __init__(self) -> None:
+        self.scale, self.asked, self.heard = 1.0, 0, 0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.scale /= 2
+
+    def on_before_backward(self, *args: Any) -> None:
+        self.heard += 1
+
+
+class AsksCallbacks(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scale = next(callback for callback in self.trainer.callbacks if isinstance(callback, Scale))
+        scale.asked += 1
+        assert self.trainer.early_stopping_callback in self.trainer.callbacks
+        return super().training_step(batch, batch_idx) * scale.scale
+
+
+def test_a_step_finds_callbacks_and_the_plain_run_does_not_change_them(said: list[str]) -> None:
+    found = []
+    for verify in (False, True):
+        scale = Scale()
+        fit(AsksCallbacks(), verify=verify, runner={"callbacks": [scale, EarlyStopping("train_loss")]})
+        found.append((scale.scale, scale.asked, scale.heard))
+    assert found[0] == found[1] and min(found[0]) > 0
+    assert "equal bit for bit" in said[0]
 
 
 def test_one_stage_needs_no_verification() -> None:
@@ -247,27 +300,6 @@ def test_a_fault_of_the_engine_is_named(
         fit(model(), **options)
 
 
-class Spoiling(torch.optim.SGD):
-    """Steps otherwise each time that any optimizer of this kind steps."""
-
-    steps = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        result = super().step(closure)
-        Spoiling.steps += 1
-        for parameter in self.param_groups[0]["params"]:
-            parameter.mul_(1 + Spoiling.steps)
-        return result
-
-
-def test_weights_that_depend_on_more_than_the_gradients_are_named() -> None:
-    module = MLP()
-    module.configure_optimizers = lambda: Spoiling(module.parameters(), 0.1)  # type: ignore[method-assign]
-    with pytest.raises(VerificationError, match=r"the weight after the optimizer step of 'layers.0.weight'"):
-        fit(module)
-
-
 # -- what modules may do that nobody can see -------------------------------------------------------------------------
 
 
@@ -279,7 +311,8 @@ class Remembering(MLP):
         self.calls = itertools.count(1).__next__  # whose state nobody sees
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x * (1 + 0.1 * self.calls()))
+        factor = np.full(1, 1 + 0.1 * self.calls(), np.float32)
+        return self.layers(x * torch.from_numpy(factor))  # what NumPy makes is not attested
 
 
 class Halved(MLP):
@@ -311,6 +344,43 @@ def test_a_hook_on_a_gradient_that_no_stage_has_whole_is_refused() -> None:
 def test_state_that_nobody_sees_is_found() -> None:
     with pytest.raises(VerificationError, match="the loss of 'micro-batch"):
         fit(Remembering())
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level("INFO", "lightning_avgpipe")
+    return caplog
+
+
+def test_the_first_steps_are_compared_unless_somebody_says_no() -> None:
+    with pytest.raises(VerificationError, match="the loss of 'micro-batch"):
+        fit(Remembering(), verify="auto")
+    fit(Remembering(), verify=False)
+
+
+def test_what_was_equal_is_not_compared_again(logged: pytest.LogCaptureFixture) -> None:
+    for text in ("verified 2 optimizer steps", "they were equal in an earlier run of the same code"):
+        logged.clear()
+        fit(MLP(), verify="auto")
+        assert text in logged.text
+
+
+class CountingBetween(MLP):
+    """A hook between the steps changes what the next one reads."""
+
+    scale = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.scale
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.scale += 1
+
+
+def test_hooks_that_change_something_end_the_comparison(logged: pytest.LogCaptureFixture) -> None:
+    fit(CountingBetween(), verify="auto")
+    assert "steps from number 2 on are not compared: hooks have changed something" in logged.text
+    assert "verified 1 optimizer steps" in logged.text
 
 
 def roughly(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -437,3 +507,26 @@ def test_units_that_begin_to_draw_late_are_no_false_alarm(
 ) -> None:
     fit(Noisy(begins, draws, parts), num_stages=len(points) + 1, split_points=points, verify=3)
     assert "9 losses" in said[0]
+
+
+# -- the batch in one piece ------------------------------------------------------------------------------------------
+
+
+class Contrastive(MLP):
+    """Compares each sample with all others of what it is given."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x) @ y.T, torch.arange(len(x)))
+
+
+def test_a_loss_that_looks_across_the_batch_is_told_with_both_numbers() -> None:
+    with pytest.warns(
+        UserWarning, match=r"the loss of the first batch is \d.* in one piece, and \d.* over its 3 micro"
+    ):
+        fit(Contrastive(), verify="auto")
+
+
+@pytest.mark.filterwarnings("error:the loss of the first batch")
+def test_of_a_mean_over_samples_nothing_is_told() -> None:
+    fit(MLP(), verify="auto")

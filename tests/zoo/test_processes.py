@@ -22,7 +22,7 @@ def fit(rank: int, name: str, devices: int, num_stages: int) -> dict[str, Any]:
     model = HuggingFace(build())
     options: dict[str, Any] = {"max_steps": 3, "precision": "64-true"}
     if num_stages:
-        runner = pipeline(num_stages, devices, {"num_microbatches": 2, "verify_copies": True}, **options)
+        runner = pipeline(num_stages, devices, {"num_microbatches": 2}, **options)
     else:
         runner = trainer(**options)
     batches = DataLoader([batch(6, 6), batch(6, 9), batch(6, 5)], batch_size=None)  # type: ignore[arg-type]

@@ -1,0 +1,82 @@
+"""Checksums: they detect hooks that change the weights of pipeline 0 between steps, the only weights that hooks see.
+
+A hook that clamps weights after each step would leave all other models unchanged, without an error. Most hooks act from
+the beginning on, or at the end of an epoch. So checksums are taken after the first steps and after the last one of an
+epoch, and compared when the next step begins. The checksum of a tensor is two numbers: its sum, and the sum of its
+bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.names import listed
+from lightning_avgpipe.utils.tensors import words
+
+_FIRST = 2  # number of first steps after which checksums are taken
+
+
+class Checksums:
+    """The checksums of one model's weights.
+
+    Args:
+        weights: weights that hooks see between steps, by name; the mapping is read at each check.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+        self._left = _FIRST
+        self._marked: tuple[list[str], Tensor] | None = None
+
+    def set(self, last: bool) -> None:
+        """Take checksums at the end of a step, if it is one of the first or the last of an epoch.
+
+        Args:
+            last: whether the step is the last one of an epoch.
+        """
+        self._marked = None
+        if self._weights and (self._left or last):
+            self._left = max(0, self._left - 1)
+            self._marked = list(self._weights), _sums(self._weights)
+
+    def forget(self) -> None:
+        """Drop the checksums before this package, or user code that sees all models, changes weights."""
+        self._marked = None
+
+    def check(self, others: int) -> None:
+        """Compare the weights with their checksums, at the beginning of a step.
+
+        Args:
+            others: number of models that no hook has seen.
+
+        Raises:
+            ConfigurationError: some weights have changed; the message names them.
+        """
+        if self._marked is None:
+            return
+        (names, before), self._marked = self._marked, None
+        here = {name: self._weights[name] for name in names}
+        differ = (_sums(here) != before).any(1).tolist()
+        changed = [f"'{name}'" for name, differs in zip(names, differ, strict=True) if differs]
+        if changed:
+            raise ConfigurationError(
+                f"between two steps a hook (say on_train_batch_end, or code after the step in optimizer_step) has "
+                f"changed {listed(changed)} of pipeline 0's model, which hooks see, and not of the "
+                f"{others} other parallel model(s). Change each of them, 'for n in range(strategy.num_pipelines): with "
+                "strategy.parallel_model(n) as model: ...', or use num_pipelines=1"
+            )
+
+
+def _sums(weights: Mapping[str, Tensor]) -> Tensor:
+    """Return the checksums of tensors, shape ``(tensors, 2)``."""
+    found = []
+    for weight in weights.values():
+        numbers = torch.view_as_real(weight.detach()) if weight.is_complex() else weight.detach()
+        # compare sums as bits: two NaNs are not equal
+        total = numbers.sum(dtype=torch.float64).view(torch.int64)
+        found.append(torch.stack([total, words(numbers).sum(dtype=torch.int64)]))
+    return torch.stack(found)

@@ -1,0 +1,242 @@
+"""The ensemble: the parallel models of a module, as far as this process holds them, and their reference model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_avgpipe.averaging.averager import Averager
+from lightning_avgpipe.averaging.checksum import Checksums
+from lightning_avgpipe.averaging.finite import has_nonfinite
+from lightning_avgpipe.averaging.model_optimizers import ModelOptimizers
+from lightning_avgpipe.averaging.model_tensors import ModelTensors
+from lightning_avgpipe.averaging.models import Models
+from lightning_avgpipe.averaging.options import Averaging
+from lightning_avgpipe.averaging.replica import Placement
+from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.weights.belongings import Belongings, OptimizerStates
+
+
+class Ensemble:
+    """The parallel models of a module, their reference, and the optimizers of pipelines 1..N-1.
+
+    The module itself is model 0, so the trainer's optimizer is that of pipeline 0. The reference has tensors of its
+    own. To show the reference, its contents are exchanged with those of the module's parameters.
+
+    Args:
+        module: module on its device; parameters of other processes are on meta.
+        optimizers: returns the current optimizers of pipeline 0.
+        averaging: options of the averaging.
+        observers: modules that only read values (metrics).
+        replica_group: processes that hold the parallel models of other groups; None if there are none.
+        changing: names of parameters that a step changes itself.
+        written: other tensors that a step writes into.
+
+    Attributes:
+        models: tensors of the models.
+        averager: averager of the models.
+        optimizers: optimizers of each model.
+        checksums: checksums of pipeline 0's weights between steps.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        averaging: Averaging,
+        observers: Collection[nn.Module] = (),
+        replica_group: ReplicaGroup | None = None,
+        changing: Collection[str] = (),
+        written: Sequence[Tensor] = (),
+    ) -> None:
+        self._module = module
+        self._placement = Placement(module, (), observers, changing, written)
+        self.models = Models(self._placement, replica_group)
+        self.averager = Averager(self.models, averaging, replica_group)
+        self.optimizers = ModelOptimizers(optimizers, self.models, replica_group)
+        self.checksums = Checksums(self._placement.own.parameters)
+        self._follow()
+
+    # -- which models there are --------------------------------------------------------------------------------------
+
+    def follow(self, size: int) -> bool:
+        """Change the number of parallel models, and give each one a copy of parameters that have begun to train.
+
+        New models start from the reference, with the optimizer state of group 0's pipeline 0. Those with the highest
+        numbers are dropped; then all others move by the same difference, so that the unmoved reference is their mean.
+
+        Args:
+            size: number of parallel models of this group.
+
+        Returns:
+            Whether anything has changed.
+
+        Raises:
+            ConfigurationError: an optimizer trains something that is no parameter of the module.
+        """
+        changed, before = self._follow(), self.models.size
+        if size == before:
+            return changed
+        self.averager.turns.stop()
+        self.checksums.forget()
+        if self.averager.steps:
+            self.averager.begin()
+            self.averager.finish()
+        self.models.resize(size)
+        self.optimizers.resize()
+        if size < before:
+            self.averager.recentre()
+        return True
+
+    def _follow(self) -> bool:
+        self.show_reference(False)
+        own = self._placement.own.parameters
+        known = self.models.reference
+        new = {n: p for n, p in self._module.named_parameters() if p.requires_grad and n not in known}
+        for replica in self.models.replicas[1:]:
+            for name, copy in replica.parameters.items():
+                if copy.requires_grad != own[name].requires_grad:
+                    copy.requires_grad_(own[name].requires_grad)
+        if not new:
+            return False
+        self.averager.turns.stop()
+        self.optimizers.check(self._module)
+        self.models.train(new)
+        self.averager.follow(new)
+        return True
+
+    def dissolve(self, average: bool = True) -> None:
+        """Leave the reference in the module, and drop all other models.
+
+        Args:
+            average: whether training since the last averaging is averaged into the reference first.
+        """
+        if average and self.averager.steps:
+            self.show_reference(False)
+            self.averager.begin()
+        self.show_reference(True)
+        shown, own = self.models.shown, self._placement.own
+        assert shown is not None
+        with torch.no_grad():
+            for name, buffer in own.buffers.items():
+                if shown.buffers[name] is not buffer:
+                    buffer.copy_(shown.buffers[name])
+        self._placement.put(own)
+
+    # -- where they are ----------------------------------------------------------------------------------------------
+
+    def begin_relocation(self) -> None:
+        """Prepare for a move of parameters between processes: show pipeline 0's model, and end all averagings."""
+        self.averager.turns.stop()
+        self.show_reference(False)
+        self.checksums.check(self.models.size - 1)
+
+    @property
+    def belongings(self) -> list[Belongings]:
+        """The data that moves with a parameter, besides the module's tensors and their optimizers' states."""
+        states = self.optimizers.states()
+        if (outer := self.averager.outer) is not None:
+            states.append(OptimizerStates([outer], lambda: self.models.reference))
+        return [ModelTensors(self.models), *states]
+
+    # -- which model the module shows --------------------------------------------------------------------------------
+
+    def place(self, number: int) -> None:
+        """Put a parallel model into the module. For number 0 this is the reference, if it is shown."""
+        self.averager.finish()
+        replica = self.models.replicas[number]
+        self._placement.put(replica if number else self.models.shown or replica)
+
+    @contextlib.contextmanager
+    def placed(self, number: int) -> Iterator[None]:
+        """Put a parallel model into the module within this context."""
+        with self.showing_reference(False):
+            self.place(number)
+            try:
+                yield
+            finally:
+                self.place(0)
+
+    def show_reference(self, reference: bool) -> None:
+        """Give the module the weights of the reference, or those of pipeline 0, until the next call.
+
+        Args:
+            reference: whether to show the reference.
+        """
+        self.averager.finish()
+        if reference == (self.models.shown is not None):
+            return
+        if reference:
+            self.averager.turns.catch_up()
+        self.models.show(reference)
+
+    @contextlib.contextmanager
+    def showing_reference(self, reference: bool) -> Iterator[None]:
+        """Give the module the weights of the reference, or those of pipeline 0, within this context."""
+        before = self.models.shown is not None
+        self.show_reference(reference)
+        try:
+            yield
+        finally:
+            self.show_reference(before)
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def restart(self, number: int, alike: int | None) -> None:
+        """Reset a parallel model to the reference, which must not be shown. It takes no part in the coming step.
+
+        Args:
+            number: number n of the model, whose gradients are dropped.
+            alike: number of a model from which to copy the buffers; None if no model has finite ones.
+        """
+        self.averager.finish()
+        self.checksums.forget()
+        self.averager.turns.stop()
+        self._placement.read_back()
+        replica = self.models.replicas[number]
+        for name, parameter in replica.parameters.items():
+            parameter.copy_(self.models.reference[name])
+            parameter.grad = None
+        if alike is not None:
+            for name, buffer in replica.buffers.items():
+                buffer.copy_(self.models.replicas[alike].buffers[name])
+        for optimizer in self.optimizers.of(number):
+            for state in [optimizer.state[p] for p in replica.parameters.values() if p in optimizer.state]:
+                if has_nonfinite(value for value in state.values() if isinstance(value, Tensor)):
+                    state.clear()  # an earlier step has spoiled it
+
+    def mark(self, last: bool) -> None:
+        """Take checksums before hooks run, unless there is one model: then hooks see every model.
+
+        Args:
+            last: as of :meth:`Checksums.set`.
+        """
+        if self.models.size > 1 and not self.averager.is_under_way:
+            self.checksums.set(last)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def tensors(self, number: int) -> dict[str, Tensor]:
+        """Return a parallel model's own tensors by name; those of other processes are on meta.
+
+        The reference must not be shown.
+        """
+        self.averager.finish()
+        self._placement.read_back()
+        replica = self.models.replicas[number]
+        parameters = {name: replica.parameters.get(name, meta) for name, meta in self.models.reference.items()}
+        return {name: tensor.detach() for name, tensor in (*parameters.items(), *replica.buffers.items())}
+
+    @torch.no_grad()
+    def load(self, number: int, saved: Mapping[str, Tensor]) -> None:
+        """Load a parallel model's own tensors; those that were not saved stay as they are."""
+        self.checksums.forget()
+        self.averager.turns.stop()
+        for name, tensor in self.tensors(number).items():
+            if name in saved and not tensor.is_meta:
+                tensor.copy_(saved[name])

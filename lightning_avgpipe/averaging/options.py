@@ -1,0 +1,168 @@
+"""Options: what a user may set about parallel models and their reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.allowed import (
+    Allowed,
+    check,
+    choice,
+    documented,
+    flag,
+    number,
+    optional,
+    suggesting_names,
+    whole,
+)
+from lightning_avgpipe.utils.option_types import Count
+
+# A function that makes the optimizer of the reference model from its parameters.
+OuterOptimizer = Callable[[Iterable[Any]], Optimizer]
+
+ALLOWED = {
+    "alpha": optional(number(0, 1, 0.5, least=True), "1/N"),
+    "outer_lr": number(0, 1000, 1.0, "auto"),
+    "outer_optimizer": optional(
+        Allowed(
+            "a function that makes an optimizer from parameters",
+            "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)",
+            callable,
+        ),
+        "outer_lr",
+    ),
+    "every": whole(1, 1_000_000, 4),
+    "rolling": flag("auto"),
+    "groups": optional(whole(1, 1024, 2), "processes_per_device"),
+    "processes_per_device": whole(1, 64, 2),
+    "streams": flag(),
+    "save_models": flag(),
+    "on_nonfinite": optional(choice("auto", "raise", "skip"), "no check"),
+}
+
+
+@suggesting_names()
+@documented(ALLOWED)
+@dataclass(frozen=True, kw_only=True)
+class Averaging:
+    """Elastic averaging of N parallel models: ``AvgPipeStrategy(num_pipelines=2, averaging=Averaging(...))``.
+
+    Args:
+        alpha: fraction of its distance to the mean that a parallel model moves at each averaging, from 0 (none) to 1
+            (all models become equal). None: 1/N.
+        outer_lr: step of the reference at each averaging, as a multiple of the mean of the models' updates. ``"auto"``:
+            the square root of N, for learning rates that suit a single model. With 1, the mean, N models learn from N
+            batches about as much as one from a single batch of N times the size. With N, the sum, they may learn as
+            much as one from N batches one after the other, but only where a single model would bear a higher learning
+            rate too. See ``benchmarks/statistical_efficiency.py``.
+        outer_optimizer: function that makes the optimizer of the reference model from its parameters:
+            ``partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``. The gradient of the reference is the
+            negative mean update. Takes the place of ``outer_lr``.
+        every: number of optimizer steps from one averaging to the next. In between the reference does not move, and
+            evaluation and checkpoints use it as it is. Training ends with an averaging, so that the module holds all
+            training. A resumed run goes on as if training had not ended.
+        rolling: whether a pipeline begins its next batch as soon as its own model has stepped, while other pipelines
+            are still at the last batch. The pipelines then never drain together, and two fill each other's idle time
+            almost wholly. Each model is averaged with the reference alone, after its own step, in a fixed order. So
+            results do not depend on the timing, but they differ from those without rolling. The batches of one
+            iteration are read ahead. Hooks, logs, schedulers and checkpoints come as without rolling; a validation, a
+            checkpoint every n steps and the end of an epoch let the pipelines drain. What a step reads must not be
+            changed by a hook between two batches. With one pipeline nothing changes. ``"auto"``: rolling, unless the
+            first batch shows something that rolling refuses; then a line in the log says why, and anything found later
+            is an error. With :class:`AvgPipeTuner` also only where less time to a goal is predicted with it.
+        groups: number of groups of processes, each with all stages and parallel models of its own: ``devices=8``,
+            ``num_stages=4``, ``groups=2`` train two models (or twice ``num_pipelines``) with slow links between the
+            groups. Each group trains on its own part of the data, by a distributed sampler as with ddp, and evaluates
+            on all of it; rank 0 is in group 0. N counts the models of all groups. None: one group, or as many as
+            ``processes_per_device``.
+        processes_per_device: number of groups that share the same devices, each with processes of its own:
+            ``devices=2``, ``processes_per_device=2`` are four processes, two groups of two stages. They train what as
+            many pipelines of one process do, with the same numbers, as the AvgPipe paper arranges it. This is for
+            kernels too small for one process to keep a device busy; on CUDA start NVIDIA's MPS, or kernels of several
+            processes take turns. Each process has a context on the device, and the reference is averaged over the host,
+            since NCCL connects no device with itself. A launcher (torchrun, SLURM) must start this many processes for
+            each device.
+        streams: whether each of several pipelines puts its work on a stream of its own, so that kernels of several
+            pipelines share an accelerator; else pipelines take turns. Streams begin with the second batch, because a
+            step may make objects in the first one that it keeps; and they are not used if the step changes attributes,
+            which pipelines share. Each stream has memory of its own that others cannot reuse. The host has no streams,
+            so there it changes nothing.
+        save_models: whether checkpoints hold the parallel models and their optimizers, so that training goes on with
+            the same bits. Without them, or with another N, the models start from the reference.
+        on_nonfinite: what to do before a step in which a model's gradient is infinite or NaN: ``"raise"`` ends training
+            with the name of the tensor; ``"skip"`` leaves that model out of the step and of the averaging, and resets
+            it to the reference, and ``avgpipe/skipped_models`` counts this; None checks nothing. ``"auto"``:
+            ``"raise"`` for parallel models, whose reference would be lost with one of them, and None for a single one,
+            as with any strategy. A loss scaler (``precision="16-mixed"``) skips such steps by itself, of all models.
+    Raises:
+        ConfigurationError: an option has a value that cannot work.
+
+    Source: AvgPipe, Chen et al., PPoPP 2023, section 3; elastic averaging, Zhang et al., NeurIPS 2015.
+    """
+
+    alpha: float | None = None
+    outer_lr: float | Literal["auto"] = "auto"
+    outer_optimizer: OuterOptimizer | None = None
+    every: Count = 1
+    rolling: bool | Literal["auto"] = False
+    groups: Count | None = None
+    processes_per_device: Count = 1
+    streams: bool = False
+    save_models: bool = True
+    on_nonfinite: Literal["auto", "raise", "skip"] | None = "auto"
+
+    def __post_init__(self) -> None:
+        check(ALLOWED, vars(self), "Averaging")
+        if self.outer_optimizer is not None:
+            if self.outer_lr != "auto":
+                raise ConfigurationError(
+                    f"Averaging(outer_lr={self.outer_lr}) and an outer_optimizer: both move the reference; give the "
+                    "optimizer its own lr and leave outer_lr='auto'"
+                )
+            _try_outer(self.outer_optimizer)
+        if self.num_groups % self.processes_per_device:
+            raise ConfigurationError(
+                f"Averaging(groups={self.groups}, processes_per_device={self.processes_per_device}): the processes "
+                "that share a device are of different groups; give a multiple of processes_per_device as groups, or "
+                "leave groups out"
+            )
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups of processes with models of their own."""
+        return self.processes_per_device if self.groups is None else self.groups
+
+    def dilution(self, num_models: int) -> float:
+        """Return alpha for N models."""
+        return 1.0 / num_models if self.alpha is None else self.alpha
+
+    def rate(self, num_models: int) -> float:
+        """Return outer_lr for N models. ``"auto"``: sqrt(N), which is between the mean of the updates and their sum."""
+        return math.sqrt(num_models) if self.outer_lr == "auto" else float(self.outer_lr)
+
+
+def _try_outer(outer_optimizer: Any) -> None:
+    """Check that an outer optimizer can be made and can step, on a parameter of its own."""
+    parameter = torch.nn.Parameter(torch.zeros(2, 2, device="cpu"))
+    parameter.grad = torch.zeros(2, 2, device="cpu")
+    asked = "it must make an optimizer from parameters whose step() needs no closure, such as SGD"
+    try:
+        made = outer_optimizer([parameter])
+        if isinstance(made, Optimizer):
+            made.step()
+    except Exception as error:
+        raise ConfigurationError(
+            f"Averaging(outer_optimizer={outer_optimizer!r}): {asked}; tried with one parameter it says "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(made, Optimizer):
+        raise ConfigurationError(
+            f"Averaging(outer_optimizer={outer_optimizer!r}): {asked}; it made a {type(made).__name__}"
+        )

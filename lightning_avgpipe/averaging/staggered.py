@@ -1,0 +1,114 @@
+"""Averaging without a barrier: each model is averaged at the end of its own iteration, while others go on.
+
+::
+
+    pipeline 0   .. t ..|end|.. t+1 ..|end|            ends come in the order (iteration, pipeline), whatever
+    pipeline 1      .. t ..|end|.. t+1 ..|end|         the timing is, so the numbers depend on the order alone
+
+With x the model at the beginning of its iteration, delta its optimizer's update, z the reference, and ``z_t`` the
+reference after the last end of the previous iteration, which is known at each end of this one::
+
+    x' = x + outer_lr delta - alpha (x - z_t)
+    z' = z + outer_lr delta / N                   at each end
+
+After the last end of an iteration the reference is the mean of the models, since ``x - z_t`` sums to zero, and nothing
+is pending. Differences that rounding leaves shrink by ``1 - alpha`` from iteration to iteration. A single model is
+trained plainly, if ``outer_lr`` is 1.
+
+With several groups of processes no end waits for those of another group. The updates of a group's models in an
+iteration are summed over the groups while the next one runs, and are added to the reference at its last end::
+
+    group 0   .. t ..|ends|.. t+1 ..|ends|         sums of t on their way: ----
+    group 1     .. t ..|ends|.. t+1 ..|ends|
+                          ------->  in z, at a fixed end, so the bits do not depend on the timing either
+
+Until then a group uses its own mean update for that of all groups: ``z_t`` is the reference of an iteration before,
+plus ``outer_lr / N`` times the sum of the group's own deltas of that iteration. The sum of ``x - z_t`` over all models
+is zero as before, so the reference stays their mean, and differences between groups shrink as those between models do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_avgpipe.averaging.averaging_step import chunks, wide
+from lightning_avgpipe.averaging.late_sums import LateSums
+from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.errors import ScheduleError
+
+
+class StaggeredAveraging:
+    """An averaging of parallel models one at a time.
+
+    It takes the memory of N + 1 models, with several groups of N + 3, besides the models and the reference.
+
+    Args:
+        models: tensors of each model, all at the end of the same iteration; N lists of the same shapes.
+        reference: mean of the models.
+        alpha: fraction of its distance to the reference that a model moves, 0..1.
+        outer_lr: step of the reference, as a multiple of the mean update.
+        replica_group: processes that hold the models of other groups, all of which begin and end with this one; None if
+            there are none.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Sequence[Tensor]],
+        reference: Sequence[Tensor],
+        alpha: float,
+        outer_lr: float,
+        replica_group: ReplicaGroup | None = None,
+    ) -> None:
+        # each model with a copy of itself at the beginning of its iteration
+        self._models = [(list(model), [tensor.detach().clone() for tensor in model]) for model in models]
+        self._reference = list(reference)
+        self._alpha, self._outer_lr = alpha, outer_lr
+        self._next = 0
+        self._known = [tensor.detach().clone() for tensor in self._reference]
+        self._sums = None if replica_group is None else LateSums(reference, replica_group)
+
+    @torch.no_grad()
+    def end(self, number: int) -> None:
+        """Average a model in place, after its optimizer has stepped. Then its next iteration may begin.
+
+        Args:
+            number: number n of the model; models come in turn.
+
+        Raises:
+            ScheduleError: it is the turn of another model.
+        """
+        if number != self._next:
+            raise ScheduleError(f"model {number} ends its iteration, but it is the turn of model {self._next}")
+        count = len(self._models)
+        self._next = (number + 1) % count
+        if number == 0 and self._sums is None:  # the previous iteration has ended for all models
+            torch._foreach_copy_(self._known, self._reference)
+        own = *self._models[number], self._known
+        for (model, began, known), centres in chunks(own, self._reference if self._sums is None else self._sums.moves):
+            wide_model, wide_began, wide_centres = wide(model), wide(began), wide(centres)
+            delta = torch._foreach_sub(wide_model, wide_began)
+            torch._foreach_add_(wide_model, delta, alpha=self._outer_lr - 1.0)
+            torch._foreach_add_(wide_model, torch._foreach_sub(wide(known), wide_began), alpha=self._alpha)
+            torch._foreach_add_(wide_centres, delta, alpha=self._outer_lr / count)
+            torch._foreach_copy_(model, wide_model)
+            torch._foreach_copy_(centres, wide_centres)
+            torch._foreach_copy_(began, model)
+        if self._next == 0 and self._sums is not None:
+            self._sums.tell(self._known)
+
+    def catch_up(self) -> None:
+        """Wait for the sums of the last iteration that has ended here, so that the reference is the mean of all models.
+
+        Later results do not depend on whether this method is called.
+        """
+        if self._sums is not None:
+            self._sums.catch_up()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for the last sums, and continue from there as if training had just begun. All groups call it."""
+        self.catch_up()
+        torch._foreach_copy_(self._known, self._reference)

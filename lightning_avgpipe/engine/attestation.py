@@ -1,0 +1,180 @@
+"""Compare what the step asked of each node on the stage that executed it with the run of the last stage.
+
+::
+
+    stage 0        free glue: t = x / 3     unit 'a' takes (t: div 3 of the batch), training, with gradients
+    last stage     free glue: t = x / 4     unit 'a' takes (t: div 4 of the batch): an error
+
+Every stage runs the step's Python up to the end of its own part. The run of the last stage computes the loss, so it is
+the reference. If the run of another stage asked for something else, for instance because its counter differs by one,
+the result would silently differ from that of a single process.
+"""
+
+from __future__ import annotations
+
+import types
+import zlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_avgpipe.capture.known_tensors import KnownTensors
+from lightning_avgpipe.engine.operation import Operation
+from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.utils.source import source_line
+
+_PLAIN = frozenset((bool, int, str, bytes, type(None), complex, torch.dtype, torch.memory_format, torch.layout))
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
+
+_COPYING = "__deepcopy__"  # its second argument is keyed by ids, which differ between processes
+
+# Request for one node: modes, values by index, scalars, and descriptions of other tensors and of objects.
+Asked = tuple[Any, ...]
+
+
+class Attested(NamedTuple):
+    """The request of the step for a node, as seen by the stage that executed it.
+
+    Attributes:
+        position: position of the node in the step.
+        stage: stage that executed the node.
+        asked: description of the request.
+    """
+
+    position: int
+    stage: int
+    asked: Asked
+
+
+class Made(NamedTuple):
+    """A tensor that free glue made.
+
+    Attributes:
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        digest: digest of the operations that made it from the batch; 0 if unknown, as for a tensor kept from an earlier
+            step.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    digest: int
+
+
+class Attestation:
+    """The requests of one step on one micro-batch, as one stage collects or compares them.
+
+    Args:
+        known: tensors of the step, and their values.
+        stage: stage of this process that runs the step.
+        told: requests that earlier stages have collected.
+        compares: whether this is the last stage, which compares.
+    """
+
+    def __init__(self, known: KnownTensors, stage: int, told: tuple[Attested, ...], compares: bool) -> None:
+        self._known = known
+        self._stage = stage
+        self._told = {attested.position: attested for attested in told} if compares else {}
+        self._compares = compares
+        self._own: list[Attested] = []
+        self._before = told
+        self._free = KnownTensors()  # tensors made by free glue, with their digests
+
+    def batch(self, tensors: Iterable[Tensor]) -> None:
+        """Number the tensors of the batch, in this order."""
+        for number, tensor in enumerate(tensors, 1):
+            self._free.learn(tensor, number)
+
+    def made(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Note how a free operation has made a tensor, or what it has written into one."""
+        if not isinstance(result, Tensor):
+            return
+        found: list[Any] = [name]
+        self._describe(args[:1] if name == _COPYING else args, found)
+        self._describe(kwargs, found)
+        is_known = not any(type(item) is Made and item.digest == 0 for item in found)
+        self._free.learn(result, zlib.crc32(repr(found).encode()) if is_known else 0)
+
+    def node(self, position: int, operation: Operation, here: bool) -> None:
+        """Collect or compare the request for a node.
+
+        Args:
+            position: position of the node in the step.
+            operation: operation that the step asks for.
+            here: whether this stage executes it.
+        Raises:
+            StepChangedError: the stage that executed the node was asked for something else.
+        """
+        if self._compares:
+            told = self._told.get(position)
+            if told is not None and (asked := self._asked(operation)) != told.asked:
+                self._check(operation, asked, told)
+        elif here:
+            self._own.append(Attested(position, self._stage, self._asked(operation)))
+
+    def told(self) -> tuple[Attested, ...]:
+        """Return the requests that all stages so far have collected."""
+        return (*self._before, *self._own) if self._own else self._before
+
+    def _asked(self, operation: Operation) -> Asked:
+        module = operation.module
+        found: list[Any] = [torch.is_grad_enabled(), torch.is_autocast_enabled(), operation.name]
+        if module is not None:
+            found.append(module.training)
+        self._describe(operation.args[:1] if operation.name == _COPYING else operation.args, found)
+        if operation.kwargs:
+            self._describe(operation.kwargs, found)
+        return tuple(found)
+
+    def _describe(self, item: Any, found: list[Any]) -> None:
+        """Append a description of an argument that can be compared between processes."""
+        kind = type(item)
+        if kind in _PLAIN:
+            found.append(item)
+        elif isinstance(item, Tensor):
+            value = self._known.value_of(item)
+            if value is None:
+                found.append(Made(tuple(item.shape), item.dtype, self._free.value_of(item) or 0))
+            else:
+                found.append(("value", value))
+        elif kind is float:
+            found.append(item if item == item else "nan")  # NaN is not equal to itself
+        elif isinstance(item, (tuple, list)):
+            found.append(len(item))
+            for part in item:
+                self._describe(part, found)
+        elif kind is dict:
+            found.append(len(item))
+            for name, part in item.items():
+                found.append(name if type(name) in _PLAIN else type(name).__qualname__)
+                self._describe(part, found)
+        elif kind is slice:
+            self._describe((item.start, item.stop, item.step), found)
+        else:
+            found.append(item.__qualname__ if isinstance(item, _CODE) else kind.__qualname__)
+
+    def _check(self, operation: Operation, asked: Asked, told: Attested) -> None:
+        """Compare two requests item by item, since some tensors' digests are unknown on one stage."""
+        mine: Any = f"{len(asked)} arguments"
+        theirs: Any = f"{len(told.asked)} arguments"
+        if len(asked) == len(told.asked):
+            different = ((a, b) for a, b in zip(asked, told.asked, strict=True) if not _alike(a, b))
+            mine, theirs = next(different, (None, None))
+            if mine is theirs is None:
+                return
+        if type(mine) is type(theirs) is Made and mine[:2] == theirs[:2]:
+            mine, theirs = "a tensor that was computed from the batch with certain numbers", "one with others"
+        raise StepChangedError(
+            f"at {source_line()} the step asks {operation} for {mine}, and asked for {theirs} where stage "
+            f"{told.stage} executed it. Each stage runs the step's Python up to its own part, so what the step reads "
+            "there must not depend on what it did later in the step before, on the process or on the time; compute it "
+            "in a hook (on_train_batch_start), or keep these lines on one stage with split_points"
+        )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if type(one) is type(other) is Made and 0 in (one.digest, other.digest):
+        return bool(one[:2] == other[:2])
+    return bool(one == other)

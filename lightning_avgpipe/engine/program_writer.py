@@ -1,0 +1,335 @@
+"""Write down flat programs: a writer is told what a stage does while the stage follows a step."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import pickle
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.capture.tracer import call_module, function_name
+from lightning_avgpipe.engine.attestation import Attested
+from lightning_avgpipe.engine.flat_program import FlatProgram, Instruction, InstructionKind, look_of
+from lightning_avgpipe.engine.operation import Operation, OperationResult
+from lightning_avgpipe.engine.purity import Purity
+from lightning_avgpipe.engine.randomness import Draw
+from lightning_avgpipe.engine.templates import SAME, VALUES, Fields, Fixed, Items, Register, TensorSlot, slice_of
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.placeholder import Absent
+from lightning_avgpipe.utils.torch_compat import modes
+
+
+class Unwritable(Exception):
+    """An error that says why a step cannot be written down."""
+
+
+@dataclass
+class ProgramWriter:
+    """A writer of one program, which a stage calls while it follows the step.
+
+    Args:
+        module: the whole module.
+        device: device of the stage.
+        looks: whether the step's Python is checked for side effects.
+
+    Attributes:
+        why_not: reason why there can be no program; None: none so far.
+        program: the program, once the step has ended.
+        draw: random stream of the glue function that is being called.
+    """
+
+    module: nn.Module
+    device: torch.device
+    looks: bool
+    why_not: str | None = None
+    program: FlatProgram | None = None
+    draw: Draw | None = None
+    _held: Mapping[int, Any] | None = None
+    _arguments: tuple[Any, Any] = ((), ())
+    _takes_objects: bool = False
+    _objects: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    _after: dict[int, bytes] = field(default_factory=dict)
+    _instructions: list[Instruction] = field(default_factory=list)
+    _slots: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
+    _num_slots: int = 0
+    _given: tuple[int, ...] = ()
+    _began_in: tuple[Any, ...] = ()
+
+    def refuse(self, why: str) -> None:
+        """Note that there can be no program; the first reason counts."""
+        self.why_not = self.why_not or why
+        self._instructions.clear()
+
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """Begin a program with the tensors of the batch and the received ones."""
+        self._given = tuple(map(self._new, tensors))
+        self._began_in = modes(self.device)
+
+    @contextlib.contextmanager
+    def looking(self, inside: Callable[[], bool]) -> Iterator[None]:
+        """Run the step within this context, and check its Python for side effects if that is wanted.
+
+        Args:
+            inside: return whether a unit is running.
+        """
+        if not self.looks:
+            yield
+            return
+        with Purity(inside) as purity:
+            yield
+        if purity.why_not is not None:
+            self.refuse(purity.why_not)
+
+    def skipped(self, node: Node) -> None:
+        """Note that a node of another stage was skipped."""
+        if node.writes:
+            self.refuse(f"{node} writes into what it is given")
+        elif node.kind == "call" and self.why_not is None:
+            self._instructions.append(Instruction("skipped", call_module, node=node))
+
+    def call(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        """Note a call of a unit that depends on the batch alone."""
+        if any(isinstance(tensor, Absent) for tensor in tree.tensors((args, kwargs))):
+            return
+        if not tree.tensors(result):
+            self.refuse(f"a {type(module).__name__} tells the step what is in the batch")
+        self._write("glue", partial(call_module, module), args, kwargs, result, module=module)
+
+    def glue(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any, tensors: Sequence[Tensor]
+    ) -> None:
+        """Note a call of a free function with these tensors."""
+        name = function_name(function)
+        if any(isinstance(tensor, Absent) for tensor in tensors):
+            return  # its result is absent too
+        if not isinstance(result, Tensor) and not tree.tensors(result):
+            if tensors and result is not None and not _is_plain(result):
+                self.refuse(f"{name}() gives the step something else than tensors")
+            elif tensors:
+                self._write("glue" if result is None else "question", function, args, kwargs, (), answer=result)
+            return
+        self._write("glue", function, args, kwargs, result)
+
+    def begin_node(self, operation: Operation) -> None:
+        """Note a node's arguments before it is executed, while they hold what the node is given."""
+        if self.why_not is not None:
+            return
+        try:
+            self._arguments = self._templates(operation.args, operation.kwargs, objects=True)
+        except Unwritable as error:
+            self.refuse(str(error))
+
+    def node(self, operation: Operation, node: Node, outcome: OperationResult, apart: bool) -> None:
+        """Note a node that was executed here.
+
+        Args:
+            apart: whether it returns a view of an argument.
+        """
+        if node.lasting or node.exports or node.generators or node.kind == "region":
+            self.refuse(f"{node} writes into objects that outlive the step, or is repeated in its backward")
+        elif node.asks or (node.kind == "glue" and (outcome.result is None or not outcome.tensors)):
+            self.refuse(f"{node} tells the step numbers")
+        elif operation.module is not None and (operation.module._forward_hooks or operation.module._forward_pre_hooks):
+            self.refuse(f"{node} has hooks")
+        run = operation.run if operation.module is None else partial(call_module, operation.module)
+        self._write("node", run, None, None, outcome.tensors, node, operation.module)
+        if self.why_not is not None:
+            return
+        self._instructions[-1] = replace(
+            self._instructions[-1],
+            looks=tuple(map(look_of, outcome.tensors)),
+            entry=None if node.opens else outcome.entry,
+            apart=apart,
+        )
+        try:
+            self._after = {number: self._pickled(item)[0] for number, item in self._objects.values() if self.looks}
+        except Unwritable as error:
+            self.refuse(str(error))
+
+    def observed(self, run: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
+        """Note a call that has looked at values."""
+        self._write("observe", run, args, kwargs, result)
+
+    def end(self, result: Any, sent: Sequence[Tensor], attested: tuple[Attested, ...], complete: bool) -> None:
+        """Complete the program when the step has ended.
+
+        Args:
+            complete: whether the step went as far as when it was captured.
+        """
+        if not complete:
+            self.refuse("it ended early")
+        if self.why_not is not None:
+            return
+        # skipped calls matter only for the random streams of modules that are called here as well
+        called = {path for one in self._instructions if one.kind == "node" for path in one.drawn}
+        instructions = [one for one in self._instructions if one.kind != "skipped" or not called.isdisjoint(one.drawn)]
+        if any(one.kind == "question" for one in instructions):
+            if any(one.node is not None and one.node.writes for one in instructions):
+                self.refuse("it asks what is in the batch, and writes into tensors")
+                return
+            # instructions on the batch come first, so that a surprise comes before any side effect
+            instructions.sort(key=lambda one: one.kind not in ("glue", "question"))
+        try:
+            values, returned = tuple(map(self._template, sent)), self._template(result)
+        except Unwritable as error:
+            self.refuse(str(error))
+            return
+        program = FlatProgram(tuple(instructions), self._num_slots, self._given, values, returned, attested)
+        self.program = program.dropping_early()
+
+    def _write(
+        self,
+        kind: InstructionKind,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        node: Node | None = None,
+        module: nn.Module | None = None,
+        answer: Any = None,
+    ) -> None:
+        if self.why_not is not None:
+            return
+        try:
+            if modes(self.device) != self._began_in:
+                raise Unwritable(f"{node or function_name(run)} runs in another mode than the step begins in")
+            templates, named = self._arguments if node is not None else self._templates(args, kwargs)
+            made = tuple(map(self._slot_of_result, tree.tensors(result)))
+        except Unwritable as error:
+            self.refuse(str(error))
+            return
+        draw = None if module is not None or kind == "observe" else self.draw
+        self._instructions.append(Instruction(kind, run, templates, named, made, node, module, answer, draw))
+
+    def _templates(self, args: Any, kwargs: Any, objects: bool = False) -> tuple[Any, Any]:
+        """Return arguments as templates.
+
+        Args:
+            objects: whether objects that the step has made, such as a cache, are allowed.
+        """
+        self._takes_objects = objects
+        named = tuple((name, self._template(part)) for name, part in kwargs.items())
+        return tuple(map(self._template, args)), named
+
+    def _slot_of_result(self, tensor: Tensor) -> int:
+        """Return the slot of a result; a known tensor keeps its slot."""
+        known = self._slot(tensor)
+        return self._new(tensor) if known is None else known
+
+    def _new(self, tensor: Tensor) -> int:
+        number = self._num_slots
+        self._num_slots += 1
+        self._slots[id(tensor)] = weakref.ref(tensor), number
+        return number
+
+    def _slot(self, tensor: Tensor) -> int | None:
+        entry = self._slots.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def _template(self, item: Any) -> Any:
+        kind = type(item)
+        if isinstance(item, Tensor):
+            return self._of_tensor(item)
+        if kind in VALUES or isinstance(item, SAME):
+            return Fixed(item)
+        if kind is tuple or kind is list:
+            return Items(kind, tuple(map(self._template, item)))
+        if kind is dict:
+            return Fields(tuple((name, self._template(part)) for name, part in item.items()))
+        if kind is slice:
+            return Items(slice_of, tuple(map(self._template, (item.start, item.stop, item.step))))
+        return self._of_object(item)
+
+    def _of_object(self, item: Any) -> TensorSlot:
+        """Return a slot for an object that is made anew for each micro-batch, as it is when a unit first takes it."""
+        known = self._objects.get(id(item))
+        if known is not None:
+            if self.looks and self._after.get(known[0]) != self._pickled(item)[0]:
+                raise Unwritable(f"the step changes a {type(item).__qualname__} between units")
+            return TensorSlot(known[0])
+        if not self._takes_objects:
+            raise Unwritable(f"the step hands on an object of {type(item).__module__}.{type(item).__qualname__}")
+        data, references = self._pickled(item)
+        slot, self._num_slots = self._num_slots, self._num_slots + 1
+        self._objects[id(item)] = slot, item
+        self._instructions.append(Instruction("object", partial(_unpickled, data), references, made=(slot,)))
+        return TensorSlot(slot)
+
+    def _pickled(self, item: Any) -> tuple[bytes, tuple[Any, ...]]:
+        """Return a pickled object without the tensors and modules in it, and templates of these."""
+        file, references = io.BytesIO(), list[Any]()
+        pickler = _Pickler(file, lambda part: references.append(self._template(part)))
+        try:
+            pickler.dump(item)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise Unwritable(f"the step hands on an object that cannot be copied: {error}") from error
+        return file.getvalue(), tuple(references)
+
+    def _of_tensor(self, tensor: Tensor) -> Any:
+        slot = self._slot(tensor)
+        if slot is not None:
+            return TensorSlot(slot)
+        if isinstance(tensor, Absent):  # nothing needs its numbers
+            return Fixed(tensor)
+        if self._held is None:  # found only when needed, since few steps use it
+            self._held = _held_tensors(self.module)
+        if (held := self._held.get(id(tensor))) is not None:
+            return held
+        raise Unwritable("the step uses a tensor that comes from neither the batch, the model nor an operation")
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler that leaves out tensors and modules."""
+
+    def __init__(self, file: io.BytesIO, refer: Callable[[Any], None]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._refer = refer
+        self._number = itertools.count()
+
+    def persistent_id(self, item: Any) -> int | None:
+        if not isinstance(item, (Tensor, nn.Module)):
+            return None
+        self._refer(item)
+        return next(self._number)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, left_out: Sequence[Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._left_out = left_out
+
+    def persistent_load(self, number: int) -> Any:
+        return self._left_out[number]
+
+
+def _unpickled(data: bytes, left_out: Sequence[Any]) -> Any:
+    return _Unpickler(data, left_out).load()
+
+
+def _held_tensors(module: nn.Module) -> dict[int, Any]:
+    """Return templates of the tensors that modules hold, by their ids."""
+    found: dict[int, Any] = {}
+    for part in module.modules():
+        for held in vars(part).values():
+            if isinstance(held, (Tensor, list, tuple)):
+                found.update((id(tensor), Fixed(tensor)) for tensor in tree.tensors(held))
+        for register in (part._parameters, part._buffers):
+            named: dict[str, Any] = register  # type: ignore[assignment]
+            found.update((id(tensor), Register(named, name)) for name, tensor in named.items() if tensor is not None)
+    return found
+
+
+def _is_plain(item: Any) -> bool:
+    """Return whether a value can be compared with what another micro-batch gives."""
+    if isinstance(item, (list, tuple)):
+        return all(map(_is_plain, item))
+    return type(item) in (bool, int, float, str)

@@ -1,0 +1,157 @@
+"""Check whether the Python of a step has side effects besides what it computes with tensors.
+
+A step whose Python only calls units and torch functions, and packs and unpacks values, may run once for several
+micro-batches. One that counts, steps a scheduler, reads a clock or writes a file may not. As no list of side effects
+can be complete, only what is known to have none is allowed.
+
+While the step is followed once, each function that runs outside of units is checked: none of its instructions may store
+into an object or a global variable, and it may call only those C functions that read their arguments. The code of a
+model from an installed library is trusted, since its changes of modules and objects were seen when the step was
+captured.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_avgpipe.utils.lightning import LIGHTNING
+
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
+_LIBRARIES = (*_INSTALLED, sysconfig.get_path("stdlib") + os.sep)
+_TORCH = str(Path(torch.__file__).parent)
+# Files whose Python functions only wrap operations and calls of modules.
+_NEUTRAL = (
+    str(Path(__file__).parents[1]),
+    *(
+        os.path.join(_TORCH, part)
+        for part in ("nn", "_", "functional.py", "overrides.py", "autograd", "utils/_", "amp", "fx", "compiler")
+    ),
+    *(
+        os.path.join(sysconfig.get_path("stdlib"), part)
+        for part in ("contextlib.py", "typing.py", "enum.py", "inspect.py")
+    ),
+)
+_CALLS = nn.Module.__call__.__code__.co_filename
+_LIGHTNING = tuple(os.path.join(path, name) for path in _INSTALLED for name in LIGHTNING)
+# fmt: off
+_STORES = frozenset((
+    "STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME",
+    "DELETE_ATTR", "DELETE_SUBSCR", "DELETE_GLOBAL", "DELETE_DEREF",
+))
+_STORING = frozenset((
+    "__setattr__", "__setitem__", "__delattr__", "__delitem__", "__dict__", "__iadd__", "__next__",
+))
+_ALLOWED = frozenset((  # what only reads its arguments, or makes something new of them
+    "isinstance", "issubclass", "len", "getattr", "hasattr", "callable", "id", "hash", "repr", "format",
+    "super", "__new__", "__enter__", "__exit__", "abs", "min", "max", "sum", "round", "divmod", "pow", "any", "all",
+    "sorted", "get", "items", "keys", "values", "copy", "count", "index", "union", "intersection",
+    "startswith", "endswith", "split", "join", "lower", "upper", "strip", "replace", "partition", "rpartition",
+    "removeprefix", "removesuffix", "is_integer", "bit_length",
+    "sqrt", "log", "exp", "floor", "ceil", "prod", "isclose", "tanh", "sin", "cos",
+))
+# fmt: on
+_IMMUTABLE = (str, bytes, int, float, complex, tuple, frozenset, bool)
+
+
+@functools.lru_cache(4096)
+def stores(code: types.CodeType) -> str | None:
+    """Return a description of the first store of a function besides its local variables; None: there is none."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _STORES:
+            return f"line {code.co_firstlineno} of {Path(code.co_filename).name} has a function that stores something"
+    if not _STORING.isdisjoint(code.co_names):
+        return f"line {code.co_firstlineno} of {Path(code.co_filename).name} has a function that may store something"
+    return None
+
+
+class Purity:
+    """A context that checks the Python functions which a step calls in this thread.
+
+    Args:
+        within: return whether a unit is running, whose functions are not checked.
+
+    Attributes:
+        why_not: description of a possible side effect; None: there is none.
+    """
+
+    def __init__(self, within: Callable[[], bool]) -> None:
+        self.why_not: str | None = "nothing of the step was seen"
+        self._within = within
+        self._looks = False
+        self._step: types.FrameType | None = None
+        self._ended = False
+
+    def __enter__(self) -> Purity:
+        self._looks = sys.getprofile() is None
+        if self._looks:
+            sys.setprofile(self._look)
+        else:
+            self.why_not = "a profiler runs, beside which nobody can look at the step"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._looks:
+            sys.setprofile(None)
+        self._step = None
+
+    def _look(self, frame: types.FrameType, event: str, function: Any) -> None:
+        if self._ended or self._within():
+            return
+        if self._step is None:  # the step begins with the first function that is neither Lightning's nor ours
+            if event == "call" and not _origin(frame).startswith((*_NEUTRAL, *_LIGHTNING)):
+                self._step, self.why_not = frame, stores(frame.f_code)
+        elif event == "return":
+            self._ended = frame is self._step
+        elif self.why_not is None and event in ("call", "c_call"):
+            self._judge(frame, event, function)
+
+    def _judge(self, frame: types.FrameType, event: str, function: Any) -> None:
+        code = frame.f_code
+        if _origin(frame).startswith(_NEUTRAL) or self._is_of_library(frame):
+            return
+        if event == "call":
+            self.why_not = stores(code)
+        elif not _is_allowed(function):
+            name = getattr(function, "__qualname__", str(function))
+            self.why_not = f"{Path(code.co_filename).name}:{frame.f_lineno} calls {name}()"
+
+    def _is_of_library(self, frame: types.FrameType) -> bool:
+        """Return whether a frame is a library's, and runs in the forward of a module of an installed library.
+
+        The innermost module decides, since an ``nn.Sequential`` may hold modules of the user.
+        """
+        now: types.FrameType | None = frame if _origin(frame).startswith(_LIBRARIES) else None
+        while now is not None and now.f_back is not None and now is not self._step:
+            if now.f_back.f_code.co_filename == _CALLS != now.f_code.co_filename:
+                return now.f_code.co_filename.startswith(_INSTALLED)
+            now = now.f_back
+        return False
+
+
+def _origin(frame: types.FrameType) -> str:
+    """Return the file of a function; generated code, such as a dataclass's ``__init__``, has the file of its caller."""
+    now = frame
+    while now.f_code.co_filename.startswith("<") and now.f_back is not None:
+        now = now.f_back
+    return now.f_code.co_filename
+
+
+def _is_allowed(function: Any) -> bool:
+    owner = getattr(function, "__self__", None)
+    module = getattr(function, "__module__", None) or ""
+    if isinstance(owner, torch.Tensor) or module.startswith("torch") or type(owner).__module__.startswith("torch"):
+        return True
+    if owner is torch._C or getattr(owner, "__name__", "").startswith("torch"):
+        return True
+    return function.__name__ in _ALLOWED or isinstance(owner, _IMMUTABLE)

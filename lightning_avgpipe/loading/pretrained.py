@@ -1,0 +1,271 @@
+"""Pretrained models of transformers, of which each process reads its own stages.
+
+transformers builds every model on meta. Its loader then renames, converts, quantizes and places what is in the files.
+Here the loader runs twice, on one tensor in files, or on several that make one parameter, at a time::
+
+    in from_pretrained      on tensors without contents: it finds what is missing, unexpected or of another shape, and
+                            leaves parameters on meta as they will be; each gets a note of what it is made from
+    when a plan is known    on what the notes of the own stages say, into a skeleton of the model
+
+So a model is loaded as transformers loads it, and nothing here knows of models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.loading.adapters import keep_adapters
+from lightning_avgpipe.loading.files import Files, Noise, noise
+from lightning_avgpipe.loading.quantized import (
+    as_quantized,
+    check_quantizer,
+    forget_quantized,
+    is_quantized,
+    take_quantized,
+)
+from lightning_avgpipe.utils.after_import import after_import
+from lightning_avgpipe.utils.names import is_within, listed
+from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.weights.notes import Note, leave_note
+
+_READ_BYTES = 1024**2  # what is smaller is read whatever it is for
+
+# Options of transformers that say where the model goes, or that there are no files to read later.
+_REFUSED = (
+    "device_map", "max_memory", "tp_plan", "tp_size", "distributed_config", "device_mesh", "state_dict", "gguf_file",
+)  # fmt: skip
+
+
+def from_pretrained(kind: Any, path: str, *args: Any, initialised: Sequence[str] = (), **kwargs: Any) -> Any:
+    """Build a model of transformers without its weights, of which each process will read those of its own stages.
+
+    Call it in ``configure_model``, in the place of ``kind.from_pretrained(path, ...)``. The parameters are on the meta
+    device until the strategy has a plan. Then each process reads its own from the files, one at a time, converted and
+    quantized as transformers does it.
+
+    Args:
+        kind: a class with ``from_pretrained``, such as ``AutoModelForCausalLM``.
+        path: folder with safetensors files, or what else transformers finds such files by.
+        args: further ones of ``kind.from_pretrained``.
+        initialised: parameters, or modules of them, that need not be in the files, such as a new head; transformers
+            initialises them, on the host.
+        kwargs: as of ``kind.from_pretrained``: ``dtype``, ``quantization_config``, ``attn_implementation``.
+    Returns:
+        The model, in evaluation mode, as transformers returns it.
+    Raises:
+        ConfigurationError: an option says where the model goes; a parameter is in no file, or has another shape there;
+            a file is damaged, or of another kind.
+    """
+    refused = [name for name in _REFUSED if kwargs.get(name) is not None]
+    if refused:
+        raise ConfigurationError(
+            f"{', '.join(refused)}: the strategy decides which process holds what, and reads it from safetensors "
+            f"files; leave {'it' if len(refused) == 1 else 'them'} out"
+        )
+    after_import("peft.tuners.tuners_utils", keep_adapters)
+    made: list[StoredModel] = []
+    with _loader_replaced(made):
+        model, found = kind.from_pretrained(path, *args, output_loading_info=True, **kwargs)
+    if not made:
+        raise ConfigurationError(f"{kind.__name__} does not load files as models of transformers do; give one of those")
+    missing = sorted(name for name in found["missing_keys"] if not any(is_within(name, new) for new in initialised))
+    if missing:
+        raise ConfigurationError(
+            f"{listed([*map(repr, missing)])} of {type(model).__name__}: in no file of {path}; get the files again, or "
+            "name what is new, such as a head, in initialised=[...]"
+        )
+    return model
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A set of tensors in files that the loader reads together, and the parameters that it makes of them."""
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+# Has transformers load tensors into a model, on a device; gives its report.
+_Load = Callable[[nn.Module, Mapping[str, Any], torch.device], Any]
+
+
+@dataclass(eq=False)
+class StoredModel:
+    """The weights of one model in files, by the names of its parameters.
+
+    Attributes:
+        files: files with the weights.
+    """
+
+    files: Files
+    _groups: Mapping[str, _Group]
+    _skeleton: nn.Module
+    _load: _Load
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The names of all parameters that are in the files."""
+        return self._groups.keys()
+
+    def read(self, key: str, parameter: nn.Parameter, device: torch.device, example: bool = False) -> Tensor:
+        """Read the contents of a parameter in its present dtype, and give it their quantization state.
+
+        Args:
+            key: name of the parameter in the model.
+            parameter: parameter that is to have the contents.
+            device: device of the contents.
+            example: whether random numbers may take the place of large tensors in the files.
+        Returns:
+            The contents, of the shape of the parameter (packed if it has 4 bits).
+        Raises:
+            ConfigurationError: a file is damaged, gone, or has changed.
+        """
+        group, quantized = self._groups[key], is_quantized(parameter)
+        if example and parameter.nbytes > _READ_BYTES and not quantized:
+            return noise(parameter.shape, parameter.dtype, device)
+        small = [name for name in group.sources if not example or self.files.tensors[name].nbytes <= _READ_BYTES]
+        slices: dict[str, Any] = {name: Noise(self.files.tensors[name], device) for name in group.sources}
+        targets = {name: self._skeleton.get_parameter(name) for name in group.targets}
+        try:
+            with self.files.slices(small) as read, _alone(self._skeleton, targets):
+                self._load(self._skeleton, slices | read, device)
+            loaded = self._skeleton.get_parameter(key)
+        finally:
+            for name, before in targets.items():
+                _put(self._skeleton, name, before)
+        return take_quantized(parameter, loaded) if quantized else loaded.detach().to(device, parameter.dtype)
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Remove the quantization state that reading an example has left in a parameter."""
+        forget_quantized(parameter)
+
+
+@contextlib.contextmanager
+def _loader_replaced(made: list[StoredModel]) -> Iterator[None]:
+    """Within this context transformers leaves notes instead of loading weights.
+
+    Args:
+        made: list to which the stored weights of the model are appended.
+    """
+    try:
+        import transformers
+        from transformers import core_model_loading
+
+        loading: Any = core_model_loading
+        base: Any = transformers.PreTrainedModel
+        own = vars(base)["_load_pretrained_model"]
+    except (ImportError, KeyError) as error:
+        raise ConfigurationError(
+            f"from_pretrained needs transformers, of a version that it knows ({error}): "
+            "pip install 'lightning_avgpipe[large]'"
+        ) from error
+
+    def leave_notes(model: Any, _: None, paths: Sequence[str] | None, config: Any, *more: Any) -> tuple[Any, None]:
+        if made:
+            raise ConfigurationError(
+                "There is an adapter in the folder: call from_pretrained with the model that it is for, and then "
+                "PeftModel.from_pretrained(model, folder, is_trainable=True)"
+            )
+        files = Files.of(paths or ())
+
+        def load(into: nn.Module, tensors: Mapping[str, Any], device: torch.device) -> Any:
+            # no bar for each tensor, and no threads for each
+            quiet = replaced(loading, "tqdm", lambda items, **_: items)
+            with quiet, replaced(loading, "is_env_variable_true", "HF_DEACTIVATE_ASYNC_LOAD".__eq__):
+                return loading.convert_and_load_state_dict_in_model(
+                    into, tensors, replace(config, device_map={"": device})
+                )[0]
+
+        check_quantizer(config.hf_quantizer)
+        stored, report = _noted(model, files, config, load)
+        made.append(stored)
+        return report, None
+
+    base._load_pretrained_model = staticmethod(leave_notes)
+    try:
+        yield
+    finally:
+        base._load_pretrained_model = own
+
+
+def _grouped(model: Any, files: Files, config: Any) -> list[list[str]]:
+    """Return the keys in files, grouped by the parameters that transformers' loader makes from them."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    state = model.state_dict()
+    rename = partial(rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=state)
+    mapping = config.weight_mapping or []
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    groups: dict[str, list[str]] = {}
+    for key in files.tensors:
+        target, _ = rename(key, renamings, converters)
+        if target not in state and key in state:  # as transformers does it
+            target, _ = rename(key, [], [])
+        groups.setdefault(target, []).append(key)
+    for tied, source in getattr(model, "all_tied_weights_keys", {}).items():
+        pair = groups.get(tied), groups.get(source)
+        if pair[0] and pair[1] and len(pair[0]) == len(pair[1]) == 1 and files.equal(pair[0][0], pair[1][0]):
+            del groups[tied]  # transformers ties what is not there
+    return list(groups.values())
+
+
+def _noted(model: Any, files: Files, config: Any, load: _Load) -> tuple[StoredModel, Any]:
+    """Leave a note at each parameter that is in the files, load their buffers, and return transformers' report too."""
+    state, buffers, meta = model.state_dict(), dict(model.named_buffers()), torch.device("meta")
+    groups: dict[str, _Group] = {}
+    report: Any = load(model, {}, meta)
+    for keys in _grouped(model, files, config):
+        one = load(model, {key: files.tensors[key] for key in keys}, meta)
+        group = _Group(tuple(keys), tuple(name for name in state if name not in one.missing_keys))
+        wrong = {name: (shape, wanted) for name, shape, wanted in one.mismatched_keys}
+        if wrong and not config.ignore_mismatched_sizes:
+            raise _of_other_shape(model, files, group, wrong)
+        if any(name in buffers for name in group.targets):  # they are small, and every process has them
+            with files.slices(keys) as slices:
+                load(model, slices, torch.device("cpu"))
+        groups |= {name: group for name in group.targets if name not in buffers and name not in wrong}
+        report.missing_keys &= one.missing_keys
+        report.unexpected_keys |= one.unexpected_keys
+        report.mismatched_keys |= one.mismatched_keys
+        report.conversion_errors |= one.conversion_errors
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    stored = StoredModel(files, groups, copy.deepcopy(model, shared), load)
+    for name in groups:
+        parameter = as_quantized(model.get_parameter(name))
+        leave_note(parameter, Note(stored, name))
+        _put(model, name, parameter)
+    return stored, report
+
+
+def _of_other_shape(
+    model: nn.Module, files: Files, group: _Group, wrong: Mapping[str, tuple[Sequence[int], Sequence[int]]]
+) -> ConfigurationError:
+    name, (shape, wanted) = next(iter(wrong.items()))
+    sources, file = listed([*map(repr, group.sources)]), files.file_of[group.sources[0]]
+    return ConfigurationError(
+        f"'{name}' of {type(model).__name__} is of shape {tuple(wanted)}, but made from {sources} of {file} it is of "
+        f"shape {tuple(shape)}; give the configuration that belongs to the files, or ignore_mismatched_sizes=True to "
+        "have it initialised"
+    )
+
+
+@contextlib.contextmanager
+def _alone(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Within this context a model seems to have only these parameters, since listing all of them takes long."""
+    with replaced(model, "state_dict", lambda: parameters), replaced(model, "named_buffers", lambda: ()):
+        yield
+
+
+def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, parameter)

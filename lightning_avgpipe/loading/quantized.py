@@ -1,0 +1,61 @@
+"""Weights in 4 bits by bitsandbytes, whose parameters need a quantization state besides their contents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.errors import ConfigurationError
+
+
+def check_quantizer(quantizer: Any) -> None:
+    """Check that weights of a model can be quantized one at a time.
+
+    Args:
+        quantizer: quantizer of transformers; None if the model is not quantized.
+    Raises:
+        ConfigurationError: the quantizer is not bitsandbytes with 4 bits, or the files are quantized already.
+    """
+    if quantizer is None:
+        return
+    config = quantizer.quantization_config
+    if not getattr(config, "load_in_4bit", False):
+        raise ConfigurationError(
+            f"from_pretrained quantizes with bitsandbytes to 4 bits, not by {type(config).__name__} as given; use "
+            "BitsAndBytesConfig(load_in_4bit=True)"
+        )
+    if quantizer.pre_quantized:
+        raise ConfigurationError(
+            "The files hold weights in 4 bits already, which cannot be read a tensor at a time; give the files that "
+            "they were made from, which are quantized while they are read"
+        )
+
+
+def is_quantized(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter has 4 bits."""
+    return hasattr(parameter, "quant_state")
+
+
+def as_quantized(parameter: Any) -> nn.Parameter:
+    """Return a parameter, or for one of 4 bits a packed one on meta of the size that it will have."""
+    if not is_quantized(parameter):
+        return parameter
+    words = -(-parameter.numel() // (2 * parameter.quant_storage.itemsize))
+    storage = torch.empty(words, 1, dtype=parameter.quant_storage, device="meta")
+    packed = type(parameter)(storage, **{**vars(parameter), "bnb_quantized": True})
+    packed._is_hf_initialized = True
+    return packed
+
+
+def take_quantized(parameter: Any, loaded: Any) -> Tensor:
+    """Give a parameter the quantization state of a loaded one, and return the contents of that one."""
+    parameter.quant_state = loaded.quant_state
+    return loaded.data
+
+
+def forget_quantized(parameter: Any) -> None:
+    """Remove the quantization state of a parameter without contents."""
+    if is_quantized(parameter):
+        parameter.quant_state = None

@@ -1,0 +1,116 @@
+"""A hook that changes the weights of pipeline 0's model alone is told of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelPruning
+from torch import nn
+
+from lightning_avgpipe import Averaging
+from lightning_avgpipe.averaging.checksum import Checksums
+from lightning_avgpipe.errors import ConfigurationError
+from tests.averaging.models import Net, train
+from tests.models import MLP, loader
+
+
+@torch.no_grad()
+def clamp(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+class InHook(L.Callback):
+    """Changes weights in one hook."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, lambda trainer, module, *_: clamp(module))
+
+
+class InStep(MLP):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        clamp(self)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_batch_start", "on_train_epoch_end"])
+def test_a_hook_that_changes_the_weights_it_sees_is_refused(hook: str) -> None:
+    says = r"changed 'layers.0.weight', .* and \d more of pipeline 0's model, which hooks see, and not of the 1 other"
+    with pytest.raises(ConfigurationError, match=says):
+        train(MLP(), loader(MLP, 64, 8), 2, trainer={"callbacks": [InHook(hook)], "max_epochs": 2})
+
+
+def test_code_after_the_step_is_told_of_too() -> None:
+    with pytest.raises(ConfigurationError, match="code after the step in optimizer_step"):
+        train(InStep(), loader(MLP, 64, 8), averaging=Averaging(every=2))
+
+
+def test_with_one_pipeline_hooks_may_change_weights() -> None:
+    train(InStep(), loader(MLP, 64, 8), 2, num_pipelines=1, trainer={"callbacks": [InHook("on_train_batch_end")]})
+
+
+class Everywhere(L.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        for n in range(trainer.strategy.num_pipelines):
+            with trainer.strategy.parallel_model(n) as model:
+                clamp(model)
+
+
+class Averages(L.Callback):
+    """Keeps an average of the weights, which is in the module during validation and between epochs."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        now = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        self.average = {name: (self.average.get(name, p) + p) / 2 for name, p in now.items()}
+
+    @torch.no_grad()
+    def exchange(self, module: Any) -> None:
+        for name, parameter in module.named_parameters():
+            kept = parameter.clone()
+            parameter.copy_(self.average[name])
+            self.average[name] = kept
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.exchange(module)
+
+    on_validation_end = on_validation_start
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.exchange(module)
+        self.exchange(module)
+
+
+def test_who_changes_all_models_or_puts_weights_back_goes_on() -> None:
+    options = {"callbacks": [Everywhere(), Averages()], "max_epochs": 3}
+    found = train(Net("adamw"), loader(Net, 48, 8), 2, loader(Net, 16, 8), trainer=options)
+    assert found.trainer.global_step == 9
+    for model in found.models:
+        assert max(p.abs().max() for name, p in model.items() if "weight" in name) <= 0.1
+
+
+def test_a_mark_tells_any_bit() -> None:
+    weights = {
+        "a": torch.randn(3, 4).t(), "b": torch.zeros(2), "c": torch.randn(2, dtype=torch.complex64),
+        "d": torch.randn(5).bfloat16(), "e": torch.tensor(0.5).double()[None],
+    }  # fmt: skip
+    weights["b"][0] = torch.nan
+    for name in weights:
+        marks = Checksums(weights)
+        marks.set(last=False)
+        marks.check(1)
+        marks.set(last=False)
+        weights[name][-1].neg_()
+        with pytest.raises(ConfigurationError, match=f"changed '{name}' of"):
+            marks.check(1)
+
+
+def test_pruning_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"ModelPruning puts other parameters .* num_pipelines=2 .* remove"):
+        train(MLP(), loader(MLP, 16, 8), trainer={"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]})

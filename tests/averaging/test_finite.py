@@ -1,0 +1,168 @@
+"""A gradient that is no number does not reach the reference model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+
+from lightning_avgpipe import Averaging
+from lightning_avgpipe.averaging.finite import first_nonfinite, has_nonfinite, may_have_nonfinite
+from lightning_avgpipe.errors import AvgPipeError, NonFiniteError
+from tests import processes
+from tests.averaging.models import assert_equal, train
+from tests.models import MLP, loader
+from tests.trainers import pipeline
+
+CPU = torch.device("cpu")
+INFINITE, NAN = float("inf"), float("nan")
+
+
+class Poisoned(MLP):
+    """The samples of one batch make its loss infinite, and its gradients no numbers; normalised on the way."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layers(x))
+
+
+def data(poisoned: int | None, batches: int = 8) -> Any:
+    """The same batches, of which one may have an infinite value."""
+    torch.manual_seed(7)
+    found = [MLP.example(8) for _ in range(batches)]
+    if poisoned is not None:
+        found[poisoned][0][3, 3] = INFINITE
+    return torch.utils.data.DataLoader(found, batch_size=None)
+
+
+def trained(poisoned: int | None, optimizer: str = "sgd", num_stages: int = 2, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Poisoned(optimizer)
+    models = train(model, data(poisoned), num_stages, **options)
+    return model.state_dict(), models
+
+
+@pytest.mark.parametrize("value", [INFINITE, -INFINITE, NAN])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_one_number_among_many_is_found(value: float, dtype: torch.dtype) -> None:
+    huge = torch.tensor(-1e300, dtype=torch.float64)
+    sound = [torch.ones(100, 3, dtype=dtype), torch.zeros(0), torch.full((4,), 60000.0)]
+    assert not may_have_nonfinite(sound, CPU)
+    assert not may_have_nonfinite([], CPU)
+    assert not has_nonfinite([*sound, huge])
+    ill = torch.ones(50, 7, dtype=dtype)
+    ill[20, 3] = value
+    sparse = torch.sparse_coo_tensor([[1]], [value], (4,), check_invariants=True)
+    for among in ([*sound, ill], [sparse]):
+        assert may_have_nonfinite(among, CPU) == 1
+        assert has_nonfinite(among)
+    assert first_nonfinite({"a": huge, "b": ill, "c": ill}) == "b"
+
+
+def test_by_default_parallel_models_stop_before_any_has_stepped() -> None:
+    message = r"pipeline 1, batch_idx 1: the gradient of 'layers\.0\.weight' is infinite or no number .* as it was"
+    with pytest.raises(NonFiniteError, match=message):
+        trained(3)
+
+
+def test_a_single_model_goes_on_by_default_as_with_any_strategy_and_stops_if_that_is_wanted() -> None:
+    weights, _ = trained(3, num_pipelines=1)
+    assert all(torch.isnan(w).all() for name, w in weights.items() if name.endswith("weight"))
+    with pytest.raises(NonFiniteError, match=r"^batch_idx 3: the gradient of 'layers\.0\.weight'"):
+        trained(3, num_pipelines=1, averaging=Averaging(on_nonfinite="raise"))
+
+
+@pytest.mark.parametrize("num_pipelines", [1, 2])
+@pytest.mark.parametrize("wanted", ["raise", "skip"])
+def test_what_is_finite_is_trained_with_the_same_bits(wanted: str, num_pipelines: int) -> None:
+    checked, _ = trained(None, num_pipelines=num_pipelines, averaging=Averaging(on_nonfinite=wanted))
+    unchecked, _ = trained(None, num_pipelines=num_pipelines, averaging=Averaging(on_nonfinite=None))
+    assert_equal(checked, unchecked)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("poisoned", [2, 3])
+def test_a_model_that_is_skipped_is_left_out_of_the_mean_and_trains_again(optimizer: str, poisoned: int) -> None:
+    logger = CSVLogger(".", version=0)
+    with pytest.warns(UserWarning, match=f"batch_idx 1: pipeline {poisoned % 2} had a gradient that is infinite"):
+        weights, models = trained(
+            poisoned,
+            optimizer,
+            averaging=Averaging(on_nonfinite="skip"),
+            trainer={"logger": logger, "log_every_n_steps": 1},
+        )
+    assert all(torch.isfinite(w).all() for w in weights.values())
+    assert models.trainer.strategy.skipped_models == 1
+    assert "avgpipe/skipped_models" in Path("lightning_logs/version_0/metrics.csv").read_text()
+
+
+def test_the_reference_goes_on_with_the_mean_of_the_others() -> None:
+    def reference(after: int, poisoned: int | None, **options: Any) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+
+        class Keeps(L.Callback):
+            def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+                with trainer.strategy.reference():
+                    if trainer.global_step == after:
+                        found.update({name: p.detach().clone() for name, p in module.named_parameters()})
+
+        trained(poisoned, trainer={"callbacks": [Keeps()]}, **options)
+        return found
+
+    # one step: of three models the last one's batch is poisoned, and the reference moves as the two others do
+    left_out = reference(1, 2, num_pipelines=3, averaging=Averaging(alpha=1.0, outer_lr=1.0, on_nonfinite="skip"))
+    others = reference(1, None, num_pipelines=2, averaging=Averaging(alpha=1.0, outer_lr=1.0))
+    for name, expected in others.items():
+        torch.testing.assert_close(left_out[name], expected)
+
+
+def test_a_single_model_skips_the_step() -> None:
+    weights, models = trained(3, num_pipelines=1, averaging=Averaging(on_nonfinite="skip"))
+    assert all(torch.isfinite(w).all() for name, w in weights.items() if name.startswith("layers"))
+    assert models.trainer.strategy.skipped_models == 1
+
+
+def test_a_loss_scaler_skips_steps_by_itself() -> None:
+    class Scaled(L.pytorch.plugins.MixedPrecision):
+        def forward_context(self) -> Any:  # half precision on the CPU is beside the point
+            return torch.autocast("cpu", enabled=False)
+
+    class Steep(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * 1e4
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-7)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    plugin = Scaled("16-mixed", "cpu", scaler)
+    model = Steep()
+    pipeline(2, strategy={"num_pipelines": 2}, plugins=[plugin], max_epochs=1).fit(model, loader(MLP, 32, 8))
+    assert scaler.get_scale() == 2.0**125  # two steps, both skipped
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def on_two(rank: int) -> Any:
+    torch.manual_seed(0)
+    model = Poisoned()
+    options = {"num_pipelines": 2, "num_microbatches": 2, "averaging": Averaging(on_nonfinite="skip")}
+    runner = pipeline(2, 2, options, max_epochs=1)
+    runner.fit(model, data(3))
+    with pytest.raises(AvgPipeError, match=r"pipeline 1, batch_idx 1: the gradient of 'layers\.0\.weight'"):
+        pipeline(2, 2, {"num_pipelines": 2, "num_microbatches": 2}, max_epochs=1).fit(Poisoned(), data(3))
+    return dict(model.state_dict()), runner.strategy.skipped_models
+
+
+def test_two_processes_skip_and_stop_as_one_does(tmp_path: Path) -> None:
+    expected, _ = trained(3, averaging=Averaging(on_nonfinite="skip"))
+    for weights, skipped in processes.results(processes.run(2, on_two, folder=tmp_path)):
+        assert skipped == 1
+        assert_equal(weights, expected)

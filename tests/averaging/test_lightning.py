@@ -1,0 +1,515 @@
+"""What Lightning does around training finds the model that it should."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.errors import ConfigurationError
+from tests.averaging.models import Batches, Models, Net, assert_equal, state, train
+from tests.models import MLP, Regression, loader
+from tests.trainers import pipeline, trainer
+
+HOOKS = ("on_validation_start", "on_validation_batch_start", "on_validation_epoch_end", "on_validation_end")
+
+
+class Sees(L.Callback):
+    """Whose weights the hooks of a validation and of training see."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, dict[str, Tensor]] = {}
+        for hook in (*HOOKS, "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end"):
+            setattr(self, hook, lambda trainer, module, *_, hook=hook: self.note(hook, trainer, module))
+
+    def note(self, hook: str, trainer: Any, module: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        self.seen[hook] = state(module)
+        with trainer.strategy.reference() as reference:
+            self.seen[f"{hook} reference"] = state(reference)
+        if trainer.strategy.run.deployment.models.ensemble is not None:
+            with trainer.strategy.parallel_model(0) as model:
+                self.seen[f"{hook} own"] = state(model)
+        assert_equal(state(module), self.seen[hook])
+
+
+def test_evaluation_sees_the_reference_and_training_the_first_model() -> None:
+    class Kept(Net):
+        def on_validation_model_eval(self) -> None:
+            self.seen_in_eval = state(self)
+            super().on_validation_model_eval()
+
+    torch.manual_seed(3)
+    model, sees = Kept("adamw"), Sees()
+    train(model, loader(Net, 48, 8), 2, loader(Net, 16, 8), trainer={"callbacks": [sees], "val_check_interval": 2})
+    for hook in HOOKS:
+        assert_equal(sees.seen[hook], sees.seen[f"{hook} reference"])
+    assert_equal(model.seen_in_eval, sees.seen["on_validation_end"])
+    for hook in ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_end"):
+        assert_equal(sees.seen[hook], sees.seen[f"{hook} own"])
+    assert not torch.equal(sees.seen["on_train_batch_end"]["scale"], sees.seen["on_train_batch_end reference"]["scale"])
+
+
+def test_what_is_validated_is_what_fit_leaves() -> None:
+    torch.manual_seed(3)
+    model = Net("adamw")
+    found = train(model, loader(Net, 48, 8), 2, loader(Net, 16, 8))
+    logged = found.trainer.callback_metrics["val_loss"].item()
+    alone = trainer()
+    assert alone.validate(model, loader(Net, 16, 8), verbose=False)[0]["val_loss"] == pytest.approx(logged, abs=1e-6)
+    again = found.trainer.predict(model, loader(Net, 16, 8))
+    for one, other in zip(again, alone.predict(model, loader(Net, 16, 8)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_logged_values_are_those_of_all_batches_together() -> None:
+    torch.manual_seed(3)
+    one = MLP()
+    many = copy.deepcopy(one)
+    metrics = []
+    frozen = {"lr": 0.0}
+    for module, make in ((one, lambda: trainer(max_epochs=1)), (many, None)):
+        module.configure_optimizers = lambda module=module: torch.optim.SGD(module.parameters(), **frozen)
+        if make is None:
+            runner = train(module, loader(MLP, 44, 8), 2).trainer
+        else:
+            runner = make()
+            runner.fit(module, loader(MLP, 44, 16))
+        metrics.append({name: value.item() for name, value in runner.callback_metrics.items()})
+    assert metrics[1] == pytest.approx(metrics[0], abs=1e-6)
+
+
+class Finetuned(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
+        self.head = nn.Linear(8, 8)
+
+    example = MLP.example
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x).tanh())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_frozen_parameters_are_shared_until_they_train(num_stages: int) -> None:
+    torch.manual_seed(3)
+    start = Finetuned()
+    found = {}
+    for epochs in (1, 3):
+        model = copy.deepcopy(start)
+        unfreezing = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-2)
+        options = {"max_epochs": epochs, "callbacks": [unfreezing]}
+        found[epochs] = train(model, loader(MLP, 48, 8), num_stages, trainer=options)
+    for name, parameter in start.named_parameters():
+        shared = "backbone" in name and "backbone.1" not in name  # norms train all the time
+        one, other = (model[name] for model in found[1].models)
+        assert torch.equal(one, other) == shared
+        assert torch.equal(one, parameter) == shared
+        one, other = (model[name] for model in found[3].models)
+        assert not torch.equal(one, other)
+        torch.testing.assert_close(found[3].reference[name], (one + other) / 2, rtol=1e-6, atol=1e-6)
+
+
+class Reconfigures(L.Callback):
+    """Other settings after some batches."""
+
+    def __init__(self, settings: dict[int, dict[str, Any]]) -> None:
+        self.settings = settings
+        self.pipelines: list[int] = []
+        self.references: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.pipelines.append(trainer.strategy.num_pipelines)
+        if batch_idx in self.settings:
+            trainer.strategy.reconfigure(**self.settings[batch_idx])
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_zero_grad", "on_before_optimizer_step"])
+def test_other_numbers_asked_for_within_an_iteration_come_with_the_next(hook: str) -> None:
+    def trained(hook: str) -> tuple[list[int], dict[str, Tensor]]:
+        used: list[int] = []
+
+        def ask(trainer: Any, *_: Any) -> None:
+            wanted = {1: {"num_pipelines": 3}, 3: {"num_pipelines": 1}, 4: {"num_microbatches": 4}}
+            step = trainer.global_step - (hook == "on_train_batch_end")
+            if step in wanted:
+                trainer.strategy.reconfigure(**wanted[step])
+
+        class Notes(L.Callback):
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                used.append(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+        class Asks(L.Callback):
+            pass
+
+        setattr(Asks, hook, lambda self, trainer, *_: ask(trainer))
+        torch.manual_seed(3)
+        model = MLP()
+        train(model, loader(MLP, 80, 8), num_pipelines=2, trainer={"callbacks": [Notes(), Asks()]})
+        return used, model.state_dict()
+
+    used, weights = trained(hook)
+    expected, alike = trained("on_train_batch_end")
+    assert used == expected
+    assert all(torch.equal(weights[name], alike[name]) for name in alike)
+
+
+def test_pipelines_come_and_go_between_iterations() -> None:
+    class Notes(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.samples: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.samples += batch[0][:, 0].tolist()
+            return super().training_step(batch, batch_idx)
+
+    torch.manual_seed(3)
+    model = Notes()
+    data = loader(MLP, 4 * 16, 4)
+    settings = {1: {"num_pipelines": 3}, 3: {"num_pipelines": 2, "num_microbatches": 1}, 4: {"num_pipelines": 1}}
+    callback = Reconfigures(settings)
+    found = train(model, data, 1, num_pipelines=1, trainer={"callbacks": [callback], "num_sanity_val_steps": 0})
+    assert callback.pipelines == [1, 1, 3, 3, 2, *[1] * 6]
+    assert found.trainer.global_step == 11
+    everything = [value for batch in data for value in batch[0][:, 0].tolist()]
+    assert sorted(model.samples[-64:]) == pytest.approx(sorted(everything))
+
+
+class Totals(L.Callback):
+    """What a progress bar says after each batch."""
+
+    def __init__(self, bar: Any) -> None:
+        self.bar = bar
+        self.seen: list[tuple[int, int]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        shown = self.bar.train_progress_bar
+        done = shown.n if isinstance(self.bar, TQDMProgressBar) else int(shown.completed)
+        self.seen.append((done, shown.total))
+
+
+@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
+def test_progress_bars_show_as_many_iterations_as_there_will_be(kind: Any) -> None:
+    if kind is RichProgressBar:
+        pytest.importorskip("rich")
+    bar = kind(refresh_rate=1)
+    totals, changes = Totals(bar), Reconfigures({1: {"num_pipelines": 2}, 3: {"num_pipelines": 4}})
+    options = {"callbacks": [bar, changes, totals], "enable_progress_bar": True, "max_epochs": 2}
+    found = train(MLP(), loader(MLP, 16 * 4, 4), 1, num_pipelines=1, trainer=options)
+    # 16 batches: two alone, two iterations of two, then of four
+    first, second = totals.seen[:7], totals.seen[7:]
+    assert first == [(1, 16), (2, 9), (3, 9), (4, 7), (5, 7), (6, 7), (7, 7)]
+    assert [done for done, _ in second] == list(range(1, found.trainer.num_training_batches + 1))
+    assert second[-1][0] == second[-1][1]
+
+
+def test_fewer_pipelines_keep_the_reference() -> None:
+    class Around(Reconfigures):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            with trainer.strategy.reference() as reference:
+                self.references.append(state(reference))
+            super().on_train_batch_end(trainer, module, *args)
+
+        def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.strategy.run.deployment.models.train(trainer.strategy.num_pipelines)
+                with trainer.strategy.reference() as reference:
+                    self.references.append(state(reference))
+
+    torch.manual_seed(3)
+    for left in (2, 1):
+        model = Net("adamw", dropout=0.0)
+        around = Around({1: {"num_pipelines": left}})
+        train(model, loader(Net, 96, 8), 1, num_pipelines=3, trainer={"callbacks": [around], "limit_train_batches": 3})
+        parameters = dict(model.named_parameters())
+        before, after = around.references[1:3]
+        assert_equal({n: before[n] for n in parameters}, {n: after[n] for n in parameters})
+
+
+def half_mixed() -> MixedPrecision:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    return MixedPrecision("16-mixed", "cpu", scaler)
+
+
+class Explodes(Net):
+    """One batch of pipeline 1 has an infinite gradient."""
+
+    at = -1
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return loss * torch.where(batch[0][0, 0] == self.at, torch.inf, 1.0)
+
+
+def test_an_infinite_gradient_in_one_pipeline_skips_the_step_of_all() -> None:
+    batches = list(loader(Net, 48, 8))
+    models, scales = [], []
+    for at, used in ((batches[3][0][0, 0].item(), batches), (-1.0, batches[:2] + batches[4:])):
+        torch.manual_seed(3)
+        model = Explodes("adam", dropout=0.0)
+        model.at = at
+        plugin = half_mixed()
+        found = train(model, Batches(used), 2, trainer={"plugins": [plugin]})
+        models.append(found.models)
+        scales.append(plugin.scaler.get_scale())
+    for one, other in zip(*models, strict=True):
+        weights = [name for name, _ in model.named_parameters()]  # the norm has seen the batch
+        assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in weights)
+    assert scales[0] == scales[1] / 2 or scales[0] == 2.0**9
+
+
+def test_the_scale_grows_once_per_step() -> None:
+    plugin = half_mixed()
+    torch.manual_seed(3)
+    train(Net("adam"), loader(Net, 64, 8), 1, trainer={"plugins": [plugin]})
+    assert plugin.scaler.get_scale() == 2.0**12  # four steps, growth every second
+
+
+def test_learning_rates_that_hooks_change_before_the_step_are_those_of_all_models() -> None:
+    class WarmsUp(MLP):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+
+    torch.manual_seed(3)
+    model = WarmsUp()
+    before = state(model)
+    found = train(model, loader(MLP, 32, 8), 2)
+    for after in found.models:
+        assert_equal(after, before)
+
+
+def test_a_learning_rate_finder_leaves_the_weights_as_they_were() -> None:
+    class Finds(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lr = 0.01
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    class First(Models):
+        def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            self.first = state(module)
+
+    torch.manual_seed(3)
+    model, first = Finds(), First()
+    before = state(model)
+    finder = LearningRateFinder(num_training_steps=5)
+    runner = trainer(
+        strategy=AvgPipeStrategy(num_stages=1, num_pipelines=2, num_microbatches=2, costs="flops"),
+        callbacks=[finder, first],
+        max_steps=1,
+        enable_checkpointing=False,
+    )
+    runner.fit(model, loader(MLP, 96, 8))
+    assert_equal(first.first, before)
+
+
+class Sized(L.LightningDataModule):
+    batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return loader(MLP, 48, self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return loader(MLP, 8, self.batch_size)
+
+
+class Limited(MLP):
+    """Runs out of memory if a micro-batch has more than two samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if len(batch[0]) > 2:
+            raise RuntimeError("CUDA out of memory.")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_batch_size_finder_finds_what_all_models_have_room_for() -> None:
+    found = []
+    for callbacks, size in (([BatchSizeFinder(max_trials=4, steps_per_trial=2)], 2), ([], 4)):
+        torch.manual_seed(3)
+        data, model, models = Sized(), Limited("momentum"), Models()
+        data.batch_size = size
+        runner = pipeline(
+            2, strategy={"num_pipelines": 2, "num_microbatches": 2}, callbacks=[*callbacks, models], max_epochs=1
+        )
+        runner.fit(model, datamodule=data)
+        assert (data.batch_size, runner.global_step) == (4, 6)
+        found.append([*models.models, models.reference, state(model)])
+    for tried, straight in zip(*found, strict=True):
+        assert_equal(tried, straight)
+
+
+@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "WeightAveraging"])
+def test_a_callback_that_averages_one_model_is_refused(name: str) -> None:
+    kind = getattr(L.pytorch.callbacks, name, None)
+    if kind is None:
+        pytest.skip("WeightAveraging came with Lightning 2.6")
+    callback = kind(0.1) if name == "StochasticWeightAveraging" else kind()
+    message = f"{name} averages the weights of one model, but num_pipelines=2 .* remove it"
+    with pytest.raises(ConfigurationError, match=message):
+        train(MLP(), loader(MLP, 16, 8), trainer={"callbacks": [callback]})
+    with pytest.raises(ConfigurationError, match=message):
+        train(MLP(), loader(MLP, 48, 8), num_pipelines=1, trainer={"callbacks": [Wider(), callback]})
+
+
+class Wider(L.Callback):
+    """Asks for a second model."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.strategy.reconfigure(num_pipelines=2)
+
+
+def test_an_optimizer_of_what_the_module_does_not_know_is_refused() -> None:
+    class Outside(MLP):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([*self.parameters(), torch.zeros(3, requires_grad=True)], lr=0.1)
+
+    with pytest.raises(ConfigurationError, match=r"SGD trains a tensor of shape \(3,\) that is no parameter"):
+        train(Outside(), loader(MLP, 16, 8))
+
+
+def test_an_optimizer_that_evaluates_its_closure_twice_is_refused() -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            return super().step(closure)
+
+    class Sharp(MLP):
+        def configure_optimizers(self) -> Any:
+            return Twice(self.parameters(), lr=0.1)
+
+    with pytest.raises(ConfigurationError, match=r"Twice evaluates its closure several times .* with 2 parallel"):
+        train(Sharp(), loader(MLP, 16, 8))
+
+
+def test_a_failure_leaves_the_reference() -> None:
+    class Fails(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                with trainer.strategy.reference() as reference:
+                    self.reference = state(reference)
+                raise RuntimeError("stop")
+
+    fails, model = Fails(), MLP()
+    with pytest.raises(RuntimeError, match="stop"):
+        train(model, loader(MLP, 64, 8), 2, trainer={"callbacks": [fails]})
+    assert_equal(fails.reference, state(model))
+
+
+def test_boring_models_have_parallel_ones() -> None:
+    model = BoringModel()
+    runner = pipeline(1, strategy={"num_pipelines": 4}, max_epochs=1, limit_train_batches=3, limit_val_batches=1)
+    runner.fit(model)
+    assert runner.global_step == 3
+
+
+class Slow(nn.Module):
+    """A layer that keeps a running mean in a tensor that is no buffer, and another in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mean, self.state = nn.Linear(8, 8), torch.zeros(8), {"mean": torch.zeros(8)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        self.state["mean"].mul_(0.5).add_(self.mean)
+        return torch.tanh(y) * self.state["mean"].clone() + self.mean
+
+
+class SlowAsBuffer(Slow):
+    """The same with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.mean
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("other", torch.zeros(8))
+        self.state = {"mean": self.other}
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_each_parallel_model_has_tensors_of_its_own_that_are_no_buffers(num_stages: int) -> None:
+    class Model(MLP):
+        def __init__(self, layer: type[nn.Module]) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(layer(), nn.Linear(8, 8))
+
+    weights = []
+    for layer in (Slow, SlowAsBuffer):
+        module = Model(layer)
+        train(module, loader(MLP, 64, 8), num_stages, num_pipelines=2)
+        weights.append({name: p.detach() for name, p in module.named_parameters()})
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+class Counts(nn.Module):
+    """A layer that counts its calls, in numbers, lists and objects of its own, and acts on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.state, self.norms = nn.Linear(8, 8), 0, {"calls": 0}, []  # type: ignore[var-annotated]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.state["calls"] += 1
+        self.norms.append(float(x.norm()))
+        return self.linear(x) / (1 + 0.1 * self.calls + 0.01 * self.state["calls"])
+
+
+class CountsInBuffers(nn.Module):
+    """The same with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) / (1 + 0.1 * int(self.calls) + 0.01 * int(self.calls))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_layers_of_each_parallel_model_count_for_themselves_and_collect_together(num_stages: int) -> None:
+    class Model(MLP):
+        def __init__(self, layer: type[nn.Module]) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(layer(), nn.Linear(8, 8))
+
+    weights = []
+    for layer in (Counts, CountsInBuffers):
+        module = Model(layer)
+        train(module, loader(MLP, 64, 8), num_stages, num_pipelines=2, num_microbatches=4)
+        weights.append({name: p.detach() for name, p in module.named_parameters()})
+        if layer is Counts:
+            assert module.layers[0].calls == 16
+            assert len(module.layers[0].norms) == 32
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -1,0 +1,316 @@
+"""Parallel models train as they must, whatever the number of stages."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import Tensor
+
+from lightning_avgpipe import Averaging
+from lightning_avgpipe.engine.executor import Lane
+from lightning_avgpipe.training import parallel_pipelines
+from tests.averaging.models import OPTIMIZERS, Batches, Net, assert_equal, state, train
+from tests.models import MLP, loader
+from tests.trainers import pipeline, trainer
+from tests.weights.test_tied import TiedLanguageModel
+
+
+def net(**options: Any) -> Net:
+    torch.manual_seed(3)
+    return Net(**options)
+
+
+def every(count: int, n: int, samples: int = 48) -> Batches:
+    """The batches of one pipeline."""
+    return Batches(list(loader(Net, samples, 8))[n::count])
+
+
+def test_one_pipeline_is_plain_training_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_pipelines, "Ensemble", None)  # nothing is averaged, nor copied for it
+    results = []
+    for strategy in ({}, {"num_pipelines": 1, "averaging": Averaging(alpha=0.3, outer_lr=2.0)}):
+        model = net(optimizer="adamw")
+        runner = pipeline(2, strategy={"num_microbatches": 2, **strategy}, max_epochs=2)
+        runner.fit(model, loader(Net, 40, 8), loader(Net, 8, 8))
+        results.append(state(model))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_models_that_never_meet_are_independent_runs_bitwise(optimizer: str) -> None:
+    options = {"optimizer": optimizer, "warm_up": True, "dropout": 0.0}
+    found = train(
+        net(**options),
+        loader(Net, 48, 8),
+        num_stages=2,
+        averaging=Averaging(alpha=0.0, outer_lr=1.0),
+        trainer={"gradient_clip_val": 0.5},
+    )
+    for n, model in enumerate(found.models):
+        alone = net(**options)
+        runner = pipeline(2, strategy={"num_microbatches": 2}, max_epochs=1, gradient_clip_val=0.5)
+        runner.fit(alone, every(2, n))
+        assert_equal(state(alone), model)
+
+
+def test_models_that_always_meet_are_one_run_with_larger_batches() -> None:
+    torch.manual_seed(3)
+    one = MLP().double()
+    many = copy.deepcopy(one)
+    small, large = loader(MLP, 48, 4), loader(MLP, 48, 16)
+    trainer(max_epochs=2, precision="64-true").fit(one, large)
+    strategy = {"averaging": Averaging(alpha=1.0, outer_lr=1.0), "num_pipelines": 4}
+    pipeline(2, strategy=strategy, max_epochs=2, precision="64-true").fit(many, small)
+    for name, parameter in one.named_parameters():
+        torch.testing.assert_close(many.get_parameter(name), parameter, rtol=0, atol=1e-12)
+
+
+def reference_is_mean(found: Any) -> None:
+    for name, tensor in found.reference.items():
+        models = [model[name] for model in found.models]
+        if tensor.is_floating_point():
+            torch.testing.assert_close(tensor, torch.stack(models).mean(0), rtol=1e-6, atol=1e-6)
+        else:
+            assert torch.equal(tensor, models[0]), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_pipelines": 3, "averaging": Averaging(alpha=0.1, outer_lr=0.5)},
+        {"averaging": Averaging(outer_optimizer=partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True))},
+        {"averaging": Averaging(outer_optimizer=partial(torch.optim.AdamW, lr=1e-3)), "num_pipelines": 4},
+    ],
+)
+def test_the_reference_is_the_mean_of_the_models_and_what_fit_leaves(options: Any) -> None:
+    model = net(optimizer="adam")
+    found = train(model, loader(Net, 56, 8), num_stages=2, **options)
+    reference_is_mean(found)
+    assert_equal(found.reference, state(model))
+    for one, other in zip(found.models, found.models[1:], strict=False):
+        assert not any(torch.equal(one[name], other[name]) for name, _ in model.named_parameters())
+
+
+def test_results_depend_on_neither_stages_nor_schedules_nor_their_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for num_stages, schedule, order in [(1, "1f1b", 0), (2, "1f1b", 0), (3, "afab", 0), (2, "advance_forward", 1)]:
+        with monkeypatch.context() as patched:
+            if order:
+                calls = torch.Generator().manual_seed(order)
+                patched.setattr(Lane, "urgency", lambda lane, calls=calls: torch.rand((), generator=calls).item())
+            model = net(optimizer="adamw")
+            found = train(model, loader(Net, 44, 8), num_stages, loader(Net, 8, 4), num_pipelines=3, schedule=schedule)
+        metrics = {name: value for name, value in found.trainer.callback_metrics.items() if "val" not in name}
+        results.append([*found.models, found.reference, metrics])
+    for other in results[1:]:
+        for one, found in zip(results[0], other, strict=True):
+            assert_equal(one, found)
+
+
+def test_tied_parameters_stay_tied_in_every_model() -> None:
+    results = []
+    for num_stages in (1, 3):
+        torch.manual_seed(3)
+        model = TiedLanguageModel()
+        found = train(model, loader(TiedLanguageModel, 24, 4), num_stages)
+        results.append(found)
+        reference_is_mean(found)
+    for one, other in zip(*(found.models for found in results), strict=True):
+        for name, tensor in one.items():
+            torch.testing.assert_close(tensor, other[name], rtol=1e-5, atol=1e-6)
+
+
+def test_an_idle_pipeline_waits_at_a_ragged_end_and_does_not_count() -> None:
+    class Note(MLP):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    torch.manual_seed(3)
+    model = Note().double()
+    start = state(model)
+    data = Batches(list(loader(Note, 16, 8))[:1])  # one batch for two pipelines
+    found = train(model, data, averaging=Averaging(outer_lr=1.0, alpha=0.5), trainer={"precision": "64-true"})
+    alone = Note().double()
+    alone.load_state_dict(start)
+    trainer(max_epochs=1, precision="64-true").fit(alone, data)
+    for name, tensor in state(alone).items():
+        torch.testing.assert_close(found.reference[name], tensor, rtol=0, atol=1e-14)
+    reference_is_mean(found)
+    assert found.trainer.global_step == 1
+
+
+def test_batches_are_read_once_and_in_turn_and_lightning_sees_those_of_pipeline_0() -> None:
+    class Counts(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+            self.trained: list[Any] = []
+            self.transferred = 0
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.transferred += 1
+            return batch
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.seen.append((batch_idx, batch[0][0, 0].item()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.trained += batch[0][:, 0].tolist()
+            return super().training_step(batch, batch_idx)
+
+    data = loader(MLP, 30, 4)  # eight batches
+    model = Counts()
+    runner = pipeline(1, strategy={"num_pipelines": 3, "num_microbatches": 1}, max_epochs=1)
+    runner.fit(model, data)
+    samples = [value for batch in data for value in batch[0][:, 0].tolist()]
+    assert runner.global_step == runner.num_training_batches == 3
+    assert model.transferred == 8
+    assert model.seen == [(i, pytest.approx(samples[12 * i])) for i in range(3)]
+    assert sorted(model.trained[-30:]) == pytest.approx(sorted(samples))
+
+
+def test_limits_steps_and_schedulers_count_iterations() -> None:
+    class Scheduled(MLP):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    strategy = {"num_pipelines": 2, "num_microbatches": 2}
+    for options, iterations, steps in [
+        ({"limit_train_batches": 3}, 3, 3),
+        ({"limit_train_batches": 0.5}, 3, 3),
+        ({"max_steps": 4}, 5, 4),
+        ({"accumulate_grad_batches": 2}, 5, 3),
+    ]:
+        runner = pipeline(1, strategy=strategy, **{"max_epochs": 1, **options})
+        runner.fit(Scheduled(), loader(MLP, 80, 8))
+        assert (runner.num_training_batches, runner.global_step) == (iterations, steps), options
+        assert runner.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.5**steps)
+        # the scheduler's last value counts for every model alike
+
+
+def test_who_asks_for_the_number_of_iterations_in_setup_changes_nothing() -> None:
+    class Asks(Net):
+        def setup(self, stage: str) -> None:
+            self.total = self.trainer.estimated_stepping_batches
+
+    results = []
+    for kind in (Net, Asks):
+        torch.manual_seed(3)
+        model = kind()
+        runner = pipeline(2, strategy={"num_pipelines": 2, "num_microbatches": 2}, max_epochs=2)
+        runner.fit(model, loader(Net, 32, 8))
+        results.append(state(model))
+    assert model.total == runner.global_step == 4
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("option", ["limit_train_batches", "overfit_batches"])
+def test_a_fraction_of_the_batches_ends_within_an_iteration(option: str) -> None:
+    found = []
+    for data, options in (
+        (Batches(list(loader(Net, 80, 8))[:5]), {}),
+        (loader(Net, 80, 8), {option: 0.5}),
+    ):
+        model = net(optimizer="adamw")
+        found.append(train(model, data, 2, trainer={"max_epochs": 2, **options}))
+        assert found[-1].trainer.global_step == 6
+    for one, other in zip(*(models.models for models in found), strict=True):
+        assert_equal(one, other)
+
+
+def test_accumulated_batches_are_averaged_once() -> None:
+    models = []
+    for size, accumulate in ((8, 1), (4, 2)):
+        torch.manual_seed(3)
+        model = MLP().double()
+        # pipeline n takes every second batch, so the samples of two small ones must be those of a large one
+        batches = list(loader(MLP, 32, 4))
+        order = [0, 2, 1, 3, 4, 6, 5, 7]
+        small = [batches[i] for i in order]
+        large = [tuple(torch.cat(pair) for pair in zip(batches[i], batches[i + 1], strict=True)) for i in (0, 2, 4, 6)]
+        data = Batches(large if size == 8 else small)
+        options = {"accumulate_grad_batches": accumulate, "precision": "64-true"}
+        found = train(model, data, num_stages=2, trainer=options)
+        assert found.trainer.global_step == 2
+        models.append(found.models)
+    for one, other in zip(*models, strict=True):
+        for name, tensor in one.items():
+            torch.testing.assert_close(tensor, other[name], rtol=0, atol=1e-12)
+
+
+def test_averaging_every_second_step_leaves_the_reference_in_between() -> None:
+    torch.manual_seed(3)
+    start = MLP()
+    for steps in (1, 2, 3):
+        model = copy.deepcopy(start)
+        found = train(model, loader(MLP, 64, 8), averaging=Averaging(every=2), trainer={"max_steps": steps})
+        moved = any(not torch.equal(found.reference[name], p) for name, p in start.named_parameters())
+        assert moved == (steps > 1)
+        if steps == 2:
+            reference_is_mean(found)
+
+
+@pytest.mark.parametrize("outer_lr", [1.0, 1.5])
+def test_after_training_the_module_holds_what_was_learned_since_the_last_averaging(outer_lr: float) -> None:
+    torch.manual_seed(3)
+    model = MLP().double()
+    found = train(
+        model, loader(MLP, 64, 8), averaging=Averaging(every=3, outer_lr=outer_lr), trainer={"precision": "64-true"}
+    )
+    assert found.trainer.global_step == 4
+    for name, p in model.named_parameters():
+        mean = torch.stack([weights[name] for weights in found.models]).mean(0)
+        expected = found.reference[name] + outer_lr * (mean - found.reference[name])
+        torch.testing.assert_close(p.detach(), expected, rtol=0, atol=1e-12)
+        assert not torch.equal(p, found.reference[name])
+
+
+def test_a_step_that_the_user_skips_averages_nothing() -> None:
+    class Skips(MLP):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            if batch_idx % 2:
+                optimizer.step(closure=optimizer_closure)
+            else:
+                optimizer_closure()
+
+    torch.manual_seed(3)
+    skipping = Skips()
+    all_steps = MLP()
+    all_steps.load_state_dict(skipping.state_dict())
+    batches = list(loader(MLP, 64, 8))
+    found = train(skipping, Batches(batches))
+    expected = train(all_steps, Batches(batches[2:4] + batches[6:8]))
+    for one, other in zip(found.models, expected.models, strict=True):
+        assert_equal(one, other)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_repeated_forwards_change_no_model(num_stages: int) -> None:
+    results = []
+    for recompute in (False, True):
+        found = train(net(optimizer="adamw"), loader(Net, 40, 8), num_stages, recompute=recompute)
+        results.append([*found.models, found.reference])
+    for one, other in zip(*results, strict=True):
+        assert_equal(one, other)
+
+
+def test_epochs_after_one_in_which_pipelines_became_fewer_are_whole() -> None:
+    epochs: list[int] = []
+
+    def fewer(trainer: Any, *_: Any) -> None:
+        epochs.append(trainer.current_epoch)
+        if trainer.global_step == 3:
+            trainer.strategy.reconfigure(num_pipelines=1)
+
+    callbacks = [LambdaCallback(on_train_batch_end=fewer)]
+    options = {"num_pipelines": 2, "num_microbatches": 2}
+    pipeline(2, strategy=options, max_epochs=3, callbacks=callbacks).fit(MLP(), loader(MLP, 48, 4))
+    assert [epochs.count(epoch) for epoch in range(3)] == [3 + 6, 12, 12]

@@ -1,0 +1,79 @@
+"""Connections of processes last as long as the processes do: only who waits for something has a limit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_avgpipe.comm.arrivals import Arrivals
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.process_groups import ProcessGroups
+from lightning_avgpipe.comm.routes import Party, Route
+from tests import processes
+from tests.threads import CPU, LIMIT_S
+
+LIMIT = timedelta(seconds=2)  # of the connections
+LONGER_S = 3.0
+NEWS, WORLD = Route("news", 0, 1), Party("world", (0, 1))
+
+
+def compute_for_long() -> None:
+    """Nothing is sent or awaited by the main thread meanwhile."""
+    threading.Event().wait(LONGER_S)
+
+
+def be_suspended() -> None:
+    """All threads of this process stand still, until another process wakes them."""
+    with subprocess.Popen(["sh", "-c", f"sleep {LONGER_S}; kill -CONT {os.getpid()}"]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def idle(rank: int, be_idle: Callable[[], None]) -> list[float]:
+    """A receive is posted, and a sum begun, long before they are met; returns what came and the sum."""
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT_S))
+    arrivals, network, mine = Arrivals(), ProcessGroups(rank, CPU, LIMIT), torch.ones(1)
+    network.open()
+    network.connect(NEWS)
+    network.join(WORLD)
+    if rank == 1:
+        inbox = network.inbox(NEWS, arrivals)
+        inbox.expect(1)
+        total = network.group(WORLD).allreduce([mine])
+    be_idle()
+    assert arrivals.failure is None
+    dist.barrier()  # both have been idle for as long
+    if rank == 0:
+        outbox = network.outbox(NEWS, arrivals)
+        outbox.put(Message(0, (torch.full((1,), 7.0),)))
+        outbox.close(LIMIT_S)
+        network.group(WORLD).allreduce([mine]).wait()
+        found = [7.0, float(mine)]
+    else:
+        with arrivals.condition:
+            arrivals.condition.wait_for(lambda: inbox.ready() or arrivals.failure is not None, LIMIT_S)
+        assert arrivals.failure is None, arrivals.failure
+        (news,) = inbox.get().tensors
+        total.wait()
+        assert news is not None
+        found = [float(news), float(mine)]
+        inbox.close(LIMIT_S)
+    dist.barrier()
+    network.close()
+    return found
+
+
+@pytest.mark.parametrize("be_idle", [compute_for_long, be_suspended])
+def test_a_job_goes_on_after_a_pause_longer_than_the_limit_of_connections(
+    be_idle: Callable[[], None], tmp_path: Path
+) -> None:
+    found = processes.results(processes.run(2, idle, be_idle, folder=tmp_path))
+    assert found == [[7.0, 2.0], [7.0, 2.0]]

@@ -1,0 +1,170 @@
+"""What a step prints, warns and logs is heard once, as in one process that accumulates the micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import subprocess
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.utils.output import muted
+from tests.models import Regression, loader
+from tests.trainers import pipeline
+
+SCRIPT = """
+import logging, sys, warnings
+import lightning as L, torch
+from torch import nn
+import lightning_avgpipe
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+warnings.simplefilter("always")
+
+class Speaking(nn.Linear):
+    def forward(self, x):
+        print(f"unit {x.shape[1]}")
+        return super().forward(x)
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = Speaking(6, 5), Speaking(5, 4), nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        print("begins")
+        h = self.a(batch[0])
+        warnings.warn("between")
+        logging.getLogger("mine").warning("logged")
+        h = self.b(h)
+        print("to stderr", file=sys.stderr)
+        return self.c(h).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(12, 6)), batch_size=4)
+    strategy = lightning_avgpipe.AvgPipeStrategy(num_microbatches=2, costs_cache=None)
+    L.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=3, logger=False, enable_checkpointing=False,
+              enable_progress_bar=False).fit(Net(), data)
+"""
+
+
+def test_two_processes_say_what_one_would_from_the_first_batch_on(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, cwd=Path.cwd())
+    assert run.returncode == 0, run.stderr
+    lines = Counter((run.stdout + run.stderr).splitlines())
+    said = {line: lines[line] for line in ("begins", "unit 6", "unit 5", "logged", "to stderr")}
+    assert set(said.values()) == {6}, said
+    assert sum(count for line, count in lines.items() if line.endswith("UserWarning: between")) == 6
+    assert "No handlers" not in run.stderr
+
+
+def by_print(text: str) -> None:
+    print(text)
+
+
+def by_stderr(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def by_warning(text: str) -> None:
+    warnings.warn(text, stacklevel=1)
+
+
+def by_logger(text: str) -> None:
+    logging.getLogger("tests.speaking").warning(text)
+
+
+class Speaks(Regression):
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__("sgd")
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.say = say
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return torch.randn(size, 8), torch.randn(size, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.say("first")
+        for layer in self.layers:
+            x = layer(x)
+        self.say("last")
+        return x
+
+
+def heard(module: Regression, **options: Any) -> Counter[str]:
+    """What is said in two batches of four micro-batches, on three stages."""
+    out, handler = io.StringIO(), logging.StreamHandler()
+    handler.setStream(out)
+    logger = logging.getLogger("tests.speaking")
+    logger.addHandler(handler)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: print(message)
+        warnings.simplefilter("always")
+        options = {"num_microbatches": 4, **options}
+        pipeline(3, strategy=options, max_epochs=1).fit(module, loader(type(module), 16, 8))
+    logger.removeHandler(handler)
+    return Counter(out.getvalue().splitlines())
+
+
+@pytest.mark.parametrize("say", [by_print, by_stderr, by_warning, by_logger])
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"verify": 1}])
+def test_each_micro_batch_is_heard_once(say: Callable[[str], None], options: dict[str, Any]) -> None:
+    lines = heard(Speaks(say), **options)
+    assert (lines["first"], lines["last"]) == (8, 8)
+
+
+def test_a_warning_that_is_shown_once_is_shown_by_the_last_stage() -> None:
+    class Once(Speaks):
+        def forward(self, x: Tensor) -> Tensor:
+            with warnings.catch_warnings():
+                warnings.simplefilter("default")
+                return super().forward(x)
+
+    lines = heard(Once(by_warning))
+    assert lines["first"] >= 1 and lines["last"] >= 1
+
+
+def test_a_step_gets_what_it_prints_into_objects_of_its_own_and_what_it_records() -> None:
+    class Collects(Speaks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                print("mine")
+            with warnings.catch_warnings(record=True) as recorded:
+                warnings.warn("mine", stacklevel=1)
+            loss = super().training_step(batch, batch_idx)
+            return loss * len(printed.getvalue()) * len(recorded)
+
+    module = Collects(by_print)
+    before = module.layers[0].weight.detach().clone()
+    assert heard(module)["first"] == 8
+    assert not torch.equal(module.layers[0].weight, before)
+
+
+def test_other_threads_are_heard_and_nothing_stays_behind() -> None:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        streams = sys.stdout, sys.stderr, logging.Logger.handle
+        with muted():
+            held = sys.stdout
+            print("dropped")
+            thread = threading.Thread(target=print, args=("heard",))
+            thread.start()
+            thread.join(10)
+        assert (sys.stdout, sys.stderr, logging.Logger.handle) == streams
+        print("later", file=held)
+    assert out.getvalue() == "heard\nlater\n"

@@ -1,0 +1,296 @@
+"""Micro-batches repeat the operations of the first one of their batch, where the step leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_avgpipe import Averaging
+from lightning_avgpipe.engine import stage_step
+from lightning_avgpipe.engine.replay import Replayed, replay
+from lightning_avgpipe.planning.program import StageProgram
+from tests import processes
+from tests.driver import assert_same_parameters
+from tests.models import MLP, ConvNet, Regression, TinyTransformer, loader
+from tests.trainers import pipeline
+from tests.weights.test_tied import TiedLanguageModel
+
+BATCHES, MICRO = 6, 4
+FIRST = MICRO  # of the first batch every micro-batch is followed
+
+
+def trained(
+    model: Any, data: Any = None, num_stages: int = 2, trainer: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    torch.manual_seed(1)
+    strategy = {"num_microbatches": MICRO, "verify": False, **options}
+    runner = pipeline(num_stages, strategy=strategy, max_epochs=1, **(trainer or {}))
+    runner.fit(model, data or loader(type(model), 8 * BATCHES, 8))
+    return runner
+
+
+@pytest.fixture
+def followed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The stages that have followed a micro-batch, each as often as it has."""
+    stages: list[int] = []
+
+    def counted(program: StageProgram, *args: Any) -> Replayed:
+        stages.append(program.stage)
+        return replay(program, *args)
+
+    monkeypatch.setattr(stage_step, "replay", counted)
+    return stages
+
+
+class Logged(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("static", "runs"),
+    [(False, BATCHES * MICRO), ("auto", FIRST + BATCHES - 1), (True, FIRST)],
+)
+def test_a_step_is_followed_as_often_as_was_asked_for(static: Any, runs: int, followed: list[int]) -> None:
+    trained(Logged(), static_step=static)
+    assert sorted(followed) == [0] * runs + [1] * runs
+
+
+# -- the same bits ----------------------------------------------------------------------------------------------------
+
+
+class Dropping(TinyTransformer):
+    def __init__(self) -> None:
+        super().__init__("adamw", dropout=0.3)
+
+
+class Masking(Regression):
+    """Asks whether anything is masked, as models of texts do, and computes with the mask only then."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.embed, self.blocks = nn.Embedding(11, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    @staticmethod
+    def example(size: int) -> Any:
+        tokens = torch.randint(0, 11, (size, 6))
+        mask = torch.ones(size, 6)
+        mask[size // 2 :, 3:] = 0
+        return tokens, mask, torch.randn(size, 8)
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, mask, target = batch
+        x = self.embed(tokens)
+        if not (mask == 1).all():
+            x = x * mask[:, :, None]
+        for block in self.blocks:
+            x = block(x).tanh()
+        return F.mse_loss(x.mean(1), target)
+
+
+class Memory:
+    """What blocks leave for later ones, as a cache of keys and values does."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, memory: Memory) -> Tensor:
+        memory.kept.append(self.linear(x))
+        return torch.stack(memory.kept).sum(0).tanh()
+
+
+class Caching(Regression):
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.blocks = nn.ModuleList(Remembers() for _ in range(4))
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return torch.randn(size, 8), torch.randn(size, 8)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, target = batch
+        memory = Memory()
+        for block in self.blocks:
+            x = block(x, memory)
+        return F.mse_loss(x, target)
+
+
+class Logging(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = F.mse_loss(self(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log_dict({"twice": 2 * loss, "lr": 0.1}, on_epoch=True)
+        return {"loss": loss, "others": [loss.detach()]}
+
+
+class Noisy(MLP):
+    """Draws between submodules."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, *others = self.layers
+        noisy = F.dropout(first(x), 0.2) + 0.1 * torch.randn(8)
+        return nn.Sequential(*others)(F.dropout(second(noisy), 0.2))
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * gradient
+
+
+class Doubles(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.layers
+        return nn.Sequential(*others)(Doubling.apply(first(x)))
+
+
+MODELS = [Noisy, Doubles, MLP, Dropping, ConvNet, TiedLanguageModel, Masking, Caching, Logging]
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_and_logs_are_those_of_following_every_micro_batch(model: Any, num_stages: int) -> None:
+    torch.manual_seed(0)
+    followed = model()
+    repeated, static = copy.deepcopy(followed), copy.deepcopy(followed)
+    one = trained(followed, num_stages=num_stages, static_step=False)
+    two = trained(repeated, num_stages=num_stages)
+    three = trained(static, num_stages=num_stages, static_step=True)
+    assert_same_parameters(followed, repeated)
+    assert_same_parameters(followed, static)
+    assert one.callback_metrics == two.callback_metrics == three.callback_metrics
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recompute": True},
+        {"recompute": ["blocks.*"]},
+        {"num_pipelines": 2},
+        {"num_pipelines": 2, "averaging": Averaging(rolling=True)},
+        {"schedule": "zb_h1"},
+        {"weight_policy": "2bw"},
+    ],
+    ids=str,
+)
+def test_so_they_are_with_other_options(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    followed = Dropping()
+    repeated = copy.deepcopy(followed)
+    trained(followed, static_step=False, **options)
+    trained(repeated, **options)
+    assert_same_parameters(followed, repeated)
+
+
+def test_so_they_are_in_lower_precision(followed: list[int]) -> None:
+    torch.manual_seed(0)
+    one = Dropping()
+    other = copy.deepcopy(one)
+    for model, static in ((one, False), (other, "auto")):
+        followed.clear()
+        trained(model, static_step=static, trainer={"precision": "bf16-mixed"})
+    assert followed.count(0) == FIRST + BATCHES - 1
+    assert_same_parameters(one, other)
+
+
+def test_so_they_are_with_batches_of_many_shapes() -> None:
+    torch.manual_seed(0)
+    followed = TinyTransformer()
+    repeated = copy.deepcopy(followed)
+    batches = [tuple(part[:, : 3 + i % 4] for part in TinyTransformer.example(8 - i)) for i in range(BATCHES)]
+    data = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    trained(followed, data, static_step=False)
+    trained(repeated, data)
+    assert_same_parameters(followed, repeated)
+
+
+def of_rank(rank: int, static: Any) -> Any:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Caching()
+    options = {"num_microbatches": MICRO, "verify": False, "static_step": static}
+    pipeline(2, 2, options, max_epochs=1).fit(model, loader(Caching, 8 * BATCHES, 8))
+    return {name: p.detach() for name, p in model.named_parameters() if not p.is_meta}
+
+
+def test_so_they_are_in_two_processes(tmp_path: Path) -> None:
+    followed, repeated = (processes.results(processes.run(2, of_rank, s, folder=tmp_path)) for s in (False, "auto"))
+    for one, other in zip(followed, repeated, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# -- steps that leave something behind --------------------------------------------------------------------------------
+
+_seen: list[int] = []
+
+
+class Clocks(Logged):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        time.monotonic()
+        return super().training_step(batch, batch_idx)
+
+
+class Appends(Logged):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        _seen.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+class Assigns(Logged):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.last = batch_idx
+        return loss
+
+
+class Steps(Logged):
+    """Its schedule counts micro-batches."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1000)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+        return loss
+
+
+class Decides(Logged):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if y.mean() > -100 else -y
+
+
+@pytest.mark.parametrize("model", [Clocks, Appends, Assigns, Steps, Decides])
+def test_what_leaves_something_behind_or_decides_runs_for_every_micro_batch(
+    model: Any, followed: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lightning_avgpipe")
+    trained(model())
+    assert followed.count(1) == BATCHES * MICRO
+    assert "stage 1 follows the Python of the step for each micro-batch: " in caplog.text

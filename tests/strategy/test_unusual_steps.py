@@ -1,0 +1,454 @@
+"""Steps that do what stages must see through: trained as on one device, or refused with the line that does it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, manual_seed, nn
+from torch.utils.data import DataLoader
+
+from lightning_avgpipe.errors import AvgPipeError
+from tests.trainers import pipeline, trainer
+
+
+class Block(nn.Module):
+    """A unit: it reads a number, so it is never opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop, self.scale = nn.Linear(4, 4), nn.Dropout(0.0), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x) * self.scale * (1 if self.training else 2)
+        return self.drop(h) if h.sum().item() > -1e9 else h
+
+
+class Marks(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        h.mark = 2.0  # type: ignore[attr-defined]
+        return h
+
+
+class Leaves(Block):
+    """Leaves numbers in an attribute, and tells a listener."""
+
+    load = (1, 1)
+    listener: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        self.load = tuple((h > 0).sum(0).tolist())
+        if self.listener is not None:
+            self.listener[0].noted = sum(self.load)
+        return h
+
+
+class Ranges(Block):
+    """Keeps the largest value so far, once there was one that is large enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        if x.abs().max().item() > 1.0:
+            self.largest.mul_(2.0)
+        return self.use(h, self.largest)
+
+    def use(self, h: Tensor, largest: Tensor) -> Tensor:
+        return h / largest
+
+
+class RangesOfClones(Ranges):
+    def use(self, h: Tensor, largest: Tensor) -> Tensor:
+        return h / largest.clone()
+
+
+class Observes(Block):
+    """Its buffer is empty until the first call, as those of observers of quantisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: Tensor
+        self.register_buffer("largest", torch.tensor([]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = x.detach().abs().amax(0)
+        if self.largest.numel() == 0:
+            self.largest.resize_(now.shape)
+            self.largest.copy_(now)
+        else:
+            self.largest.copy_(torch.maximum(self.largest, now))
+        return super().forward(x / self.largest.clone())
+
+
+class Steps(L.LightningModule):
+    """Four layers; a test says what the step does with them."""
+
+    def __init__(self, step: Callable[[Any, Tensor], Tensor | None], second: type[Block] = Block) -> None:
+        super().__init__()
+        self.step = step
+        self.a, self.b, self.c, self.d = Block(), second(), Block(), Block()
+        self.ema: Any = torch.zeros(4)
+        self.hidden: Any = None
+        self.noted = 0
+        self.left: list[int] = []
+
+    def head(self, h: Tensor) -> Tensor:
+        return self.d(self.c(h)).square().mean()
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor | None:
+        return self.step(self, x)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches(size: int) -> DataLoader[Any]:
+    x = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1)).view(-1, size, 4)
+    return DataLoader(list(x), batch_size=None)  # type: ignore[arg-type]
+
+
+def in_stages(module: L.LightningModule, **options: Any) -> None:
+    strategy = {"num_microbatches": 2, "split_points": ["c"], **options}
+    pipeline(2, strategy=strategy, max_epochs=1).fit(module, batches(4))
+
+
+# -- right -------------------------------------------------------------------------------------------------------------
+
+
+def asks_for_strides(net: Any, x: Tensor) -> Tensor:
+    turned = net.a(x).t()
+    h = net.b(turned.t())
+    loss = net.head(h)
+    return loss * turned.stride(1) if not turned.is_contiguous() and not turned.is_leaf else loss
+
+
+def changes_modes_between(net: Any, x: Tensor) -> Tensor:
+    h = net.b(net.a(x))
+    net.b.eval()
+    net.b.scale = 3.0
+    h = net.b(h)
+    loss = net.head(h)
+    net.b.train()
+    net.b.scale = 1.0
+    return loss
+
+
+def keeps_an_average_of_early_values(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x) - net.ema
+    net.ema = 0.9 * net.ema + 0.1 * h.detach().mean(0)
+    return net.head(net.b(h))
+
+
+def freezes_for_a_while(net: Any, x: Tensor) -> Tensor:
+    net.b.requires_grad_(False)
+    h = net.b(net.a(x))
+    net.b.requires_grad_(True)
+    return net.head(h)
+
+
+def reads_what_a_layer_has_left(net: Any, x: Tensor) -> Tensor:
+    loss = net.head(net.b(net.a(x)))
+    return loss * (1 + max(net.b.load))
+
+
+def notes_that_it_leaves(net: Any, x: Tensor) -> Tensor:
+    try:
+        h = net.c(net.b(net.a(x)))
+    finally:
+        net.left.append(1)
+    return net.d(h).square().mean() / len(net.left)
+
+
+def puts_random_numbers_back(net: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.rand(4)
+    return net.head(net.b(net.a(x)))
+
+
+def seeds_a_generator_of_its_own(net: Any, x: Tensor) -> Tensor:
+    h = net.b(net.a(x)) + torch.rand(4, generator=torch.Generator().manual_seed(3))
+    return net.head(h)
+
+
+def copies_values_and_states(net: Any, x: Tensor) -> Tensor:
+    h = net.b(net.a(x))
+    copies = copy.deepcopy({"x": x, "h": h.detach(), "state": net.d.state_dict()})
+    return net.head(h + copies["h"] + copies["x"]) + copies["state"]["linear.weight"].mean()
+
+
+def calls_all(net: Any, x: Tensor) -> Tensor:
+    return net.head(net.b(net.a(x)))  # type: ignore[no-any-return]
+
+
+def looks_at_a_gradient_of_the_last_stage(net: Any, x: Tensor) -> Tensor:
+    h = net.c(net.b(net.a(x)))
+    h.register_hook(lambda gradient: gradient * 0.5)
+    return net.d(h).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("step", "second"),
+    [
+        (asks_for_strides, Block),
+        (changes_modes_between, Block),
+        (keeps_an_average_of_early_values, Block),
+        (freezes_for_a_while, Block),
+        (reads_what_a_layer_has_left, Leaves),
+        (notes_that_it_leaves, Block),
+        (puts_random_numbers_back, Block),
+        (seeds_a_generator_of_its_own, Block),
+        (looks_at_a_gradient_of_the_last_stage, Block),
+        (copies_values_and_states, Block),
+        (calls_all, Observes),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "afab"])
+def test_an_unusual_step_is_trained_as_on_one_device(step: Any, second: type[Block], schedule: str) -> None:
+    torch.manual_seed(0)
+    module = Steps(step, second)
+    other = copy.deepcopy(module)
+    in_stages(module, schedule=schedule)
+    trainer(accumulate_grad_batches=2, max_epochs=1).fit(other, batches(2))
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name)), name
+    assert module.left == other.left
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def catches_everything(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    try:
+        loss = net.head(net.b(h))
+    except:  # noqa: E722
+        net.noted += 1
+        loss = h.mean()
+    return loss
+
+
+def skips_what_fails(net: Any, x: Tensor) -> Tensor | None:
+    net.noted += 1
+    try:
+        h = net.a(x)
+        return net.head(net.b(h)) if net.global_step == 0 else net.d(net.b(net.c(h))).square().mean()
+    except Exception:
+        return None
+
+
+def asks_for_history(net: Any, x: Tensor) -> Tensor:
+    h = net.b(net.a(x))
+    loss = net.head(h)
+    return loss * 2 if "Mul" in type(h.grad_fn).__name__ else loss
+
+
+def reads_a_mark(net: Any, x: Tensor) -> Tensor:
+    h = net.b(net.a(x))
+    return net.head(h) * getattr(h, "mark", 1.0)
+
+
+def goes_on_with_its_state(net: Any, x: Tensor) -> Tensor:
+    h = net.b(net.a(x if net.hidden is None else x + net.hidden))
+    net.hidden = h
+    loss = net.head(h)
+    net.hidden = net.hidden.detach()
+    return loss
+
+
+def turns_dropout_on_at_the_end(net: Any, x: Tensor) -> Tensor:
+    loss = net.head(net.b(net.a(x)))
+    net.b.drop.p = 0.5
+    return loss
+
+
+def stops_training_a_layer_at_the_end(net: Any, x: Tensor) -> Tensor:
+    loss = net.head(net.b(net.a(x)))
+    net.b.train(net.global_step < 1)
+    return loss
+
+
+def assigns_past_modules(net: Any, x: Tensor) -> Tensor:
+    loss = net.head(net.b(net.a(x)))
+    object.__setattr__(net.b, "scale", 0.5 + loss.item())
+    return loss
+
+
+def reads_what_a_layer_has_left_on_another(net: Any, x: Tensor) -> Tensor:
+    net.b.listener = (net,)
+    return net.head(net.b(net.a(x))) * (1 + net.noted)
+
+
+def reads_what_a_layer_left_in_the_step_before(net: Any, x: Tensor) -> Tensor:
+    return net.head(net.b(net.a(x) * max(net.b.load)))
+
+
+def seeds(net: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(1)
+    return net.head(net.b(net.a(x)) + torch.rand(4))
+
+
+def seeds_by_an_imported_name(net: Any, x: Tensor) -> Tensor:
+    manual_seed(1)
+    return net.head(net.b(net.a(x)) + torch.rand(4))
+
+
+def goes_back_to_a_random_state(net: Any, x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    h = net.a(x) + torch.rand(4)
+    torch.set_rng_state(state)
+    return net.head(net.b(h) + torch.rand(4))
+
+
+def seeds_a_generator_that_all_share(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    torch.default_generator.manual_seed(1)
+    return net.head(net.b(h) + torch.rand(4))
+
+
+def seeds_it_last(net: Any, x: Tensor) -> Tensor:
+    loss = net.head(net.b(net.a(x)))
+    torch.default_generator.manual_seed(1)
+    return loss
+
+
+def freezes(net: Any, x: Tensor) -> Tensor:
+    net.b.requires_grad_(False)
+    return net.head(net.b(net.a(x)))
+
+
+def looks_at_a_gradient(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    h.register_hook(lambda gradient: gradient * 0.5)
+    return net.head(net.b(h))
+
+
+def keeps_a_gradient(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    h.retain_grad()
+    return net.head(net.b(h))
+
+
+def puts_a_hook_on_a_parameter(net: Any, x: Tensor) -> Tensor:
+    net.d.linear.weight.register_hook(lambda gradient: gradient * 0.5)
+    return net.head(net.b(net.a(x)))
+
+
+def copies_a_layer(net: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        target = copy.deepcopy(net.d)(net.a(x).detach())
+    return net.head(net.b(net.a(x))) + target.mean()
+
+
+def copies_a_layer_first(net: Any, x: Tensor) -> Tensor:
+    target = copy.deepcopy(net.c)
+    return net.head(net.b(net.a(x))) + target(x).mean()
+
+
+LINE = r"test_unusual_steps\.py:\d+ in"
+
+
+@pytest.mark.parametrize(
+    ("step", "second", "message"),
+    [
+        (catches_everything, Block, rf"catches every exception at {LINE} catches_everything.*except Exception"),
+        (skips_what_fails, Block, "does not do what it did"),
+        (asks_for_history, Block, rf"the step asks at {LINE} asks_for_history for grad_fn of the result of unit 'b'"),
+        (reads_a_mark, Marks, rf"unit 'b', called at {LINE} reads_a_mark, returns a tensor with an attribute 'mark'"),
+        (goes_on_with_its_state, Block, rf"'hidden' is read at {LINE} goes_on_with_its_state and assigned at"),
+        (turns_dropout_on_at_the_end, Block, rf"'b\.drop\.p' is read at {LINE} forward and assigned at {LINE} turns"),
+        (stops_training_a_layer_at_the_end, Block, r"'b\.\w*\.?training' is read at"),
+        (assigns_past_modules, Block, rf"'b\.scale' is read at {LINE} forward and assigned at a line that goes past"),
+        (
+            reads_what_a_layer_has_left_on_another,
+            Leaves,
+            rf"'noted' is read at {LINE} reads_.*, and unit 'b' assigns it",
+        ),
+        (
+            reads_what_a_layer_left_in_the_step_before,
+            Leaves,
+            rf"'b\.load' is read at {LINE} reads_.*, and unit 'b' assigns it for the next micro-batch",
+        ),
+        (seeds, Block, rf"seeds torch's random numbers at {LINE} seeds"),
+        (seeds_by_an_imported_name, Block, rf"seeds torch's random numbers at {LINE} seeds_by.*\(torch.manual_seed\)"),
+        (goes_back_to_a_random_state, Block, rf"random numbers at {LINE} goes_back.*\(torch.set_rng_state\)"),
+        (seeds_a_generator_that_all_share, Block, rf"random numbers before it comes to {LINE} seeds_a_generator"),
+        (seeds_it_last, Block, "seeds torch's random numbers before it comes to"),
+        (freezes, Block, rf"sets requires_grad of 'b\.linear\.weight' at {LINE} freezes"),
+        (
+            looks_at_a_gradient,
+            Block,
+            rf"register_hook\(\) at {LINE} looks_at.* the gradient of the result of unit 'a' at .*autograd.Function",
+        ),
+        (keeps_a_gradient, Block, rf"retain_grad\(\) at {LINE} keeps_a_gradient asks for the gradient of the result"),
+        (puts_a_hook_on_a_parameter, Block, rf"register_hook\(\) at {LINE} puts.*parameter 'd\.linear\.weight'"),
+        (copies_a_layer, Block, rf"copies 'd\.linear\.weight' with copy\.deepcopy at {LINE} copies_a_layer.*__init__"),
+        (copies_a_layer_first, Block, rf"copies 'c\.linear\.weight' with copy\.deepcopy at {LINE} copies_a_layer_f"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused_with_its_line(step: Any, second: type[Block], message: str) -> None:
+    with pytest.raises(AvgPipeError, match=message):
+        in_stages(Steps(step, second))
+
+
+def large(count: int) -> DataLoader[Any]:
+    """A batch of small values, and one of large values."""
+    return DataLoader(list(torch.cat([torch.full((4, 4), 0.1), torch.full((4, 4), 2.0)]).view(-1, count, 4)), None)
+
+
+def test_a_buffer_that_changes_later_where_a_backward_needs_it_is_refused_by_name_and_a_clone_helps() -> None:
+    def train(second: type[Block]) -> Steps:
+        torch.manual_seed(0)
+        module = Steps(lambda net, x: net.head(net.b(net.a(x))), second)
+        strategy = {"num_microbatches": 2, "split_points": ["c"], "schedule": "afab"}
+        pipeline(2, strategy=strategy, max_epochs=1).fit(module, large(4))
+        return module
+
+    with pytest.raises(AvgPipeError, match=r"changes the buffer 'b\.largest' in place.*\(stage 0\).*clone\(\)"):
+        train(Ranges)
+    torch.manual_seed(0)
+    module = train(RangesOfClones)
+    torch.manual_seed(0)
+    plain = Steps(lambda net, x: net.head(net.b(net.a(x))), RangesOfClones)
+    trainer(accumulate_grad_batches=2, max_epochs=1).fit(plain, large(2))
+    assert all(torch.equal(p, plain.get_parameter(name)) for name, p in module.named_parameters())
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_compiled_submodule_does_not_hide_what_the_step_assigns() -> None:
+    module = Steps(goes_on_with_its_state)
+    module.a.compile(backend="eager")
+    with pytest.raises(AvgPipeError, match="'hidden' is read at"):
+        in_stages(module)
+
+
+# -- what is left ------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_was_trained_can_be_freed() -> None:
+    def train() -> weakref.ref[Any]:
+        held: dict[str, Any] = {}
+
+        class Encloses(Steps):
+            def head(self, h: Tensor) -> Tensor:
+                return super().head(h * held["model"].c.scale)
+
+        held["model"] = Encloses(lambda net, x: net.head(net.b(net.a(x))))
+        in_stages(held["model"])
+        return weakref.ref(held["model"])
+
+    left = train()
+    gc.collect()
+    assert left() is None

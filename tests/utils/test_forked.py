@@ -1,0 +1,99 @@
+"""What runs in a forked child leaves nothing behind, and always answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_avgpipe.utils.forked import Child, ForkError, in_child, receive, send
+
+
+class Odd(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def test_what_a_child_changes_stays_in_it() -> None:
+    layer, seen = nn.Linear(2, 2), []
+
+    def work() -> float:
+        seen.append(torch.rand(1))
+        layer.weight.data.fill_(7)
+        return float(layer.weight.sum())
+
+    state, before = torch.get_rng_state(), layer.weight.detach().clone()
+    assert in_child(work, "fills a layer") == 28
+    assert not seen and torch.equal(layer.weight, before) and torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def test_a_child_computes_with_as_many_threads_and_rounds_alike(two_threads: None) -> None:
+    layers = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.LayerNorm(512))
+    batch = torch.randn(256, 512)
+
+    def work() -> tuple[int, torch.Tensor]:
+        layers.zero_grad()
+        layers(batch).square().mean().backward()
+        return torch.get_num_threads(), layers[0].weight.grad.clone()
+
+    (here, expected), (there, found) = work(), in_child(work, "computes a gradient")
+    assert here == there == 2 and torch.equal(expected, found)
+
+
+def test_an_error_of_a_child_is_raised_with_its_traceback() -> None:
+    def work() -> None:
+        raise ZeroDivisionError("of the child")
+
+    with pytest.raises(ZeroDivisionError, match="of the child") as raised:
+        in_child(work, "divides")
+    assert "in work" in str(raised.value.__cause__)
+
+
+def test_an_error_that_cannot_be_sent_is_named() -> None:
+    def work() -> None:
+        raise Odd(1, 2)
+
+    with pytest.raises(ForkError, match="Odd: 1 and 2"):
+        in_child(work, "fails")
+
+
+def test_a_child_that_dies_is_noticed() -> None:
+    with pytest.raises(ForkError, match="the child that dies has died"):
+        in_child(lambda: os.kill(os.getpid(), signal.SIGKILL), "dies")
+
+
+def test_a_child_answers_what_it_is_asked_and_the_parent_waits_no_longer_than_it_wants() -> None:
+    def work(connection: object) -> None:
+        while True:
+            send(connection, receive(connection) + 1)
+
+    with Child(work, "counts") as child:
+        with pytest.raises(TimeoutError):
+            child.receive(0.0)
+        for number in (1, 2):
+            child.send(number)
+            assert child.receive() == number + 1
+
+
+def test_a_child_prints_and_warns_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        print("printed", flush=True)
+        os.write(1, b"written")
+        warnings.warn("warned", stacklevel=1)
+
+    in_child(work, "speaks")
+    assert capfd.readouterr() == ("", "")

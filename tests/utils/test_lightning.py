@@ -1,0 +1,158 @@
+"""One package of Lightning is chosen, ``lightning.pytorch`` or ``pytorch_lightning``; the other is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import pytorch_lightning as other
+import torch
+
+from lightning_avgpipe import AdaptiveFreezing, AvgPipeStrategy, AvgPipeTuner, PipelineTimeline
+from lightning_avgpipe.errors import ConfigurationError
+from tests.commands import run
+from tests.models import MLP, loader
+from tests.trainers import trainer
+from tests.utils import second_package
+
+SCRIPT = second_package.__file__
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "max_epochs": 1,
+}  # fmt: skip
+REMEDY = (
+    "but lightning_avgpipe was imported for lightning.pytorch: use that of lightning.pytorch, or import "
+    "pytorch_lightning before lightning_avgpipe, and lightning.pytorch only after it"
+)
+SAID = rf"The Trainer is from pytorch_lightning, {REMEDY}"
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Weights of one process that accumulates micro-batches, of one sample each."""
+    folder = tmp_path_factory.mktemp("plain")
+    second_package.trained(str(folder), 1, devices=1, accumulate_grad_batches=second_package.BATCH)
+    weights: dict[str, torch.Tensor] = torch.load(folder / "best.ckpt")["state_dict"]
+    return weights
+
+
+@pytest.mark.parametrize("how", ["stages", "avgpipe", pytest.param("avgpipe_spawn", marks=pytest.mark.slow)])
+def test_a_script_of_pytorch_lightning_trains_as_one_process_does(
+    how: str, expected: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    run(tmp_path, SCRIPT, how)
+    found = torch.load(tmp_path / "best.ckpt")["state_dict"]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+_CHOICE = """
+import sys
+{imports}
+from lightning_avgpipe.utils.lightning import pl
+print("chosen:", pl.__name__, "pytorch_lightning" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("imports", "chosen"),
+    [
+        ("", "lightning.pytorch False"),
+        ("import pytorch_lightning", "pytorch_lightning True"),
+        ("import lightning, pytorch_lightning", "lightning.pytorch True"),
+        ("import lightning_avgpipe, pytorch_lightning", "lightning.pytorch True"),
+    ],
+)
+def test_pytorch_lightning_is_chosen_if_it_alone_is_imported_before(imports: str, chosen: str, tmp_path: Path) -> None:
+    assert f"chosen: {chosen}\n" in run(tmp_path, "-c", _CHOICE.format(imports=imports))
+
+
+_ALONE = """
+import sys
+from importlib import metadata
+sys.modules["lightning"] = None
+version = metadata.version
+def installed(name):
+    if name == "lightning":
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+metadata.version = installed
+import lightning_avgpipe
+"""
+
+
+@pytest.mark.slow
+def test_where_lightning_is_not_installed_pytorch_lightning_is_chosen(tmp_path: Path) -> None:
+    printed = run(tmp_path, "-c", _CHOICE.format(imports=_ALONE))
+    assert "chosen: pytorch_lightning True\n" in printed
+
+
+_LATER = """
+{first}
+import lightning_avgpipe
+{second} as package
+for strategy in ("avgpipe", lightning_avgpipe.AvgPipeStrategy()):
+    try:
+        package.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
+    except ValueError as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_trainer_of_a_package_that_is_imported_later_is_refused(chosen: str, tmp_path: Path) -> None:
+    first, second = ("lightning.pytorch", "pytorch_lightning")[:: 1 if chosen == "lightning.pytorch" else -1]
+    printed = run(tmp_path, "-c", _LATER.format(first=f"import {first}", second=f"import {second}"))
+    said = f"ConfigurationError The Trainer is from {second}, but lightning_avgpipe was imported for {chosen}: use"
+    assert printed.count(said) == 2
+    assert printed.count(f"or import {second} before lightning_avgpipe") == 2
+
+
+@pytest.mark.parametrize("how", ["by name", "by class", "derived"])
+def test_a_trainer_of_the_other_package_is_refused_by_the_strategy(how: str) -> None:
+    class Mine(AvgPipeStrategy):
+        pass
+
+    strategy = {"by name": "avgpipe", "by class": AvgPipeStrategy(num_stages=2), "derived": Mine()}[how]
+    with pytest.raises(ConfigurationError, match=SAID):
+        other.Trainer(strategy=strategy, **QUIET)
+
+
+@pytest.mark.parametrize("kind", [AdaptiveFreezing, AvgPipeTuner, PipelineTimeline])
+def test_a_trainer_of_the_other_package_is_refused_by_the_callbacks(kind: Any) -> None:
+    running = other.Trainer(callbacks=[kind()], **QUIET)
+    with pytest.raises(ConfigurationError, match=SAID):
+        running.fit(second_package.Net(), second_package.loader(8))
+
+
+def test_a_module_of_the_other_package_is_refused_in_lightnings_words() -> None:
+    for module in (second_package.Net(), other.LightningModule()):
+        with pytest.raises(TypeError, match=r"must be a `LightningModule`|Please switch to a single import style"):
+            trainer(strategy=AvgPipeStrategy(num_stages=2)).fit(module, loader(MLP, 8, 8))  # type: ignore[arg-type]
+
+
+def test_a_plugin_of_the_other_package_is_refused() -> None:
+    strategy = AvgPipeStrategy(precision_plugin=other.plugins.MixedPrecision("bf16-mixed", "cpu"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=f"precision_plugin is from pytorch_lightning, {REMEDY}"):
+        trainer(strategy=strategy)
+
+
+def test_a_callback_of_the_other_package_is_refused_if_lightning_must_know_it() -> None:
+    averages = other.callbacks.StochasticWeightAveraging(0.1)
+    options: dict[str, Any] = {"strategy": AvgPipeStrategy(num_stages=2, num_pipelines=2), "callbacks": [averages]}
+    with pytest.raises(ConfigurationError, match=f"StochasticWeightAveraging is from pytorch_lightning, {REMEDY}"):
+        trainer(**options).fit(MLP(), loader(MLP, 16, 8))
+
+    class Counts(other.Callback):
+        batches = 0
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.batches += 1
+
+    counts = Counts()
+    options = {"strategy": AvgPipeStrategy(num_stages=2, num_pipelines=2), "callbacks": [counts]}
+    L.Trainer(**QUIET, **options).fit(MLP(), loader(MLP, 16, 4))
+    assert counts.batches == 2

@@ -1,0 +1,68 @@
+"""What fingerprints tell apart, and what rounding explains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_avgpipe.verify.fingerprint import fingerprint, first_difference, how_different, usual_size
+
+
+def test_what_nearly_cancels_is_rounded_as_its_terms_were() -> None:
+    first, second = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)) / 100
+    gradients = {"weight": fingerprint(first), "bias": fingerprint((first + second) - first - second)}  # only rounding
+    other = {"weight": fingerprint(first), "bias": fingerprint((second + first) - second - first)}
+    for scale, explained in ((0.0, False), (usual_size(gradients.values()), True)):
+        found = first_difference("the gradient", gradients, other, lambda name: True, scale=scale)
+        assert (found is None) == explained
+
+
+def test_a_lost_part_is_no_rounding() -> None:
+    first, second = torch.randn(2, 64) / 100
+    expected, found = fingerprint(first + second), fingerprint(first)
+    assert how_different(expected, found, rounded=True, scale=usual_size([found])) is not None
+
+
+def test_a_multiple_is_told() -> None:
+    tensor = torch.randn(64)
+    text = how_different(fingerprint(tensor), fingerprint(tensor / 2))
+    assert text == "it is 0.5 times that of the plain run"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(3, 5),
+        lambda: torch.randn(3, 5, dtype=torch.bfloat16),
+        lambda: torch.randn(3, 5, dtype=torch.complex64).conj(),
+        lambda: torch.arange(15).view(3, 5),
+        lambda: torch.rand(3, 5) > 0.5,
+        lambda: torch.eye(3, 5).to_sparse(),
+        lambda: torch.randn(()),
+        lambda: torch.empty(0, 5),
+    ],
+)
+def test_copies_have_the_same_fingerprint(make: Callable[[], Tensor]) -> None:
+    tensor = make()
+    assert fingerprint(tensor) == fingerprint(tensor.clone())
+
+
+def test_one_other_element_is_another_fingerprint_wherever_it_is() -> None:
+    tensor = torch.randn(1 << 21)
+    digests = {fingerprint(tensor).digest}
+    for position in (0, 1, 1 << 20, (1 << 21) - 1):
+        other = tensor.clone()
+        other[position] = torch.nextafter(other[position], torch.tensor(math.inf))
+        digests.add(fingerprint(other).digest)
+    swapped = tensor.clone()
+    swapped[[0, 1]] = tensor[[1, 0]]
+    assert len(digests | {fingerprint(swapped).digest}) == 6
+
+
+def test_zeros_of_both_signs_and_all_nan_are_equal() -> None:
+    one, other = torch.tensor([0.0, math.nan]), torch.tensor([-0.0, -math.nan])
+    assert how_different(fingerprint(one), fingerprint(other)) is None
