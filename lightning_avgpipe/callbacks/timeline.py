@@ -16,7 +16,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import StageCosts, Timeline, picture, simulate
 from lightning_avgpipe.schedule.picture import chrome_trace
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
-from lightning_avgpipe.utils.allowed import check, directory, documented, optional, whole
+from lightning_avgpipe.utils.allowed import Count, check, directory, documented, optional, whole
 from lightning_avgpipe.utils.lightning import (
     Callback,
     TensorBoardLogger,
@@ -25,7 +25,6 @@ from lightning_avgpipe.utils.lightning import (
     rank_zero_warn,
     refuse_other,
 )
-from lightning_avgpipe.utils.option_types import Count
 
 _ALLOWED = {
     "every_n_steps": whole(1, 1_000_000_000, 100),

@@ -24,6 +24,7 @@ from lightning_avgpipe.schedule.versions import POLICIES, PipeOptim, WeightPolic
 from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.schedule_choice import Order
 from lightning_avgpipe.utils.allowed import (
+    DURATION,
     Allowed,
     check,
     choice,
@@ -35,7 +36,6 @@ from lightning_avgpipe.utils.allowed import (
     optional,
     whole,
 )
-from lightning_avgpipe.utils.durations import DURATION
 from lightning_avgpipe.utils.lightning import rank_zero_warn
 
 _MICROBATCHES_PER_STAGE = 4
