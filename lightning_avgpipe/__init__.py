@@ -22,8 +22,8 @@ from lightning_avgpipe.comm.options import Links
 from lightning_avgpipe.loading import from_pretrained
 from lightning_avgpipe.schedule.versions import PipeOptim
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
-from lightning_avgpipe.utils.after_import import after_import
 from lightning_avgpipe.utils.lightning import pl
+from lightning_avgpipe.utils.patching import after_import
 
 __all__ = [
     "AdaptiveFreezing",

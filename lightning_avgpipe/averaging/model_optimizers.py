@@ -14,7 +14,7 @@ from lightning_avgpipe.averaging.optimizer_start import load_states, states_of_g
 from lightning_avgpipe.averaging.replica import Replica
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.weights.belongings import OptimizerStates
+from lightning_avgpipe.weights.relocation import OptimizerStates
 
 
 class ModelOptimizers:

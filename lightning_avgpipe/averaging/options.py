@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.allowed import (
     Allowed,
+    Count,
     check,
     choice,
     documented,
@@ -22,7 +23,6 @@ from lightning_avgpipe.utils.allowed import (
     suggesting_names,
     whole,
 )
-from lightning_avgpipe.utils.option_types import Count
 
 # A function that makes the optimizer of the reference model from its parameters.
 OuterOptimizer = Callable[[Iterable[Any]], Optimizer]

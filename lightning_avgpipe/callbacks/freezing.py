@@ -17,9 +17,8 @@ from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.options import MEMORY
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
-from lightning_avgpipe.utils.allowed import check, choice, documented, flag, names, number, optional, whole
+from lightning_avgpipe.utils.allowed import Count, check, choice, documented, flag, names, number, optional, whole
 from lightning_avgpipe.utils.lightning import Callback, SingleDeviceStrategy, pl, rank_zero_info, refuse_other
-from lightning_avgpipe.utils.option_types import Count
 
 _ALLOWED = {
     "alpha": number(0, 1, 0.33),

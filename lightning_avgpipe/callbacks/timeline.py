@@ -13,11 +13,10 @@ from lightning_avgpipe.comm.clock import offset_in
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.recording import Recorder, assemble
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.planning.turns import replayed_in_turns
 from lightning_avgpipe.schedule import StageCosts, Timeline, picture, simulate
-from lightning_avgpipe.schedule.trace import chrome_trace
+from lightning_avgpipe.schedule.picture import chrome_trace
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
-from lightning_avgpipe.utils.allowed import check, directory, documented, optional, whole
+from lightning_avgpipe.utils.allowed import Count, check, directory, documented, optional, whole
 from lightning_avgpipe.utils.lightning import (
     Callback,
     TensorBoardLogger,
@@ -26,7 +25,6 @@ from lightning_avgpipe.utils.lightning import (
     rank_zero_warn,
     refuse_other,
 )
-from lightning_avgpipe.utils.option_types import Count
 
 _ALLOWED = {
     "every_n_steps": whole(1, 1_000_000_000, 100),
@@ -132,9 +130,10 @@ class PipelineTimeline(Callback):
 
     def _publish(self, trainer: pl.Trainer, timeline: Timeline, clock_error_s: float) -> None:
         simulated, step = _simulated(timeline), trainer.global_step
-        measured = {"avgpipe/bubble_fraction": timeline.bubble_fraction}
-        if simulated is not None:
-            measured["avgpipe/bubble_fraction_simulated"] = simulated.bubble_fraction
+        measured = {
+            "avgpipe/bubble_fraction": timeline.bubble_fraction,
+            "avgpipe/bubble_fraction_simulated": simulated.bubble_fraction,
+        }
         figure = picture.draw(timeline, _title(step, timeline, simulated))
         folder = Path(self._dirpath if self._dirpath is not None else Path(trainer.default_root_dir) / "timelines")
         if not folder.exists():
@@ -154,20 +153,15 @@ def _cluster(trainer: pl.Trainer) -> Cluster:
     return trainer.strategy.cluster
 
 
-def _simulated(timeline: Timeline) -> Timeline | None:
-    """Return the timeline that the schedules have by simulation with the measured times.
-
-    Every stage has a device, or replicas, of its own. None for several pipelines on replicas, which the simulator does
-    not know.
-    """
-    if len(timeline.rows) > timeline.num_stages:
-        return replayed_in_turns(timeline) if timeline.num_pipelines == 1 else None
-    return simulate([timeline.schedule()] * timeline.num_pipelines, StageCosts.measured(timeline))
+def _simulated(timeline: Timeline) -> Timeline:
+    """Return the simulated timeline with the measured times, in which every stage has a device, or replicas, alone."""
+    replicas = timeline.replicas if len(timeline.rows) > timeline.num_stages else ()
+    return simulate([timeline.schedule()] * timeline.num_pipelines, StageCosts.measured(timeline), replicas=replicas)
 
 
-def _title(step: int, timeline: Timeline, simulated: Timeline | None) -> str:
-    title = f"step {step}: {timeline.iteration_s * 1e3:.4g} ms, idle {timeline.bubble_fraction:.1%}"
-    if simulated is None:
-        return title
+def _title(step: int, timeline: Timeline, simulated: Timeline) -> str:
     where = "" if len(timeline.rows) >= timeline.num_stages else ", on a device per stage"
-    return f"{title} (simulated: {simulated.iteration_s * 1e3:.4g} ms, {simulated.bubble_fraction:.1%}{where})"
+    return (
+        f"step {step}: {timeline.iteration_s * 1e3:.4g} ms, idle {timeline.bubble_fraction:.1%} (simulated: "
+        f"{simulated.iteration_s * 1e3:.4g} ms, {simulated.bubble_fraction:.1%}{where})"
+    )

@@ -22,7 +22,18 @@ from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.tuning import PREDICTORS, TUNED, Result, Setting, candidates, microbatch_counts, search
 from lightning_avgpipe.tuning.picture import draw
 from lightning_avgpipe.tuning.trials import best, per_batch_s, refined, trial_sizes
-from lightning_avgpipe.utils.allowed import Allowed, check, choice, directory, documented, number, optional, whole
+from lightning_avgpipe.utils.allowed import (
+    Allowed,
+    Count,
+    Natural,
+    check,
+    choice,
+    directory,
+    documented,
+    number,
+    optional,
+    whole,
+)
 from lightning_avgpipe.utils.lightning import (
     BaseFinetuning,
     Callback,
@@ -33,7 +44,6 @@ from lightning_avgpipe.utils.lightning import (
     rank_zero_warn,
     refuse_other,
 )
-from lightning_avgpipe.utils.option_types import Count, Natural
 
 _FEWEST_BATCHES = 4
 _REFINED = 3  # timed iterations of each candidate that is tried

@@ -40,8 +40,7 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.output import heard
 from lightning_avgpipe.utils.parcel import Packer
-from lightning_avgpipe.utils.saved_hooks import SavedHooks
-from lightning_avgpipe.utils.torch_compat import is_transforming, storage_id
+from lightning_avgpipe.utils.torch_compat import SavedHooks, is_transforming, storage_id
 
 _ROUNDS = 5  # runs of the step
 _TRIALS = 3  # repetitions when reading kept outputs is timed

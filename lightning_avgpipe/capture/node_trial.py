@@ -17,7 +17,7 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
-from lightning_avgpipe.utils.saved_hooks import SavedHooks
+from lightning_avgpipe.utils.torch_compat import SavedHooks
 
 REGION_BACKWARD = 3.0  # in forwards: a recomputed forward, and a backward of two forwards
 

@@ -27,9 +27,14 @@ from torch.utils import checkpoint
 from lightning_avgpipe.capture.known_tensors import KnownTensors
 from lightning_avgpipe.errors import AvgPipeError, CaptureError
 from lightning_avgpipe.utils.output import muted
-from lightning_avgpipe.utils.saved_hooks import disabling, disabling_others
 from lightning_avgpipe.utils.source import source_line
-from lightning_avgpipe.utils.torch_compat import CHECKPOINT_BRACKET, is_transformed, untransformed
+from lightning_avgpipe.utils.torch_compat import (
+    CHECKPOINT_BRACKET,
+    disabling,
+    disabling_others,
+    is_transformed,
+    untransformed,
+)
 
 # fmt: off
 _METADATA_ATTRIBUTES = (

@@ -31,8 +31,7 @@ from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.placeholder import has_memory
-from lightning_avgpipe.utils.saved_hooks import SavedHooks
-from lightning_avgpipe.utils.torch_compat import storage_id, untraced
+from lightning_avgpipe.utils.torch_compat import SavedHooks, storage_id, untraced
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.utils.saved_hooks import SavedHooks
-from lightning_avgpipe.utils.torch_compat import address, version_of
+from lightning_avgpipe.utils.torch_compat import SavedHooks, address, version_of
 
 _MODIFIED = re.compile(r"modified by an inplace operation.*?Tensor \[([\d, ]*)\]\].*? is at version (\d+)", re.DOTALL)
 

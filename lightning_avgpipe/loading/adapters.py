@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.weights.notes import note_of
+from lightning_avgpipe.weights.initialisation import note_of
 
 
 def keep_adapters() -> None:

@@ -32,10 +32,9 @@ from lightning_avgpipe.loading.quantized import (
     is_quantized,
     take_quantized,
 )
-from lightning_avgpipe.utils.after_import import after_import
 from lightning_avgpipe.utils.names import is_within, listed
-from lightning_avgpipe.utils.patching import replaced
-from lightning_avgpipe.weights.notes import Note, leave_note
+from lightning_avgpipe.utils.patching import after_import, replaced
+from lightning_avgpipe.weights.initialisation import Note, leave_note
 
 _READ_BYTES = 1024**2  # what is smaller is read whatever it is for
 

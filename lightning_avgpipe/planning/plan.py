@@ -13,7 +13,7 @@ from lightning_avgpipe.capture.wire_format import Format, wire_bytes
 from lightning_avgpipe.planning.memory import Memory, Need, nbytes
 from lightning_avgpipe.planning.ranges import Ranges
 from lightning_avgpipe.planning.replicated_costs import SppCosts
-from lightning_avgpipe.utils.table import table
+from lightning_avgpipe.utils.names import table
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from lightning_avgpipe.capture.costs import Costs
@@ -24,19 +25,10 @@ from lightning_avgpipe.planning.network import Matrix, Network, device_order
 from lightning_avgpipe.planning.problem import PlacedStage, Problem
 from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.planning.spp import SppPlan, all_plans, num_plans, orders
-from lightning_avgpipe.schedule import (
-    FORWARD,
-    Action,
-    Schedule,
-    Span,
-    StageCosts,
-    Timeline,
-    Transfer,
-    in_turn,
-    peak_stash,
-    with_replicas,
-)
+from lightning_avgpipe.schedule import FORWARD, Kind, Schedule, with_replicas
+from lightning_avgpipe.schedule.costs import Pieces
 from lightning_avgpipe.schedule.kinds import Direction
+from lightning_avgpipe.schedule.player import play
 
 _ALIKE = 1.25  # devices that take at most so many times as long as the fastest count as equally fast
 _MOST_PLANS = 5_000  # up to this number all plans are candidates; beyond, only those with SPP's least bottlenecks
@@ -163,82 +155,31 @@ def seconds_in_turns(problem: Problem, stages: Sequence[PlacedStage], schedule: 
         stages: stages of a plan.
         schedule: schedule for replicas, each of whose rows is in the order of micro-batches.
     """
-    spans, _ = _played(problem, stages, schedule)
-    ends = [0.0] * len(stages)
-    for k, _, _, end_s in spans:
-        ends[k] = max(ends[k], end_s)
+    hosts = [range(stage.first, stage.stop) for stage in stages]
+    lanes = play([schedule], _CostsInTurns(problem, stages), hosts).lanes
+    ends = [max(lane.spans[-1][1] for lane in lanes if lane.stage == k and lane.spans) for k in range(len(stages))]
     return max(end + problem.reduce_left_s(stage) for end, stage in zip(ends, stages, strict=True))
 
 
-def timeline_in_turns(
-    problem: Problem, stages: Sequence[PlacedStage], schedule: Schedule, devices: Sequence[Sequence[int]] = ()
-) -> Timeline:
-    """Return the timeline of all replicas; the other arguments are those of :func:`seconds_in_turns`.
+@dataclass(frozen=True)
+class _CostsInTurns:
+    """The costs of a plan whose replicas take whole micro-batches in turns."""
 
-    Args:
-        devices: numbers of the devices of each stage in the timeline; default: their positions in the order.
-    """
-    spans, sent = _played(problem, stages, schedule)
-    hosts = tuple(map(tuple, devices)) or tuple(tuple(range(stage.first, stage.stop)) for stage in stages)
-    transfers = tuple(Transfer(hop, direction, i, begin, end, end) for hop, direction, i, begin, end in sent)
-    rows = [in_turn(row, 0, stage.replicas) for row, stage in zip(schedule.rows, stages, strict=True)]
-    return Timeline(
-        len(stages),
-        tuple(Span(*span) for span in sorted(spans, key=lambda span: (span[0], span[3]))),
-        transfers, tuple(peak_stash(rows)), replicas=hosts,
-    )  # fmt: skip
+    problem: Problem
+    stages: Sequence[PlacedStage]
 
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
 
-_Spans = list[tuple[int, Action, float, float]]  # stage, action, begin and end in seconds
-_Sent = list[tuple[int, Direction, int, float, float]]  # hop, direction, micro-batch, begin and end in seconds
+    def pieces(self, kind: Kind, stage: int, replica: int = 0) -> Pieces:
+        costs, place = self.problem.costs, self.stages[stage]
+        of_units = costs.forward_s if kind is FORWARD else costs.backward_s
+        device = place.first + replica
+        return ((sum(of_units[place.begin : place.end]) * self.problem.slow(device, device + 1), 1.0),)
 
-
-def _played(problem: Problem, stages: Sequence[PlacedStage], schedule: Schedule) -> tuple[_Spans, _Sent]:
-    """Simulate a schedule in turns, and return all actions and messages."""
-    costs, speed = problem.costs, problem.network.bandwidth
-    last = len(stages) - 1
-    lanes = [
-        (k, stage.first + j, deque(in_turn(schedule.rows[k], j, stage.replicas)))
-        for k, stage in enumerate(stages)
-        for j in range(stage.replicas)
-    ]
-    seconds = [
-        {True: sum(costs.forward_s[s.begin : s.end]), False: sum(costs.backward_s[s.begin : s.end])} for s in stages
-    ]
-    free: dict[int, float] = {device: 0.0 for _, device, _ in lanes}
-    links: dict[tuple[int, int], float] = {}
-    arrived: dict[tuple[bool, int, int], float] = {(True, 0, i): 0.0 for i in range(schedule.num_microbatches)}
-    arrived |= {(False, last, i): 0.0 for i in range(schedule.num_microbatches)}
-    spans: _Spans = []
-    sent: _Sent = []
-    moved = True
-    while moved:
-        moved = False
-        for k, device, row in lanes:
-            while row and (key := (row[0].kind is FORWARD, k, row[0].micro_batch)) in arrived:
-                action = row.popleft()
-                forward, i = key[0], action.micro_batch
-                begin_s = max(free[device], arrived[key])
-                free[device] = begin_s + seconds[k][forward] * problem.slow(device, device + 1)
-                spans.append((k, action, begin_s, free[device]))
-                moved, to = True, k + 1 if forward else k - 1
-                if 0 <= to <= last:
-                    peer = stages[to].first + i % stages[to].replicas
-                    sizes, hop = (costs.bytes_forward, k) if forward else (costs.bytes_backward, to)
-                    size = sizes[stages[hop].end - 1]
-                    begin_s = max(links.get((device, peer), 0.0), free[device])
-                    arrived[forward, to, i] = links[device, peer] = begin_s + size / speed[device][peer]
-                    sent.append((hop, "forward" if forward else "backward", i, begin_s, links[device, peer]))
-    return spans, sent
-
-
-def replayed_in_turns(timeline: Timeline) -> Timeline:
-    """Simulate the schedule of a recorded timeline of one pipeline with the median times of its actions."""
-    costs, counts = StageCosts.measured(timeline), [len(hosts) for hosts in timeline.replicas]
-    nothing = (0.0,) * timeline.num_stages
-    there, back = tuple(costs.send_forward_s), tuple(costs.send_backward_s)
-    known = SppCosts(tuple(costs.forward_s), tuple(costs.backward_s), there, back, nothing)
-    ends = list(itertools.accumulate(counts))
-    problem = Problem(known, Network.of([[1.0] * ends[-1]] * ends[-1]), 1, None)  # 1 byte/s, so that bytes are seconds
-    stages = [PlacedStage(k, k + 1, end - count, end) for k, (end, count) in enumerate(zip(ends, counts, strict=True))]
-    return timeline_in_turns(problem, stages, timeline.schedule(), timeline.replicas)
+    def message_s(self, direction: Direction, hop: int, sender: int = 0, receiver: int = 0) -> tuple[float, float]:
+        costs, (before, after) = self.problem.costs, self.stages[hop : hop + 2]
+        here, there = (before, after) if direction == "forward" else (after, before)
+        nbytes = (costs.bytes_forward if direction == "forward" else costs.bytes_backward)[before.end - 1]
+        return nbytes / self.problem.network.bandwidth[here.first + sender][there.first + receiver], 0.0

@@ -12,8 +12,8 @@ from lightning_avgpipe.errors import AvgPipeError, ScheduleError
 from lightning_avgpipe.schedule import Schedule, StageCosts, Timeline, build, picture, simulate
 from lightning_avgpipe.schedule.asynchronous import simulate_policy
 from lightning_avgpipe.schedule.gallery import text
+from lightning_avgpipe.schedule.picture import chrome_trace
 from lightning_avgpipe.schedule.recipes import RECIPES, devices_of
-from lightning_avgpipe.schedule.trace import chrome_trace
 from lightning_avgpipe.schedule.versions import POLICIES, Place, held
 
 _COLUMNS = 100

@@ -1,7 +1,7 @@
-"""Builders of synchronous schedules by one formula: a warm-up per stage.
+"""Builders of synchronous schedules: by a warm-up per stage, with several stages on each process, or by user code.
 
-A stage runs ``w`` forwards, then pairs of a forward and a backward, then the remaining backwards; micro-batches come
-in ascending order in both directions::
+With a warm-up, a stage runs ``w`` forwards, then pairs of a forward and a backward, then the remaining backwards;
+micro-batches come in ascending order in both directions::
 
     w = 2, M = 5     F0 F1 | F2 B0  F3 B1  F4 B2 | B3 B4
 
@@ -14,14 +14,14 @@ idle time at the end::
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from lightning_avgpipe.errors import DeadlockError, ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
-from lightning_avgpipe.schedule.forward_only import num_forward_only
-from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
-from lightning_avgpipe.schedule.rules import Event, course, courses, in_words, needs, results, trains, turns_of, urgency
+from lightning_avgpipe.schedule.kinds import BACKWARD, COURSES, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Kind
+from lightning_avgpipe.schedule.rules import check_can_run, trains
+from lightning_avgpipe.schedule.simulator import check
 
 NAMES = ("advance_forward", "1f1b", "afab", "forward")
 LOOPED = ("interleaved", "bfs", "zbv", "dualpipev")  # have several stages on each process, see ``recipes``
@@ -156,9 +156,29 @@ def with_replicas(schedule: Schedule, replicas: Sequence[int]) -> Schedule:
     return from_warm_up(ahead[::-1], schedule.num_microbatches, schedule.name)
 
 
-def in_turn(row: Sequence[Action], first: int, every: int) -> tuple[Action, ...]:
-    """Return the actions of one replica from the row of its stage: every ``every``-th micro-batch from ``first`` on."""
-    return tuple(action for action in row if action.micro_batch % every == first)
+def forward_only(schedule: Schedule, stages: int) -> Schedule:
+    """Return a schedule in which the first ``stages`` stages, of which nothing is trained, run forwards only.
+
+    The rows of the other stages do not change, because their warm-up counts from the last stage::
+
+        stage 0 | F0 F1 F2 B0 F3 B1 B2 B3          stage 0 | F0 F1 F2 F3
+        stage 1 | F0 F1 B0 F2 B1 F3 B2 B3    ->    stage 1 | F0 F1 B0 F2 B1 F3 B2 B3
+        stage 2 | F0 B0 F1 B1 F2 B2 F3 B3          stage 2 | F0 B0 F1 B1 F2 B2 F3 B3
+
+    Args:
+        schedule: schedule of training.
+        stages: number of stages that run forwards only, fewer than K.
+    """
+    if not stages:
+        return schedule
+    rows = [tuple(a for a in row if a.kind in COURSES[0]) for row in schedule.rows[:stages]]
+    ahead = (schedule.num_microbatches,) * stages + schedule.warm_up[stages:] if schedule.warm_up else ()
+    left: list[tuple[int, ...]] = []
+    for turns in schedule.turns:  # the remaining actions keep their order
+        actions = {stage: iter(schedule.rows[stage]) for stage in turns}
+        kept = [k for k in turns if next(actions[k]).kind in COURSES[0] or k >= stages]
+        left.append(tuple(kept))
+    return replace(schedule, rows=(*rows, *schedule.rows[stages:]), warm_up=ahead, turns=tuple(left))
 
 
 def _row(warm_up: int, num_microbatches: int, behind: int | None) -> Iterator[Action]:
@@ -176,64 +196,115 @@ def _row(warm_up: int, num_microbatches: int, behind: int | None) -> Iterator[Ac
         yield from (Action(WEIGHT_GRADIENT, i) for i in range(max(0, num_microbatches - behind), num_microbatches))
 
 
-def check(schedule: Schedule) -> None:
-    """Check that a schedule has every action once on every stage, and that it does not deadlock.
-
-    Raises:
-        ScheduleError: an action is missing, repeated or out of range.
-        DeadlockError: the stages cannot all finish. The message shows where each of them stops.
-    """
-    _check_complete(schedule)
-    left = [deque(row) for row in schedule.rows]
-    turns, relays, length = turns_of(schedule), schedule.relays, schedule.length
-    happened: set[Event] = set()
-    moved = True
-    while moved:
-        moved = False
-        for k, rest in enumerate(left):
-            mine = turns.get(k)
-            while rest and (mine is None or mine[0] == k) and needs(rest[0], k, length) <= happened:
-                happened |= results(rest.popleft(), k, length, relays)
-                moved = True
-                if mine is not None:
-                    mine.popleft()
-    stuck = [f"stage {k} at {rest[0]}" for k, rest in enumerate(left) if rest]
-    if stuck:
-        used = {action.kind for row in schedule.rows for action in row}
-        raise DeadlockError(
-            f"no action can start any more: {', '.join(stuck)}. {'; '.join(in_words(k) for k in KINDS if k in used)}. "
-            f"Reorder these rows:\n{schedule}"
-        )
-
-
-def _check_complete(schedule: Schedule) -> None:
-    """Check that every stage treats each of its micro-batches completely and once."""
-    training = any(map(trains, schedule.rows))
-    first = num_forward_only(schedule)
-    for stage, row in enumerate(schedule.rows):
-        numbers, both = schedule.micro_batches(stage), training and stage >= first
-        usual = [{Action(kind, i) for kind in kinds for i in numbers} for kinds in courses(both)]
-        count = Counter(row)
-        if len(count) == len(row) and count.keys() in usual:
-            continue
-        # a stage may treat some micro-batches with whole backwards and others with split ones
-        wanted = {Action(kind, i) for i in numbers for kind in course([k for k in KINDS if (k, i) in count], both)}
-        wrong = {
-            "misses": wanted - count.keys(),
-            "repeats": {action for action, times in count.items() if times > 1},
-            "has no use for": count.keys() - wanted,
-        }
-        texts = [f"{verb} {', '.join(map(str, sorted(a, key=urgency)))}" for verb, a in wrong.items() if a]
-        if texts:
-            raise ScheduleError(
-                f"stage {stage} has {len(row)} actions and {'; '.join(texts)}; give it each of {len(wanted)} actions "
-                "once"
-            )
-
-
 def check_sizes(num_stages: int, num_microbatches: int) -> None:
     """Check that there is at least one stage and one micro-batch; raise ScheduleError otherwise."""
     if num_stages < 1:
         raise ScheduleError(f"num_stages={num_stages}: a schedule needs at least one stage")
     if num_microbatches < 1:
         raise ScheduleError(f"num_microbatches={num_microbatches}: a schedule needs at least one micro-batch")
+
+
+# -- several stages on each process, placed in a loop ------------------------------------------------------------------
+#
+#     D = 2 processes, K = 4 stages, M = 4: what process 0 does, each action with its stage
+#
+#     interleaved   F0 F1 of 0, F0 F1 of 2, then in pairs  F2 of 0, B0 of 2, F3 of 0, B1 of 2, F2 of 2, B0 of 0, ...
+#     bfs           F0 F1 F2 F3 of 0, then of 2, then B0 B1 B2 B3 of 2, then of 0
+
+
+def interleaved(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
+    """Build interleaved 1F1B, which is idle for the share D/K of the time for which 1F1B is idle.
+
+    Micro-batches go through all stages of a process in groups of D, with forwards and backwards in turns, and process d
+    is ``2 (D-1-d) + (K/D - 1) D`` forwards ahead. Where M is not a multiple of D, some groups are larger.
+
+    Source: Narayanan et al., arXiv:2104.04473, section 2.2.
+    """
+    total = num_microbatches * num_stages // num_devices
+    count = max(1, num_microbatches // num_devices)
+    firsts = [num_microbatches * group // count for group in range(count + 1)]
+    largest = max(after - first for first, after in itertools.pairwise(firsts))
+    orders = []
+    for device in range(num_devices):
+        mine = range(device, num_stages, num_devices)
+        forwards = list(_by_groups(FORWARD, mine, firsts))
+        backwards = list(_by_groups(BACKWARD, mine[::-1], firsts))
+        ahead = min(total, 2 * (num_devices - 1 - device) + (len(mine) - 1) * largest)
+        pairs = zip(forwards[ahead:], backwards, strict=False)
+        orders.append([*forwards[:ahead], *(place for pair in pairs for place in pair), *backwards[total - ahead :]])
+    return Schedule.of_orders("interleaved", num_microbatches, orders)
+
+
+def breadth_first(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
+    """Build looped breadth-first: AFAB stage by stage, so that a stage's weights can be fetched and sent once.
+
+    It is idle as little as interleaved 1F1B, but stashes all micro-batches.
+
+    Source: Breadth-First Pipeline Parallelism, Lamy-Poirier, arXiv:2211.05953.
+    """
+    orders = []
+    for device in range(num_devices):
+        mine = range(device, num_stages, num_devices)
+        everything = (0, num_microbatches)
+        orders.append([*_by_groups(FORWARD, mine, everything), *_by_groups(BACKWARD, mine[::-1], everything)])
+    return Schedule.of_orders("bfs", num_microbatches, orders)
+
+
+def _by_groups(kind: Kind, stages: Sequence[int], firsts: Sequence[int]) -> Iterator[tuple[int, Action]]:
+    """Yield the actions group by group: the micro-batches of a group go through all stages before the next group."""
+    for first, after in itertools.pairwise(firsts):
+        for stage in stages:
+            yield from ((stage, Action(kind, i)) for i in range(first, after))
+
+
+# -- rows that user code makes -----------------------------------------------------------------------------------------
+
+Rows = Sequence[str | Sequence[Action]]
+Builder = Callable[[int, int], Schedule | Rows]
+
+
+def parse(row: str) -> tuple[Action, ...]:
+    """Parse the actions of a stage, such as ``"F0 F1 B0 B1"``.
+
+    Raises:
+        ScheduleError: a word is not an action.
+    """
+    kinds, actions = {kind.symbol: kind for kind in KINDS}, []
+    for word in row.split():
+        kind, number = kinds.get(word[0]), word[1:]
+        if kind is None or not number.isdecimal():
+            letters = ", ".join(f"{kind} ({kind.name})" for kind in KINDS)
+            raise ScheduleError(f"{word!r} in the row {row!r} is no action; write a letter of {letters} and a number")
+        actions.append(Action(kind, int(number)))
+    return tuple(actions)
+
+
+def of_function(function: Builder, num_stages: int, num_microbatches: int) -> Schedule:
+    """Call a user's function, and check the schedule that it returns.
+
+    Args:
+        function: ``(num_stages, num_microbatches)`` -> a schedule, or one row of actions for each stage, as text or as
+            actions.
+        num_stages: K, number of stages.
+        num_microbatches: M, number of micro-batches of an iteration.
+    Raises:
+        ScheduleError: the schedule has other sizes or no backwards, or an action is missing, repeated or out of range.
+        DeadlockError: the stages cannot all finish. The message shows where each of them stops.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    made = function(num_stages, num_microbatches)
+    if not isinstance(made, Schedule):
+        if not isinstance(made, Iterable) or isinstance(made, str):
+            raise ScheduleError(f"{name}({num_stages}, {num_microbatches}) gave {made!r}; return a row for each stage")
+        rows = tuple(parse(row) if isinstance(row, str) else tuple(row) for row in made)
+        made = Schedule(name, num_stages, num_microbatches, rows)
+    if (made.num_stages, made.num_microbatches) != (num_stages, num_microbatches):
+        raise ScheduleError(
+            f"{name} was asked for {num_stages} stages and {num_microbatches} micro-batches, and gave a schedule of "
+            f"{made.num_stages} and {made.num_microbatches}"
+        )
+    check(made)
+    check_can_run(made)
+    if not any(map(trains, made.rows)):
+        raise ScheduleError(f"{name}({num_stages}, {num_microbatches}) has no backwards, and trains nothing")
+    return made

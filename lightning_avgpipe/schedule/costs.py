@@ -34,12 +34,19 @@ class CostModel(Protocol):
         """The number of stages K."""
         ...
 
-    def pieces(self, kind: Kind, stage: int) -> Pieces:
+    def pieces(self, kind: Kind, stage: int, replica: int = 0) -> Pieces:
         """Return the parts of an action, each with its seconds and its utilisation of the device."""
         ...
 
-    def message_s(self, direction: Direction, hop: int) -> tuple[float, float]:
-        """Return the seconds for which a message occupies its link, and the seconds from then until it arrives."""
+    def message_s(self, direction: Direction, hop: int, sender: int = 0, receiver: int = 0) -> tuple[float, float]:
+        """Return the seconds for which a message occupies its link, and the seconds from then until it arrives.
+
+        Args:
+            direction: direction of the message.
+            hop: number of the stage in front of the hop.
+            sender: replica that sends the message.
+            receiver: replica that receives it.
+        """
         ...
 
 
@@ -149,11 +156,11 @@ class StageCosts:
         """The seconds of a forward of each stage together with the one before it, shape ``(K,)``."""
         return tuple(a + b for a, b in zip((0.0, *self.forward_s), self.forward_s, strict=False))
 
-    def pieces(self, kind: Kind, stage: int) -> Pieces:
-        """Return the only part of an action, which uses its device fully."""
+    def pieces(self, kind: Kind, stage: int, replica: int = 0) -> Pieces:
+        """Return the only part of an action, which uses its device fully; all replicas take the same time."""
         return ((getattr(self, kind.cost)[stage], 1.0),)
 
-    def message_s(self, direction: Direction, hop: int) -> tuple[float, float]:
+    def message_s(self, direction: Direction, hop: int, sender: int = 0, receiver: int = 0) -> tuple[float, float]:
         """Return the seconds for which a message occupies its link, and the seconds from then until it arrives."""
         send_s = self.send_forward_s if direction == "forward" else self.send_backward_s
         return send_s[hop], self.latency_s[hop]

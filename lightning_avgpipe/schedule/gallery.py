@@ -1,6 +1,7 @@
 """The gallery of schedules: each one on four processes, drawn with letters, with its costs and its source.
 
-``python -m lightning_avgpipe.schedule.gallery docs/schedules.md`` writes the gallery into a page, between two marks.
+``python -m lightning_avgpipe.schedule.gallery docs/schedules.md`` writes the gallery into a page, between two marks;
+``python -m lightning_avgpipe.schedule.gallery docs/overview.png`` draws three schedules on slow links.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from lightning_avgpipe.schedule import picture
 from lightning_avgpipe.schedule.costs import StageCosts
 from lightning_avgpipe.schedule.recipes import RECIPES, build
 from lightning_avgpipe.schedule.simulator import simulate
@@ -15,6 +17,7 @@ from lightning_avgpipe.schedule.timeline import Timeline
 
 BEGIN, END = "<!-- the gallery begins -->", "<!-- the gallery ends -->"
 _DEVICES, _MICROBATCHES = 4, 8
+_SHOWN_S = 36.0  # of the overview
 
 
 def text(timeline: Timeline, columns: int) -> str:
@@ -69,6 +72,26 @@ def written(page: str) -> str:
     return f"{before}{BEGIN}\n\n{gallery()}\n{END}{rest.partition(END)[2]}"
 
 
+def overview() -> dict[str, Timeline]:
+    """Return the timelines of three schedules by title: f = 1 s, b = 2 s, and transfers take as long as forwards."""
+    costs, num_stages, num_microbatches, num_models = StageCosts.uniform(3, 1, 2, 1), 3, 4, 2
+    ahead = build("advance_forward", num_stages, num_microbatches, 1)
+    plain, advanced = simulate(build("1f1b", num_stages, num_microbatches), costs), simulate(ahead, costs)
+    rolling = simulate([ahead] * num_models, costs, iterations=4)
+    return {
+        _title("1F1B", plain.iteration_s, plain.bubble_fraction): plain,
+        _title("advance forward propagation", advanced.iteration_s, advanced.bubble_fraction): advanced,
+        _title("two rolling models", rolling.steady_s / num_models, rolling.steady_bubble_fraction): rolling,
+    }
+
+
+def _title(what: str, batch_s: float, idle: float) -> str:
+    return f"{what}: {batch_s:g} s a batch, {idle:.0%} idle"
+
+
 if __name__ == "__main__":
     path = Path(sys.argv[1])
-    path.write_text(written(path.read_text()))
+    if path.suffix == ".md":
+        path.write_text(written(path.read_text()))
+    else:
+        picture.save(picture.draw_together(overview(), _SHOWN_S), path)

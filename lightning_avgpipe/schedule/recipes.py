@@ -10,8 +10,7 @@ from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Schedule
 from lightning_avgpipe.schedule.bidirectional import chimera
 from lightning_avgpipe.schedule.broadcast import Broadcast
-from lightning_avgpipe.schedule.builders import check_sizes, formula
-from lightning_avgpipe.schedule.interleaved import breadth_first, interleaved
+from lightning_avgpipe.schedule.builders import breadth_first, check_sizes, formula, interleaved
 from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.schedule.vshaped import dualpipev, zbv
 

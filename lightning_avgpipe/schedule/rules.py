@@ -79,6 +79,17 @@ def trains(row: Iterable[Action]) -> bool:
     return any(action.kind is not COURSES[0][0] for action in row)
 
 
+def num_forward_only(schedule: Schedule) -> int:
+    """Return how many stages, from the first, run forwards only while others train; 0 if nothing is trained."""
+    training = [trains(row) for row in schedule.rows]
+    return training.index(True) if any(training) else 0
+
+
+def in_turn(row: Sequence[Action], first: int, every: int) -> tuple[Action, ...]:
+    """Return the actions of one replica from the row of its stage: every ``every``-th micro-batch from ``first`` on."""
+    return tuple(action for action in row if action.micro_batch % every == first)
+
+
 def turns_of(schedule: Schedule, iterations: int = 1) -> dict[int, deque[int]]:
     """Return for each stage that takes turns the turns of its process; stages of a process share one deque."""
     return {stage: turns for turns in [deque(of * iterations) for of in schedule.turns] for stage in set(turns)}

@@ -17,7 +17,7 @@ from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError
 from lightning_avgpipe.planning.divisible import Divisible
-from lightning_avgpipe.schedule.own import of_function
+from lightning_avgpipe.schedule.builders import of_function
 from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.schedule.versions import Place
 from lightning_avgpipe.strategy import combinations

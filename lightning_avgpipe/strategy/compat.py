@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_avgpipe.utils import upstream
 from lightning_avgpipe.utils.lightning import fabric, pl
-from lightning_avgpipe.utils.upstream import Private
+from lightning_avgpipe.utils.torch_compat import Private, check_names
 
 _TRAINER, _LOOPS, _FABRIC = f"{pl.__name__}.trainer", f"{pl.__name__}.loops", f"{fabric.__name__}.utilities"
 _DISTRIBUTED = f"{_FABRIC}.distributed"
@@ -112,4 +111,4 @@ NAMES = (*_STEPS, *_LOGS, *_BATCHES, *_RUNS)
 
 def check() -> None:
     """Warn of the entries that the installed version of Lightning lacks, or has with another signature."""
-    upstream.check(NAMES, pl.__name__, pl.__version__)
+    check_names(NAMES, pl.__name__, pl.__version__)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.transfer import is_broken_connection
 from lightning_avgpipe.errors import ConfigurationError, PeerError
-from lightning_avgpipe.utils.attempt import fresh
 from lightning_avgpipe.utils.lightning import (
     _IS_INTERACTIVE,
     ClusterEnvironment,
@@ -23,7 +22,7 @@ from lightning_avgpipe.utils.lightning import (
     _set_num_threads_if_needed,
     _SubprocessScriptLauncher,
 )
-from lightning_avgpipe.utils.parent import needing_starter, started, starting
+from lightning_avgpipe.utils.parent import fresh, needing_starter, started, starting
 from lightning_avgpipe.utils.torch_compat import default_store
 
 if TYPE_CHECKING:

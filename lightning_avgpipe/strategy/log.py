@@ -22,8 +22,7 @@ from lightning_avgpipe.strategy.metric_objects import BatchValues
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.patching import nothing, replaced
-from lightning_avgpipe.utils.reductions import reduced, reduction_name
-from lightning_avgpipe.utils.tensors import as_tensor
+from lightning_avgpipe.utils.tensors import as_tensor, reduced, reduction_name
 
 
 def _name(args: Any, kwargs: Any) -> Any:

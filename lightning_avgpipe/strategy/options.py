@@ -17,13 +17,14 @@ from lightning_avgpipe.comm.options import Links
 from lightning_avgpipe.engine.weighting import LossWeight
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory_limit import MemoryLimit, parse_limit
+from lightning_avgpipe.schedule.builders import Builder
 from lightning_avgpipe.schedule.kinds import Placement
-from lightning_avgpipe.schedule.own import Builder
 from lightning_avgpipe.schedule.recipes import RECIPES, TRAINING
 from lightning_avgpipe.schedule.versions import POLICIES, PipeOptim, WeightPolicy
 from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.schedule_choice import Order
 from lightning_avgpipe.utils.allowed import (
+    DURATION,
     Allowed,
     check,
     choice,
@@ -35,7 +36,6 @@ from lightning_avgpipe.utils.allowed import (
     optional,
     whole,
 )
-from lightning_avgpipe.utils.durations import DURATION
 from lightning_avgpipe.utils.lightning import rank_zero_warn
 
 _MICROBATCHES_PER_STAGE = 4

@@ -26,11 +26,10 @@ from lightning_avgpipe.schedule import (
 )
 from lightning_avgpipe.schedule.adaptive import IterationShape
 from lightning_avgpipe.schedule.broadcast import Broadcast, without_relays
-from lightning_avgpipe.schedule.builders import DEPTH_FIRST
+from lightning_avgpipe.schedule.builders import DEPTH_FIRST, Builder, of_function
 from lightning_avgpipe.schedule.choice import SAFEST, fastest
 from lightning_avgpipe.schedule.costs import StageCosts
 from lightning_avgpipe.schedule.kinds import Placement
-from lightning_avgpipe.schedule.own import Builder, of_function
 from lightning_avgpipe.schedule.recipes import RECIPES, devices_of
 
 _log = logging.getLogger(__name__)

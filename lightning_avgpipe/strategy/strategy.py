@@ -43,8 +43,7 @@ from lightning_avgpipe.strategy.signals import ending_together, saving_what_is_w
 from lightning_avgpipe.strategy.surroundings import Surroundings
 from lightning_avgpipe.strategy.whole import why_whole
 from lightning_avgpipe.strategy.whole_run import WholeRun
-from lightning_avgpipe.utils.allowed import documented, suggesting_names
-from lightning_avgpipe.utils.durations import duration
+from lightning_avgpipe.utils.allowed import Count, Duration, Natural, TensorName, documented, duration, suggesting_names
 from lightning_avgpipe.utils.lightning import (
     CheckpointIO,
     ClusterEnvironment,
@@ -58,11 +57,9 @@ from lightning_avgpipe.utils.lightning import (
     refuse_other,
     reset_seed,
 )
-from lightning_avgpipe.utils.option_types import Count, Duration, Natural, TensorName
 from lightning_avgpipe.verify import request
-from lightning_avgpipe.weights.absence import explain
 from lightning_avgpipe.weights.initialisation import on_meta
-from lightning_avgpipe.weights.ownership import to_host
+from lightning_avgpipe.weights.ownership import explain, to_host
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 

@@ -16,11 +16,17 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.training.optimizer_shards import OptimizerShards
 from lightning_avgpipe.training.state import full_state_dict, load_present_state, move_state, own_state_dict
 from lightning_avgpipe.utils.tensors import strided_parts, words
-from lightning_avgpipe.weights.belongings import Belongings, ModuleTensors, OptimizerStates, relocate
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.on_demand import OnDemandGather
 from lightning_avgpipe.weights.ownership import Owners, answering, owners_of
-from lightning_avgpipe.weights.relocation import Relocation, holders
+from lightning_avgpipe.weights.relocation import (
+    Belongings,
+    ModuleTensors,
+    OptimizerStates,
+    Relocation,
+    holders,
+    relocate,
+)
 
 
 class Holdings:

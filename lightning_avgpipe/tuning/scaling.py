@@ -58,7 +58,7 @@ class Loads:
         """The number of stages K."""
         return len(self.forward)
 
-    def pieces(self, kind: Kind, stage: int) -> Pieces:
+    def pieces(self, kind: Kind, stage: int, replica: int = 0) -> Pieces:
         """Return the parts of an action: seconds and utilisation. A long curve becomes few parts of the same work."""
         curve = {FORWARD: self.forward, BACKWARD: self.backward}[kind][stage].curve
         if len(curve.seconds) <= _PIECES or curve.total_s == 0:
@@ -66,7 +66,7 @@ class Loads:
         length = curve.total_s / _PIECES
         return tuple((length, min(1.0, work / length)) for work in _work_per_slice(curve, length))
 
-    def message_s(self, direction: Direction, hop: int) -> tuple[float, float]:
+    def message_s(self, direction: Direction, hop: int, sender: int = 0, receiver: int = 0) -> tuple[float, float]:
         """Return the seconds for which a message occupies its link, and the seconds from then until it arrives."""
         if direction == "forward":
             return self.values_s[hop], self.latency_s[hop][0]

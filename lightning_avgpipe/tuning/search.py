@@ -17,7 +17,7 @@ from lightning_avgpipe.tuning.predictors import Corrected, Prediction, Predictor
 from lightning_avgpipe.tuning.profile import Profile
 from lightning_avgpipe.tuning.samples import SamplesFactor, samples_at
 from lightning_avgpipe.tuning.setting import Setting
-from lightning_avgpipe.utils.table import table
+from lightning_avgpipe.utils.names import table
 
 ADVANCES = (0, 1, 2, 4, 8)
 _FORMAT = 1

@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Sequence
 
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, InTurns, Kind, SideBySide, build
-from lightning_avgpipe.schedule.sharing import SimulatedLane
-from lightning_avgpipe.schedule.simulator import Simulation, simulate
+from lightning_avgpipe.schedule.player import PlayedLane, Player
+from lightning_avgpipe.schedule.simulator import simulate
 from lightning_avgpipe.tuning.scaling import Loads
 from lightning_avgpipe.tuning.setting import Setting
 
@@ -37,19 +37,19 @@ def steady_iteration_s(
     m = setting.num_microbatches
     schedule = build(setting.schedule, num_stages, m, setting.advance)
     sharing = InTurns if in_turns else SideBySide
-    simulation = Simulation([schedule] * setting.num_pipelines, loads, devices, sharing)
+    player = Player([schedule] * setting.num_pipelines, loads, [(device,) for device in devices], sharing)
     ahead = schedule.warm_up[0]
     for backwards in range(_EVEN, m - ahead, _EVEN):
-        simulation.run(ahead + 2 * backwards)
-        ends = [_ends(lane) for lane in simulation.lanes]
+        player.run(ahead + 2 * backwards)
+        ends = [_ends(lane) for lane in player.lanes]
         begun = 1 + max(len(of[FORWARD]) for of in ends[::num_stages])
-        period = _period(ends, simulation.now)
+        period = _period(ends, player.now)
         if period is not None and begun < m:
             rest = build(setting.schedule, num_stages, begun, setting.advance)  # begins in the same way
-            for lane in simulation.lanes:
-                lane.row = rest.rows[lane.stage]
-            return simulation.run() + (m - begun) * period
-    return simulation.run()
+            for lane in player.lanes:
+                lane.set_row(rest.rows[lane.stage])
+            return player.run() + (m - begun) * period
+    return player.run()
 
 
 def rolling_iteration_s(
@@ -61,7 +61,7 @@ def rolling_iteration_s(
     return simulate([schedule] * setting.num_pipelines, loads, devices, sharing, _ROLLING).steady_s
 
 
-def _ends(lane: SimulatedLane) -> dict[Kind, list[float]]:
+def _ends(lane: PlayedLane) -> dict[Kind, list[float]]:
     """Return the ends of the finished actions of a lane, by kind."""
     ends: dict[Kind, list[float]] = {action.kind: [] for action in lane.row}
     for action, (_, end_s) in zip(lane.row, lane.spans, strict=False):

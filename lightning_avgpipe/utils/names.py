@@ -45,3 +45,10 @@ def close_to(name: str, known: Collection[str], instead: str = "use a name of na
     """Return advice about an unknown name: the closest known names, or ``instead`` if none is close."""
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else instead
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines with aligned columns, and a rule below the first line."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

@@ -1,4 +1,6 @@
-"""The parent process, which started this one by running the script again, as ddp's launcher does, or as a copy.
+"""The start of processes: the parent process, and the store that all of them share.
+
+A parent has started this one by running the script again, as ddp's launcher does, or as a copy.
 
 Before the processes are connected, a started process ends when its starter does. Otherwise it would wait for the
 starter until the timeout. The starter notices when a process that it has started dies, and ends those that are stuck.
@@ -16,8 +18,12 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
+
+import torch.distributed as dist
 
 from lightning_avgpipe.errors import PeerError
 
@@ -128,3 +134,57 @@ def _starter() -> int | None:
     if parent is not None and getattr(multiprocessing.current_process(), "_start_method", "") in ("spawn", "fork"):
         return parent.pid
     return int(_SCRIPT_STARTER) if _SCRIPT_STARTER.isdecimal() else None
+
+
+# -- this start of the processes, as opposed to earlier ones with the same store ---------------------------------------
+#
+# torchrun keeps its store, with everything that earlier processes wrote, when it restarts processes. Its count of
+# restarts does not distinguish starts, since a node that joined late counts from zero.
+_PREFIX = "avgpipe/attempt"
+_WELCOME_POLL_S = 0.05
+
+
+def fresh(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Return a part of a store that is used only by the processes that call this function now.
+
+    ::
+
+        rank r   hello/r = token                  token's welcome -> session     here/session/r
+        rank 0            token -> welcome = session                    ... until all are here
+
+    Rank 0 may read a token that an earlier process wrote as rank r. Then it welcomes a process that is gone, and reads
+    again until the current one has answered.
+
+    Args:
+        store: store that all processes share.
+        rank: rank of this process.
+        world_size: number of processes that call this function.
+        timeout: largest time to wait for all processes.
+    Raises:
+        DistStoreError: not all processes have called within the timeout. The message says which are missing.
+    """
+    if rank:
+        token = uuid.uuid4().hex
+        store.set(f"{_PREFIX}/hello/{rank}", token)
+        welcome = f"{_PREFIX}/welcome/{token}"
+        store.wait([welcome], timeout)
+        session = store.get(welcome).decode()
+        store.set(f"{_PREFIX}/{session}/here/{rank}", "1")
+    else:
+        session = uuid.uuid4().hex
+        _welcome(store, session, set(range(1, world_size)), time.monotonic() + timeout.total_seconds())
+    return dist.PrefixStore(f"{_PREFIX}/{session}", store)
+
+
+def _welcome(store: dist.Store, session: str, missing: set[int], deadline: float) -> None:
+    while True:
+        for rank in sorted(missing):
+            if store.check([f"{_PREFIX}/{session}/here/{rank}"]):
+                missing.remove(rank)
+            elif store.check([hello := f"{_PREFIX}/hello/{rank}"]):
+                store.set(f"{_PREFIX}/welcome/{store.get(hello).decode()}", session)
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"ranks {sorted(missing)} did not come in time")
+        time.sleep(_WELCOME_POLL_S)

@@ -1,9 +1,13 @@
-"""Temporary replacement of attributes."""
+"""Temporary replacement of attributes, and changes of a module as soon as any code has imported it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 
@@ -29,3 +33,35 @@ def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
 
 def nothing(*args: Any, **kwargs: Any) -> None:
     """Do nothing: a replacement for functions that must not run."""
+
+
+def after_import(name: str, then: Callable[[], None]) -> None:
+    """Call a function now if a module is imported already, otherwise as soon as it has been imported."""
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Awaiting(name, then))
+
+
+class _Awaiting(MetaPathFinder):
+    """An import finder that finds one module by the other finders, and calls a function after it has been executed."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_then(module: ModuleType) -> None:
+                execute(module)
+                self._then()
+
+            spec.loader.exec_module = execute_then  # type: ignore[method-assign]
+        return spec

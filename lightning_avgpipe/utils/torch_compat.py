@@ -1,24 +1,98 @@
-"""A table of the private names of torch that this package uses, and functions that use them."""
+"""Tables of private names of other packages that this package uses; those of torch, and functions that use them."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
+import inspect
 import sys
-from collections.abc import Iterator
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.specifiers import SpecifierSet
 from torch import Tensor
+from torch.autograd import graph
 from torch.utils import checkpoint
-
-from lightning_avgpipe.utils import upstream
-from lightning_avgpipe.utils.upstream import Private
 
 # The function that brackets a region in torch.utils.checkpoint, which has another name in newer versions of torch.
 CHECKPOINT_BRACKET = "_checkpoint_without_reentrant_generator"
 CHECKPOINT_BRACKET += "_impl" if hasattr(checkpoint, f"{CHECKPOINT_BRACKET}_impl") else ""
 GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
 REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a module
+
+
+@dataclass(frozen=True)
+class Private:
+    """A name of another package that is private, or that this package replaces.
+
+    Attributes:
+        name: full name, as ``package.module.Class.attribute``.
+        why: what it is used for, or what replaces it.
+        takes: names of the arguments that this package passes or receives, in order; others must have defaults. None:
+            it is not called, or has no signature.
+        versions: versions of the package that have the name; "": all that this package works with.
+    """
+
+    name: str
+    why: str
+    takes: str | None = None
+    versions: str = ""
+
+
+def problem(entry: Private) -> str | None:
+    """Return how a name differs from its entry; None if it does not."""
+    try:
+        found = _find(entry.name)
+    except AttributeError:
+        return "does not exist"
+    if entry.takes is None:
+        return None
+    if not callable(found):
+        return "is no function"
+    wanted, given = entry.takes.split(), inspect.signature(found).parameters
+    needed = {n for n, p in given.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    if [n for n in given if n in wanted] == wanted and needed <= {"self", *wanted}:
+        return None
+    return f"takes ({', '.join(given)}) instead of ({', '.join(wanted)})"
+
+
+def check_names(table: Iterable[Private], package: str, version: str) -> None:
+    """Warn about names that differ from their entries, since code that needs them may fail or have no effect."""
+    for entry in table:
+        if SpecifierSet(entry.versions).contains(version, prereleases=True) and (found := problem(entry)) is not None:
+            warnings.warn(
+                f"{entry.name}, which lightning_avgpipe needs ({entry.why}), {found} in {package} {version}. Install a "
+                "version that the package is tested with; with this one what needs it may go wrong",
+                stacklevel=2,
+            )
+
+
+def _find(name: str) -> Any:
+    """Return the object of a name; None for an attribute that only instances of a class have."""
+    parts = name.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for i, part in enumerate(parts[1:], 1):
+        if not hasattr(found, part):
+            if isinstance(found, type) and any(part in _assigned(base) for base in found.__mro__):
+                return None
+            if hasattr(found, "__path__") and importlib.util.find_spec(".".join(parts[: i + 1])) is not None:
+                importlib.import_module(".".join(parts[: i + 1]))
+        found = getattr(found, part)
+    return found
+
+
+def _assigned(kind: type) -> set[str]:
+    """Return the attributes of instances that a class declares, or that its methods use."""
+    methods = [inspect.unwrap(member) for member in vars(kind).values() if isinstance(member, FunctionType)]
+    return set(vars(kind).get("__annotations__", ())).union(*(method.__code__.co_names for method in methods))
+
 
 _TENSORS = (
     Private("torch.Tensor._version", "counts changes in place"),
@@ -139,7 +213,7 @@ untraced = torch._C.DisableTorchFunction  # the context in which torch functions
 def check() -> None:
     """Warn about private names that this version of torch does not have, or has with other arguments."""
     later = () if "torch._dynamo" in sys.modules else _COMPILER  # importing torch._dynamo takes seconds
-    upstream.check((name for name in NAMES if name not in later), "torch", torch.__version__)
+    check_names((name for name in NAMES if name not in later), "torch", torch.__version__)
 
 
 def compiled_graphs() -> int:
@@ -231,3 +305,53 @@ def targets(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 def default_store() -> dist.Store:
     """Return the store of the default process group of ``torch.distributed``."""
     return dist.distributed_c10d._get_default_store()
+
+
+# -- saved-tensor hooks, which are removed while torch allows none -----------------------------------------------------
+#
+# ``torch.func.grad``, ``jacrev`` and similar functions refuse to work where saved-tensor hooks are active. A model that
+# uses them inside its modules has set no hooks there, so the hooks of this package are removed while these functions
+# compute.
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.hooks: list[SavedHooks] = []
+
+
+_active = _Active()
+disabling = graph.disable_saved_tensors_hooks
+
+
+class SavedHooks(graph.saved_tensors_hooks):
+    """Saved-tensor hooks with the arguments of torch's class, which do nothing where hooks are not allowed."""
+
+    def __enter__(self) -> None:
+        self._acts = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        if self._acts:
+            super().__enter__()
+            _active.hooks.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        if self._acts:
+            _active.hooks.pop()
+            super().__exit__(*error)
+
+
+@contextlib.contextmanager
+def disabling_others(error_message: str) -> Iterator[None]:
+    """Replace torch's ``disable_saved_tensors_hooks``: remove this package's hooks; other hooks stay an error."""
+    aside: list[SavedHooks] = []
+    with contextlib.ExitStack() as back:
+        while _active.hooks and _is_on_top(_active.hooks[-1]):
+            aside.append(_active.hooks[-1])
+            aside[-1].__exit__()
+            back.callback(aside[-1].__enter__)
+        with disabling(error_message):
+            yield
+
+
+def _is_on_top(hooks: SavedHooks) -> bool:
+    newest = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # missing in torch 2.6 and 2.7
+    top = None if newest is None else newest(False)
+    return top is not None and top[0] == hooks.pack_hook

@@ -28,7 +28,7 @@ from lightning_avgpipe.engine.weighting import LossWeight, counts_for
 from lightning_avgpipe.utils.forked import in_child
 from lightning_avgpipe.utils.lightning import DummyLogger, PassThroughProfiler, SingleDeviceStrategy, pl
 from lightning_avgpipe.utils.patching import nothing, replaced
-from lightning_avgpipe.utils.reductions import reduced, reduction_name
+from lightning_avgpipe.utils.tensors import reduced, reduction_name
 from lightning_avgpipe.utils.torch_compat import compiled_graphs, forget_compiled
 from lightning_avgpipe.verify.fingerprint import Fingerprint, fingerprint
 from lightning_avgpipe.verify.plain_draws import Captured, drawing_as_promised

@@ -14,8 +14,7 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.memory import Need, nbytes
 from lightning_avgpipe.planning.plan import Plan, StagePlan, first_to_last
-from lightning_avgpipe.utils.names import is_within, joined
-from lightning_avgpipe.utils.table import table
+from lightning_avgpipe.utils.names import is_within, joined, table
 
 _ABOVE_BEST = 1.2  # limit of the largest stage, relative to the least possible one, to keep modules in one piece
 

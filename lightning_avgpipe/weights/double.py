@@ -11,7 +11,7 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.names import nearest
-from lightning_avgpipe.weights.slots import Slot, slots_for
+from lightning_avgpipe.weights.slots import Slot, slots_for, swapped
 from lightning_avgpipe.weights.tied import parameters_of
 
 
@@ -54,15 +54,11 @@ class Double:
     @contextlib.contextmanager
     def placed(self, stage: int) -> Iterator[dict[int, str]]:
         """Put the weights into the module within this context; yields ``id -> name`` of the parameters."""
-        own = [slot.get() for slot, _ in self._slots]
-        for slot, name in self._slots:
-            slot.set(self._held[name])
-        try:
-            yield {id(self._held[name]): name for name in self._parameters}
-        finally:
-            self._held |= {name: self._module.get_buffer(name) for name in self._buffers}
-            for (slot, _), tensor in zip(self._slots, own, strict=True):
-                slot.set(tensor)
+        with swapped([(slot, self._held[name]) for slot, name in self._slots]):
+            try:
+                yield {id(self._held[name]): name for name in self._parameters}
+            finally:
+                self._held |= {name: self._module.get_buffer(name) for name in self._buffers}
 
     def clear(self) -> None:
         """Drop the weights: the next iteration brings new ones."""

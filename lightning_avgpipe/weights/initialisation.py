@@ -11,7 +11,8 @@ Nothing is written into the module itself: its parts are initialised in shadows,
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.names import around, joined
 from lightning_avgpipe.utils.random_streams import RandomKey, stream
-from lightning_avgpipe.weights.notes import note_of
 
 
 def on_meta(module: nn.Module) -> bool:
@@ -213,3 +213,52 @@ def _blank(tensor: Tensor, device: torch.device) -> Tensor:
     else:
         blank.zero_()
     return nn.Parameter(blank, requires_grad=False) if isinstance(tensor, nn.Parameter) else blank
+
+
+# -- notes at parameters on meta, which say where the contents lie until it is known which process reads them ----------
+# A note stays with the parameter object, whatever name or module the parameter gets afterwards.
+_NOTE = "_avgpipe_note"
+
+
+class Stored(Protocol):
+    """A store of weights, each under a key."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The keys of all parameters that have a note."""
+
+    def read(self, key: str, parameter: nn.Parameter, device: torch.device, example: bool = False) -> Tensor:
+        """Read the contents of a parameter into memory of their own.
+
+        Args:
+            key: key in the note of the parameter.
+            parameter: parameter with the note.
+            device: device of the contents.
+            example: whether other numbers will do, because a step is only captured with them.
+        """
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Remove what reading an example has left in a parameter without contents."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """A note that says where the contents of one parameter lie.
+
+    Attributes:
+        stored: store that has the contents.
+        key: key of the parameter in the store.
+    """
+
+    stored: Stored
+    key: str
+
+
+def leave_note(parameter: nn.Parameter, note: Note) -> None:
+    """Leave a note at a parameter."""
+    setattr(parameter, _NOTE, note)
+
+
+def note_of(parameter: nn.Parameter) -> Note | None:
+    """Return the note at a parameter without contents, or None if it has none."""
+    return getattr(parameter, _NOTE, None) if parameter.is_meta else None

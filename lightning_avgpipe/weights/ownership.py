@@ -10,12 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.errors import AvgPipeError
+
 # Full name -> the ranks that hold it; the first one answers for it: its contents count, for example in checkpoints.
 Owners = Mapping[str, tuple[int, ...]]
 
 # Up to this size, memory may wait until Python collects garbage by itself: a collection takes a quarter of a second if
 # much has been imported, as long as many steps of such a small model.
 FEW_BYTES = 16 * 1024**2
+# Parts of the messages of torch for computing on the meta device, and of Python for a gradient that is None.
+_SAID = ("meta", "'NoneType' object")
 
 
 def owners_of(
@@ -102,3 +106,17 @@ def return_freed() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # other C libraries have none
         trim(0)
+
+
+def explain(error: BaseException, module: nn.Module | None) -> None:
+    """Add a note on parameters without contents to an error of user code, if they may be its cause."""
+    absent = [] if module is None else [name for name, p in module.named_parameters() if p.is_meta]
+    said = isinstance(error, (RuntimeError, AttributeError)) and any(what in str(error) for what in _SAID)
+    if not absent or not said or isinstance(error, AvgPipeError):
+        return
+    note = (
+        f"Parameters of other stages have no numbers and no gradient on this process, such as '{absent[0]}'. Code that "
+        "looks at all of them in a hook can leave out those with is_meta"
+    )
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)

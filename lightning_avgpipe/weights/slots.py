@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +35,19 @@ class _Attribute(Slot):
 
     def get(self) -> Any:
         return getattr(self._container, self._key)
+
+
+@contextlib.contextmanager
+def swapped(slots: Sequence[tuple[Slot, Tensor]]) -> Iterator[None]:
+    """Put a tensor into each slot within this context; afterwards, what was there before."""
+    before = [(slot, slot.get()) for slot, _ in slots]
+    for slot, tensor in slots:
+        slot.set(tensor)
+    try:
+        yield
+    finally:
+        for slot, tensor in before:
+            slot.set(tensor)
 
 
 def slots_for(module: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[Slot]]:

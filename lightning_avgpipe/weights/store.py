@@ -30,7 +30,7 @@ from lightning_avgpipe.errors import ConfigurationError, ScheduleError
 from lightning_avgpipe.schedule.versions import Place, Use, WeightPolicy
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 from lightning_avgpipe.weights.prediction import check_predictable, predicted, sources
-from lightning_avgpipe.weights.slots import Slot, slots_for
+from lightning_avgpipe.weights.slots import Slot, slots_for, swapped
 
 Weights = dict[str, nn.Parameter]
 
@@ -153,15 +153,12 @@ class WeightStore:
         pairs = [(here.parameters[name], leaf) for name, leaf in leaves.items()]
         for parameter, leaf in pairs:
             leaf.grad = parameter.grad
-            for slot in self._slots[id(parameter)]:
-                slot.set(leaf)
         try:
-            yield leaves
+            with swapped([(slot, leaf) for parameter, leaf in pairs for slot in self._slots[id(parameter)]]):
+                yield leaves
         finally:
             for parameter, leaf in pairs:
                 parameter.grad, leaf.grad = leaf.grad, None
-                for slot in self._slots[id(parameter)]:
-                    slot.set(parameter)
 
     def _make(self, here: _Stage, use: Use) -> Weights:
         """Make leaves of the current version, or of a prediction from it."""

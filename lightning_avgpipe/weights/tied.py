@@ -27,6 +27,7 @@ from lightning_avgpipe.comm.routes import subsets
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
+from lightning_avgpipe.weights.slots import Slot, slots_for, swapped
 
 _Gradients = Sequence[Tensor | None]  # one for each parameter
 
@@ -52,12 +53,12 @@ class _Copy:
     Attributes:
         parameter: parameter of the module.
         stand_in: leaf in the memory of the parameter, so that the gradients of the stages are kept separate.
-        places: modules and attribute names that hold the parameter.
+        slots: places of the module that hold the parameter.
     """
 
     parameter: nn.Parameter
     stand_in: nn.Parameter
-    places: tuple[tuple[nn.Module, str], ...]
+    slots: Sequence[Slot]
 
 
 class TiedParameters:
@@ -81,14 +82,13 @@ class TiedParameters:
                     "stage with split_points, or change gradients in on_before_optimizer_step"
                 )
         self._stand_ins: dict[int, dict[str, _Copy]] = {k: {} for k in cluster.stages}
-        for name, stages in self._copied.items():
-            mine = [k for k in stages if k in self._stand_ins]
-            if len(mine) > 1:
-                parameter = self._parameters[name]
-                places = _places(module, parameter)
-                for k in mine:
-                    leaf = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
-                    self._stand_ins[k][name] = _Copy(parameter, leaf, places)
+        here = {name: [k for k in stages if k in self._stand_ins] for name, stages in self._copied.items()}
+        slots = slots_for(module, [self._parameters[name] for name, stages in here.items() if len(stages) > 1])
+        for name, stages in here.items():
+            parameter = self._parameters[name]
+            for k in stages if len(stages) > 1 else ():
+                leaf = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+                self._stand_ins[k][name] = _Copy(parameter, leaf, slots[id(parameter)])
 
     @contextlib.contextmanager
     def placed(self, stage: int) -> Iterator[dict[int, str]]:
@@ -98,14 +98,8 @@ class TiedParameters:
             if copy.stand_in.data_ptr() != copy.parameter.data_ptr():  # moved to a device, given up and taken back
                 copy.stand_in.data = copy.parameter.data
             copy.stand_in.requires_grad_(copy.parameter.requires_grad)
-            for owner, name in copy.places:
-                setattr(owner, name, copy.stand_in)
-        try:
+        with swapped([(slot, copy.stand_in) for copy in copies.values() for slot in copy.slots]):
             yield {id(copy.stand_in): name for name, copy in copies.items()}
-        finally:
-            for copy in copies.values():
-                for owner, name in copy.places:
-                    setattr(owner, name, copy.parameter)
 
     @property
     def names(self) -> Collection[str]:
@@ -147,7 +141,7 @@ class TiedParameters:
         for name in names:
             gradient, parameter = None, self._parameters[name]
             copy = self._stand_ins[stage].get(name)
-            # the parameter itself has a gradient too if the step reads it other than from its module, say from a list
+            # the parameter itself has a gradient too if the step reads it from a place that is no slot, say a closure
             for leaf in (parameter,) if copy is None else (parameter, copy.stand_in):
                 if leaf.grad is not None:
                     gradient = leaf.grad if gradient is None else gradient + leaf.grad
@@ -204,7 +198,3 @@ def _flat(gradients: _Gradients, parameters: Sequence[nn.Parameter]) -> Tensor:
             for gradient, parameter in zip(gradients, parameters, strict=True)
         ]
     )
-
-
-def _places(module: nn.Module, parameter: nn.Parameter) -> tuple[tuple[nn.Module, str], ...]:
-    return tuple((m, name) for m in module.modules() for name, p in m._parameters.items() if p is parameter)

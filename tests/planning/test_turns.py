@@ -13,12 +13,10 @@ from lightning_avgpipe.planning.spp import SppCosts, all_plans
 from lightning_avgpipe.planning.turns import (
     least_in_turns_s,
     plan_in_turns,
-    replayed_in_turns,
     seconds_in_turns,
     slowness_of,
-    timeline_in_turns,
 )
-from lightning_avgpipe.schedule import build, simulate, with_replicas
+from lightning_avgpipe.schedule import StageCosts, build, simulate, with_replicas
 
 
 def costs_of(units: int, draw: random.Random) -> SppCosts:
@@ -53,12 +51,12 @@ def test_replicas_in_turns_pass_each_micro_batch_whole() -> None:
     #   replica 1   F1 F1 F3 F3
     #   stage 1           F0 F1 F2 F3 B0 B1 B2 B3     busy from 2 to 10
     assert seconds_in_turns(problem, stages, schedule) == 12
-    timeline = timeline_in_turns(problem, stages, schedule, [(1, 2), (0,)])
-    assert timeline.rows == (1, 2, 0) and timeline.iteration_s == 12
+    timeline = simulate(schedule, StageCosts((2, 1), (2, 1), (0,), (0,), (0,)), replicas=[(1, 2), (0,)])
+    assert timeline.rows == (1, 2, 0) and timeline.iteration_s == 12 and timeline.peak_stash == (2, 4)
     forwards = [(timeline.device_of(s.stage, s.action.micro_batch), s.begin_s) for s in timeline.spans[:4]]
     assert sorted(forwards) == [(1, 0), (1, 2), (2, 0), (2, 2)]
     assert timeline.bubble_fraction == pytest.approx(1 - (4 * 4 + 4 * 2) / (3 * 12))
-    replayed = replayed_in_turns(timeline)
+    replayed = simulate(timeline.schedule(), StageCosts.measured(timeline), replicas=timeline.replicas)
     assert (replayed.spans, replayed.replicas) == (timeline.spans, timeline.replicas)
 
 

@@ -27,7 +27,7 @@ from lightning_avgpipe.schedule import (
     simulate,
 )
 from lightning_avgpipe.schedule.__main__ import main
-from lightning_avgpipe.schedule.trace import chrome_trace
+from lightning_avgpipe.schedule.picture import chrome_trace
 
 COSTS = StageCosts.uniform(3, 1.0, 2.0, send_s=0.5, latency_s=0.1)
 

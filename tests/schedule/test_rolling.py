@@ -11,7 +11,7 @@ from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule import BACKWARD, SideBySide, Span, StageCosts, Timeline, build, simulate
 from lightning_avgpipe.schedule.__main__ import main
 from lightning_avgpipe.schedule.asynchronous import simulate_policy
-from lightning_avgpipe.schedule.trace import chrome_trace
+from lightning_avgpipe.schedule.picture import chrome_trace
 from lightning_avgpipe.schedule.versions import POLICIES
 
 ITERATIONS = 24

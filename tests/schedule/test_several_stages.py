@@ -9,7 +9,7 @@ import pytest
 
 from lightning_avgpipe.errors import DeadlockError, ScheduleError
 from lightning_avgpipe.schedule import FORWARD, Action, Schedule, StageCosts, Timeline, build, check, simulate
-from lightning_avgpipe.schedule.own import of_function, parse
+from lightning_avgpipe.schedule.builders import of_function, parse
 from lightning_avgpipe.schedule.recipes import RECIPES, devices_of
 
 SEVERAL = ("interleaved", "bfs", "zbv", "dualpipev", "chimera")

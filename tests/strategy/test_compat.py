@@ -11,8 +11,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from lightning_avgpipe.strategy import compat
-from lightning_avgpipe.utils import torch_compat, upstream
-from lightning_avgpipe.utils.upstream import Private
+from lightning_avgpipe.utils import torch_compat
+from lightning_avgpipe.utils.torch_compat import Private
 from tests.commands import run
 
 PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
@@ -27,7 +27,7 @@ def expected(table: tuple[Private, ...], version: str) -> list[Private]:
 
 @pytest.mark.parametrize("entry", expected(compat.NAMES, compat.pl.__version__), ids=lambda entry: entry.name)
 def test_lightning_has_what_the_package_relies_on(entry: Private) -> None:
-    assert upstream.problem(entry) is None
+    assert torch_compat.problem(entry) is None
     assert entry.why
 
 

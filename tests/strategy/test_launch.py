@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import launch
-from lightning_avgpipe.utils.attempt import fresh
+from lightning_avgpipe.utils.parent import fresh
 from tests import processes
 from tests.commands import LIMIT_S, Command, started
 from tests.models import MLP, loader

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_avgpipe.capture.tracer import intercepting
-from lightning_avgpipe.utils.saved_hooks import SavedHooks
+from lightning_avgpipe.utils.torch_compat import SavedHooks
 
 WEIGHT = torch.tensor([0.5, 2.0], requires_grad=True)
 

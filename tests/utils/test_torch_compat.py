@@ -12,9 +12,9 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch.nn.utils import clip_grad
 
-from lightning_avgpipe.utils import torch_compat, upstream
+from lightning_avgpipe.utils import torch_compat
 from lightning_avgpipe.utils.patching import replaced
-from lightning_avgpipe.utils.upstream import Private
+from lightning_avgpipe.utils.torch_compat import Private
 
 PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
 EXPECTED = [entry for entry in torch_compat.NAMES if SpecifierSet(entry.versions).contains(torch.__version__)]
@@ -22,7 +22,7 @@ EXPECTED = [entry for entry in torch_compat.NAMES if SpecifierSet(entry.versions
 
 @pytest.mark.parametrize("entry", EXPECTED, ids=lambda entry: entry.name)
 def test_torch_has_what_the_package_relies_on(entry: Private) -> None:
-    assert upstream.problem(entry) is None
+    assert torch_compat.problem(entry) is None
     assert entry.why
 
 
@@ -81,18 +81,18 @@ class Upstream:
     ],
 )
 def test_an_entry_says_what_it_expects(entry: Private, found: str | None) -> None:
-    assert upstream.problem(Private(f"{__name__}.Upstream.{entry.name}", "", entry.takes)) == found
+    assert torch_compat.problem(Private(f"{__name__}.Upstream.{entry.name}", "", entry.takes)) == found
 
 
 def test_what_is_missing_is_said_with_the_version_and_what_it_is_for() -> None:
     with pytest.warns(UserWarning, match=r"torch\._nowhere, .* \(does something\), does not exist in torch 2\.99"):
-        upstream.check([Private("torch._nowhere", "does something")], "torch", "2.99.0")
+        torch_compat.check_names([Private("torch._nowhere", "does something")], "torch", "2.99.0")
 
 
 def test_only_versions_that_have_a_name_are_asked_for_it() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        upstream.check([Private("torch._nowhere", "does something", versions="<2.9")], "torch", "2.99.0")
+        torch_compat.check_names([Private("torch._nowhere", "does something", versions="<2.9")], "torch", "2.99.0")
 
 
 def test_this_version_of_torch_warns_of_nothing() -> None:

@@ -22,7 +22,7 @@ from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.errors import ConfigurationError, VerificationError
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action
 from lightning_avgpipe.strategy.log import StepLog
-from lightning_avgpipe.utils.device_memory import DeviceMemory
+from lightning_avgpipe.utils.device import DeviceMemory
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify import verifier as verifying
 from lightning_avgpipe.weights.tied import TiedParameters

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.routes import Party
-from lightning_avgpipe.weights.belongings import ModuleTensors, OptimizerStates, relocate
 from lightning_avgpipe.weights.ownership import answering, give_up, owners_of
-from lightning_avgpipe.weights.relocation import Relocation, gather, holders
+from lightning_avgpipe.weights.relocation import ModuleTensors, OptimizerStates, Relocation, gather, holders, relocate
 
 OLD = {"a": (0,), "b": (0,), "c": (1,), "d": (0, 1, 2), "e": ()}
 NEW = {"a": (1,), "b": (0,), "c": (2, 0), "d": (1,), "e": (2,)}
