@@ -33,11 +33,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.models import LanguageModel, Size, begin, example, loss_of
 from lightning_avgpipe.capture.tracer import intercepting
-from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.process import Process
 from lightning_avgpipe.comm.process_groups import ProcessGroups
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.engine.task import Task

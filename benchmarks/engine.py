@@ -44,11 +44,10 @@ from benchmarks.processes import TIMEOUT, add_options, connected, launch
 from benchmarks.rounds import in_turns
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.tracer import intercepting
-from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.process import Process
 from lightning_avgpipe.comm.process_groups import ProcessGroups
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.engine.compiling import Compiler, Execution
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.engine.pipeline import Pipeline, run_together

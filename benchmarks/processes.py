@@ -22,11 +22,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import network
-from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.device_layout import DeviceLayout
-from lightning_avgpipe.comm.process import Process
+from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.process_groups import ProcessGroups
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from lightning_avgpipe.schedule.kinds import Placement
 
 __all__ = ["TIMEOUT", "add_options", "begin", "connected", "free_port", "launch"]

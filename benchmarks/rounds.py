@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from lightning_avgpipe.comm.clock import offset_in
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.probe import offset_in
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.recording import Recorder, assemble
 from lightning_avgpipe.schedule import Timeline
@@ -34,8 +34,6 @@ def record(cluster: Cluster, observers: Observers, iterate: Callable[[], object]
 
 def timeline_of(cluster: Cluster, recorder: Recorder) -> Timeline | None:
     """What all ranks recorded, on rank 0. Every rank calls it."""
-    recordings = cluster.group.gather_objects(
-        recorder.finish(offset_in(cluster.group), cluster.channels.waits.timeout_s)
-    )
+    recordings = cluster.group.gather_objects(recorder.finish(offset_in(cluster.group), cluster.waits.timeout_s))
     stages = range(cluster.stage_map.num_stages)
     return None if cluster.rank else assemble(recordings, [cluster.stage_map.ranks(k) for k in stages])

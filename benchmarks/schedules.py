@@ -34,8 +34,8 @@ from benchmarks import every_schedule, network
 from benchmarks.processes import add_options, connected, launch
 from benchmarks.rounds import record
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.line import Wire
 from lightning_avgpipe.comm.process_groups import ProcessGroups
-from lightning_avgpipe.comm.wire import Wire
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline, run_together
 from lightning_avgpipe.engine.task import Task

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import network, pipedream
 from benchmarks.processes import add_options, begin, launch
 from lightning_avgpipe import AvgPipeStrategy, PipelineTimeline
-from lightning_avgpipe.comm.bandwidth import measure_bandwidth
+from lightning_avgpipe.comm.probe import measure_bandwidth
 from lightning_avgpipe.planning.network import Network
 from lightning_avgpipe.planning.problem import BUCKET_BYTES, PlacedStage, Problem
 from lightning_avgpipe.planning.spp import SppCosts, plan

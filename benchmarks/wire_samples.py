@@ -29,8 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.statistical_efficiency import EVALUATIONS, EVERY, batches, judge, optimizer
 from benchmarks.workloads import WORKLOADS
 from lightning_avgpipe.capture.wire_format import FORMATS, Format
-from lightning_avgpipe.comm.compression import compressed, decompressed
-from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.message import Message, compressed, decompressed
 from lightning_avgpipe.utils.random_streams import RandomKey
 
 CUTS = {"language": "blocks.0", "digits": "3", "pairs": "layers.1"}  # the layer whose outputs travel

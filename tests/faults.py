@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.comm.process_groups import ProcessGroups
-from lightning_avgpipe.comm.routes import Edge, Route
+from lightning_avgpipe.comm.topology import Edge, Route
 from tests import processes
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline

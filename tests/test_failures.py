@@ -116,9 +116,9 @@ def preempted(rank: int, folder: Path) -> tuple[int, list[str]]:
     def be_signalled(batch: Any, batch_idx: int) -> None:
         if batch_idx == 1 and rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        requests = runner.strategy.cluster.channels.monitor.requests
+        watch = runner.strategy.cluster.watch
         deadline = time.monotonic() + 20
-        while batch_idx == 3 and rank == 0 and not requests.known:  # so that the signal comes before the end
+        while batch_idx == 3 and rank == 0 and not watch.requests:  # so that the signal comes before the end
             assert time.monotonic() < deadline
             time.sleep(0.05)
 

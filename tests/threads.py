@@ -14,14 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.channel import Inbox, Outbox, Traffic
-from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.memory_channel import MemoryChannel
+from lightning_avgpipe.comm.channel import Inbox, MemoryChannel, Outbox, Traffic
+from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.process import Process
-from lightning_avgpipe.comm.routes import Party, Route
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.topology import Party, Route, StageMap
+from lightning_avgpipe.comm.transfer import Arrivals
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.errors import PeerError
 
@@ -294,10 +291,10 @@ def run(
         except Killed as error:
             outcomes[rank] = error
             hub.leave(rank)
-            cluster.channels.monitor.close()
+            cluster.watch.close()
         except Exception as error:  # handed to the test
             outcomes[rank] = error
-            cluster.channels.monitor.report(error)
+            cluster.watch.report(error)
             cluster.close(failed=True)
 
     threads = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}") for rank in range(len(outcomes))]

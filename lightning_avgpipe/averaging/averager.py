@@ -10,7 +10,7 @@ from lightning_avgpipe.averaging.averaging_step import AveragingStep
 from lightning_avgpipe.averaging.models import Models
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.averaging.turns import Turns
-from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.utils.patching import nothing
 
 

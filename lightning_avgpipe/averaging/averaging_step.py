@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.utils.patching import nothing
 
 _CHUNK_BYTES = 64 * 1024**2  # of one model; intermediate results take a few times as much memory

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.averaging.averaging_step import wide
-from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.comm.collectives import ReplicaGroup
 
 
 class LateSums:

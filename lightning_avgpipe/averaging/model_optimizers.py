@@ -12,7 +12,7 @@ from lightning_avgpipe.averaging.models import Models
 from lightning_avgpipe.averaging.optimizer_clone import clone_optimizer, follow
 from lightning_avgpipe.averaging.optimizer_start import load_states, states_of_group_0
 from lightning_avgpipe.averaging.replica import Replica
-from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.weights.relocation import OptimizerStates
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.averaging.replica import Placement, Replica, alike, leaf_like
 from lightning_avgpipe.averaging.shared_buffers import SharedBuffers, deviation, has_mean
-from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.optimizer_clone import parameters_in
-from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.comm.collectives import ReplicaGroup
 
 States = Mapping[int, Mapping[str, Any]]  # of an optimizer, by the position of a parameter among its parameters
 

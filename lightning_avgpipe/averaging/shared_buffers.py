@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_avgpipe.averaging.averaging_step import wide
 from lightning_avgpipe.averaging.replica import alike
-from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.tensors import is_strided
 

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from lightning_avgpipe.averaging.averaging_step import chunks, wide
 from lightning_avgpipe.averaging.late_sums import LateSums
-from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.errors import ScheduleError
 
 

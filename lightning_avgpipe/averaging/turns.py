@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_avgpipe.averaging.models import Models
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.averaging.staggered import StaggeredAveraging
-from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.utils.patching import nothing
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_avgpipe.comm.clock import offset_in
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.probe import offset_in
 from lightning_avgpipe.engine.recording import Recorder, assemble
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import StageCosts, Timeline, picture, simulate
@@ -113,9 +113,7 @@ class PipelineTimeline(Callback):
         if trainer.global_step == self._steps_before:
             return  # gradients accumulate, the step comes with a later batch
         cluster = _cluster(trainer)
-        recordings = cluster.group.gather_objects(
-            recorder.finish(offset_in(cluster.group), cluster.channels.waits.timeout_s)
-        )
+        recordings = cluster.group.gather_objects(recorder.finish(offset_in(cluster.group), cluster.waits.timeout_s))
         if cluster.world.rank == 0:
             timeline = assemble(recordings, [cluster.stage_map.ranks(k) for k in range(cluster.stage_map.num_stages)])
             self._publish(trainer, timeline, max(recording.clock.error_s for recording in recordings))

@@ -1,13 +1,23 @@
-"""Channels: one-way FIFO links between stages. A send never blocks compute; receives are posted in advance."""
+"""Channels: one-way FIFO links between stages. A send never blocks compute; receives are posted in advance.
+
+A stage whose neighbour has replicas, which share the micro-batches, has channels that take turns::
+
+    stage 0, replica 0    0     2     4           stage 1 takes micro-batch i from replica i mod 2,
+    stage 0, replica 1       1     3     5        and sends its gradient there
+    stage 1               0  1  2  3  4  5
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.routes import Route
+from lightning_avgpipe.comm.topology import Route
+from lightning_avgpipe.comm.transfer import Arrivals
 
 
 class Traffic(Protocol):
@@ -53,3 +63,108 @@ class Outbox(Protocol):
 
     def close(self, join_s: float) -> None:
         """Stop after the queued messages are sent, and wait up to ``join_s`` seconds for that. May be called again."""
+
+
+class MemoryChannel:
+    """Both ends of a channel within one process: between two stages, or between threads that stand for processes.
+
+    Args:
+        arrivals: notified when a message is put; None if no other thread waits for it.
+    """
+
+    def __init__(self, arrivals: Arrivals | None = None) -> None:
+        self._arrivals = arrivals
+        self._queue: deque[Message] = deque()
+        self._lock = threading.Lock()
+        self._onwards: Outbox | None = None
+        self._relayed = 0  # number of messages that are still to be sent on
+
+    def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
+        """Send the next ``count`` messages on as well, including those that are queued. Nothing else is needed here."""
+        if onwards is not None:
+            with self._lock:
+                self._onwards, self._relayed = onwards, count
+                for message in self._queue:
+                    self._relay(message)
+
+    def _relay(self, message: Message) -> None:
+        if self._relayed:
+            assert self._onwards is not None
+            self._relayed -= 1
+            self._onwards.put(message.copied())  # either stage may change its tensors in place
+
+    def ready(self) -> bool:
+        """Return whether a message is queued."""
+        return bool(self._queue)
+
+    def get(self) -> Message:
+        """Take the oldest message."""
+        return self._queue.popleft()
+
+    def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
+        """Queue a message; its tensors are shared, not copied."""
+        with self._lock:
+            self._queue.append(message)
+            self._relay(message)
+        if self._arrivals is not None:
+            self._arrivals.notify()
+
+    def clear(self) -> None:
+        """Drop the queued messages, and send no further ones on."""
+        self._queue.clear()
+        self._onwards, self._relayed = None, 0
+
+    def close(self, join_s: float = 0.0) -> None:
+        """Drop the queued messages."""
+        self.clear()
+
+
+class TurnsInbox:
+    """An inbox that receives from several processes, in turns.
+
+    Args:
+        turns: inboxes in the order of turns, which starts anew with each iteration; an inbox may occur several times.
+    """
+
+    def __init__(self, turns: Sequence[Inbox]) -> None:
+        self._turns = turns
+        self._expected: deque[Inbox] = deque()
+
+    def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
+        """Post the receives of the ``count`` messages of an iteration."""
+        assert onwards is None  # messages are sent on only between stages without replicas
+        self._expected = deque(self._turns[n % len(self._turns)] for n in range(count))
+        inboxes = {id(inbox): inbox for inbox in self._expected}
+        for number, messages in Counter(map(id, self._expected)).items():
+            inboxes[number].expect(messages, observers)
+
+    def ready(self) -> bool:
+        """Return whether the next message has arrived."""
+        return bool(self._expected) and self._expected[0].ready()
+
+    def get(self) -> Message:
+        """Take the next message."""
+        return self._expected.popleft().get()
+
+    def close(self, join_s: float) -> None:
+        """Do nothing: the transport closes each of the channels."""
+
+
+class TurnsOutbox:
+    """An outbox that sends to several processes, in turns.
+
+    Args:
+        turns: outbox of each micro-batch, by the number of the micro-batch modulo ``count``.
+        count: number of processes that take turns; this process may send to some of them only.
+    """
+
+    def __init__(self, turns: Mapping[int, Outbox], count: int) -> None:
+        self._turns = turns
+        self._count = count
+
+    def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
+        """Send a message to the process that has its micro-batch."""
+        self._turns[message.micro_batch % self._count].put(message, observers)
+
+    def close(self, join_s: float) -> None:
+        """Do nothing: the transport closes each of the channels."""

@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from lightning_avgpipe.comm.agreement import Agreement
-from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.channels import Channels
-from lightning_avgpipe.comm.collectives import Collectives
-from lightning_avgpipe.comm.monitor import Monitor
-from lightning_avgpipe.comm.process import Process
-from lightning_avgpipe.comm.replica_group import ReplicaGroup
-from lightning_avgpipe.comm.routes import Party, all_parties, control_routes, counterparts, replicas, stage_replicas
-from lightning_avgpipe.comm.stage_map import StageMap, names
+from lightning_avgpipe.capture.costs import Link
+from lightning_avgpipe.comm.batches import BatchStream
+from lightning_avgpipe.comm.collectives import Collectives, ReplicaGroup
+from lightning_avgpipe.comm.control import ControlChannel
+from lightning_avgpipe.comm.probe import measure_links
+from lightning_avgpipe.comm.process_groups import ProcessGroups
+from lightning_avgpipe.comm.topology import (
+    Party,
+    Route,
+    StageMap,
+    all_parties,
+    control_routes,
+    counterparts,
+    names,
+    replicas,
+    stage_replicas,
+)
+from lightning_avgpipe.comm.transfer import Arrivals
+from lightning_avgpipe.comm.transport import Transport
 from lightning_avgpipe.comm.waits import Waits
+from lightning_avgpipe.comm.watch import Watch
 from lightning_avgpipe.utils.patching import nothing
+
+_DISCONNECTED_S = 3.0  # longest time that threads take to end when their connections are closed
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a cluster, as it was started.
+
+    Attributes:
+        rank: rank of the process among all.
+        device: device on which it computes.
+        timeout_s: longest wait for another process, in seconds.
+        network: network that connects it with others; unused if there are none.
+        deaths: returns, for each rank that this process started and that has died, how it ended.
+    """
+
+    rank: int
+    device: torch.device
+    timeout_s: float
+    network: ProcessGroups
+    deaths: Callable[[], Mapping[int, str]] = dict
 
 
 class Cluster:
@@ -29,18 +63,28 @@ class Cluster:
 
     Attributes:
         stage_map: as given, or as last passed to :meth:`rearrange`.
+        device: device of this process.
         group_number: number of the group of this process.
         group: processes that host all stages together, including this one.
         world: all processes of all groups; the same as ``group`` if there is one group.
         leaders: the processes with rank 0 of their group; on other ranks, and with one group, this process alone.
         replica_group: processes that host the same stages of other teams' models; None if there is one team.
         replicas: processes that host the same stages of the same models; None if there is one replica.
-        channels: channels between this process and others, usable while the cluster is open.
+        watch: knows what the processes do and which of them failed; a new one for each time the cluster is open.
+        waits: waits for other processes.
+        transport: channels between stages.
+        control: control channel from rank 0 to the other ranks; set by :meth:`open`.
+        batches: batch stream from the reader to the other ranks; set by :meth:`open`.
+        is_open: whether the channels are open.
     """
 
+    control: ControlChannel
+    batches: BatchStream
+    is_open: bool
+
     def __init__(self, stage_map: StageMap, process: Process) -> None:
-        self.stage_map = stage_map
-        self._process = process
+        self.stage_map, self.device = stage_map, process.device
+        self._process, self._network = process, process.network
         self.group_number, position = stage_map.position(process.rank)
         self.world = self._together(Party("world", tuple(range(stage_map.world_size))))
         self.group, self.leaders = self.world, self._together(Party("alone", (process.rank,)))
@@ -61,11 +105,6 @@ class Cluster:
         self._begin(None)  # nothing is watched before the cluster is open
 
     # -- this process ------------------------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self._process.device
 
     @property
     def rank(self) -> int:
@@ -90,7 +129,7 @@ class Cluster:
         meet: Callable[[], object] = nothing,
         keeper: str | None = None,
     ) -> None:
-        """Monitor the processes, connect them unless they are connected, and start the channels, unless they are open.
+        """Watch the processes, connect them unless they are connected, and start the channels, unless they are open.
 
         Args:
             store: store that all processes share; None takes that of torch.distributed.
@@ -100,19 +139,22 @@ class Cluster:
         Raises:
             PeerError: a process does not connect, or ends meanwhile.
         """
-        if self.channels.are_open:
+        if self.is_open:
             return
         if self.world.world_size == 1:
             self._begin(None)
         else:
-            self._begin(self._process.network.next_run(store), keeper or names(self.stage_map)[0])
+            self._begin(self._network.next_run(store), keeper or names(self.stage_map)[0])
 
             def connect() -> None:
                 meet()
                 self._connect()
 
-            self.channels.waits.run(connect, "waits for the other processes to connect")
-        self.channels.open(self.stage_map)
+            self.waits.run(connect, "waits for the other processes to connect")
+        self.transport.widen(1)
+        self._open_control()
+        self._open_batches()
+        self.is_open = True
 
     def close(self, failed: bool = False) -> None:
         """Stop the channels and their threads.
@@ -120,7 +162,20 @@ class Cluster:
         Args:
             failed: whether the run failed: then peers are not waited for, and the connections are given up.
         """
-        self.channels.close(failed)
+        if failed:
+            # Rank 0 holds the store; and a connection that breaks before the others have read the reason would look
+            # like the reason.
+            self.watch.await_readers()
+            self._network.disconnect()
+        elif self.is_open:
+            self.batches.close()
+        begin, limit_s = time.monotonic(), _DISCONNECTED_S if failed else self._process.timeout_s
+        self.transport.close(limit_s)
+        self.waits.close(max(0.0, min(_DISCONNECTED_S, begin + limit_s - time.monotonic())))
+        self.watch.close()
+        self.is_open = False
+        if failed:
+            self._network.close()
 
     def rearrange(self, stage_map: StageMap) -> None:
         """Assign the stages to the processes anew. Every process calls it, between iterations.
@@ -133,9 +188,9 @@ class Cluster:
         if self.stage_map.stage_replicas:
             self.replicas = None
         self.stage_map = stage_map
-        self.channels.monitor.activity.names[:] = names(stage_map)
-        self.channels.transport.rearrange(stage_map)
-        if self.channels.are_open and (counts := stage_map.stage_replicas):
+        self.watch.names[:] = names(stage_map)
+        self.transport.rearrange(stage_map)
+        if self.is_open and (counts := stage_map.stage_replicas):
             self.connect(list(stage_replicas(stage_map)), f"replicas={list(counts)}")
         self._replicate_stages()
 
@@ -152,43 +207,89 @@ class Cluster:
 
         def join() -> None:
             for party in parties:
-                self._process.network.join(party)
+                self._network.join(party)
 
-        self.channels.waits.run(join, f"waits for the other processes to connect {what}")
+        self.waits.run(join, f"waits for the other processes to connect {what}")
         return next((self._together(party) for party in parties if self._process.rank in party.ranks), None)
 
+    def confirm(self, asked: str, where: str) -> None:
+        """Wait until all processes ask for the same operation, if the channels are open.
+
+        Arguments and errors are those of :meth:`Watch.confirm`. The time limit is half of that of other waits, whose
+        errors say less about the reason.
+        """
+        if self.is_open and self.world.world_size > 1:
+            self.waits.run(
+                lambda: self.watch.confirm(asked, where, self._process.timeout_s / 2),
+                f"waits for the other processes to ask for {asked} as well",
+            )
+
+    def links(self, stage_map: StageMap) -> tuple[Link, ...]:
+        """Return the link of each hop, which :func:`measure_links` measures once per map. Every process calls it."""
+        if stage_map not in self._links:
+            self._links[stage_map] = measure_links(stage_map, self.group, self.transport, self.waits, self.device)
+        return self._links[stage_map]
+
     def _begin(self, store: dist.Store | None, keeper: str = "") -> None:
-        """Begin a run with a new monitor and new channels; nothing of an earlier run remains."""
-        process, arrivals, named = self._process, Arrivals(), names(self.stage_map)
-        monitor = Monitor(
+        """Begin a run with a new watch and new channels; nothing of an earlier run remains."""
+        process, arrivals = self._process, Arrivals()
+        self.watch = Watch(
             process.rank,
-            named,
+            names(self.stage_map),
             store,
             process.timeout_s,
-            wake=arrivals.notify,
-            announces=self.world.rank == 0 or (self.reads and self.stage_map.num_groups == 1),
+            arrivals,
+            gathers=self.world.rank == 0 or (self.reads and self.stage_map.num_groups == 1),
             keeper=keeper,
-            idle_s=arrivals.idle_s,
             deaths=process.deaths,
         )
-        waits = Waits(arrivals, monitor, process.timeout_s, self.device)
-        agreement = None
-        if store is not None:
-            agreement = Agreement(process.rank, named, store, process.timeout_s / 2, monitor)
-        self.channels = Channels(self.stage_map, process, self.group, waits, agreement)
+        self.waits = Waits(arrivals, self.watch, process.timeout_s, self.device)
+        self.transport = Transport(self.stage_map, process.rank, process.network, self.waits)
+        self.is_open = False
+        self._links: dict[StageMap, tuple[Link, ...]] = {}
+
+    def _open_control(self) -> None:
+        me, (first, *others) = self._process.rank, self.group.ranks
+        inbox, outbox = self.transport.inbox, self.transport.outbox
+        if me != first:
+            self.control = ControlChannel(
+                self.rank,
+                self.waits,
+                source=inbox(Route("news", first, me)),
+                reports_out=outbox(Route("reports", me, first)),
+                num_groups=self.stage_map.num_groups,
+            )
+            return
+        leaders = [ranks[0] for ranks in self.stage_map.layout[1:]] if me == 0 else []
+        self.control = ControlChannel(
+            self.rank,
+            self.waits,
+            out=[outbox(Route("news", me, rank)) for rank in others],
+            reports={peer: inbox(Route("reports", rank, me)) for peer, rank in enumerate(others, 1)},
+            relay_out=[outbox(Route("relay", me, leader)) for leader in leaders],
+            relay_source=inbox(Route("relay", 0, me)) if me != 0 else None,
+            num_groups=self.stage_map.num_groups,
+        )
+
+    def _open_batches(self) -> None:
+        ranks, transport = self.group.ranks, self.transport
+        reader, me = ranks[self.stage_map.reader], self._process.rank
+        if self.reads:
+            outboxes = {peer: transport.outbox(Route("batches", me, to)) for peer, to in enumerate(ranks) if to != me}
+            self.batches = BatchStream(self.control, self.device, outboxes)
+        else:
+            doing = f"waits for a batch from {self.watch.names[reader]}"
+            inbox = transport.inbox(Route("batches", reader, me))
+            self.batches = BatchStream(self.control, self.device, inbox=inbox, doing=doing)
 
     def _connect(self) -> None:
         """Connect the processes, unless they are. They are not if another trainer has run since."""
-        network = self._process.network
-        if not network.is_open:
-            network.open()
+        if not self._network.is_open:
+            self._network.open()
             for party in all_parties(self.stage_map):
-                network.join(party)
+                self._network.join(party)
             for route in control_routes(self.stage_map):
-                network.connect(route)
-
-    def _moved(self) -> None:
-        self.channels.waits.arrivals.moved()
+                self._network.connect(route)
 
     def _replicate_stages(self) -> None:
         for party in stage_replicas(self.stage_map):
@@ -201,6 +302,6 @@ class Cluster:
                 self._connect()
                 collective()
 
-            self.channels.waits.run(connected, doing)
+            self.waits.run(connected, doing)
 
-        return Collectives(party, self._process.rank, self._process.network, run, self._moved)
+        return Collectives(party, self._process.rank, self._network, run, lambda: self.waits.arrivals.moved())

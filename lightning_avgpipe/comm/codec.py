@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.routes import Route
+from lightning_avgpipe.comm.topology import Route
 from lightning_avgpipe.errors import UnsendableError
 from lightning_avgpipe.utils.tensors import memory_order
 

@@ -1,29 +1,43 @@
-"""Collectives: operations of a set of processes on the host. Every wait is bounded and ends when a process fails."""
+"""Collectives: operations of a set of processes. Every wait is bounded and ends when a process fails.
+
+Objects and small tensors meet on the host (:class:`Collectives`). Tensors of devices are summed or copied between
+processes that host the same stages in several groups (:class:`ReplicaGroup`)::
+
+    group 0     stage 0 on rank 1     stage 1 on rank 0
+    group 1     stage 0 on rank 3     stage 1 on rank 2
+                ranks 1 and 3         ranks 0 and 2
+
+Groups that train different models average them; groups that train the same models sum their gradients.
+"""
 
 from __future__ import annotations
 
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.comm.codec import as_bytes, pickled
-from lightning_avgpipe.comm.network import Connector
-from lightning_avgpipe.comm.routes import Party
+from lightning_avgpipe.comm.process_groups import ProcessGroups
+from lightning_avgpipe.comm.topology import Party
 from lightning_avgpipe.comm.transfer import transfer
 
 T = TypeVar("T")
 
 _TAG = 0
 _BLOCK, _SIZE = 1024, 8  # bytes of an exchange's first message, and of the length at its beginning
+_BUCKET_BYTES = 64 * 1024**2
+_PART = 8 * 1024**2  # elements that are gathered at once, to limit the memory for the terms of other processes
 
 
 class Collectives:
-    """The collective operations of a set of processes.
+    """The collective operations of a set of processes on the host.
 
     Ranks are those among the members, except for ``ranks``.
 
@@ -34,36 +48,25 @@ class Collectives:
         run: runs a function that waits for the other members; its second argument says, for errors, what this process
             does.
         moved: called when bytes went over a connection.
+
+    Attributes:
+        ranks: ranks of the members among all processes.
+        rank: rank of this process among the members.
+        world_size: number of members.
     """
 
     def __init__(
         self,
         party: Party,
         rank: int,
-        network: Connector,
+        network: ProcessGroups,
         run: Callable[[Callable[[], object], str], None],
         moved: Callable[[], None],
     ) -> None:
-        self._party = party
-        self._rank = rank
-        self._network = network
-        self._run = run
-        self._moved = moved
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process among the members."""
-        return self.ranks.index(self._rank)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of the members among all processes."""
-        return self._party.ranks
-
-    @property
-    def world_size(self) -> int:
-        """The number of members."""
-        return len(self.ranks)
+        self.ranks = party.ranks
+        self.rank, self.world_size = party.ranks.index(rank), len(party.ranks)
+        self._party, self._network = party, network
+        self._run, self._moved = run, moved
 
     @property
     def process_group(self) -> Any:
@@ -75,21 +78,41 @@ class Collectives:
         if self.world_size > 1:
             self._run(collective, f"waits for the other processes in {what}")
 
+    def wait_for(self, work: Any, what: str) -> None:
+        """Wait for a collective that has begun. One that is over already is completed in this thread."""
+        try:
+            over = work.is_completed() and work.wait()
+        except RuntimeError:  # a connection broke; waiting again, below, raises the error that explains it
+            over = False
+        if not over:
+            self.together(what, work.wait)
+
+    def peer(self, rank: int) -> Peer:
+        """Return a member, to send to or receive from within :meth:`together`."""
+        return Peer(self.process_group, rank, self._moved)
+
     def barrier(self, what: str = "a barrier") -> None:
         """Wait for all members."""
         self.together(what, lambda: self.process_group.allreduce([torch.zeros(1, device="cpu")]).wait())
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum a host tensor over the members, in place, and return the tensor."""
+        self.together("a sum", lambda: self.process_group.allreduce([tensor]).wait())
+        return tensor
+
+    # -- objects -----------------------------------------------------------------------------------------------------
 
     def broadcast(self, item: T, source: int = 0) -> T:
         """Return the source's item, on every member."""
         if self.world_size == 1:
             return item
-        data = _pickled(item) if self.rank == source else torch.empty(0, dtype=torch.uint8, device="cpu")
+        data = _pickled(item) if self.rank == source else _bytes(0)
 
         def exchange() -> None:
             nonlocal data
             size = torch.tensor([data.numel()], device="cpu")
             self.process_group.broadcast(size, source).wait()
-            data = data if self.rank == source else torch.empty(int(size), dtype=torch.uint8, device="cpu")
+            data = data if self.rank == source else _bytes(int(size))
             transfer(lambda part: self.process_group.broadcast(part, source), data, self._moved)
 
         self.together("a broadcast", exchange)
@@ -108,7 +131,7 @@ class Collectives:
                 return
             for peer in map(self.peer, range(1, self.world_size)):
                 size = peer.receive(torch.empty(1, dtype=torch.int64, device="cpu"))
-                items.append(_unpickled(peer.receive(torch.empty(int(size), dtype=torch.uint8, device="cpu"))))
+                items.append(_unpickled(peer.receive(_bytes(int(size)))))
 
         self.together("a gathering of objects", exchange)
         return items
@@ -121,7 +144,7 @@ class Collectives:
         found: list[T] = []
 
         def exchange() -> None:
-            found[:] = _items(mine, self._gathered(_first(mine)), self._gathered)
+            found[:] = self._items(mine, self._gathered(_first(mine)))
 
         self.together("an exchange of objects", exchange)
         return found
@@ -142,30 +165,29 @@ class Collectives:
         except RuntimeError:  # a connection broke; exchange_objects raises the error that explains it
             return partial(self.exchange_objects, item)
 
-        def gathered(padded: Tensor) -> list[Tensor]:
-            parts: list[Tensor] = []
-            self.together(what, lambda: parts.extend(self._gathered(padded)))
-            return parts
-
         def finish() -> list[T]:
-            wait_for(self, work, what)
-            return _items(mine, blocks, gathered)
+            self.wait_for(work, what)
+            if _fit(blocks):
+                return self._items(mine, blocks)
+            found: list[T] = []
+            self.together(what, lambda: found.extend(self._items(mine, blocks)))
+            return found
 
         return finish
+
+    def _items(self, mine: Tensor, blocks: Sequence[Tensor]) -> list[Any]:
+        """Return the items of all members from their blocks; if one does not fit its block, gather all items padded."""
+        sizes, parts = _sizes(blocks), [block[_SIZE:] for block in blocks]
+        if not _fit(blocks):
+            padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+            padded[: mine.numel()] = mine
+            parts = self._gathered(padded)
+        return [_unpickled(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
     def _gathered(self, mine: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(mine) for _ in self.ranks]
         self.process_group.allgather(parts, mine).wait()
         return parts
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sum a host tensor over the members, in place, and return the tensor."""
-        self.together("a sum", lambda: self.process_group.allreduce([tensor]).wait())
-        return tensor
-
-    def peer(self, rank: int) -> Peer:
-        """Return a member, to send to or receive from within :meth:`together`."""
-        return Peer(self.process_group, rank, self._moved)
 
 
 @dataclass(frozen=True)
@@ -194,18 +216,16 @@ class Peer:
         return received
 
 
-def wait_for(members: Collectives, work: Any, what: str) -> None:
-    """Wait for a collective that has begun. One that is over already is completed in this thread."""
-    try:
-        over = work.is_completed() and work.wait()
-    except RuntimeError:  # a connection broke; waiting again, below, raises the error that explains it
-        over = False
-    if not over:
-        members.together(what, work.wait)
+def _bytes(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8, device="cpu")
 
 
 def _pickled(item: Any) -> Tensor:
     return torch.frombuffer(bytearray(pickled(item)), dtype=torch.uint8)
+
+
+def _unpickled(data: Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())
 
 
 def _first(mine: Tensor) -> Tensor:
@@ -216,16 +236,159 @@ def _first(mine: Tensor) -> Tensor:
     return block
 
 
-def _items(mine: Tensor, blocks: Sequence[Tensor], gather: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-    """Return the items of all members from their blocks; if one does not fit its block, gather all items padded."""
-    sizes = [int(block[:_SIZE].view(torch.int64)) for block in blocks]
-    parts = [block[_SIZE:] for block in blocks]
-    if max(sizes) > _BLOCK - _SIZE:
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-        padded[: mine.numel()] = mine
-        parts = gather(padded)
-    return [_unpickled(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+def _sizes(blocks: Sequence[Tensor]) -> list[int]:
+    return [int(block[:_SIZE].view(torch.int64)) for block in blocks]
 
 
-def _unpickled(data: Tensor) -> Any:
-    return pickle.loads(data.numpy().tobytes())
+def _fit(blocks: Sequence[Tensor]) -> bool:
+    return max(_sizes(blocks)) <= _BLOCK - _SIZE
+
+
+# -- tensors of devices ----------------------------------------------------------------------------------------------
+
+
+class ReplicaGroup:
+    """The collectives of a replica group on tensors of its devices, in few large messages.
+
+    Args:
+        members: processes of the group, connected on host and device, or, if ``on_host``, on the host only. The first
+            one is in the first group.
+        number: number of this process's group among them.
+        on_host: whether tensors are exchanged on the host, as is necessary for processes that share a device.
+
+    Attributes:
+        members: as given.
+        number: as given.
+        on_host: as given.
+        count: number of groups.
+    """
+
+    def __init__(self, members: Collectives, number: int, on_host: bool = False) -> None:
+        self.members, self.number, self.on_host = members, number, on_host
+        self.count = members.world_size
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Sum tensors over the groups, in place. All processes get the same bits.
+
+        Args:
+            tensors: tensors of the same shapes and types on all processes.
+        """
+        self.begin_sum(tensors)()
+
+    def begin_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Begin to sum without waiting. All processes begin and end their sums in the same order.
+
+        Args:
+            tensors: as of :meth:`sum`; not to be read or written before the end.
+        Returns:
+            A function that waits for the sums and puts them into the tensors.
+        """
+
+        def all_reduce(flat: Tensor) -> Any:
+            return dist.all_reduce(flat, group=self.members.process_group, async_op=True)
+
+        return self._begin(tensors, "a sum over groups", all_reduce)
+
+    def copy(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Copy the source group's tensors into those of the other groups. ``tensors`` is as of :meth:`sum`."""
+
+        def broadcast(flat: Tensor) -> Any:
+            group = self.members.process_group
+            return dist.broadcast(as_bytes(flat), self.members.ranks[source], group=group, async_op=True)
+
+        self._begin(tensors, f"a copy of the parameters of group {source}", broadcast)()
+
+    @torch.no_grad()
+    def _begin(self, tensors: Sequence[Tensor], what: str, collective: Callable[[Tensor], Any]) -> Callable[[], None]:
+        by_type: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            if tensor.numel():
+                by_type[tensor.dtype].append(tensor)
+        alike = [tensor for same in by_type.values() for tensor in same]
+        exchanges = [_Exchange(bucket, self.on_host, collective) for bucket in buckets(alike, _BUCKET_BYTES)]
+
+        @torch.no_grad()
+        def end() -> None:
+            for exchange in exchanges:
+                self.members.wait_for(exchange.work, what)
+                exchange.put()
+
+        return end
+
+
+class _Exchange:
+    """A bucket of tensors that is being exchanged as one message, in the background."""
+
+    def __init__(self, tensors: Sequence[Tensor], on_host: bool, collective: Callable[[Tensor], Any]) -> None:
+        self._tensors = tensors
+        self._flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        # as real numbers, which every backend knows
+        self._sent = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
+        self._met = self._sent.cpu() if on_host else self._sent
+        self.work = collective(self._met)
+
+    def put(self) -> None:
+        """Copy the result of the collective into the tensors."""
+        if self._met is not self._sent:
+            self._sent.copy_(self._met)
+        parts = self._flat.split([tensor.numel() for tensor in self._tensors])
+        for tensor, part in zip(self._tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def buckets(tensors: Sequence[Tensor], nbytes: int) -> list[list[Tensor]]:
+    """Divide tensors into buckets, each of which travels as one message; the result depends on shapes and types only.
+
+    Args:
+        tensors: tensors in the order in which they travel; those of a bucket have the same type.
+        nbytes: size from which a bucket takes no further tensor.
+    """
+    found: list[list[Tensor]] = []
+    size = 0
+    for tensor in tensors:
+        if not found or size >= nbytes or found[-1][0].dtype != tensor.dtype:
+            found.append([])
+            size = 0
+        found[-1].append(tensor)
+        size += tensor.numel() * tensor.element_size()
+    return found
+
+
+def sum_in_order(
+    mine: Sequence[Tensor],
+    sources: Sequence[int],
+    group: dist.ProcessGroup,
+    run: Callable[[Callable[[], object]], None],
+) -> Tensor:
+    """Return the sum of all terms, with the same bits on all processes. All of them call it.
+
+    Each process adds all terms by itself, in a fixed order::
+
+        process 0   a        a b c d   a + b + c + d
+        process 1   b, d  -> a b c d   a + b + c + d
+        process 2   c        a b c d   a + b + c + d
+
+    The bits of the result depend neither on which process has which term nor on the number of processes. All
+    directions of all links are in use at once, so between two processes it takes no longer than an all-reduce. With
+    three or more, each process receives all terms of the others.
+
+    Args:
+        mine: this process's terms in their order, at least one; flat, of the same length and type on all processes.
+        sources: for each term, in the order in which terms are added, the rank within the group of the process that has
+            it.
+        group: process group; each of its processes has at least one term.
+        run: runs a function that waits for the other processes.
+
+    Returns:
+        The sum: flat, of the length of a term.
+    """
+    most = max(map(sources.count, sources))
+    places = [(source, sources[:i].count(source)) for i, source in enumerate(sources)]
+    total = torch.empty_like(mine[0])
+    for rows in zip(total.split(_PART), *(term.split(_PART) for term in mine), strict=True):
+        own = total.new_zeros(most, rows[0].numel())
+        torch.stack(rows[1:], out=own[: len(mine)])
+        terms = own.new_empty(group.size(), *own.shape)
+        run(partial(dist.all_gather_into_tensor, as_bytes(terms), as_bytes(own), group=group))
+        rows[0].copy_(reduce(torch.add, (terms[place] for place in places)))
+    return total

@@ -16,7 +16,6 @@ processes learn of them at the same point of the program.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lightning_avgpipe.comm.channel import Inbox, Outbox
@@ -27,43 +26,37 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-@dataclass(frozen=True)
-class ControlChannels:
-    """This process's ends of the channels that carry items and reports.
-
-    Attributes:
-        out: on rank 0 of a group, to each other rank of the group.
-        source: on the other ranks, from rank 0 of the group.
-        relay_out: on rank 0 of all processes, to rank 0 of each other group.
-        relay_source: on rank 0 of each other group, from rank 0 of all processes.
-        reports_out: on the other ranks, to rank 0 of the group.
-        reports: on rank 0 of a group, from each other rank, by rank.
-    """
-
-    out: Sequence[Outbox] = ()
-    source: Inbox | None = None
-    relay_out: Sequence[Outbox] = ()
-    relay_source: Inbox | None = None
-    reports_out: Outbox | None = None
-    reports: Mapping[int, Inbox] = field(default_factory=dict)
-
-
 class ControlChannel:
     """One process's end of the control channel.
 
     Args:
         rank: rank of this process in its group.
+        waits: waits for rank 0; their watch knows of failures, and of the requests to this process from outside.
+        out: on rank 0 of a group, channels to each other rank of the group.
+        source: on the other ranks, channel from rank 0 of the group; None on rank 0.
+        reports: on rank 0 of a group, channels from each other rank, by rank.
+        reports_out: on the other ranks, channel to rank 0 of the group.
+        relay_out: on rank 0 of all processes, channels to rank 0 of each other group.
+        relay_source: on rank 0 of each other group, channel from rank 0 of all processes.
         num_groups: number of groups.
-        channels: channels to and from the other processes.
-        waits: waits for rank 0; their monitor knows of failures, and of the requests to this process from outside.
     """
 
-    def __init__(self, rank: int, num_groups: int, channels: ControlChannels, waits: Waits) -> None:
-        self._rank = rank
-        self._num_groups = num_groups
-        self._channels = channels
-        self._waits = waits
-        self._monitor = waits.monitor
+    def __init__(
+        self,
+        rank: int,
+        waits: Waits,
+        out: Sequence[Outbox] = (),
+        source: Inbox | None = None,
+        reports: Mapping[int, Inbox] | None = None,
+        reports_out: Outbox | None = None,
+        relay_out: Sequence[Outbox] = (),
+        relay_source: Inbox | None = None,
+        num_groups: int = 1,
+    ) -> None:
+        self._rank, self._num_groups, self._waits = rank, num_groups, waits
+        self._out, self._source = out, source
+        self._reports, self._reports_out = reports or {}, reports_out
+        self._relay_out, self._relay_source = relay_out, relay_source
         self._listeners: list[Callable[[str], None]] = []
         self._agreed: frozenset[str] = frozenset()
         self._expects = False  # a receive is posted
@@ -73,9 +66,8 @@ class ControlChannel:
 
         Without a posted receive the item would wait for its announcement, behind other traffic on the link.
         """
-        if self._rank != 0 and not self._expects:
-            assert self._channels.source is not None
-            self._channels.source.expect(1)
+        if self._source is not None and not self._expects:
+            self._source.expect(1)
             self._expects = True
 
     def publish(self, item: T | None = None, requests: frozenset[str] | None = None) -> T:
@@ -85,20 +77,16 @@ class ControlChannel:
             item: any tree of tensors and picklable leaves; ignored on other ranks.
             requests: requests that go with the item; None: those that :meth:`requests` returns.
         """
-        self._monitor.check()
-        if self._rank == 0:
+        self._waits.watch.check()
+        if self._source is not None:
+            self.expect()
+            item, requests = self.hear(self._source, "waits for rank 0's news")
+            self._expects = False
+        else:
             requests = self.requests() if requests is None else requests
-            message = pack((item, requests)) if self._channels.out else None
-            for outbox in self._channels.out:
-                assert message is not None
-                outbox.put(message)
-            self.agree(requests)
-            return item  # type: ignore[return-value]
-        self.expect()
-        news, requests = self._hear(self._channels.source)
-        self._expects = False
+            _send((item, requests), self._out)
         self.agree(requests)
-        return news  # type: ignore[no-any-return]
+        return item  # type: ignore[return-value]
 
     def relay(self, common: T | None, own: U | None = None) -> tuple[T, U]:
         """Send ``common`` from rank 0 of all processes to everyone, and ``own`` from rank 0 of each group to its group.
@@ -109,17 +97,15 @@ class ControlChannel:
             common: any tree of tensors and picklable leaves; ignored except on rank 0 of all processes.
             own: any tree of tensors and picklable leaves; ignored except on rank 0 of each group.
         """
-        if self._num_groups == 1 or self._rank != 0:
+        if self._num_groups == 1 or self._source is not None:
             return self.publish((common, own))  # type: ignore[return-value]
-        self._monitor.check()
-        if self._channels.relay_source is None:
-            requests = self._monitor.requests.known
-            message = pack((common, requests))
-            for outbox in self._channels.relay_out:
-                outbox.put(message)
+        self._waits.watch.check()
+        if self._relay_source is None:
+            requests = self._waits.watch.requests
+            _send((common, requests), self._relay_out)
         else:
-            self._channels.relay_source.expect(1)
-            common, requests = self._hear(self._channels.relay_source)
+            self._relay_source.expect(1)
+            common, requests = self.hear(self._relay_source, "waits for rank 0's news")
         return self.publish((common, own), requests)  # type: ignore[return-value]
 
     def report(self, item: T) -> list[tuple[int, T]]:
@@ -132,11 +118,11 @@ class ControlChannel:
             On rank 0, pairs of a rank and an item: its own and those that have arrived since the last call, in order
             for each rank. An empty list on other ranks.
         """
-        if self._channels.reports_out is not None:
-            self._channels.reports_out.put(pack(item))
+        if self._reports_out is not None:
+            self._reports_out.put(pack(item))
             return []
         arrived = [(self._rank, item)]
-        for peer, inbox in self._channels.reports.items():
+        for peer, inbox in self._reports.items():
             inbox.expect(1)
             while inbox.ready():
                 arrived.append((peer, unpack(inbox.get())))
@@ -148,7 +134,7 @@ class ControlChannel:
         With several groups these are the agreed ones only, because all groups must learn of a request at the same
         point.
         """
-        return self._monitor.requests.known if self._num_groups == 1 else self._agreed
+        return self._waits.watch.requests if self._num_groups == 1 else self._agreed
 
     def agree(self, requests: frozenset[str]) -> None:
         """Agree on requests: call the listeners with each new one.
@@ -168,7 +154,14 @@ class ControlChannel:
         """Return whether all processes have agreed on a request by now."""
         return request in self._agreed
 
-    def _hear(self, inbox: Inbox | None) -> Any:
-        assert inbox is not None
-        self._waits.until(inbox.ready, "waits for rank 0's news")
+    def hear(self, inbox: Inbox, doing: str) -> Any:
+        """Wait for the next item of a channel, and return it."""
+        self._waits.until(inbox.ready, doing)
         return unpack(inbox.get())
+
+
+def _send(item: Any, outboxes: Sequence[Outbox]) -> None:
+    if outboxes:
+        message = pack(item)
+        for outbox in outboxes:
+            outbox.put(message)

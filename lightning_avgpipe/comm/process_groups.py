@@ -19,11 +19,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_avgpipe.comm.alone import own_group
-from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.network_channel import NetworkInbox, NetworkOutbox, Receiver, Sender
-from lightning_avgpipe.comm.routes import Edge, Party, Route
-from lightning_avgpipe.comm.transfer import UNLIMITED
-from lightning_avgpipe.comm.wire import Pair, Wire
+from lightning_avgpipe.comm.line import NetworkInbox, NetworkOutbox, Pair, Receiver, Sender, Wire
+from lightning_avgpipe.comm.topology import Edge, Party, Route
+from lightning_avgpipe.comm.transfer import UNLIMITED, Arrivals
 from lightning_avgpipe.utils.device import backends, first_options
 from lightning_avgpipe.utils.torch_compat import default_store
 
@@ -80,6 +78,8 @@ class _Line:
 
 class ProcessGroups:
     """The network of torch.distributed: connections of this process, by ranks among all.
+
+    All processes call open, connect and join in the same order.
 
     Args:
         rank: rank of this process.

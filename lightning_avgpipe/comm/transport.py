@@ -8,13 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.channel import Inbox, Outbox
-from lightning_avgpipe.comm.memory_channel import MemoryChannel
-from lightning_avgpipe.comm.network import Connector
-from lightning_avgpipe.comm.routes import Edge, Route
-from lightning_avgpipe.comm.stage_map import StageMap, pairs
-from lightning_avgpipe.comm.turns import TurnsInbox, TurnsOutbox
+from lightning_avgpipe.comm.channel import Inbox, MemoryChannel, Outbox, TurnsInbox, TurnsOutbox
+from lightning_avgpipe.comm.process_groups import ProcessGroups
+from lightning_avgpipe.comm.topology import Edge, Route, StageMap, pairs
 from lightning_avgpipe.comm.waits import Waits
 
 
@@ -42,16 +38,14 @@ class Transport:
         stage_map: which process hosts which stage.
         rank: rank of this process among all.
         network: network that connects the processes.
-        arrivals: notified by the channels.
-        waits: waits for connections.
+        waits: waits for connections; the channels notify their arrivals.
     """
 
-    def __init__(self, stage_map: StageMap, rank: int, network: Connector, arrivals: Arrivals, waits: Waits) -> None:
+    def __init__(self, stage_map: StageMap, rank: int, network: ProcessGroups, waits: Waits) -> None:
         self._stage_map = stage_map
         self._rank = rank
         self._group, _ = stage_map.position(rank)
         self._network = network
-        self._arrivals = arrivals
         self._waits = waits
         self._inboxes: dict[Route, Inbox] = {}
         self._outboxes: dict[Route, Outbox] = {}
@@ -156,9 +150,9 @@ class Transport:
         if route.source == route.target:
             self._inboxes[route] = self._outboxes[route] = MemoryChannel()
         elif route.source == self._rank:
-            self._outboxes[route] = self._network.outbox(route, self._arrivals)
+            self._outboxes[route] = self._network.outbox(route, self._waits.arrivals)
         else:
-            self._inboxes[route] = self._network.inbox(route, self._arrivals)
+            self._inboxes[route] = self._network.inbox(route, self._waits.arrivals)
 
     def _connect(self, pipeline: int) -> None:
         for group in range(self._stage_map.num_groups):

@@ -4,40 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 import torch
 
-from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.monitor import Monitor
-from lightning_avgpipe.comm.transfer import is_broken_connection
+from lightning_avgpipe.comm.transfer import POLL_S, Arrivals, RunningTime, is_broken_connection
+from lightning_avgpipe.comm.watch import Watch
 from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.utils.device import port_of
 
 _log = logging.getLogger(__name__)
 _HOST = torch.device("cpu")
-_POLL_S = 0.5  # pause between two looks at the clock; any arrival ends it
-
-
-class RunningTime:
-    """A count of seconds since it was made or reset, without those in which this process was stopped.
-
-    A waiting thread reads it at least every second, so a longer pause between two reads counts as one second.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self, seconds: float = 0.0) -> None:
-        """Start to count anew, from ``seconds``."""
-        self._seconds, self._looked = seconds, time.monotonic()
-
-    def seconds(self) -> float:
-        """Return the seconds counted by now."""
-        now = time.monotonic()
-        self._seconds, self._looked = self._seconds + min(now - self._looked, 2 * _POLL_S), now
-        return self._seconds
 
 
 class Waits:
@@ -45,7 +22,7 @@ class Waits:
 
     Args:
         arrivals: wakes a wait.
-        monitor: monitor that knows whether another process has failed; told what this process waits for.
+        watch: knows whether another process has failed; told what this process waits for.
         timeout_s: longest wait in which no connection of any process moves bytes, in seconds. Time in which this
             process itself does not run, because it is stopped, does not count.
         device: device on which this process computes.
@@ -53,21 +30,19 @@ class Waits:
 
     Attributes:
         arrivals: as given.
-        monitor: as given.
+        watch: as given.
         timeout_s: as given.
     """
 
     def __init__(
         self,
         arrivals: Arrivals,
-        monitor: Monitor,
+        watch: Watch,
         timeout_s: float,
         device: torch.device = _HOST,
         silent_s: float = 60.0,
     ) -> None:
-        self.monitor = monitor
-        self.timeout_s = timeout_s
-        self.arrivals = arrivals
+        self.arrivals, self.watch, self.timeout_s = arrivals, watch, timeout_s
         self._silent_s = silent_s
         self._port = port_of(device)
         self._thread: threading.Thread | None = None
@@ -85,27 +60,27 @@ class Waits:
         """
         if ready():
             return
-        with self.monitor.during(doing if isinstance(doing, str) else doing()):
-            self._wait(ready, f"{self.monitor.name} {self.monitor.activity.text}")
+        with self.watch.during(doing if isinstance(doing, str) else doing()):
+            self._wait(ready, f"{self.watch.name} {self.watch.doing}")
 
     def _wait(self, ready: Callable[[], bool], waiting: str) -> None:
-        arrivals, monitor, limit_s = self.arrivals, self.monitor, self.timeout_s
+        arrivals, watch, limit_s = self.arrivals, self.watch, self.timeout_s
         time_waited = RunningTime()
         while True:
-            monitor.check()
+            watch.check()
             with arrivals.condition:
                 if ready():
                     return
                 if arrivals.failure is None:
-                    arrivals.condition.wait(_POLL_S)
+                    arrivals.condition.wait(POLL_S)
                 if ready():
                     return
                 failure = arrivals.failure
             if failure is not None:
-                monitor.look()
+                watch.look()
                 if not isinstance(failure, PeerError):
                     raise failure
-                raise PeerError(f"{waiting}, but {failure}{monitor.account().text}") from failure
+                raise PeerError(f"{waiting}, but {failure}{watch.account().text}") from failure
             waited_s = time_waited.seconds()
             if self._silent_s < waited_s < limit_s:
                 self._silent_s *= 2
@@ -114,7 +89,7 @@ class Waits:
                     waiting, waited_s, limit_s,
                 )  # fmt: skip
             if waited_s > limit_s:
-                account = monitor.account()
+                account = watch.account()
                 waited_s = min(waited_s, account.idle_s, arrivals.idle_s())
                 if waited_s > limit_s:
                     raise PeerError(
@@ -136,7 +111,7 @@ class Waits:
         Raises:
             PeerError: as of :meth:`until`, or a connection broke. Any other error of the function is raised as it is.
         """
-        self.monitor.check()
+        self.watch.check()
         done, errors = threading.Event(), []
         stream, infers = self._port.current_stream(), torch.is_inference_mode_enabled()
 
@@ -154,13 +129,13 @@ class Waits:
 
         self._thread = threading.Thread(target=work, name=f"avgpipe {doing}", daemon=True)
         self._thread.start()
-        with self.monitor.during(doing):
+        with self.watch.during(doing):
             self.until(done.is_set, doing)
             if errors:
                 if not is_broken_connection(errors[0]):
                     raise errors[0]
-                self.monitor.look()
-                lost = f"{self.monitor.name} {doing}, but a connection broke: {errors[0]}{self.monitor.account().text}"
+                self.watch.look()
+                lost = f"{self.watch.name} {doing}, but a connection broke: {errors[0]}{self.watch.account().text}"
                 raise PeerError(lost) from errors[0]
 
     def close(self, join_s: float) -> None:

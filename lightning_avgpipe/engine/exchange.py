@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.codec import TensorForm, as_bytes, pickled
 from lightning_avgpipe.comm.message import Message, pack, unpack
-from lightning_avgpipe.comm.routes import subsets
+from lightning_avgpipe.comm.topology import subsets
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.source import source_line

@@ -18,8 +18,7 @@ from typing import Any
 from lightning_avgpipe.capture.wire_format import Format
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.channel import Inbox
-from lightning_avgpipe.comm.compression import compressed, decompressed
-from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.message import Message, compressed, decompressed
 from lightning_avgpipe.comm.transport import Ends
 from lightning_avgpipe.comm.waits import Waits
 from lightning_avgpipe.engine.observer import Observer, Work
@@ -187,7 +186,7 @@ def execute(lanes: Sequence[Lane], context: IterationContext, until: Callable[[]
 
 
 def _execute(lanes: Sequence[Lane], context: IterationContext, until: Callable[[], bool]) -> None:
-    waits, monitor, rank = context.waits, context.waits.monitor, context.rank
+    waits, watch, rank = context.waits, context.waits.watch, context.rank
     order: Callable[[Lane], Any] = Lane.seniority if context.oldest_first else Lane.urgency
     while not until() and (pending := [lane for lane in lanes if lane.actions]):
         runnable = [lane for lane in pending if lane.ready()]
@@ -197,10 +196,10 @@ def _execute(lanes: Sequence[Lane], context: IterationContext, until: Callable[[
                     waiting.enter_context(observer.waiting(_waits(pending)))
                 waits.until(lambda: any(lane.ready() for lane in pending), lambda: _waits(pending))
             continue
-        monitor.check()
+        watch.check()
         lane = min(runnable, key=order)
         action = lane.actions[0]
-        monitor.activity.text = f"runs {action} of stage {_stage(lane)}"
+        watch.doing = f"runs {action} of stage {_stage(lane)}"
         try:
             lane.run_next(context.observers)
         except StopIteration as error:  # a loop outside would take it for the end of its data
@@ -208,7 +207,7 @@ def _execute(lanes: Sequence[Lane], context: IterationContext, until: Callable[[
         except Exception as error:
             error.add_note(f"{_place(lane, rank)} failed in {action}")
             raise
-    monitor.activity.text = ""
+    watch.doing = ""
 
 
 def _place(lane: Lane, rank: int) -> str:

@@ -195,16 +195,16 @@ class Halves:
     def __init__(self, stage: int) -> None:
         self._stage = stage
         self._said = False  # whether the warning about whole backwards was given
-        self.watch: Watch | None = None
+        self.watch: GraphWatch | None = None
         self.left: dict[int, WeightHalf] = {}
 
     def begin(self, wanted: bool) -> None:
         """Begin an iteration whose schedule wants split backwards, or does not."""
-        self.watch = Watch() if wanted else None
+        self.watch = GraphWatch() if wanted else None
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Run a forward within this context; its later parts run within :attr:`watch`, if there is one."""
-        self.watch = None if self.watch is None else Watch()
+        self.watch = None if self.watch is None else GraphWatch()
         return self.watch or contextlib.nullcontext()
 
     def run_first(self, micro_batch: int, stash: Stash, roots: list[Tensor], gradients: list[Tensor | None]) -> bool:
@@ -221,7 +221,7 @@ class Halves:
         return isinstance(half, WeightHalf)
 
 
-class Watch:
+class GraphWatch:
     """A context in which a forward runs, and which notes what keeps its graph from being split.
 
     Attributes:
@@ -255,7 +255,7 @@ _WATCHED = (
     (saved_tensors_hooks, "__enter__", "a checkpoint, or other hooks on what is saved for backwards"),
 )
 _lock = Lock()
-_watching: list[tuple[int, Watch]] = []  # by thread
+_watching: list[tuple[int, GraphWatch]] = []  # by thread
 _replaced: list[tuple[type, str, Any]] = []
 
 

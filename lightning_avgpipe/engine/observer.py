@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.routes import Route
+from lightning_avgpipe.comm.topology import Route
 from lightning_avgpipe.schedule import Action
 
 

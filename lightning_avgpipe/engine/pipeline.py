@@ -13,8 +13,8 @@ from lightning_avgpipe.capture.batch_use import leaf_names
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.capture.wire_format import Format
+from lightning_avgpipe.comm.channel import MemoryChannel
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.memory_channel import MemoryChannel
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
@@ -217,7 +217,7 @@ class Pipeline:
             number, rank = stage.program.stage, self.cluster.rank
             if rank not in self.cluster.stage_map.ranks(number, training):
                 continue
-            ends = self.cluster.channels.transport.ends(self.number, number, training)
+            ends = self.cluster.transport.ends(self.number, number, training)
             if number <= frozen:  # the stage before the first trained one needs no gradients
                 ends = replace(ends, to_previous=None)
             lane = Lane(stage, ends, task, self.place)
@@ -286,7 +286,7 @@ def run_together(
     for schedule in schedules:
         check_runnable(schedule)
         check_hosted(schedule, [*map(cluster.stage_map.owner, range(cluster.stage_map.num_stages))])
-    context = IterationContext(cluster.channels.waits, cluster.world.rank, tuple(observers))
+    context = IterationContext(cluster.waits, cluster.world.rank, tuple(observers))
     lanes = [
         lane
         for pipeline, schedule, task in zip(pipelines, schedules, tasks, strict=True)

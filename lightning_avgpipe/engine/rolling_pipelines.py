@@ -25,7 +25,7 @@ class RollingPipelines:
     """
 
     def __init__(self, cluster: Cluster, step: str) -> None:
-        self._context = IterationContext(cluster.channels.waits, cluster.world.rank, oldest_first=True)
+        self._context = IterationContext(cluster.waits, cluster.world.rank, oldest_first=True)
         self._step = step
         self._begun: dict[int, tuple[Pipeline, Schedule, list[Lane]]] = {}
 

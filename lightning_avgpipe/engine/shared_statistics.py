@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lightning_avgpipe.comm.collectives import Collectives, wait_for
+from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.observer import Observer, Work
 
@@ -46,7 +46,7 @@ class SharedStatistics(Observer):
         sent = mine.detach().cpu() if self._on_host else mine.detach().contiguous()
         parts = [torch.empty_like(sent) for _ in self._members.ranks]
         work = self._members.process_group.allgather(parts, sent)
-        wait_for(self._members, work, _WHAT)
+        self._members.wait_for(work, _WHAT)
         return torch.stack(parts).to(mine.device)
 
 

@@ -113,7 +113,7 @@ class Stream(Observer):
             observers: observers of this batch.
         """
         cluster, known = self._pipeline.cluster, self.known
-        context = IterationContext(cluster.channels.waits, cluster.world.rank, (self, *observers))
+        context = IterationContext(cluster.waits, cluster.world.rank, (self, *observers))
         self._kept.pop(self.batch, None)
         rows = [row_of_batch(place, self.batch, known) for place in self._places]
         if not self._lanes:
@@ -181,7 +181,7 @@ class Stream(Observer):
             k = lane.stage.program.stage
             if k and together and self._forwards_of is not None:
                 sent, taken = (forwards_by(places[stage], last, self._forwards_of) for stage in (k - 1, k))
-                lane.drop(sent - taken, self._pipeline.cluster.channels.waits)
+                lane.drop(sent - taken, self._pipeline.cluster.waits)
         clear(self._lanes)
         if self._lanes:
             self._pipeline.steps[self._step].own[-1].end()

@@ -15,7 +15,7 @@ from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import uncompiled
 from lightning_avgpipe.capture.visit import visiting
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.engine.halves import Watch, why_whole
+from lightning_avgpipe.engine.halves import GraphWatch, why_whole
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.recompute import UnitRepeater
 from lightning_avgpipe.engine.replay import Ground, replay
@@ -60,7 +60,7 @@ def whole_backwards(
         for program in stage_programs(graph, plan.cuts):
             gates, values = entered(message, program.receives, True, frozenset())
             ground = Ground(units, owned_tensors(module, graph.glue_states), drawing, device, Packer(module))
-            watch = Watch()
+            watch = GraphWatch()
             with visiting(_needed(program, module), device), watch:
                 replayed = replay(program, ground, run, batch, values, message.entries, repeat=repeat)
             roots = [t for t in (*replayed.sent, *tree.tensors(replayed.result)) if t.requires_grad]

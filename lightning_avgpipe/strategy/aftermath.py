@@ -99,7 +99,7 @@ def _followed(
         writes.check(name, _kept_elsewhere(modules[""], cluster, deployment))
         news = before.news(name, _needed_elsewhere(deployment), writes.found)
         after = _optimization(trainer)
-        cluster.channels.control.publish((news, after if after != optimization else None))
+        cluster.control.publish((news, after if after != optimization else None))
         return result
 
     return run
@@ -134,7 +134,7 @@ def _following(
 
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> None:
-        told: Any = cluster.channels.control.publish()  # by rank 0
+        told: Any = cluster.control.publish()  # by rank 0
         news, optimization = told
         for (path, attribute), content in news:
             value = _Unpickler(io.BytesIO(content), modules, cluster.device).load()

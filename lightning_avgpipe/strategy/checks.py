@@ -13,8 +13,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_avgpipe.averaging.optimizer_clone import unwrapped
 from lightning_avgpipe.capture.attributes import is_compiled
-from lightning_avgpipe.comm.device_layout import DeviceLayout
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError
 from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.schedule.builders import of_function

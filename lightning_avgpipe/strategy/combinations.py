@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory_limit import parse_limit
 from lightning_avgpipe.schedule.broadcast import Broadcast

@@ -76,9 +76,7 @@ class Configuration:
         asked, self._asked = self._asked, {}
         if asked and cluster is not None:
             call = f"reconfigure({', '.join(f'{name}={value!r}' for name, value in asked.items())})"
-            cluster.channels.confirm(
-                call, "in a hook of a callback, such as on_train_batch_end, and not only if is_global_zero"
-            )
+            cluster.confirm(call, "in a hook of a callback, such as on_train_batch_end, and not only if is_global_zero")
         changed = {name: value for name, value in asked.items() if getattr(self.options, name) != value}
         if changed:  # making options also checks them, which takes a while
             self.options = replace(self.options, **changed)

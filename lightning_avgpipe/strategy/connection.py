@@ -12,12 +12,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_avgpipe.comm.board import STOP
-from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.device_layout import DeviceLayout
-from lightning_avgpipe.comm.process import Process
+from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.process_groups import ProcessGroups
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
+from lightning_avgpipe.comm.watch import STOP
 from lightning_avgpipe.strategy import checks, launch
 from lightning_avgpipe.strategy.options import Options
 from lightning_avgpipe.utils import parent
@@ -110,19 +108,19 @@ class Connection:
             # if torch has a group of all processes, Lightning leaves it as it is
             meet = partial(_init_dist_connection, environment, both, timeout=options.timeout, store=store)
             self.cluster.open(store, meet, "torchrun's agent" if launch.has_agent() else None)
-        self.cluster.channels.control.when_agreed(self._hears)
+        self.cluster.control.when_agreed(self._hears)
         for request in tuple(self.noted):  # while other connections were open, or none
-            self.cluster.channels.monitor.requests.note(request)
+            self.cluster.watch.request(request)
 
     def note(self, request: str) -> None:
         """Note a request to this process. A signal handler may call it: nothing here waits."""
         self.noted.add(request)
         if self.cluster is not None:
-            self.cluster.channels.monitor.requests.note(request)
+            self.cluster.watch.request(request)
 
     def agreed(self, request: str) -> bool:
         """Return whether all processes know by now of a request that some of them were given."""
-        return self.cluster is not None and self.cluster.channels.control.agreed(request)
+        return self.cluster is not None and self.cluster.control.agreed(request)
 
     @contextlib.contextmanager
     def listening(self, hears: Callable[[str], None]) -> Iterator[None]:
@@ -138,7 +136,7 @@ class Connection:
         if self.cluster is None or (isinstance(exception, SIGTERMException) and self.agreed(STOP)):
             return
         self.failed = True
-        self.cluster.channels.monitor.report(exception)
+        self.cluster.watch.report(exception)
         parent.end_with_this_process()
 
     def close(self) -> None:

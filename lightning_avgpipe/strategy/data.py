@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from lightning_avgpipe.capture.batch_use import leaf_names
-from lightning_avgpipe.comm.batch_stream import BatchStream, Needs, Passed
+from lightning_avgpipe.comm.batches import BatchStream, Needs, Passed
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.sample_layout import Expected
 from lightning_avgpipe.errors import ConfigurationError

@@ -108,7 +108,7 @@ class Iterations:
             return None
         skipped = [len(found.skipped) == found.count for found in outcomes]
         if trains and self.schedule_control.choice.frozen and self.cluster.group.world_size > 1:
-            skipped = self.cluster.channels.control.publish(skipped)  # no gradient tells the first stages
+            skipped = self.cluster.control.publish(skipped)  # no gradient tells the first stages
         models.skipped = frozenset(n for n, is_skipped in enumerate(skipped) if is_skipped)
         nothing = torch.zeros((), device=self.cluster.device)
         result: Any = {"loss": nothing}

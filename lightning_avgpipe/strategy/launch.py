@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lightning_avgpipe.comm.device_layout import DeviceLayout
+from lightning_avgpipe.comm.topology import DeviceLayout
 from lightning_avgpipe.comm.transfer import is_broken_connection
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.utils.lightning import (

@@ -39,7 +39,7 @@ class SyncedLoggerConnector(_LoggerConnector):
     def sync(self) -> None:
         """Tell all ranks rank 0's present metrics, and its callback metrics. Every rank calls it."""
         snapshot = self.snapshot()  # may let metric objects communicate with those of other groups
-        (metrics, before), _ = self._cluster.channels.control.relay((snapshot, dict(self.callback_metrics)))
+        (metrics, before), _ = self._cluster.control.relay((snapshot, dict(self.callback_metrics)))
         self.accept(metrics)
         self._callback_metrics.update(before)
 

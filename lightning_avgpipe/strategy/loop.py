@@ -65,7 +65,7 @@ class PipelineOptimization(_AutomaticOptimization):
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Run one iteration; the loss and the metrics are known on every rank afterwards."""
-        self._cluster.channels.control.expect()
+        self._cluster.control.expect()
         result = super().run(optimizer, batch_idx, kwargs)
         schedule_control, connector = self._iterations.schedule_control, self.trainer._logger_connector
         decided = schedule_control.finish()
@@ -74,7 +74,7 @@ class PipelineOptimization(_AutomaticOptimization):
             if self._cluster.world.rank == 0:
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
             # advances are decided in each group
-            news, decided = self._cluster.channels.control.relay(news, decided)
+            news, decided = self._cluster.control.relay(news, decided)
             connector.accept(news["metrics"])
             if news["loss"] is not None:
                 result = {**result, "loss": news["loss"]}

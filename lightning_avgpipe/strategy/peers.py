@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.routes import Party
+from lightning_avgpipe.comm.topology import Party
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.lightning import _all_gather_ddp_if_available, _sync_ddp_if_available, pl
 from lightning_avgpipe.utils.tensors import reduced, reduction_name

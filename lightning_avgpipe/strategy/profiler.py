@@ -306,7 +306,7 @@ class Profiler:
         size = self._rehearsal.captured / num_microbatches
         return tuple(
             HopProfile(size * stage.wire_bytes, size * stage.gradient_bytes, link, link)
-            for stage, link in zip(plan.stages, self._cluster.channels.links(self._cluster.stage_map), strict=False)
+            for stage, link in zip(plan.stages, self._cluster.links(self._cluster.stage_map), strict=False)
         )
 
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.averaging.averaging_step import average
 from lightning_avgpipe.averaging.optimizer_clone import unwrapped
 from lightning_avgpipe.capture.snapshot import unchanged, untouched
-from lightning_avgpipe.comm.clock import ClockOffset
+from lightning_avgpipe.comm.probe import ClockOffset
 from lightning_avgpipe.engine.accounting import Footprint
 from lightning_avgpipe.engine.guard import MemoryGuard
 from lightning_avgpipe.engine.microbatch import MicroBatch
@@ -141,7 +141,7 @@ class Rehearsal:
         recorder = BusyRecorder(cluster.world.rank, cluster.device)
         with trials.observers.having(recorder, MemoryGuard()):
             self._step(setting, trials)
-        recording = recorder.finish(ClockOffset(), cluster.channels.waits.timeout_s)
+        recording = recorder.finish(ClockOffset(), cluster.waits.timeout_s)
         return BusyRecording(recording, {key: sum(found) for key, found in recorder.processor_s.items()})
 
     def kept(self, setting: Setting) -> dict[int, Kept] | None:

@@ -336,7 +336,7 @@ class RollingIterations(AheadIterations):
                 self.deployment.models.ensemble.place(0)
         skipped = len(iteration.outcomes[n].skipped) == len(iteration.works[n])
         if self.schedule_control.choice.frozen and self.cluster.group.world_size > 1:
-            skipped = self.cluster.channels.control.publish(skipped)  # no gradient tells the first stages
+            skipped = self.cluster.control.publish(skipped)  # no gradient tells the first stages
         if skipped:
             self.models.skipped |= {n}
 

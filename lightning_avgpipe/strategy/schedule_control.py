@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_avgpipe.comm.clock import Stopwatch
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.probe import Stopwatch
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.task import Task
@@ -169,7 +169,7 @@ class ScheduleControl:
         if not self.choice.adapts and not measured.footprints:
             return None  # all ranks return here
         report, measured.footprints = (measured.stopwatch.finished(), measured.footprints), []
-        for rank, reported in self._cluster.channels.control.report(report):
+        for rank, reported in self._cluster.control.report(report):
             self.advances.take(rank, reported)
         chosen = {shape: known.advance for shape, known in self._shapes.items()}
         return self.advances.decide(chosen, self.peaks) if self._cluster.rank == 0 else None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from lightning_avgpipe.comm.board import REQUEUE, STOP
+from lightning_avgpipe.comm.watch import REQUEUE, STOP
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.utils.lightning import Callback, SIGTERMException, TrainerStatus, pl, rank_zero_warn
 from lightning_avgpipe.utils.patching import replaced

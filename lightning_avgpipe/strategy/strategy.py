@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.capture import outside
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.options import Links
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.planning import Plan
@@ -486,7 +485,7 @@ class AvgPipeStrategy(ParallelStrategy):
         self._peers = Peers(trainer, cluster, self._in_step)
         sends, early = cluster.reads and cluster.group.world_size > 1, not has_transfer_hooks(trainer)
         wanted = partial(batches_wanted, trainer)
-        self._distributor = Distributor(cluster.channels.batches, self._needs, sends, early, wanted)
+        self._distributor = Distributor(cluster.batches, self._needs, sends, early, wanted)
         if trainer.state.fn == TrainerFn.FITTING and not self.passthrough and self.whole is None:
             self._divide_data(trainer, cluster)
 

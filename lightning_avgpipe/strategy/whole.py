@@ -134,7 +134,7 @@ class WholeSteps:
             result = run(*args, **kwargs)
         connector = self._trainer._logger_connector
         if isinstance(connector, SyncedLoggerConnector):
-            metrics, _ = self._cluster.channels.control.relay(connector.snapshot(), None)
+            metrics, _ = self._cluster.control.relay(connector.snapshot(), None)
             connector.accept(metrics)
         return result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.planning import Plan
 
 

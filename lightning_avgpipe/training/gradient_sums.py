@@ -21,9 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.comm.collectives import Collectives, ReplicaGroup
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.planning.problem import BUCKET_BYTES
 from lightning_avgpipe.schedule import BACKWARD, WEIGHT_GRADIENT, Action

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.utils.names import joined, nearest

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.training.pipeline_streams import PipelineStreams
@@ -76,7 +76,7 @@ class ParallelPipelines:
         stale = ensemble.follow(num_pipelines)
         self.saved.load(ensemble)
         if stale or begins or len(self.pipelines) < num_pipelines:
-            self._cluster.channels.transport.widen(num_pipelines)
+            self._cluster.transport.widen(num_pipelines)
             self._first.place = partial(ensemble.place, 0)
             others = [
                 Pipeline(

@@ -129,7 +129,7 @@ class PlanMaker:
             asks = bandwidth is None and group.broadcast(planner.measures)
             conditions = replace(
                 self._conditions(schedule, num_pipelines),
-                links=self._cluster.channels.links(self._cluster.stage_map) if asks else (),
+                links=self._cluster.links(self._cluster.stage_map) if asks else (),
                 bandwidth=bandwidth,
                 slowness=self._slowness,
                 halving=self.halving if planner.num_stages == group.world_size else None,
@@ -211,7 +211,7 @@ class PlanMaker:
     def _measured_slowness(self, examples: Examples) -> tuple[float, ...]:
         seconds = 0.0
         for step in examples.steps():
-            with contextlib.suppress(SkippedStepError), self._cluster.channels.monitor.during("measures its device"):
+            with contextlib.suppress(SkippedStepError), self._cluster.watch.during("measures its device"):
                 seconds = self._isolated(self.planner.seconds, step)
                 break
         return slowness_of(self._cluster.group.exchange_objects(seconds))

@@ -20,9 +20,8 @@ import torch
 
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.collectives import Collectives
-from lightning_avgpipe.comm.replica_group import ReplicaGroup
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.collectives import Collectives, ReplicaGroup
+from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.utils.names import joined

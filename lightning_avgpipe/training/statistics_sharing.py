@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.routes import all_parties
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.topology import StageMap, all_parties
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.shared_statistics import SharedStatistics
 from lightning_avgpipe.errors import ConfigurationError

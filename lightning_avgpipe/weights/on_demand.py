@@ -59,12 +59,12 @@ class OnDemandGather:
         held = holders(cluster.group, [name for name, p in self._module.named_parameters() if not p.is_meta])
         if cluster.rank == 0:
             absent = {id(p): name for name, p in self._module.named_parameters() if p.is_meta}
-            with cluster.channels.monitor.during("follows a step to divide it into stages"):
+            with cluster.watch.during("follows a step to divide it into stages"):
                 made = pickle.dumps(self._make(make, absent, held) if absent else make())
-            cluster.channels.control.publish((None, made))
+            cluster.control.publish((None, made))
             return pickle.loads(made)
         while True:
-            news: Any = cluster.channels.control.publish()
+            news: Any = cluster.control.publish()
             name, made = news
             if name is None:
                 return pickle.loads(made)
@@ -99,7 +99,7 @@ class OnDemandGather:
 
     def _fetch(self, name: str, held: Owners) -> dict[str, Tensor]:
         if name in held:
-            self._cluster.channels.control.publish((name, None))
+            self._cluster.control.publish((name, None))
             return {name: self._exchange(name, held)}
         assert self._origin is not None
         path = name.rpartition(".")[0]

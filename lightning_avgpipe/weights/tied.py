@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.ordered_sum import sum_in_order
-from lightning_avgpipe.comm.routes import subsets
+from lightning_avgpipe.comm.collectives import sum_in_order
+from lightning_avgpipe.comm.topology import subsets
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy
-from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.errors import ConfigurationError
 from tests.averaging.models import Batches, Net, assert_equal, state
 from tests.models import loader
@@ -147,9 +146,10 @@ class Together:
     """Siblings without processes."""
 
     process_group = None
+    world_size = 2
 
-    def together(self, what: str, collective: Callable[[], object]) -> None:
-        collective()
+    def wait_for(self, work: Any, what: str) -> None:
+        work.wait()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])

@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
 from lightning_avgpipe import AdaptiveFreezing, AvgPipeStrategy, PipelineTimeline
-from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.process_groups import ProcessGroups
-from lightning_avgpipe.comm.routes import Party
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.topology import DeviceLayout, Party, StageMap
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.options import Options

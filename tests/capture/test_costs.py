@@ -67,7 +67,7 @@ def train_measured(rank: int, folder: Path) -> tuple[str, Any, list[float]]:
     runner.fit(model, loader(TinyTransformer, 12, 6))
     return (
         str(runner.strategy.plan),
-        runner.strategy.cluster.channels.links(runner.strategy.cluster.stage_map),
+        runner.strategy.cluster.links(runner.strategy.cluster.stage_map),
         [float(p.detach().sum()) for p in model.parameters()],
     )
 

@@ -7,9 +7,8 @@ from itertools import combinations
 
 import pytest
 
-from lightning_avgpipe.comm.bandwidth import measure_bandwidth, rounds
-from lightning_avgpipe.comm.device_layout import DeviceLayout
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.probe import measure_bandwidth, rounds
+from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from tests.threads import results, run
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from lightning_avgpipe.comm.batch_stream import BatchSink, BatchSource
-from lightning_avgpipe.comm.channel import Traffic
-from lightning_avgpipe.comm.control import ControlChannel, ControlChannels
-from lightning_avgpipe.comm.memory_channel import MemoryChannel
+from lightning_avgpipe.comm.batches import BatchStream
+from lightning_avgpipe.comm.channel import MemoryChannel, Traffic
+from lightning_avgpipe.comm.control import ControlChannel
 from tests.threads import alone
 
 HOST = torch.device("cpu")
@@ -29,14 +28,9 @@ class Counted(MemoryChannel):
         return super().get()
 
 
-def there(ready: Callable[[], bool]) -> None:
-    assert ready()
-
-
 def test_batches_do_not_wait_until_they_are_asked_for_and_no_receive_is_left() -> None:
-    channel = Counted()
-    source = BatchSource({1: channel}, lambda requests: None, frozenset)
-    sink = BatchSink(channel, lambda requests: None, HOST, there)
+    channel, control = Counted(), ControlChannel(0, alone(1).waits)
+    source, sink = BatchStream(control, HOST, {1: channel}), BatchStream(control, HOST, inbox=channel)
     for first, count in ((0, 5), (5, 1), (6, 0), (6, 9)):  # streams of several epochs
         streams = source.begin(), sink.begin()
         for i in range(first, first + count):
@@ -50,8 +44,8 @@ def test_batches_do_not_wait_until_they_are_asked_for_and_no_receive_is_left() -
 
 def test_news_that_will_come_are_received_before_they_are_asked_for() -> None:
     channel, cluster = Counted(), alone(1)
-    speaks = ControlChannel(0, 1, ControlChannels(out=[channel]), cluster.channels.waits)
-    hears = ControlChannel(1, 1, ControlChannels(source=channel), cluster.channels.waits)
+    speaks = ControlChannel(0, cluster.waits, out=[channel])
+    hears = ControlChannel(1, cluster.waits, source=channel)
     for i in range(3):
         hears.expect()
         assert channel.posted == 1

@@ -12,14 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.comm.arrivals import Arrivals
+from lightning_avgpipe.comm.channel import MemoryChannel
 from lightning_avgpipe.comm.codec import CAPACITY
-from lightning_avgpipe.comm.memory_channel import MemoryChannel
+from lightning_avgpipe.comm.line import NetworkInbox, NetworkOutbox, Pair, Receiver, Sender, Wire
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.network_channel import NetworkInbox, NetworkOutbox, Receiver, Sender
-from lightning_avgpipe.comm.routes import Edge, Route
-from lightning_avgpipe.comm.transfer import transfer
-from lightning_avgpipe.comm.wire import Pair, Wire
+from lightning_avgpipe.comm.topology import Edge, Route
+from lightning_avgpipe.comm.transfer import Arrivals, transfer
 from lightning_avgpipe.engine.observer import Observer
 from tests.threads import CPU, LIMIT_S, Hub, Injector, MemoryGroup, Party
 

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_avgpipe.comm.clock import offset_in
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.routes import Edge
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.probe import offset_in
+from lightning_avgpipe.comm.topology import DeviceLayout, Edge, StageMap
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.utils.placeholder import Absent
 from tests.threads import Blown, Injector, Killed, results, run
@@ -79,8 +77,8 @@ def test_clocks_of_one_host_agree() -> None:
 
 def test_links_are_timed_between_neighbours_once() -> None:
     def work(cluster: Cluster) -> Any:
-        links = cluster.channels.links(cluster.stage_map)
-        return links, links is cluster.channels.links(cluster.stage_map)
+        links = cluster.links(cluster.stage_map)
+        return links, links is cluster.links(cluster.stage_map)
 
     (links, once), *_ = results(run(StageMap.on(DeviceLayout(2), 2), work))
     assert once and len(links) == 1 and links[0].latency > 0
@@ -88,8 +86,8 @@ def test_links_are_timed_between_neighbours_once() -> None:
 
 def test_a_cluster_is_opened_again_and_again() -> None:
     def work(cluster: Cluster) -> Any:
-        cluster.channels.transport.widen(2)
-        return cluster.channels.control.publish(cluster.rank), cluster.group.exchange_objects(cluster.rank)
+        cluster.transport.widen(2)
+        return cluster.control.publish(cluster.rank), cluster.group.exchange_objects(cluster.rank)
 
     assert results(run(THREE, work, runs=3)) == [(0, [0, 1, 2])] * 3
 
@@ -102,11 +100,11 @@ def test_edges_do_not_mix_and_keep_the_order(stage_map: StageMap) -> None:
     last = stage_map.num_stages - 1
 
     def work(cluster: Cluster) -> list[tuple[Edge, list[int]]]:
-        cluster.channels.transport.widen(2)
+        cluster.transport.widen(2)
         inboxes = []
         for pipeline in range(2):
             for stage in cluster.stages:
-                ends = cluster.channels.transport.ends(pipeline, stage)
+                ends = cluster.transport.ends(pipeline, stage)
                 assert (ends.values is None) == (ends.to_previous is None) == (stage == 0)
                 assert (ends.to_next is None) == (ends.gradients is None) == (stage == last)
                 for outbox, code in ((ends.to_next, 0), (ends.to_previous, 1)):
@@ -119,7 +117,7 @@ def test_edges_do_not_mix_and_keep_the_order(stage_map: StageMap) -> None:
         for edge, inbox in inboxes:
             inbox.expect(3)
             for i in range(3):
-                cluster.channels.waits.until(inbox.ready, f"waits for {edge}")
+                cluster.waits.until(inbox.ready, f"waits for {edge}")
                 message = inbox.get()
                 assert message.micro_batch == i and message.tensors[0] is not None
                 assert message.tensors[0].tolist() == [edge.pipeline, edge.source, int(edge.direction == "backward")]
@@ -140,13 +138,13 @@ def passed_on(cluster: Cluster) -> list[int]:
     """Four micro-batches go from the first stage to the last, in turns; returns those that come here."""
     received = []
     for stage in cluster.stages:
-        ends, (first, every) = cluster.channels.transport.ends(0, stage), cluster.stage_map.share(stage, cluster.rank)
+        ends, (first, every) = cluster.transport.ends(0, stage), cluster.stage_map.share(stage, cluster.rank)
         mine = range(first, 4, every)
         if ends.values is not None:
             ends.values.expect(len(mine))
         for i in mine:
             if ends.values is not None:
-                cluster.channels.waits.until(ends.values.ready, "waits for a value")
+                cluster.waits.until(ends.values.ready, "waits for a value")
                 received.append(ends.values.get().micro_batch)
             if ends.to_next is not None:
                 ends.to_next.put(Message(i, (torch.zeros(1),)))
@@ -191,7 +189,7 @@ def test_an_error_while_processes_come_to_share_stages_is_named(action: str) -> 
 
 def test_what_rank_zero_publishes_reaches_all_in_order() -> None:
     def work(cluster: Cluster) -> list[Any]:
-        return [cluster.channels.control.publish((i, torch.tensor([i])) if cluster.rank == 0 else None) for i in (1, 2)]
+        return [cluster.control.publish((i, torch.tensor([i])) if cluster.rank == 0 else None) for i in (1, 2)]
 
     assert results(run(THREE, work)) == [[(1, torch.tensor([1])), (2, torch.tensor([2]))]] * 3
 
@@ -199,7 +197,7 @@ def test_what_rank_zero_publishes_reaches_all_in_order() -> None:
 def test_what_is_relayed_reaches_all_groups_and_each_group_its_own() -> None:
     def work(cluster: Cluster) -> Any:
         common = "for all" if cluster.world.rank == 0 else None
-        return cluster.channels.control.relay(common, f"of group {cluster.group_number}" if cluster.rank == 0 else None)
+        return cluster.control.relay(common, f"of group {cluster.group_number}" if cluster.rank == 0 else None)
 
     found = results(run(TWO_GROUPS, work))
     assert found == [("for all", f"of group {number}") for number in (0, 0, 1, 1)]
@@ -209,9 +207,9 @@ def test_reports_reach_rank_zero_and_nobody_waits() -> None:
     def work(cluster: Cluster) -> list[tuple[int, str]]:
         arrived = []
         for i in range(2):
-            arrived += cluster.channels.control.report(f"{cluster.rank}.{i}")
+            arrived += cluster.control.report(f"{cluster.rank}.{i}")
         cluster.group.barrier()  # now all have arrived
-        return arrived + cluster.channels.control.report("end")
+        return arrived + cluster.control.report("end")
 
     zero, one, _ = results(run(THREE, work))
     assert one == []
@@ -224,12 +222,12 @@ def test_a_request_of_any_process_is_obeyed_by_all_at_the_same_message(stage_map
     def work(cluster: Cluster) -> Any:
         obeyed: list[tuple[str, int]] = []
         number = 0
-        cluster.channels.control.when_agreed(lambda request: obeyed.append((request, number)))
+        cluster.control.when_agreed(lambda request: obeyed.append((request, number)))
         if cluster.world.rank == stage_map.world_size - 1:
-            cluster.channels.monitor.requests.note("stop")
-        while not cluster.channels.control.agreed("stop"):
+            cluster.watch.request("stop")
+        while not cluster.control.agreed("stop"):
             number += 1
-            cluster.channels.control.relay(None, None)
+            cluster.control.relay(None, None)
         return obeyed
 
     found = results(run(stage_map, work))
@@ -244,12 +242,12 @@ def test_each_process_gets_what_it_needs_of_a_batch(reader: int) -> None:
     needs = {0: {"x", "y"}, 1: {"y"}, 2: {"x"}}
 
     def work(cluster: Cluster) -> set[str]:
-        stream = cluster.channels.batches.begin()
+        stream = cluster.batches.begin()
         batch = {name: torch.ones(3, 2) for name in "xyz"} if cluster.reads else None
-        passed = cluster.channels.batches.pass_on(
+        passed = cluster.batches.pass_on(
             stream, batch, lambda _, rank: frozenset(f"['{name}']" for name in needs[rank])
         )
-        item = cluster.channels.batches.accept(passed)
+        item = cluster.batches.accept(passed)
         assert all(tensor.shape == (3, 2) for tensor in item.values())
         return {name for name, tensor in item.items() if not isinstance(tensor, Absent)}
 
@@ -259,7 +257,7 @@ def test_each_process_gets_what_it_needs_of_a_batch(reader: int) -> None:
 
 def test_a_stream_that_is_left_before_its_end_disturbs_no_other() -> None:
     def work(cluster: Cluster) -> Any:
-        batches, got = cluster.channels.batches, []
+        batches, got = cluster.batches, []
         first = batches.begin()
         got.append(batches.pass_on(first, "a0").item)
         if cluster.reads:
@@ -275,12 +273,12 @@ def test_a_stream_that_is_left_before_its_end_disturbs_no_other() -> None:
 
 
 def test_what_all_ask_for_is_confirmed() -> None:
-    results(run(THREE, lambda cluster: cluster.channels.confirm("reconfigure(num_pipelines=2)", "at a batch")))
+    results(run(THREE, lambda cluster: cluster.confirm("reconfigure(num_pipelines=2)", "at a batch")))
 
 
 def test_who_asks_for_something_else_is_named() -> None:
     def work(cluster: Cluster) -> None:
-        cluster.channels.confirm(f"reconfigure(num_pipelines={2 + (cluster.rank == 1)})", "in on_train_batch_end")
+        cluster.confirm(f"reconfigure(num_pipelines={2 + (cluster.rank == 1)})", "in on_train_batch_end")
 
     for outcome in run(THREE, work):
         assert isinstance(outcome, ConfigurationError | PeerError)
@@ -292,7 +290,7 @@ def test_who_asks_for_something_else_is_named() -> None:
 def test_who_does_not_ask_is_named() -> None:
     def work(cluster: Cluster) -> None:
         if cluster.rank != 2:
-            cluster.channels.confirm("reconfigure()", "in on_train_batch_end")
+            cluster.confirm("reconfigure()", "in on_train_batch_end")
 
     zero, one, _ = run(THREE, work, timeout=timedelta(seconds=1))
     for outcome in (zero, one):
@@ -303,9 +301,9 @@ def test_who_does_not_ask_is_named() -> None:
 
 WAITS = {
     "a collective": lambda cluster: cluster.group.barrier("the barrier 'x'"),
-    "rank 0": lambda cluster: [cluster.channels.control.publish() for _ in range(2)],
-    "a batch": lambda cluster: cluster.channels.batches.pass_on(cluster.channels.batches.begin()),
-    "connections": lambda cluster: cluster.channels.transport.widen(2),
+    "rank 0": lambda cluster: [cluster.control.publish() for _ in range(2)],
+    "a batch": lambda cluster: cluster.batches.pass_on(cluster.batches.begin()),
+    "connections": lambda cluster: cluster.transport.widen(2),
 }
 
 
@@ -318,7 +316,7 @@ def told(outcome: Any, *texts: str) -> None:
 def test_an_error_of_one_process_reaches_all_that_wait(wait: str) -> None:
     def work(cluster: Cluster) -> None:
         if cluster.rank == 0:
-            with cluster.channels.monitor.during("thinks"):
+            with cluster.watch.during("thinks"):
                 raise Blown("the fuse has blown")
         WAITS[wait](cluster)
 
@@ -351,7 +349,7 @@ def test_a_process_without_memory_says_so_and_nobody_speaks_of_connections() -> 
 )  # fmt: skip
 @pytest.mark.parametrize("rank", [1, 2])
 def test_an_error_while_processes_connect_is_named(rank: int, action: str, doing: str) -> None:
-    outcomes = run(THREE, lambda cluster: cluster.channels.transport.widen(2), Injector().fail_at(rank, action))
+    outcomes = run(THREE, lambda cluster: cluster.transport.widen(2), Injector().fail_at(rank, action))
     assert isinstance(outcomes[rank], Blown)
     for other in {0, 1, 2} - {rank}:
         told(outcomes[other], f"rank {rank} (stage {2 - rank}), which ", doing, "Blown: the fuse has blown")
@@ -363,7 +361,7 @@ def test_a_process_that_is_killed_is_missed_by_all() -> None:
         if cluster.rank == 1:
             raise Killed
         cluster.group.barrier()
-        cluster.channels.control.publish()
+        cluster.control.publish()
 
     zero, _, two = run(THREE, work)
     for outcome in (zero, two):
@@ -375,11 +373,11 @@ def test_a_process_that_is_killed_is_missed_by_all() -> None:
 def test_silence_ends_after_the_timeout_with_what_all_do() -> None:
     def work(cluster: Cluster) -> None:
         if cluster.rank == 0:
-            with cluster.channels.monitor.during("is stuck"):
+            with cluster.watch.during("is stuck"):
                 while True:
-                    cluster.channels.monitor.look()
+                    cluster.watch.look()
         else:
-            cluster.channels.control.publish()
+            cluster.control.publish()
 
     zero, one, two = run(THREE, work, timeout=timedelta(seconds=0.3))
     texts = [str(outcome) for outcome in (one, two)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, FrameWriter, Packet, TensorForm, as_bytes
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.routes import Edge, Route
+from lightning_avgpipe.comm.topology import Edge, Route
 from lightning_avgpipe.errors import UnsendableError
 from lightning_avgpipe.utils.placeholder import Constant, TensorMeta
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Value
 from lightning_avgpipe.capture.wire_format import FORMATS, Format, wire_bytes
-from lightning_avgpipe.comm.compression import compressed, decompressed
-from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.message import Message, compressed, decompressed
 from lightning_avgpipe.utils.random_streams import RandomKey
 
 KEY = RandomKey(7, 3, 0, 1)

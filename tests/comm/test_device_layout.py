@@ -9,12 +9,9 @@ import pytest
 import torch
 
 from lightning_avgpipe.comm import waits
-from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.device_layout import DeviceLayout
-from lightning_avgpipe.comm.process import Process
+from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.process_groups import ProcessGroups
-from lightning_avgpipe.comm.routes import subsets
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.topology import DeviceLayout, StageMap, subsets
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.device import DevicePort
 

@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.codec import CAPACITY, Packet
+from lightning_avgpipe.comm.line import NetworkInbox, NetworkOutbox, Pair, Posted, Receiver, Sender, Wire
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.network_channel import NetworkInbox, NetworkOutbox, Receiver, Sender
-from lightning_avgpipe.comm.routes import Edge, Route
-from lightning_avgpipe.comm.wire import Pair, Posted, Wire
+from lightning_avgpipe.comm.topology import Edge, Route
+from lightning_avgpipe.comm.transfer import Arrivals
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.errors import PeerError
 from tests import processes

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_avgpipe.comm.ordered_sum import sum_in_order
+from lightning_avgpipe.comm.collectives import sum_in_order
 from tests import processes
 
 LIMIT = timedelta(seconds=30)

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.process_groups import ProcessGroups
-from lightning_avgpipe.comm.routes import Party, Route
+from lightning_avgpipe.comm.topology import Party, Route
+from lightning_avgpipe.comm.transfer import Arrivals
 from tests import processes
 from tests.threads import CPU, LIMIT_S
 

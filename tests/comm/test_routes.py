@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_avgpipe.comm.routes import all_parties, control_routes, counterparts
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.topology import StageMap, all_parties, control_routes, counterparts
 
 GROUPS = StageMap(2, ((0, 1), (2, 3)))
 REPLICAS = StageMap(2, ((0, 1), (2, 3)), replicas=2)

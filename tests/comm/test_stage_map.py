@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_avgpipe.comm.device_layout import DeviceLayout
-from lightning_avgpipe.comm.stage_map import StageMap, names, pairs
+from lightning_avgpipe.comm.topology import DeviceLayout, StageMap, names, pairs
 from lightning_avgpipe.errors import ConfigurationError
 
 LAYOUTS = [

@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import Mock
 
-from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.routes import Edge, Route
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.topology import Edge, Route, StageMap
+from lightning_avgpipe.comm.transfer import Arrivals
 from lightning_avgpipe.comm.transport import Transport
-from lightning_avgpipe.comm.waits import Waits
 
 
 @dataclass
@@ -40,7 +38,7 @@ class Noted:
 
 def test_all_channels_are_told_to_close_before_any_is_waited_for() -> None:
     network = Noting()
-    transport = Transport(StageMap(3, ((2, 1, 0),)), 1, network, Arrivals(), Mock(Waits))  # type: ignore[arg-type]
+    transport = Transport(StageMap(3, ((2, 1, 0),)), 1, network, Mock(arrivals=Arrivals()))  # type: ignore[arg-type]
     for stage in (0, 1):
         transport.inbox(Edge(0, stage, "forward" if stage == 0 else "backward"))
         transport.outbox(Edge(0, stage, "forward" if stage == 1 else "backward"))

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.stage_map import StageMap, names
+from lightning_avgpipe.comm.topology import DeviceLayout, StageMap, names
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
 from lightning_avgpipe.engine.guard import MemoryGuard
 from lightning_avgpipe.engine.observer import Observer, Work
@@ -79,18 +78,18 @@ class Order(Observer):
 
 def iterate(cluster: Cluster, schedule: Schedule = SCHEDULE, pipelines: int = 1, observers: Any = ()) -> list[Lane]:
     """One iteration of this process; with the lanes of all pipelines."""
-    cluster.channels.transport.widen(pipelines)
+    cluster.transport.widen(pipelines)
     lanes = []
     for n in range(pipelines):
         turns = turns_of(schedule)
         for stage in cluster.stages:
             adding: Any = Adding(stage, schedule.num_stages)
             task = Task(lambda i: None, [], key=RandomKey(0, pipeline=n))
-            lane = Lane(adding, cluster.channels.transport.ends(n, stage), task)
+            lane = Lane(adding, cluster.transport.ends(n, stage), task)
             row = in_turn(schedule.rows[stage], *cluster.stage_map.share(stage, cluster.rank))
             lane.begin(row, observers, turns.get(stage))
             lanes.append(lane)
-    execute(lanes, IterationContext(cluster.channels.waits, cluster.world.rank, tuple(observers)))
+    execute(lanes, IterationContext(cluster.waits, cluster.world.rank, tuple(observers)))
     return lanes
 
 

@@ -11,14 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.cluster import Cluster, Process
+from lightning_avgpipe.comm.line import NetworkInbox, NetworkOutbox, Pair, Receiver, Sender, Wire
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.network_channel import NetworkInbox, NetworkOutbox, Receiver, Sender
-from lightning_avgpipe.comm.process import Process
-from lightning_avgpipe.comm.routes import Edge, Party, Route
-from lightning_avgpipe.comm.stage_map import StageMap
-from lightning_avgpipe.comm.wire import Pair, Wire
+from lightning_avgpipe.comm.topology import Edge, Party, Route, StageMap
+from lightning_avgpipe.comm.transfer import Arrivals
 from tests.simulated import device
 from tests.simulated.communicator import Communicator
 from tests.threads import LIMIT_S, TIMEOUT, Hub, Injector, MemoryGroup, MemoryNetwork
@@ -263,7 +260,7 @@ def in_a_thread() -> tuple[float, int, list[str]]:
         torch.get_device_module("sim").set_device(1)
         with torch.Stream(device=sim(1)):
             x = torch.ones(4, device=sim(1))
-            cluster.channels.waits.run(collective, "waits for the other processes in a sum")
+            cluster.waits.run(collective, "waits for the other processes in a sum")
             total = float((found[0] * 2).sum())
         torch.get_device_module("sim").set_device(0)
     return total, found[1], list(report.errors)

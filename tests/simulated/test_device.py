@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.comm.routes import Party
+from lightning_avgpipe.comm.topology import Party
 from lightning_avgpipe.utils.device import port_of
 from tests.simulated import device
 from tests.simulated.communicator import Communicator

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.comm.codec import Packet
+from lightning_avgpipe.comm.line import Pair, Wire
 from lightning_avgpipe.comm.process_groups import ProcessGroups
-from lightning_avgpipe.comm.routes import Party
-from lightning_avgpipe.comm.wire import Pair, Wire
+from lightning_avgpipe.comm.topology import Party
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.patching import nothing
 from tests.comm.test_alone import Gathers

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
 from lightning_avgpipe import Averaging
-from lightning_avgpipe.comm.device_layout import DeviceLayout
+from lightning_avgpipe.comm.topology import DeviceLayout
 from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from lightning_avgpipe.strategy import checks
 from tests import processes

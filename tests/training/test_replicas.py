@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
 from lightning_avgpipe.capture.graph import CallGraph, Node
-from lightning_avgpipe.comm.stage_map import StageMap
+from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from lightning_avgpipe.training.replicas import check_shared

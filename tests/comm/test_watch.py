@@ -1,4 +1,4 @@
-"""A monitor says why processes end, whatever the reason is made of, and who is silent, also if it keeps the store."""
+"""A watch says why processes end, whatever the reason is made of, and who is silent, also if it keeps the store."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_avgpipe.comm.arrivals import Arrivals
-from lightning_avgpipe.comm.board import Board
-from lightning_avgpipe.comm.monitor import Monitor
+from lightning_avgpipe.comm.transfer import Arrivals
 from lightning_avgpipe.comm.waits import Waits
+from lightning_avgpipe.comm.watch import Watch
 from lightning_avgpipe.errors import PeerError, described
 
 NAMES = ("rank 0 (stage 1)", "rank 1 (stage 0)")
 LIMIT_S = 20.0
 
-Watching = Callable[..., Monitor]
+Watching = Callable[..., Watch]
 
 
 class Unprintable(Exception):
@@ -44,18 +43,18 @@ class Stopped:
 def watching() -> Iterator[Watching]:
     with ExitStack() as undo:
 
-        def start(rank: int, store: Any, **options: Any) -> Monitor:
-            monitor = Monitor(rank, NAMES, store, LIMIT_S, wake=lambda: None, keeper=NAMES[0], **options)
-            undo.callback(monitor.close)
-            return monitor
+        def start(rank: int, store: Any, arrivals: Arrivals | None = None, **options: Any) -> Watch:
+            watch = Watch(rank, [*NAMES], store, LIMIT_S, arrivals or Arrivals(), keeper=NAMES[0], **options)
+            undo.callback(watch.close)
+            return watch
 
         yield start
 
 
-def failure_of(monitor: Monitor) -> str:
+def failure_of(watch: Watch) -> str:
     """What the main thread of a process is told while it waits."""
     with pytest.raises(PeerError) as caught:
-        Waits(Arrivals(), monitor, LIMIT_S).until(lambda: False, "waits")
+        Waits(Arrivals(), watch, LIMIT_S).until(lambda: False, "waits")
     return str(caught.value)
 
 
@@ -89,19 +88,19 @@ def test_an_exception_without_a_text_is_described() -> None:
 
 def test_bytes_of_a_stranger_in_the_store_end_the_run_with_an_error(watching: Watching) -> None:
     store = dist.HashStore()
-    monitor = watching(0, store)
+    watch = watching(0, store)
     store.set("failure", b"\xff\xfe\xfd")  # type: ignore[arg-type]
-    assert r"\xff\xfe\xfd" in failure_of(monitor)
+    assert r"\xff\xfe\xfd" in failure_of(watch)
 
 
 def test_answers_of_a_stranger_are_shown(watching: Watching) -> None:
     store = dist.HashStore()
-    monitor = watching(0, store)
+    watch = watching(0, store)
     store.set("answer/1/1", b"\xff is no number")  # type: ignore[arg-type]
-    assert rf"{NAMES[1]} \xff is no number" in monitor.account().text
+    assert rf"{NAMES[1]} \xff is no number" in watch.account().text
 
 
-def test_a_monitor_that_fails_itself_says_so(watching: Watching) -> None:
+def test_a_watch_that_fails_itself_says_so(watching: Watching) -> None:
     class Broken(dist.HashStore):
         def __getattribute__(self, name: str) -> Any:
             raise TypeError("not a store")
@@ -111,31 +110,30 @@ def test_a_monitor_that_fails_itself_says_so(watching: Watching) -> None:
 
 def test_who_does_not_answer_is_named(watching: Watching) -> None:
     account = watching(0, dist.HashStore()).account().text
-    assert re.search(rf"{re.escape(NAMES[0])} is not in a step \(at test_monitor.py:\d+ in test_who", account)
+    assert re.search(rf"{re.escape(NAMES[0])} is not in a step \(at test_watch.py:\d+ in test_who", account)
     assert re.search(rf"{re.escape(NAMES[1])} does not answer within 1\.5 s: it is gone, stopped or stuck", account)
 
 
 def test_questions_that_are_asked_at_the_same_time_are_all_answered(watching: Watching) -> None:
     store = dist.HashStore()
-    board = Board(store, 1, 2)
-    before, after = board.ask(), board.ask()
+    questions = [store.add("questions", 1) for _ in range(2)]
     watching(0, store)
     deadline = time.monotonic() + LIMIT_S
-    while not (board.answers(before) and board.answers(after)):
+    while not store.check([f"answer/{question}/0" for question in questions]):
         assert time.monotonic() < deadline
 
 
 def test_a_keeper_of_the_store_that_is_stopped_is_named_and_nobody_waits_for_it(watching: Watching) -> None:
     store = Stopped()
-    monitor = watching(1, store)
+    watch = watching(1, store)
     begin = time.monotonic()
-    account = monitor.account().text
+    account = watch.account().text
     assert re.search(rf"{re.escape(NAMES[0])}, which keeps the store .* has not answered for [345]\.\d s", account)
     silent = time.monotonic()
     assert silent - begin < 5
-    monitor.report(ValueError("of no use"))
-    monitor.await_readers()
-    monitor.close()
+    watch.report(ValueError("of no use"))
+    watch.await_readers()
+    watch.close()
     assert time.monotonic() - silent < 1
     store.released.set()
 
@@ -163,21 +161,20 @@ def test_the_first_failure_is_the_cause(watching: Watching) -> None:
 @pytest.mark.parametrize("moves", ["here", "elsewhere"])
 def test_a_wait_in_which_bytes_flow_is_not_silence(moves: str, watching: Watching) -> None:
     store = dist.HashStore()
-    idle = {"elsewhere": 0.0, "here": float("inf")}[moves]
-    arrivals, flowing = Arrivals(), threading.Event()
-    monitor = watching(0, store)
-    watching(1, store, idle_s=lambda: float("inf") if flowing.is_set() else idle)
+    arrivals, flowing = {"here": Arrivals(), "elsewhere": Arrivals()}, threading.Event()
+    watch = watching(0, store)
+    watching(1, store, arrivals["elsewhere"])
 
     def flow() -> None:
-        while moves == "here" and not flowing.wait(0.1):
-            arrivals.moved()
+        while not flowing.wait(0.1):
+            arrivals[moves].moved()
 
     thread = threading.Thread(target=flow)
     thread.start()
     threading.Timer(1.0, flowing.set).start()
     begin = time.monotonic()
     with pytest.raises(PeerError, match=r"rank 0 \(stage 1\) waits, and nothing arrived for 0\.5 s"):
-        Waits(arrivals, monitor, 0.5).until(lambda: False, "waits")
+        Waits(arrivals["here"], watch, 0.5).until(lambda: False, "waits")
     thread.join()
     assert time.monotonic() - begin >= 1.0
 

@@ -12,7 +12,6 @@ item carries the number of its stream. The receivers keep items of another strea
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,12 +21,17 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.comm.channel import Inbox, Outbox
-from lightning_avgpipe.comm.message import pack, unpack
+from lightning_avgpipe.comm.control import ControlChannel
+from lightning_avgpipe.comm.message import pack
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 
 # (batch, rank) -> names of the tensors that the rank needs; None: all of them
 Needs = Callable[[Any, int], frozenset[str] | None]
+
+# Receives that are posted in advance. A sender that finds none waits until the announcement of the next one has passed
+# the other traffic on the link.
+_POSTED = 4
 
 
 class _Unsent:
@@ -40,11 +44,6 @@ class _Unsent:
 
 class _Closed:
     """A marker that takes the place of items after the last one."""
-
-
-# Receives that are posted in advance. A sender that finds none waits until the announcement of the next one has passed
-# the other traffic on the link.
-_POSTED = 4
 
 
 @dataclass(frozen=True)
@@ -60,16 +59,31 @@ class Passed:
     requests: frozenset[str]
 
 
-class BatchStream(ABC):
+class BatchStream:
     """One process's end of the batch stream. All processes begin the same streams in the same order.
 
     Args:
-        agree: called with the requests that came with an item, at the same point of the program on all processes.
+        control: knows the requests that go with an item, and agrees on them when its turn comes.
+        device: device that absent tensors report.
+        outboxes: on the reader, channel to each other rank, by rank; else None.
+        inbox: on the other processes, channel from the reader; else None.
+        doing: what a process does that waits for an item, for messages.
     """
 
-    def __init__(self, agree: Callable[[frozenset[str]], None]) -> None:
+    def __init__(
+        self,
+        control: ControlChannel,
+        device: torch.device,
+        outboxes: Mapping[int, Outbox] | None = None,
+        inbox: Inbox | None = None,
+        doing: str = "",
+    ) -> None:
+        self._control, self._device = control, device
+        self._outboxes, self._inbox, self._doing = outboxes or {}, inbox, doing
         self._numbers = itertools.count()
-        self._agree = agree
+        self._posted = self._closed = 0
+        self._items: dict[int, deque[Passed]] = defaultdict(deque)
+        self._given_up: set[int] = set()
 
     def begin(self, instead_of: int | None = None) -> int:
         """Begin a new stream of items and return its number.
@@ -77,9 +91,11 @@ class BatchStream(ABC):
         Args:
             instead_of: number of a stream that ends early: its further items are dropped.
         """
+        if instead_of is not None:
+            self._items.pop(instead_of, None)
+            self._given_up.add(instead_of)
         return next(self._numbers)
 
-    @abstractmethod
     def pass_on(self, stream: int, item: Any = None, needs: Needs | None = None) -> Passed:
         """Send an item without waiting on the reader; wait for the next item of the stream on other processes.
 
@@ -90,100 +106,42 @@ class BatchStream(ABC):
             item: any tree of tensors and picklable leaves; ignored on processes that do not read.
             needs: function that returns which tensors a rank needs; None: every rank needs all of them.
         """
-
-    def accept(self, passed: Passed) -> Any:
-        """Return the item, and agree on its requests, when its turn comes; it may have been sent long before."""
-        self._agree(passed.requests)
-        return passed.item
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the batch stream: no further item is sent. Every process calls it."""
-
-
-class BatchSource(BatchStream):
-    """The reader's end of the batch stream.
-
-    Args:
-        outboxes: channel to each other rank, by rank.
-        requests: returns the requests from outside that are known by now.
-    """
-
-    def __init__(
-        self,
-        outboxes: Mapping[int, Outbox],
-        agree: Callable[[frozenset[str]], None],
-        requests: Callable[[], frozenset[str]],
-    ) -> None:
-        super().__init__(agree)
-        self._outboxes = outboxes
-        self._requests = requests
-
-    def pass_on(self, stream: int, item: Any = None, needs: Needs | None = None) -> Passed:
-        requests = self._requests()
+        if self._inbox is not None:
+            while not self._items[stream]:
+                self._receive(self._inbox)
+            return self._items[stream].popleft()
+        requests = self._control.requests()
         for rank, outbox in self._outboxes.items():
             wanted = None if needs is None else needs(item, rank)
             outbox.put(pack((stream, requests, _without(item, wanted))))
         return Passed(item, requests)
 
+    def accept(self, passed: Passed) -> Any:
+        """Return the item, and agree on its requests, when its turn comes; it may have been sent long before."""
+        self._control.agree(passed.requests)
+        return passed.item
+
     def close(self) -> None:
+        """End the batch stream: no further item is sent. Every process calls it."""
         for outbox in self._outboxes.values():
             for _ in range(_POSTED):
                 outbox.put(pack((-1, frozenset(), _Closed)))
+        while self._inbox is not None and self._closed < _POSTED:
+            self._receive(self._inbox)
 
-
-class BatchSink(BatchStream):
-    """The end of the batch stream on a process that does not read.
-
-    Args:
-        inbox: channel from the reader.
-        device: device that absent tensors report.
-        wait: returns as soon as the condition that it is given holds; bounded.
-    """
-
-    def __init__(
-        self,
-        inbox: Inbox,
-        agree: Callable[[frozenset[str]], None],
-        device: torch.device,
-        wait: Callable[[Callable[[], bool]], None],
-    ) -> None:
-        super().__init__(agree)
-        self._inbox = inbox
-        self._device = device
-        self._wait = wait
-        self._posted = self._closed = 0
-        self._items: dict[int, deque[Passed]] = defaultdict(deque)
-        self._given_up: set[int] = set()
-
-    def begin(self, instead_of: int | None = None) -> int:
-        if instead_of is not None:
-            self._items.pop(instead_of, None)
-            self._given_up.add(instead_of)
-        return super().begin()
-
-    def pass_on(self, stream: int, item: Any = None, needs: Needs | None = None) -> Passed:
-        while not self._items[stream]:
-            self._receive()
-        return self._items[stream].popleft()
-
-    def close(self) -> None:
-        while self._closed < _POSTED:
-            self._receive()
-
-    def _receive(self) -> None:
-        self._inbox.expect(_POSTED - self._closed - self._posted)
-        self._wait(self._inbox.ready)
-        stream, requests, item = unpack(self._inbox.get())
+    def _receive(self, inbox: Inbox) -> None:
+        inbox.expect(_POSTED - self._closed - self._posted)
+        stream, requests, item = self._control.hear(inbox, self._doing)
         self._posted = _POSTED - self._closed - 1
         if item is _Closed:
             self._closed += 1
         elif stream not in self._given_up:
             leaves, spec = tree.flatten(item)
-            self._items[stream].append(Passed(tree.unflatten([self._filled(leaf) for leaf in leaves], spec), requests))
-
-    def _filled(self, leaf: Any) -> Any:
-        return Absent.of_batch(leaf.meta, self._device, leaf.name) if isinstance(leaf, _Unsent) else leaf
+            leaves = [
+                Absent.of_batch(leaf.meta, self._device, leaf.name) if isinstance(leaf, _Unsent) else leaf
+                for leaf in leaves
+            ]
+            self._items[stream].append(Passed(tree.unflatten(leaves, spec), requests))
 
 
 def _without(item: Any, wanted: frozenset[str] | None) -> Any:

@@ -1,4 +1,4 @@
-"""Channels between processes. Those from one process to another share a line: a wire with a thread at each end.
+"""Lines: all channels from one process to another share a line, a wire with a thread at each end.
 
 ::
 
@@ -23,25 +23,220 @@ line while its parts still arrive: the wait for them is a wait for a line nearer
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.comm.arrivals import Arrivals
 from lightning_avgpipe.comm.channel import Outbox, Traffic
-from lightning_avgpipe.comm.codec import CAPACITY, FRAMES, REST, DecodedFrame, FrameReader, FrameWriter, Head, Packet
+from lightning_avgpipe.comm.codec import (
+    CAPACITY,
+    FRAMES,
+    MOST_TAGS,
+    REST,
+    DecodedFrame,
+    FrameReader,
+    FrameWriter,
+    Head,
+    Packet,
+)
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.routes import Route
-from lightning_avgpipe.comm.wire import Passage, Posted, Wire
+from lightning_avgpipe.comm.topology import Route
+from lightning_avgpipe.comm.transfer import Arrivals, begun, ended, is_broken_connection
+from lightning_avgpipe.errors import PeerError
+from lightning_avgpipe.utils.device import port_of
 
 _MOST_POSTED = 4  # structures with receives posted in advance: a receive cannot be cancelled, and holds its memory
 _MOST_FRAMES = 4  # frames that are awaited at once
+
+
+# -- wires -------------------------------------------------------------------------------------------------------------
+
+
+class Passage:
+    """A message that a process receives and sends on: it tells the sending thread when each part has arrived."""
+
+    def __init__(self) -> None:
+        self._parts: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def came(self, error: Exception | None = None) -> None:
+        """Note that the next part has arrived, or that none will because of an error."""
+        self._parts.put(error)
+
+    def wait(self) -> None:
+        """Wait for the next part."""
+        if (error := self._parts.get()) is not None:
+            raise error
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A connection of two processes.
+
+    Attributes:
+        group: process group of torch.
+        peer: rank of the other process in it.
+    """
+
+    group: Any
+    peer: int
+
+
+@dataclass(frozen=True)
+class Posted:
+    """A packet whose receive is posted, or will be.
+
+    Attributes:
+        packet: packet to receive.
+        flat: host memory that receives its bytes; None if a device receives them when :meth:`Wire.land` is called.
+        works: works of the transfer.
+    """
+
+    packet: Packet
+    flat: Tensor | None
+    works: Sequence[Any]
+
+
+class Wire:
+    """A one-way connection that moves bytes from one process to another; an instance is one end of it.
+
+    Args:
+        peer: global rank of the other end.
+        on_host: connection of the two processes on the host.
+        device: device of tensors on this end.
+        between: connection of the two devices; None moves tensors of devices over the host.
+        moved: called when bytes have moved.
+        opening: number of times that the connection was in use before, equal at both ends. A receive that was posted
+            then and never completed must not take bytes that are sent now.
+    """
+
+    def __init__(
+        self,
+        peer: int,
+        on_host: Pair,
+        device: torch.device,
+        between: Pair | None,
+        moved: Callable[[], None],
+        opening: int = 0,
+    ) -> None:
+        self.peer = peer
+        self.device = device
+        # called directly: the checks of dist.send take longer than the transfer of a small tensor
+        self._on_host = on_host
+        self._between = between
+        self._moved = moved
+        self._first_tag = opening * MOST_TAGS
+        self.port = port_of(device)
+
+    @functools.cached_property
+    def stream(self) -> Any:
+        """The stream on which tensors travel, so that transfers overlap with compute; None where there are no streams.
+
+        Streams are few, so a wire that only moves tensors of the host makes none.
+        """
+        return self.port.new_stream()
+
+    @property
+    def transfer_stream(self) -> Any:
+        """The stream of the transfers themselves; None if the host moves tensors."""
+        return None if self._between is None else self.stream
+
+    def failure(self, error: Exception, doing: str, route: Route | None) -> Exception:
+        """Return what to raise when this end cannot go on: PeerError if the connection broke, else the error itself."""
+        where = "" if route is None else f" on channel '{route}'"
+        if not is_broken_connection(error):
+            error.add_note(f"while {doing}{where}, which connects this process with rank {self.peer}")
+            return error
+        lost = PeerError(f"the connection to rank {self.peer} broke while {doing}{where}: {error}")
+        lost.__cause__ = error
+        return lost
+
+    @property
+    def sends_at_once(self) -> bool:
+        """Whether any thread may start a send, because starting one holds up nothing."""
+        return self.port.is_host
+
+    def load(self, packets: Sequence[Packet], message: Message, ready: Any) -> list[Tensor]:
+        """Return the bytes of packets, in the memory from which they travel.
+
+        Tensors of the device are read after the event ``ready``. If they travel over the host, this method waits until
+        they have been copied there.
+        """
+        if all(packet.on_host for packet in packets) or self.stream is None:
+            return [packet.packed(message) for packet in packets]
+        for tensor in message.tensors:
+            if tensor is not None and not tensor.is_cpu:  # its owner may free it before it has been read
+                tensor.record_stream(self.stream)
+        with self.port.on_stream(self.stream):
+            self.stream.wait_event(ready)
+            flats = [packet.packed(message) for packet in packets]
+            if self._between is None:
+                flats = [flat.to("cpu", non_blocking=True) for flat in flats]
+                self.port.event().synchronize()
+        return flats
+
+    def begin(self, flat: Tensor, pieces: int = 1, tag: int = 0, passage: Passage | None = None) -> Sequence[Any]:
+        """Begin to send bytes from :meth:`load`, or parts as they arrive by a passage; return works for :meth:`end`."""
+        if not flat.is_cpu:
+            assert self._between is not None
+            with self.port.on_stream(self.stream):
+                self._between.group.send([flat], self._between.peer, 0).wait()  # blocks the stream, not the host
+            return ()
+
+        def begin(part: Tensor) -> Any:
+            if passage is not None:
+                passage.wait()
+            return self._on_host.group.send([part], self._on_host.peer, self._first_tag + tag)
+
+        return begun(begin, flat, pieces)
+
+    def end(self, works: Sequence[Any]) -> None:
+        """Wait until a transfer on the host is done."""
+        ended(works, self._moved)
+
+    def take(self, flat: Tensor, pieces: int = 1, tag: int = 0) -> Sequence[Any]:
+        """Begin to receive bytes on the host."""
+        own = self._first_tag + tag
+        return begun(lambda part: self._on_host.group.recv([part], self._on_host.peer, own), flat, pieces)
+
+    def post(self, packet: Packet, pieces: int = 1, tag: int = 0) -> Posted:
+        """Post the receive of a packet; between devices it is posted later, by :meth:`land`."""
+        on_host = packet.on_host or self.port.is_host
+        if not on_host and self._between is not None:
+            return Posted(packet, None, ())
+        flat = torch.empty(packet.nbytes, dtype=torch.uint8, pin_memory=not on_host, device="cpu")
+        return Posted(packet, flat, self.take(flat, pieces, tag))
+
+    def land(self, posted: Posted, passage: Passage | None = None) -> Tensor:
+        """Wait for a packet and return its bytes; a passage is told of each part, so that it can be sent on.
+
+        On a device the bytes are valid once the wire's stream reaches this point.
+        """
+
+        def moved() -> None:
+            self._moved()
+            if passage is not None:
+                passage.came()
+
+        ended(posted.works, moved)
+        if posted.flat is not None and (posted.packet.on_host or self.stream is None):
+            return posted.flat
+        with self.port.on_stream(self.stream):
+            if posted.flat is not None:
+                return posted.flat.to(self.device, non_blocking=True)
+            assert self._between is not None
+            flat = torch.empty(posted.packet.nbytes, dtype=torch.uint8, device=self.device)
+            self._between.group.recv([flat], self._between.peer, 0).wait()  # blocks the stream, not the host
+            return flat
+
+
+# -- senders and receivers ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -211,47 +406,6 @@ class _Mail:
     arrived: deque[tuple[Message, Any]] = field(default_factory=deque)
 
 
-class _Posts:
-    """The receives that are posted before the other end announces what it sends.
-
-    Args:
-        wire: wire to the other end.
-
-    Attributes:
-        frames: frames that are awaited, each with its works, and the one whose message is being received; at most as
-            many as messages are expected.
-    """
-
-    def __init__(self, wire: Wire) -> None:
-        self.frames: deque[tuple[Tensor, Sequence[Any]]] = deque()
-        self._wire = wire
-        self._spare: list[Tensor] = []
-        self._packets: dict[int, list[Posted]] = {}  # by tag
-
-    def await_frames(self, owed: int) -> None:
-        """Post receives of frames, as at least ``owed`` messages will come."""
-        while len(self.frames) < min(owed, _MOST_FRAMES):
-            frame = self._spare.pop() if self._spare else torch.empty(CAPACITY, dtype=torch.uint8, device="cpu")
-            self.frames.append((frame, self._wire.take(frame, tag=FRAMES)))
-
-    def frame_read(self) -> None:
-        """Release the first frame: its whole message has arrived, and what was in the frame has been copied."""
-        self._spare.append(self.frames.popleft()[0])
-
-    def await_packets(self, tag: int, packets: Sequence[Packet], segments: int) -> None:
-        """Post receives of the packets of a structure that usually comes."""
-        if tag not in self._packets and len(self._packets) < _MOST_POSTED:
-            self._packets[tag] = self._post(tag, packets, segments)
-
-    def packets(self, opened: DecodedFrame) -> list[Posted]:
-        """Return the receives of the packets of a message; those that are not posted yet are posted now."""
-        known = self._packets.pop(opened.tag, None)
-        return self._post(opened.tag, opened.packets, opened.partial.segments) if known is None else known
-
-    def _post(self, tag: int, packets: Sequence[Packet], segments: int) -> list[Posted]:
-        return [self._wire.post(packet, segments, tag) for packet in packets]
-
-
 class Receiver:
     """The receiving end of a line. Arguments and attributes are those of :class:`Sender`."""
 
@@ -262,7 +416,11 @@ class Receiver:
         self._receiving: Route | None = None
         self._arrivals = arrivals
         self._reader = FrameReader(wire.device)
-        self._posts = _Posts(wire)
+        # frames that are awaited, each with its works, and the one whose message is being received; at most as many as
+        # messages are expected
+        self._frames: deque[tuple[Tensor, Sequence[Any]]] = deque()
+        self._spare: list[Tensor] = []
+        self._posted: dict[int, list[Posted]] = {}  # packets of structures that usually come, by tag
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._work, name=f"avgpipe receive from rank {wire.peer}", daemon=True)
@@ -280,7 +438,7 @@ class Receiver:
             self._mail[route].expected.extend([(observers, onwards)] * count)
             self._hand_in(route)
             try:
-                self._posts.await_frames(self._owed())
+                self._await_frames()
             except Exception as error:  # as in the thread
                 self._fail(error)
             self._changed.notify_all()
@@ -308,18 +466,25 @@ class Receiver:
         awaited = self._receiving or next((route for route, mail in [*self._mail.items()] if mail.expected), None)
         self._arrivals.fail(self.wire.failure(error, "receiving", awaited))
 
-    def _owed(self) -> int:
-        return sum(len(mail.expected) for mail in self._mail.values())
+    def _await_frames(self) -> None:
+        """Post receives of frames, as many as messages are expected."""
+        owed = sum(len(mail.expected) for mail in self._mail.values())
+        while len(self._frames) < min(owed, _MOST_FRAMES):
+            frame = self._spare.pop() if self._spare else torch.empty(CAPACITY, dtype=torch.uint8, device="cpu")
+            self._frames.append((frame, self.wire.take(frame, tag=FRAMES)))
+
+    def _post(self, tag: int, packets: Sequence[Packet], segments: int) -> list[Posted]:
+        return [self.wire.post(packet, segments, tag) for packet in packets]
 
     def _receive_next(self) -> bool:
         with self._changed:
             self._receiving = None
-            self._changed.wait_for(lambda: self._posts.frames or self._closing)
+            self._changed.wait_for(lambda: self._frames or self._closing)
             if self._closing:
                 return False
-            frame, works = self._posts.frames[0]
-        if self._reader.usual is not None:
-            self._posts.await_packets(*self._reader.usual)
+            frame, works = self._frames[0]
+        if (usual := self._reader.usual) and usual[0] not in self._posted and len(self._posted) < _MOST_POSTED:
+            self._posted[usual[0]] = self._post(*usual)
         self.wire.end(works)
         self._receive(frame)
         return True
@@ -331,7 +496,9 @@ class Receiver:
             rest = torch.empty(missing, dtype=torch.uint8, device="cpu")
             self.wire.end(self.wire.take(rest, tag=REST))
         opened = self._reader.read(frame, rest)
-        self._receiving, posted = opened.route, self._posts.packets(opened)
+        self._receiving, posted = opened.route, self._posted.pop(opened.tag, None)
+        if posted is None:  # not in advance
+            posted = self._post(opened.tag, opened.packets, opened.partial.segments)
         passage = self._let_pass(opened, posted) if posted and self.wire.port.is_host else None
         try:
             flats = [self.wire.land(one, passage) for one in posted]
@@ -344,10 +511,10 @@ class Receiver:
             with self.wire.port.on_stream(self.wire.stream):
                 event = self.wire.port.event()
         with self._changed:
-            self._posts.frame_read()
+            self._spare.append(self._frames.popleft()[0])  # what was in it has been copied
             self._mail[opened.route].early.append((message, event))
             self._hand_in(opened.route, passed=passage is not None)
-            self._posts.await_frames(self._owed())
+            self._await_frames()
 
     def _let_pass(self, opened: DecodedFrame, posted: Sequence[Posted]) -> Passage | None:
         """Start to send a message on while its packets arrive, if it is expected and has an onward channel."""

@@ -1,0 +1,275 @@
+"""Probes: what is measured by messages to and fro (links, bandwidth, clocks), and the time of events on a device."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_avgpipe.capture.costs import Link
+from lightning_avgpipe.comm.collectives import Collectives, Peer
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.topology import Edge, StageMap
+from lightning_avgpipe.comm.transport import Transport
+from lightning_avgpipe.comm.waits import Waits
+from lightning_avgpipe.utils.device import Moment, has_passed, port_of, seconds_between
+
+host_now = time.perf_counter
+_SMALL = 64
+_LARGE = (256 * 1024, 2 * 1024**2, 16 * 1024**2)
+_LONG_S = 0.05  # a larger message is tried as long as the last round trip took less
+_REPETITIONS = 3
+_QUESTIONS = 16  # for the time on another clock, each with its answer
+
+
+# -- links -----------------------------------------------------------------------------------------------------------
+
+
+def _time_trips(trip: Callable[[int], None]) -> tuple[float, float]:
+    """Return seconds per byte and seconds per message of a trip there and back, which takes a size in bytes."""
+
+    def seconds(size: int) -> float:
+        found: list[float] = []
+        for _ in range(1 + _REPETITIONS):  # the first one warms up
+            begin = time.perf_counter()
+            trip(size)
+            found.append(time.perf_counter() - begin)
+            if len(found) > 1 and found[0] > _LONG_S:
+                break
+        return min(found[1:])
+
+    small_s = seconds(_SMALL)
+    for size in _LARGE:
+        large_s = seconds(size)
+        if large_s > _LONG_S:
+            break
+    return max(0.0, large_s - small_s) / (size - _SMALL), small_s
+
+
+def measure_links(
+    stage_map: StageMap, group: Collectives, transport: Transport, waits: Waits, device: torch.device
+) -> tuple[Link, ...]:
+    """Measure the link of each hop by round trips between neighbouring stages. Every process calls it.
+
+    One end sends messages and the other returns them, until an empty one comes. Hops between the same two processes are
+    measured once. A hop takes less than half a second at 100 Mbit/s.
+
+    Args:
+        stage_map: which process hosts which stage.
+        group: group of this process.
+        transport: transport with open channels, on which no message is in flight.
+        waits: waits for the neighbours.
+        device: device of this process.
+
+    Returns:
+        On rank 0 the link of each hop, shape ``(K-1,)``; a hop within a process is free. On other ranks only the links
+        that this process measured.
+
+    Raises:
+        PeerError: a neighbour does not answer in time.
+    """
+    port = port_of(device)
+    asked: dict[tuple[int, int], Link] = {}
+    ends = list(itertools.pairwise(map(stage_map.owner, range(stage_map.num_stages))))
+    for pair in dict.fromkeys(ends):
+        if group.rank not in pair or pair[0] == pair[1]:
+            continue
+        hop = ends.index(pair)
+        there, back = Edge(0, hop, "forward"), Edge(0, hop, "backward")
+
+        def receive(edge: Edge, hop: int = hop) -> tuple[Tensor | None, ...]:
+            inbox = transport.inbox(edge)
+            inbox.expect(1)
+            waits.until(
+                inbox.ready, f"waits for its neighbour while the link between stages {hop} and {hop + 1} is timed"
+            )
+            return inbox.get().tensors
+
+        def trip(size: int, there: Edge = there, back: Edge = back) -> None:
+            payload = torch.zeros(size, dtype=torch.uint8, device=device)
+            port.synchronize()
+            transport.outbox(there).put(Message(0, (payload,)))
+            receive(back)
+            port.synchronize()
+
+        if group.rank == pair[0]:
+            per_byte, latency = _time_trips(trip)
+            asked[pair] = Link(per_byte / 2, latency / 2)
+            transport.outbox(there).put(Message(0, ()))
+        else:
+            while tensors := receive(there):
+                transport.outbox(back).put(Message(0, tensors))
+    everybody = {pair: link for links in group.gather_objects(asked) for pair, link in links.items()}
+    return tuple(everybody.get(pair, Link()) for pair in ends)
+
+
+# -- bandwidth -------------------------------------------------------------------------------------------------------
+
+
+def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield every pair of ``count`` processes once, in rounds in which no process is in two pairs.
+
+    One process keeps its place, the others move round the table::
+
+        0 1     0 3     0 2
+        3 2     2 1     1 3
+    """
+    table = list(range(count + count % 2))
+    for _ in range(len(table) - 1):
+        pairs = [(table[i], table[-1 - i]) for i in range(len(table) // 2)]
+        yield [(min(pair), max(pair)) for pair in pairs if max(pair) < count]
+        table = [table[0], table[-1], *table[1:-1]]
+
+
+def measure_bandwidth(group: Collectives) -> list[list[float]]:
+    """Measure the bandwidth between every two processes, over the hosts, in V - 1 rounds. Every process calls it.
+
+    Returns:
+        The bytes per second from each process (row) to each other one, on every process; shape ``(V, V)``, infinite on
+        the diagonal.
+    """
+    own = [math.inf] * group.world_size
+    for number, pairs in enumerate(rounds(group.world_size)):
+        for a, b in pairs:
+            if group.rank in (a, b):
+                peer = b if group.rank == a else a
+
+                def both(first: bool = group.rank == a, peer: int = peer) -> None:
+                    for asks in (first, not first):
+                        if asks:
+                            own[peer] = _ask(group.peer(peer))
+                        else:
+                            _answer(group.peer(peer))
+
+                group.together(f"the measurement of the link between ranks {a} and {b}", both)
+        group.barrier(f"round {number} of the measurement of links")
+    return group.exchange_objects(own)
+
+
+def _ask(peer: Peer) -> float:
+    """Return the bytes per second of messages to the peer, each of which a small one answers."""
+    number = torch.empty(1, dtype=torch.int64, device="cpu")
+
+    def trip(size: int) -> None:
+        peer.send(number.fill_(size))
+        peer.send(torch.zeros(size, dtype=torch.uint8, device="cpu"))
+        peer.receive(number)
+
+    per_byte, _ = _time_trips(trip)
+    peer.send(number.fill_(0))  # ends _answer
+    return 1 / max(per_byte, 1e-15)
+
+
+def _answer(peer: Peer) -> None:
+    number = torch.empty(1, dtype=torch.int64, device="cpu")
+    while size := int(peer.receive(number)):
+        peer.receive(torch.empty(size, dtype=torch.uint8, device="cpu"))
+        peer.send(number)
+
+
+# -- clocks ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """The offset of a clock: ``own time + offset_s`` is the time on the clock of rank 0, up to ``error_s``.
+
+    Attributes:
+        offset_s: offset in seconds.
+        error_s: largest error of the offset, in seconds.
+    """
+
+    offset_s: float = 0.0
+    error_s: float = 0.0
+
+
+def estimate_offset(rounds: Iterable[tuple[float, float, float]]) -> ClockOffset:
+    """Estimate the offset of another clock from questions and answers.
+
+    The other clock was read at some time between question and answer. The middle of this interval is off by at most
+    half the round trip, so the quickest round decides.
+
+    Args:
+        rounds: (own time when asking, the other's time, own time when the answer came), seconds.
+    """
+    asked, other, answered = min(rounds, key=lambda times: times[2] - times[0])
+    return ClockOffset(other - (asked + answered) / 2, (answered - asked) / 2)
+
+
+def offset_in(group: Collectives) -> ClockOffset:
+    """Return the offset of this process's clock from that of rank 0. Every process of the group calls it."""
+    rounds: list[tuple[float, float, float]] = []
+
+    def exchange() -> None:
+        first, reading = group.peer(0), torch.empty((), dtype=torch.float64, device="cpu")
+        for _ in range(_QUESTIONS):
+            asked = host_now()
+            first.send(reading)
+            reading = first.receive(reading)
+            rounds.append((asked, float(reading), host_now()))
+
+    def answer() -> None:
+        for peer in map(group.peer, range(1, group.world_size)):
+            for _ in range(_QUESTIONS):
+                reading = peer.receive(torch.empty((), dtype=torch.float64, device="cpu"))
+                peer.send(torch.full_like(reading, host_now()))
+
+    group.together("an alignment of clocks", answer if group.rank == 0 else exchange)
+    return estimate_offset(rounds) if rounds else ClockOffset()
+
+
+class DeviceClock:
+    """A clock that reads the time where work happens: on the host at once, on an accelerator by events.
+
+    An anchor event ties the events of an accelerator to the host's clock. Making the clock waits for the device once,
+    and so does reading the first event afterwards; in between the host never waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._port = port_of(device)
+        self._port.synchronize()
+        self._anchor = self._port.moment()
+        self._port.synchronize()
+        self._anchored_s = host_now()
+
+    def now(self, stream: Any = None) -> Moment:
+        """Return the moment at which a stream (default: the current one) gets here; on the host, this instant."""
+        return self._port.moment(stream)
+
+    def seconds(self, moment: Moment) -> float:
+        """Return a moment in seconds of the host's clock."""
+        return moment if isinstance(moment, float) else self._anchored_s + seconds_between(self._anchor, moment)
+
+
+class Stopwatch:
+    """A timer of laps on a device. The host waits neither for the end of a lap nor for its time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._port = port_of(device)
+        self._laps: deque[tuple[int, Moment, Moment]] = deque()
+
+    @contextlib.contextmanager
+    def lap(self, number: int) -> Iterator[None]:
+        """Time what is queued or done within this context as one lap. A lap that raises is not counted."""
+        begin = self._port.moment()
+        yield
+        self._laps.append((number, begin, self._port.moment()))
+
+    def finished(self) -> list[tuple[int, float]]:
+        """Return number and seconds of each lap that has ended on the device since the last call, in order."""
+        found = []
+        while self._laps:
+            number, begin, end = self._laps[0]
+            if not has_passed(end):
+                break
+            self._laps.popleft()
+            found.append((number, seconds_between(begin, end)))
+        return found
