@@ -49,7 +49,7 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.process import Process
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.stage_map import StageMap
-from lightning_avgpipe.engine.compiling import Compiler, Execution
+from lightning_avgpipe.engine.execution import Compiler, Execution
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.engine.pipeline import Pipeline, run_together
 from lightning_avgpipe.engine.stage import Stage

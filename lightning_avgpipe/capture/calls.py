@@ -1,17 +1,156 @@
-"""Note, while a step is captured, which nodes lie inside of the calls of modules that are not units."""
+"""Watch the calls of modules while a step is captured: who draws random numbers or seeds, what nodes lie in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_avgpipe.capture.graph import OpenedCall
-from lightning_avgpipe.capture.random_use import DrawWatch
 from lightning_avgpipe.capture.tracer import CallWatcher
 from lightning_avgpipe.errors import SeedingError
+from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.random_streams import HostState, generators, stream_seed
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.torch_compat import untraced
+
+
+def random_bits(device: torch.device | None) -> tuple[bytes, ...]:
+    """Return the state of torch's generators for units and glue, without a tensor operation, which would be watched."""
+    with untraced():
+        states = [generator.get_state() for generator in generators(device or torch.device("cpu"))]
+        return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
+
+
+def watching_seeds(note: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Watch ``torch.manual_seed``, ``torch.seed`` and ``torch.set_rng_state`` within this context.
+
+    The name under which the step has imported them does not matter: all look up torch's generator of the host in one
+    place.
+
+    Args:
+        note: is called with the name of such a function before it runs.
+    """
+    return replaced(torch.random, "default_generator", _Watched(note))
+
+
+class _Watched:
+    """A stand-in for torch's default generator that reports seeds, but not torch's own restores of the state."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+
+    def __getattr__(self, name: str) -> Any:
+        caller = sys._getframe(2).f_globals["__name__"]
+        if name in ("manual_seed", "seed") or (name == "set_state" and not caller.startswith("torch.")):
+            self._note({"set_state": "set_rng_state"}.get(name, name))
+        return getattr(torch.default_generator, name)
+
+
+class DrawWatch(CallWatcher):
+    """A watcher that notes which modules draw random numbers themselves, not only through their children.
+
+    Between two events (a call begins, a call ends) only the module on top of the stack runs. So if a generator has
+    moved, this module has drawn.
+
+    Args:
+        module: root module; its own code has the path "".
+        device: device on which the step computes.
+
+    Attributes:
+        calls: paths of all calls so far, in order.
+        drawing: paths of modules that draw from torch's generators; dropout layers are among them even in evaluation
+            mode.
+        host_drawing: paths of modules that draw from the generators of Python or NumPy.
+        unit: path of the running unit; None between units.
+        seeding: paths of modules that seed torch's generators themselves while a unit runs.
+        from_entropy: whether one of them may seed with an unpredictable number (``torch.seed``).
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device | None) -> None:
+        self._paths = {id(m): path for path, m in module.named_modules()}
+        self._device = device
+        self._stack = [""]
+        self._state = random_bits(device)
+        self._generators = generators(device or torch.device("cpu"))
+        self._seeds = self._seeds_now()
+        self._host_state = HostState.now()
+        self.calls: list[str] = []
+        self.drawing = {path for path, m in module.named_modules() if isinstance(m, _DropoutNd)}
+        self.host_drawing: set[str] = set()
+        self.unit: str | None = None
+        self.seeding: set[str] = set()
+        self.from_entropy = False
+
+    def enter(self, module: nn.Module) -> None:
+        self.look()
+        path = self._paths.get(id(module))
+        if path is not None:
+            self.calls.append(path)
+        self._stack.append(self._stack[-1] if path is None else path)  # what the step makes draws for its caller
+
+    def leave(self, module: nn.Module) -> None:
+        self.look()
+        self._stack.pop()
+
+    def path(self, module: nn.Module) -> str:
+        """Return the path of a module below the root; "" if it has none."""
+        return self._paths.get(id(module), "")
+
+    def bits(self) -> tuple[bytes, ...]:
+        """Return the state of torch's generators that units and glue draw from."""
+        return random_bits(self._device)
+
+    @contextlib.contextmanager
+    def within(self, unit: str) -> Iterator[None]:
+        """Run a unit within this context."""
+        self.unit = unit
+        try:
+            yield
+            self.look()
+        finally:
+            self.unit = None
+
+    def seeds(self, function: str) -> None:
+        """Note that a module of the running unit calls a function of torch that seeds."""
+        self.seeding.add(self._stack[-1])
+        self.drawing.add(self._stack[-1])
+        self.from_entropy |= function == "seed"
+
+    def is_seeded(self) -> bool:
+        """Return whether torch's generators have been seeded."""
+        now = self._seeds_now()
+        return now not in (self._seeds, (stream_seed(),) * len(now))
+
+    def _seeds_now(self) -> tuple[int, ...]:
+        return tuple(generator.initial_seed() for generator in self._generators)
+
+    def draws_on_host(self, unit: str) -> bool:
+        """Return whether a unit, or a module inside of it, has drawn from the generators of Python or NumPy."""
+        return any(f"{path}.".startswith(f"{unit}.") for path in self.host_drawing)
+
+    def look(self) -> None:
+        """Note draws and seeds since the last event."""
+        state, on_host = self.bits(), HostState.now()
+        if state != self._state:
+            self.drawing.add(self._stack[-1])
+        if on_host != self._host_state:
+            self.host_drawing.add(self._stack[-1])
+        self._state, self._host_state = state, on_host
+        if self.unit is not None and self.is_seeded():
+            if self._stack[-1] not in self.seeding:  # by a method of a generator, which watching_seeds misses
+                self.seeds("seed")
+            for generator, seed in zip(self._generators, self._seeds, strict=True):  # so that the next seed is noticed
+                generator.manual_seed(seed)
+            self._state = self.bits()
 
 
 class Calls(CallWatcher):
@@ -82,3 +221,41 @@ class Calls(CallWatcher):
             "it draws, or seed before training",
             innermost,
         )
+
+
+class Outermost(CallWatcher):
+    """A watcher that passes calls on to another, and moves the parameters of outermost modules to the device.
+
+    Attributes:
+        modules: the outermost modules, in order of their calls.
+        state: their parameters and buffers as before each call.
+    """
+
+    def __init__(
+        self,
+        watch: DrawWatch,
+        visit: Callable[[nn.Module], Any],
+        state: Callable[[str], list[tuple[str, Tensor, Tensor]]],
+    ) -> None:
+        self._watch = watch
+        self._state = state
+        self._visit = visit
+        self._visits: list[Any] = []
+        self._depth = 0
+        self.modules: list[nn.Module] = []
+        self.state: list[tuple[str, Tensor, Tensor]] = []
+
+    def enter(self, module: nn.Module) -> None:
+        if self._depth == 0:
+            self.modules.append(module)
+            self._visits.append(self._visit(module))
+            self._visits[-1].__enter__()
+            self.state += self._state(self._watch.path(module))
+        self._depth += 1
+        self._watch.enter(module)
+
+    def leave(self, module: nn.Module) -> None:
+        self._watch.leave(module)
+        self._depth -= 1
+        if self._depth == 0:
+            self._visits.pop().__exit__(None, None, None)

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.calls import watching_seeds
 from lightning_avgpipe.capture.draft import ANYWHERE
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.iterators import Iterators, Key
 from lightning_avgpipe.capture.named_state import trained_parameters
-from lightning_avgpipe.capture.neighbours import neighbours
-from lightning_avgpipe.capture.random_use import watching_seeds
 from lightning_avgpipe.capture.recorder import Preview, StepRecorder
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import watching
+from lightning_avgpipe.capture.units import neighbours
 from lightning_avgpipe.errors import CaptureError, SkippedStepError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.draft import ANYWHERE, Draft, Pin
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.own_tensors import OwnTensors, TensorRead
-from lightning_avgpipe.capture.provenance import Provenance
+from lightning_avgpipe.capture.unit_operations import Provenance
 from lightning_avgpipe.utils.source import source_line
 
 

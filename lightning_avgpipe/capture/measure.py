@@ -28,13 +28,22 @@ from tqdm.auto import tqdm
 
 from lightning_avgpipe.capture.costs import Costs, value_bytes
 from lightning_avgpipe.capture.graph import CallGraph, Node
-from lightning_avgpipe.capture.node_trial import REGION_BACKWARD, Kept, NodeExecution, NodeTrial, sums_of
+from lightning_avgpipe.capture.node_trial import (
+    REGION_BACKWARD,
+    Kept,
+    NodeExecution,
+    NodeTrial,
+    Sample,
+    Samples,
+    Sampling,
+    SavedTensors,
+    sums_of,
+    tensors_of,
+)
 from lightning_avgpipe.capture.recorder import owned_tensors
-from lightning_avgpipe.capture.samples import Sample, Samples, Sampling
-from lightning_avgpipe.capture.saved_tensors import SavedTensors, tensors_of
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
-from lightning_avgpipe.capture.visit import visiting
+from lightning_avgpipe.capture.units import visiting
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects

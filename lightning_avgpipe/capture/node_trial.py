@@ -1,23 +1,169 @@
-"""Run a node alone, on detached copies of its inputs, so that nothing of the run remains."""
+"""Run nodes alone, on detached copies of their inputs, so that nothing of the run remains; collect times and bytes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.samples import Sample
 from lightning_avgpipe.capture.snapshot import random_state, untouched
+from lightning_avgpipe.capture.units import tensors_of
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.saved_hooks import SavedHooks
+from lightning_avgpipe.utils.torch_compat import storage_id
+
+_CALLS = 2  # equal calls that are measured in one run of the step
+_REPETITIONS = 3
+_SHORT_S = 0.02  # repetitions of one call end after this time
+
+
+class Sample(NamedTuple):
+    """The seconds of one execution of a node alone."""
+
+    forward_s: float
+    backward_s: float
+
+
+@dataclass
+class Samples:
+    """Samples by kind of call, shared by graphs that have the same calls."""
+
+    found: dict[Hashable, list[Sample]] = field(default_factory=lambda: defaultdict(list))
+    complete: set[Hashable] = field(default_factory=set)
+    spent_s: float = 0.0
+
+    def median(self, kind: Hashable) -> Sample:
+        """Return the median of the forwards, and that of the backwards."""
+        samples = self.found[kind]
+        return Sample(statistics.median(s.forward_s for s in samples), statistics.median(s.backward_s for s in samples))
+
+    def take(self, other: Samples) -> None:
+        """Replace these samples by another process's, which started from these."""
+        self.found, self.complete, self.spent_s = other.found, other.complete, other.spent_s
+
+
+class Sampling:
+    """The samples that are taken in one run of a step.
+
+    Args:
+        kinds: kind of each node; nodes of the same kind share their samples.
+        samples: collection to which new samples are added.
+        deadline: time at which repetitions end, as ``time.perf_counter()``.
+    """
+
+    def __init__(self, kinds: Sequence[Hashable], samples: Samples, deadline: float) -> None:
+        self._kinds = kinds
+        self._samples = samples
+        self._deadline = deadline
+        self._calls: dict[Hashable, int] = defaultdict(int)
+
+    def wants(self, index: int) -> bool:
+        """Return whether a node is to be measured in this run."""
+        kind = self._kinds[index]
+        return kind not in self._samples.complete and self._calls[kind] < _CALLS
+
+    def add(self, index: int, sample: Sample) -> None:
+        """Add a sample of a node."""
+        self._samples.found[self._kinds[index]].append(sample)
+
+    def repeat(self, index: int, begin: float, warm_up: Sample, once: Callable[[], Sample]) -> None:
+        """Measure a node a few times, or use the warm-up as its sample if there is no time for more.
+
+        Args:
+            index: index of the node.
+            begin: start of the warm-up, as ``time.perf_counter()``.
+            warm_up: first execution, which takes longer.
+            once: execute the node once more.
+        """
+        self._calls[self._kinds[index]] += 1
+        took = time.perf_counter() - begin
+        share = max(0.0, self._deadline - time.perf_counter()) / (len(self._kinds) - index)
+        if took > share:
+            self.add(index, warm_up)
+            return
+        for _ in range(_REPETITIONS):
+            self.add(index, once())
+            if time.perf_counter() - begin > min(share, _SHORT_S) + took:
+                break
+
+
+class SavedTensors:
+    """The tensors that nodes save in one run of a step: values by index, everything else in bytes.
+
+    Args:
+        num_nodes: number of nodes in the step.
+        resident: tensors that are in memory in any case, such as weights.
+
+    Attributes:
+        internal: for each node the bytes that only this node saves.
+        values: indices of the values that any node saves.
+    """
+
+    def __init__(self, num_nodes: int, resident: Iterable[Tensor]) -> None:
+        self.internal = [0] * num_nodes
+        self.values: set[int] = set()
+        self._resident = {storage_id(tensor) for tensor in resident}
+        self._homes: dict[int, tuple[Tensor, int]] = {}  # storage -> (tensor that keeps it alive, value)
+
+    def learn(self, tensor: Tensor, value: int) -> None:
+        """Note that a tensor of the step is this value."""
+        self._homes.setdefault(storage_id(tensor), (tensor.detach(), value))
+
+    def value_in(self, tensor: Tensor) -> int | None:
+        """Return the value that lies in a tensor's storage; None if there is none."""
+        home = self._homes.get(storage_id(tensor))
+        return None if home is None else home[1]
+
+    def count(
+        self,
+        node: Node,
+        module: nn.Module | None,
+        kept: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        aliases: dict[int, int | None],
+    ) -> None:
+        """Note what the forward of a node has saved.
+
+        Args:
+            node: node that ran.
+            module: the called module, if the node is a call.
+            kept: the saved tensors.
+            outputs: tensors that the node returned.
+            aliases: storage -> value, of the copies that the node was given.
+        """
+        own = {storage_id(t): value for t, value in zip(outputs, node.outputs, strict=True) if value >= 0}
+        visitors = {storage_id(t) for t in tensors_of(module)} if module is not None else set()
+        inside: dict[int, int] = {}
+        for tensor in kept:
+            storage = storage_id(tensor)
+            if storage in visitors or storage in self._resident:
+                continue
+            value = aliases.get(storage)
+            value = own.get(storage) if value is None else value
+            if value is not None:
+                self.values.add(value)
+            else:
+                inside[storage] = _nbytes(tensor)
+        self.internal[node.index] = sum(inside.values())
+
+
+def _nbytes(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage().nbytes())
+    except (RuntimeError, NotImplementedError):
+        return tensor.numel() * tensor.element_size()
+
 
 REGION_BACKWARD = 3.0  # in forwards: a recomputed forward, and a backward of two forwards
 

@@ -11,16 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.batch_use import BatchUse
-from lightning_avgpipe.capture.calls import Calls
-from lightning_avgpipe.capture.draft import ANYWHERE, Draft
-from lightning_avgpipe.capture.flop_counter import Flops, recurrent_flops
+from lightning_avgpipe.capture.calls import Calls, DrawWatch, Outermost
+from lightning_avgpipe.capture.draft import ANYWHERE, Draft, Openings
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.hidden import HiddenTensors
 from lightning_avgpipe.capture.named_state import Before, NamedState
-from lightning_avgpipe.capture.openings import Openings
-from lightning_avgpipe.capture.outermost import Outermost
-from lightning_avgpipe.capture.random_use import DrawWatch
-from lightning_avgpipe.capture.saved_tensors import tensors_of
 from lightning_avgpipe.capture.state_use import StateUse
 from lightning_avgpipe.capture.tracer import (
     METADATA,
@@ -30,10 +25,10 @@ from lightning_avgpipe.capture.tracer import (
     tensor_arguments,
     watching,
 )
-from lightning_avgpipe.capture.units import Units
+from lightning_avgpipe.capture.unit_operations import Flops, recurrent_flops
+from lightning_avgpipe.capture.units import Units, tensors_of, visiting
 from lightning_avgpipe.capture.unnamed_state import UnnamedState
 from lightning_avgpipe.capture.upkeep import made_by
-from lightning_avgpipe.capture.visit import visiting
 from lightning_avgpipe.errors import AbsentValueError, CaptureError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import is_within

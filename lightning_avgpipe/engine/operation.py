@@ -1,4 +1,4 @@
-"""Define the operations of a step, how a stage executes them, and their outcomes."""
+"""Define the operations of a step, how a stage executes them, and what it tells later stages about their outcomes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,39 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.known_tensors import KnownTensors
-from lightning_avgpipe.engine.compiling import Compiler
-from lightning_avgpipe.engine.path import Entry
+from lightning_avgpipe.engine.execution import Compiler
 from lightning_avgpipe.engine.randomness import Draws
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer, Parcel
-from lightning_avgpipe.utils.placeholder import described
+from lightning_avgpipe.utils.placeholder import Description, described
+
+# Description of a node's result, with the objects that it wrote into if there are any.
+Entry = Description | Parcel
+
+
+class OffPathNode(NamedTuple):
+    """A node that was not captured, and the description of its result."""
+
+    node: Node
+    entry: Entry
+
+
+class Path(NamedTuple):
+    """The nodes that earlier stages executed with a micro-batch, if these were not the captured ones.
+
+    Attributes:
+        entries: descriptions of the results of captured nodes, then steps.
+        values: indices of the values that are sent.
+        shared: indices of the values that share memory.
+        ended: whether the step has returned None.
+    """
+
+    entries: tuple[Entry | OffPathNode, ...]
+    values: tuple[int, ...]
+    shared: frozenset[int]
+    ended: bool = False
+
 
 Repeat = Callable[[Node, Callable[..., Any]], Callable[..., Any]]
 Around = Callable[["Operation", Node], contextlib.AbstractContextManager[None]]

@@ -18,11 +18,23 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.tracer import call_module, function_name
 from lightning_avgpipe.engine.attestation import Attested
-from lightning_avgpipe.engine.flat_program import FlatProgram, Instruction, InstructionKind, look_of
+from lightning_avgpipe.engine.flat_program import (
+    SAME,
+    VALUES,
+    Fields,
+    Fixed,
+    FlatProgram,
+    Instruction,
+    InstructionKind,
+    Items,
+    Register,
+    TensorSlot,
+    look_of,
+    slice_of,
+)
 from lightning_avgpipe.engine.operation import Operation, OperationResult
 from lightning_avgpipe.engine.purity import Purity
 from lightning_avgpipe.engine.randomness import Draw
-from lightning_avgpipe.engine.templates import SAME, VALUES, Fields, Fixed, Items, Register, TensorSlot, slice_of
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.torch_compat import modes

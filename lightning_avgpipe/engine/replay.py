@@ -27,15 +27,14 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.engine.attestation import Attestation, Attested
-from lightning_avgpipe.engine.compiling import Compiler
-from lightning_avgpipe.engine.constants import Constants
 from lightning_avgpipe.engine.detour import Detour
-from lightning_avgpipe.engine.operation import Around, Operation, Repeat, Runner
-from lightning_avgpipe.engine.path import Entry, OffPathNode, Path
+from lightning_avgpipe.engine.execution import Compiler
+from lightning_avgpipe.engine.operation import Around, Entry, OffPathNode, Operation, Path, Repeat, Runner
 from lightning_avgpipe.engine.program_writer import ProgramWriter
 from lightning_avgpipe.engine.randomness import Drawing, Draws
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.engine.stand_ins import StandIns
+from lightning_avgpipe.engine.tensor_use import Constants
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import tree

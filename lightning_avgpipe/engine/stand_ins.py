@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.known_tensors import KnownTensors
-from lightning_avgpipe.engine.path import Entry
+from lightning_avgpipe.engine.operation import Entry
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import tree

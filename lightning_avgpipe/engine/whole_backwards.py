@@ -10,16 +10,15 @@ from torch import nn
 
 from lightning_avgpipe.capture.attributes import is_compiled
 from lightning_avgpipe.capture.recorder import owned_tensors
-from lightning_avgpipe.capture.saved_tensors import tensors_of
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import uncompiled
-from lightning_avgpipe.capture.visit import visiting
+from lightning_avgpipe.capture.units import tensors_of, visiting
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.halves import Watch, why_whole
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.recompute import UnitRepeater
 from lightning_avgpipe.engine.replay import Ground, replay
-from lightning_avgpipe.engine.stash import entered
+from lightning_avgpipe.engine.task import entered
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.program import StageProgram, stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated

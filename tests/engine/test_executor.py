@@ -15,8 +15,7 @@ from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.stage_map import StageMap, names
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
-from lightning_avgpipe.engine.guard import MemoryGuard
-from lightning_avgpipe.engine.observer import Observer, Work
+from lightning_avgpipe.engine.observer import MemoryGuard, Observer, Work
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import MemoryShortage, PeerError, StageError
 from lightning_avgpipe.schedule import Action, Schedule, build, in_turn, with_replicas
