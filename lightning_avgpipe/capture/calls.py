@@ -8,26 +8,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_avgpipe.capture.graph import OpenedCall
+from lightning_avgpipe.capture.graph import FollowedCall
 from lightning_avgpipe.capture.tracer import CallWatcher
 from lightning_avgpipe.errors import SeedingError
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import HostState, generators, stream_seed
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import untraced
-
-
-def random_bits(device: torch.device | None) -> tuple[bytes, ...]:
-    """Return the state of torch's generators for units and glue, without a tensor operation, which would be watched."""
-    with untraced():
-        states = [generator.get_state() for generator in generators(device or torch.device("cpu"))]
-        return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
 
 
 def watching_seeds(note: Callable[[str], None]) -> AbstractContextManager[None]:
@@ -55,18 +48,41 @@ class _Watched:
         return getattr(torch.default_generator, name)
 
 
-class DrawWatch(CallWatcher):
-    """A watcher that notes which modules draw random numbers themselves, not only through their children.
+class _Call(NamedTuple):
+    """A call that has not ended.
+
+    Attributes:
+        path: path of the module whose draws those of the call are.
+        followed: position of the call in the graph, if it is followed.
+        around: context that ends with the call.
+    """
+
+    path: str
+    followed: FollowedCall | None
+    around: AbstractContextManager[Any]
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Calls(CallWatcher):
+    """A watcher that notes which modules draw random numbers or seed, and which nodes the followed calls execute.
 
     Between two events (a call begins, a call ends) only the module on top of the stack runs. So if a generator has
-    moved, this module has drawn.
+    moved, this module has drawn, itself and not only through its children.
+
+    Every stage runs the code between units, and units draw from random streams of their own. So only a unit may seed,
+    for its own draws.
 
     Args:
         module: root module; its own code has the path "".
         device: device on which the step computes.
+        is_followed: return whether a module that is being called is neither a unit nor inside of one.
+        position: return the number of nodes so far.
 
     Attributes:
         calls: paths of all calls so far, in order.
+        ended: followed calls that have ended, in order.
         drawing: paths of modules that draw from torch's generators; dropout layers are among them even in evaluation
             mode.
         host_drawing: paths of modules that draw from the generators of Python or NumPy.
@@ -75,15 +91,22 @@ class DrawWatch(CallWatcher):
         from_entropy: whether one of them may seed with an unpredictable number (``torch.seed``).
     """
 
-    def __init__(self, module: nn.Module, device: torch.device | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | None,
+        is_followed: Callable[[nn.Module], bool],
+        position: Callable[[], int],
+    ) -> None:
+        self._is_followed = is_followed
+        self._position = position
         self._paths = {id(m): path for path, m in module.named_modules()}
-        self._device = device
-        self._stack = [""]
-        self._state = random_bits(device)
+        self._stack = [_Call("", None, _NOTHING)]
+        self._outermost: tuple[int, Callable[[nn.Module], AbstractContextManager[Any]]] | None = None
         self._generators = generators(device or torch.device("cpu"))
-        self._seeds = self._seeds_now()
-        self._host_state = HostState.now()
+        self._state, self._host_state, self._seeds = self.bits(), HostState.now(), self._seeds_now()
         self.calls: list[str] = []
+        self.ended: list[FollowedCall] = []
         self.drawing = {path for path, m in module.named_modules() if isinstance(m, _DropoutNd)}
         self.host_drawing: set[str] = set()
         self.unit: str | None = None
@@ -91,23 +114,35 @@ class DrawWatch(CallWatcher):
         self.from_entropy = False
 
     def enter(self, module: nn.Module) -> None:
+        around: AbstractContextManager[Any] = _NOTHING
+        if self._outermost is not None and self._outermost[0] == len(self._stack):
+            around = self._outermost[1](module)
+        around.__enter__()
+        path, begin = self._paths.get(id(module)), self._position()
+        followed = FollowedCall(path, begin, begin, False) if path and self._is_followed(module) else None
         self.look()
-        path = self._paths.get(id(module))
         if path is not None:
             self.calls.append(path)
-        self._stack.append(self._stack[-1] if path is None else path)  # what the step makes draws for its caller
+        # what the step makes draws for its caller
+        self._stack.append(_Call(self._stack[-1].path if path is None else path, followed, around))
 
     def leave(self, module: nn.Module) -> None:
         self.look()
-        self._stack.pop()
+        call = self._stack.pop()
+        if call.followed is not None:
+            self.ended.append(replace(call.followed, end=self._position()))
+        call.around.__exit__(None, None, None)
+
+    def observe(self) -> None:
+        """Note that ``self.log`` or a metric is called within all calls that have not ended."""
+        self._stack = [
+            call if call.followed is None else call._replace(followed=replace(call.followed, observes=True))
+            for call in self._stack
+        ]
 
     def path(self, module: nn.Module) -> str:
         """Return the path of a module below the root; "" if it has none."""
         return self._paths.get(id(module), "")
-
-    def bits(self) -> tuple[bytes, ...]:
-        """Return the state of torch's generators that units and glue draw from."""
-        return random_bits(self._device)
 
     @contextlib.contextmanager
     def within(self, unit: str) -> Iterator[None]:
@@ -119,19 +154,25 @@ class DrawWatch(CallWatcher):
         finally:
             self.unit = None
 
-    def seeds(self, function: str) -> None:
-        """Note that a module of the running unit calls a function of torch that seeds."""
-        self.seeding.add(self._stack[-1])
-        self.drawing.add(self._stack[-1])
-        self.from_entropy |= function == "seed"
+    @contextlib.contextmanager
+    def within_region(self, around: Callable[[nn.Module], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Run a region that is checkpointed in one piece within this context, and its outermost modules in theirs."""
+        self._outermost = len(self._stack), around
+        try:
+            yield
+        finally:
+            self._outermost = None
 
-    def is_seeded(self) -> bool:
-        """Return whether torch's generators have been seeded."""
-        now = self._seeds_now()
-        return now not in (self._seeds, (stream_seed(),) * len(now))
+    # -- draws ---------------------------------------------------------------------------------------------------------
 
-    def _seeds_now(self) -> tuple[int, ...]:
-        return tuple(generator.initial_seed() for generator in self._generators)
+    def bits(self) -> tuple[bytes, ...]:
+        """Return the state of torch's generators for units and glue.
+
+        This is done without a tensor operation, which would be watched.
+        """
+        with untraced():
+            states = [generator.get_state() for generator in self._generators]
+            return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
 
     def draws_on_host(self, unit: str) -> bool:
         """Return whether a unit, or a module inside of it, has drawn from the generators of Python or NumPy."""
@@ -139,57 +180,18 @@ class DrawWatch(CallWatcher):
 
     def look(self) -> None:
         """Note draws and seeds since the last event."""
-        state, on_host = self.bits(), HostState.now()
+        path, state, on_host = self._stack[-1].path, self.bits(), HostState.now()
         if state != self._state:
-            self.drawing.add(self._stack[-1])
+            self.drawing.add(path)
         if on_host != self._host_state:
-            self.host_drawing.add(self._stack[-1])
+            self.host_drawing.add(path)
         self._state, self._host_state = state, on_host
-        if self.unit is not None and self.is_seeded():
-            if self._stack[-1] not in self.seeding:  # by a method of a generator, which watching_seeds misses
+        if self.unit is not None and self._is_seeded():
+            if path not in self.seeding:  # by a method of a generator, which watching_seeds misses
                 self.seeds("seed")
             for generator, seed in zip(self._generators, self._seeds, strict=True):  # so that the next seed is noticed
                 generator.manual_seed(seed)
             self._state = self.bits()
-
-
-class Calls(CallWatcher):
-    """A watcher that passes all calls on to the watch for draws, and refuses seeds outside of units.
-
-    Every stage runs the code between units, and units draw from random streams of their own. So only a unit may seed,
-    for its own draws.
-
-    Args:
-        watch: watch for draws of random numbers.
-        is_outside: return whether a module that is being called is neither a unit nor inside of one.
-        position: return the number of nodes so far.
-
-    Attributes:
-        watch: as given.
-        ended: calls that have ended, in order.
-    """
-
-    def __init__(self, watch: DrawWatch, is_outside: Callable[[nn.Module], bool], position: Callable[[], int]) -> None:
-        self.watch = watch
-        self._is_outside = is_outside
-        self._position = position
-        self._open: list[OpenedCall | None] = []
-        self.ended: list[OpenedCall] = []
-
-    def enter(self, module: nn.Module) -> None:
-        path, begin = self.watch.path(module), self._position()
-        self._open.append(OpenedCall(path, begin, begin, False) if path and self._is_outside(module) else None)
-        self.watch.enter(module)
-
-    def leave(self, module: nn.Module) -> None:
-        self.watch.leave(module)
-        call = self._open.pop()
-        if call is not None:
-            self.ended.append(replace(call, end=self._position()))
-
-    def observe(self) -> None:
-        """Note that ``self.log`` or a metric is called within all calls that have not ended."""
-        self._open = [None if call is None else replace(call, observes=True) for call in self._open]
 
     # -- seeds ---------------------------------------------------------------------------------------------------------
 
@@ -199,9 +201,11 @@ class Calls(CallWatcher):
         Raises:
             SeedingError: the call is outside of units.
         """
-        if self.watch.unit is None:
+        if self.unit is None:
             raise self._refused(f"at {source_line()} (torch.{function})")
-        self.watch.seeds(function)
+        self.seeding.add(self._stack[-1].path)
+        self.drawing.add(self._stack[-1].path)
+        self.from_entropy |= function == "seed"
 
     def check_seeds(self) -> None:
         """Check that code outside of units has not seeded torch's generators by their own methods.
@@ -209,53 +213,22 @@ class Calls(CallWatcher):
         Raises:
             SeedingError: it has seeded one.
         """
-        if self.watch.is_seeded():
+        if self._is_seeded():
             where = f"before it comes to {source_line()} (manual_seed of torch.default_generator, or the like)"
             raise self._refused(where)
 
+    def _is_seeded(self) -> bool:
+        now = self._seeds_now()
+        return now not in (self._seeds, (stream_seed(),) * len(now))
+
+    def _seeds_now(self) -> tuple[int, ...]:
+        return tuple(generator.initial_seed() for generator in self._generators)
+
     def _refused(self, where: str) -> SeedingError:
-        innermost = next((call.path for call in reversed(self._open) if call is not None), "")
+        innermost = next((call.followed.path for call in reversed(self._stack) if call.followed is not None), "")
         return SeedingError(
             f"the step seeds torch's random numbers {where} between submodules, while stages draw from streams of each "
             "module and micro-batch; draw from a torch.Generator of your own, seed in the forward of a submodule what "
             "it draws, or seed before training",
             innermost,
         )
-
-
-class Outermost(CallWatcher):
-    """A watcher that passes calls on to another, and moves the parameters of outermost modules to the device.
-
-    Attributes:
-        modules: the outermost modules, in order of their calls.
-        state: their parameters and buffers as before each call.
-    """
-
-    def __init__(
-        self,
-        watch: DrawWatch,
-        visit: Callable[[nn.Module], Any],
-        state: Callable[[str], list[tuple[str, Tensor, Tensor]]],
-    ) -> None:
-        self._watch = watch
-        self._state = state
-        self._visit = visit
-        self._visits: list[Any] = []
-        self._depth = 0
-        self.modules: list[nn.Module] = []
-        self.state: list[tuple[str, Tensor, Tensor]] = []
-
-    def enter(self, module: nn.Module) -> None:
-        if self._depth == 0:
-            self.modules.append(module)
-            self._visits.append(self._visit(module))
-            self._visits[-1].__enter__()
-            self.state += self._state(self._watch.path(module))
-        self._depth += 1
-        self._watch.enter(module)
-
-    def leave(self, module: nn.Module) -> None:
-        self._watch.leave(module)
-        self._depth -= 1
-        if self._depth == 0:
-            self._visits.pop().__exit__(None, None, None)

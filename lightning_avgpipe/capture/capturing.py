@@ -126,8 +126,8 @@ def _graph(
     recorder: StepRecorder, module: nn.Module, step: str, trained: frozenset[str], followed: _Followed
 ) -> CallGraph:
     """Make the call graph of what was recorded."""
-    draft, unnamed, draws = recorder.draft, recorder.unnamed, recorder.calls.watch
-    drawing = draws.drawing | draws.host_drawing
+    draft, unnamed, calls = recorder.draft, recorder.unnamed, recorder.calls
+    drawing = calls.drawing | calls.host_drawing
     return CallGraph(
         step=step,
         nodes=tuple(replace(node, drawn=tuple(filter(drawing.__contains__, node.drawn))) for node in draft.nodes),
@@ -135,10 +135,10 @@ def _graph(
         kept=frozenset(draft.kept),
         units=recorder.units.found(),
         resident=frozenset(draft.resident),
-        drawing=frozenset(draws.drawing),
-        host_drawing=frozenset(draws.host_drawing),
-        seeding=frozenset(draws.seeding),
-        from_entropy=draws.from_entropy,
+        drawing=frozenset(calls.drawing),
+        host_drawing=frozenset(calls.host_drawing),
+        seeding=frozenset(calls.seeding),
+        from_entropy=calls.from_entropy,
         leaves=recorder.batch.leaves(),
         batch_writes=followed.batch_writes,
         glue_states=frozenset(recorder.uses.by_glue),
@@ -152,13 +152,13 @@ def _graph(
         reads=tuple(unnamed.assignments.reads.items()),
         pinned=tuple(draft.pinned),
         leaving=frozenset(recorder.hidden.leaving),
-        opened=tuple(recorder.calls.ended),
+        opened=tuple(calls.ended),
         trained=trained,
         finite=followed.loss is None or bool(followed.loss.isfinite().all()),
         generators=unnamed.generators.uses(),
         iterators=followed.iterators,
-        uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(draws.calls),
-        beside=tuple(neighbours(module, draws.calls)),
+        uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(calls.calls),
+        beside=tuple(neighbours(module, calls.calls)),
     )
 
 

@@ -154,7 +154,7 @@ class GeneratorUse(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OpenedCall:
+class FollowedCall:
     """A call of a module that is not a unit and was followed: it executed the nodes ``begin .. end-1``.
 
     Attributes:
@@ -236,7 +236,7 @@ class CallGraph:
     reads: tuple[tuple[tuple[str, str], int], ...] = ()
     pinned: tuple[tuple[int, int, str], ...] = ()
     leaving: frozenset[str] = frozenset()
-    opened: tuple[OpenedCall, ...] = ()
+    opened: tuple[FollowedCall, ...] = ()
     trained: frozenset[str] = frozenset()
     finite: bool = True
     generators: tuple[GeneratorUse, ...] = ()
@@ -267,9 +267,9 @@ class CallGraph:
         return tuple(found)
 
     @cached_property
-    def _questions(self) -> list[tuple[int, OpenedCall]]:
+    def _questions(self) -> list[tuple[int, FollowedCall]]:
         """The nodes from which numbers of values are read, each with the innermost followed call around it."""
-        step = OpenedCall("", 0, len(self.nodes), False)
+        step = FollowedCall("", 0, len(self.nodes), False)
         asked = [node.index for node in self.nodes if node.asks]
         around = [[step, *(call for call in self.opened if call.begin <= index < call.end)] for index in asked]
         return [(i, min(calls, key=lambda call: call.end - call.begin)) for i, calls in zip(asked, around, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.batch_use import BatchUse
-from lightning_avgpipe.capture.calls import Calls, DrawWatch, Outermost
+from lightning_avgpipe.capture.calls import Calls
 from lightning_avgpipe.capture.draft import ANYWHERE, Draft, Openings
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.hidden import HiddenTensors
@@ -23,7 +23,6 @@ from lightning_avgpipe.capture.tracer import (
     StepTracer,
     function_name,
     tensor_arguments,
-    watching,
 )
 from lightning_avgpipe.capture.unit_operations import Flops, recurrent_flops
 from lightning_avgpipe.capture.units import Units, tensors_of, visiting
@@ -106,10 +105,11 @@ class StepRecorder(StepTracer):
         self.state = NamedState(module, self._owned, batch, device)
         self.uses = StateUse(self.state, self._owned, foresight.glue_states)
         self._in_units = {id(t) for path in units for t in tensors_of(module.get_submodule(path))}
-        watch = DrawWatch(module, device)
-        self.calls = Calls(watch, lambda module: not self._inside and self.unit(module) is None, position)
+        self.calls = Calls(module, device, lambda module: not self._inside and self.unit(module) is None, position)
         self.batch = BatchUse(device)
-        self.hidden = HiddenTensors(module, self.draft, self.state.is_buffer, watch.draws_on_host, foresight.exports)
+        self.hidden = HiddenTensors(
+            module, self.draft, self.state.is_buffer, self.calls.draws_on_host, foresight.exports
+        )
         self._openings = Openings(module, self.draft, self.unnamed.mutations.objects)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -196,8 +196,8 @@ class StepRecorder(StepTracer):
         self, before: Before, run: Callable[..., Any], args: Any, kwargs: Any, unit: str | None = None
     ) -> tuple[Any, _Effects]:
         """Run a unit or a region; return its result and effects. ``before`` may be filled while it runs."""
-        watch = self.calls.watch
-        self.calls.check_seeds()
+        watch = self.calls
+        watch.check_seeds()
         self.unnamed.look()
         random_before, calls = watch.bits(), len(watch.calls)
         self.state.changes.begin()
@@ -214,12 +214,18 @@ class StepRecorder(StepTracer):
         draft = self.draft
         tensors = tensor_arguments(args, kwargs)
         versions = [version_of(t) for t in tensors]
-        outer = Outermost(self.calls.watch, lambda module: self.state.visiting(tensors_of(module)), self.state.of)
-        made = self._made_generators(args, kwargs)
-        with watching(outer):
-            result, effects = self._executed(outer.state, run, args, kwargs)
+        made, names, state = self._made_generators(args, kwargs), dict[str, None](), Before()
+
+        @contextmanager
+        def visited(module: nn.Module) -> Iterator[None]:
+            with self.state.visiting(tensors_of(module)):
+                names[path := self.calls.path(module)] = None
+                state.extend(self.state.of(path))
+                yield
+
+        with self.calls.within_region(visited):
+            result, effects = self._executed(state, run, args, kwargs)
         used, given = self.hidden.provenance.used, tree.tensors(result)
-        names = dict.fromkeys(self.calls.watch.path(module) for module in outer.modules)
         draft.pinned += self.hidden.find(used, "a checkpointed region", False)
         node = Node(
             draft.position(), "region", ", ".join(names) or "a function", source_line(),
@@ -249,13 +255,13 @@ class StepRecorder(StepTracer):
         self.draft.pin(begin + 1, self.draft.position() - 1, reason)
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
-        draft, index, watch = self.draft, self.draft.position(), self.calls.watch
+        draft, index, watch = self.draft, self.draft.position(), self.calls
         tensors = tensor_arguments(args, kwargs)
         inputs = draft.values.of(tensors)
         name = function_name(func)
         draft.pinned += self.hidden.find(tensors, f"{name}()", True)
         versions = [version_of(t) for t in tensors]
-        self.calls.check_seeds()
+        watch.check_seeds()
         self.unnamed.look()
         free = not inputs and not any(id(t) in self._owned for t in tensors)
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
@@ -405,7 +411,7 @@ class StepRecorder(StepTracer):
     def finish(self, result: Any) -> None:
         """Note the result of the step, and what can be known only when it has ended."""
         self.unnamed.finish()
-        self.calls.watch.look()
+        self.calls.look()
         self.calls.check_seeds()
         self._keep(tree.tensors(result))
         self.draft.pinned += self.uses.reassigned(self.draft.nodes)
