@@ -131,7 +131,7 @@ def _graph(
     return CallGraph(
         step=step,
         nodes=tuple(replace(node, drawn=tuple(filter(drawing.__contains__, node.drawn))) for node in draft.nodes),
-        values=tuple(draft.values.all),
+        values=tuple(draft.values),
         kept=frozenset(draft.kept),
         units=recorder.units.found(),
         resident=frozenset(draft.resident),

@@ -13,79 +13,13 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node, Value
 from lightning_avgpipe.capture.known_tensors import KnownTensors
+from lightning_avgpipe.capture.tracer import tensor_arguments
+from lightning_avgpipe.capture.upkeep import made_by
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.tensors import is_strided, tensor_bytes
 from lightning_avgpipe.utils.torch_compat import address, version_of
-
-
-class Values:
-    """All values of a graph, in the order in which they were made.
-
-    Args:
-        known: record of which tensor holds which value.
-
-    Attributes:
-        all: values so far.
-    """
-
-    def __init__(self, known: KnownTensors) -> None:
-        self._known = known
-        self.all: list[Value] = []
-        self._storages: dict[int, int] = {}
-        self._held: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
-
-    def of(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """Return the values that these tensors hold."""
-        found = (self._known.value_of(t) for t in tensors)
-        return tuple(dict.fromkeys(value for value in found if value is not None))
-
-    def given(self, tensors: Sequence[Tensor], taken: Sequence[Tensor], name: str) -> tuple[int, ...]:
-        """Return the outputs, see :attr:`Node.outputs`, of a node of this name that took and returned these tensors."""
-        outputs = []
-        for tensor in tensors:
-            value = self._known.own_value_of(tensor)
-            if value is None:
-                same = next((i for i, t in enumerate(taken) if t is tensor), None)
-                value = -1 - same if same is not None else self._new(tensor, name)
-            outputs.append(value)
-        return tuple(outputs)
-
-    def written(
-        self, taken: Sequence[Tensor], versions: Sequence[int], owned: Container[int], name: str
-    ) -> tuple[tuple[int, int, bool], ...]:
-        """Return the writes, see :attr:`Node.writes`, of a node of this name.
-
-        Args:
-            taken: tensors that it took.
-            versions: version counters of these tensors before the node ran.
-            owned: ids of the tensors whose uses are known by name.
-            name: name of the node.
-        """
-        writes: list[tuple[int, int, bool]] = []
-        for i, (tensor, version) in enumerate(zip(taken, versions, strict=False)):
-            if version_of(tensor) == version:
-                continue
-            for target, base in ((tensor, False), (tensor._base, True)):
-                if target is not None and id(target) not in owned:
-                    value = self._known.own_value_of(target)
-                    writes.append((i, self._new(target, name) if value is None else value, base))
-        return tuple(dict.fromkeys(writes))
-
-    def _new(self, tensor: Tensor, name: str) -> int:
-        index = len(self.all)
-        storage = self._storages.setdefault(address(tensor), len(self._storages))
-        self.all.append(
-            Value(
-                index, name, tuple(tensor.shape), str(tensor.dtype), tensor_bytes(tensor),
-                tensor.requires_grad, storage, is_strided(tensor),
-            )
-        )  # fmt: skip
-        self._held.append(tensor)
-        self._known.learn(tensor, index)
-        return index
-
 
 # Functions whose results have a length that depends on numbers, ...
 _LENGTHS = frozenset(("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select"))
@@ -94,47 +28,6 @@ _SAME = frozenset(("squeeze", "flatten", "view", "reshape", "to", "cpu", "long",
 # ... and functions that return it.
 _TELL = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel))  # type: ignore[attr-defined]
 
-
-class Questions:
-    """A record of where a step reads numbers of values, so that what it does next may differ between micro-batches.
-
-    ::
-
-        if chosen.any(): ...                        a number
-        for expert in hit.nonzero().squeeze(-1):    as many tensors as the numbers have it
-        if len(torch.where(chosen == 3)[0]): ...    a length that depends on numbers
-    """
-
-    def __init__(self) -> None:
-        self._sized: set[int] = set()  # values whose length depends on numbers
-
-    def asked(self, name: str, inputs: Sequence[int], result: Any) -> bool:
-        """Return whether a glue operation on these values gave plain numbers, or as many tensors as numbers tell."""
-        if name == "unbind":
-            return not self._sized.isdisjoint(inputs)
-        return bool(inputs) and any(isinstance(leaf, (bool, int, float)) for leaf in tree.flatten(result)[0])
-
-    def told(self, func: Any, inputs: Sequence[int]) -> bool:
-        """Return whether a function that reads a description of these values returns a length that depends on data."""
-        return func in _TELL and not self._sized.isdisjoint(inputs)
-
-    def note(
-        self, name: str, args: Sequence[Any], inputs: Sequence[int], masks: Sequence[int], outputs: Sequence[int]
-    ) -> None:
-        """Note an operation, in case the length of its results depends on numbers.
-
-        Args:
-            name: name of the function.
-            args: arguments of the function.
-            inputs: values among the arguments.
-            masks: values among the arguments after the first that are boolean tensors.
-            outputs: values that the function returned.
-        """
-        new = name in _LENGTHS or (name == "where" and len(args) == 1) or (name == "__getitem__" and masks)
-        if (new and inputs) or (name in _SAME and not self._sized.isdisjoint(inputs)):
-            self._sized.update(outputs)
-
-
 ANYWHERE = sys.maxsize  # stands for the last node of a range
 Pin = tuple[int, int, str]  # first and last position where no cut may lie, and the reason
 
@@ -142,23 +35,34 @@ Pin = tuple[int, int, str]  # first and last position where no cut may lie, and 
 class Draft:
     """A call graph under construction.
 
+    Args:
+        module: module whose step it is.
+        known: record of which tensor holds which value.
+        owned: ids of the tensors whose uses are known by name.
+        readers: units that are known to find values in objects.
+
     Attributes:
         nodes: nodes so far, in program order.
-        values: values that flow between the nodes.
+        values: values so far, in the order in which they were made.
         kept: values that are needed at the end of the step.
         resident: units that are nodes whatever their arguments are.
         readers: units that find values in objects only, not in their arguments.
         pinned: ranges where no cut may lie, see :attr:`CallGraph.pinned`.
-        questions: record of where the step learns numbers of values.
     """
 
-    def __init__(self, known: KnownTensors, readers: Collection[str]) -> None:
+    def __init__(self, module: nn.Module, known: KnownTensors, owned: Container[int], readers: Collection[str]) -> None:
+        self._known = known
+        self._owned = owned
         self.nodes: list[Node] = []
-        self.values = Values(known)
+        self.values: list[Value] = []
         self.kept: set[int] = set()
         self.resident, self.readers = set(readers), set(readers)
         self.pinned: list[Pin] = []
-        self.questions = Questions()
+        self._storages: dict[int, int] = {}
+        self._held: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
+        self._sized: set[int] = set()  # values whose length depends on numbers
+        self._packer = Packer(module)
+        self._writers: dict[int, list[int]] = defaultdict(list)  # lasting object -> nodes that write into it
 
     def position(self) -> int:
         """Return the number of nodes so far."""
@@ -168,46 +72,96 @@ class Draft:
         """Forbid cuts at the positions ``begin .. end``."""
         self.pinned.append((begin, end, reason))
 
-    def add(
-        self,
-        node: Node,
-        given: Sequence[Tensor],
-        taken: Sequence[Tensor],
-        versions: Sequence[int],
-        owned: Container[int],
-    ) -> None:
-        """Add a node that returned ``given`` and may have written into the tensors ``taken`` of these ``versions``."""
-        writes = self.values.written(taken, versions, owned, node.name)
-        self.nodes.append(replace(node, outputs=self.values.given(given, taken, node.name), writes=writes))
+    def maker(self, value: int) -> Node:
+        """Return the first node that has returned a value or written into it."""
+        return next(node for node in self.nodes if value in made_by(node))
 
-    def told(self, func: Any, tensors: Sequence[Tensor]) -> None:
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def values_of(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """Return the values that these tensors hold."""
+        found = (self._known.value_of(t) for t in tensors)
+        return tuple(dict.fromkeys(value for value in found if value is not None))
+
+    def add(self, node: Node, given: Sequence[Tensor], taken: Sequence[Tensor], versions: Sequence[int]) -> None:
+        """Add a node that returned ``given`` and may have written into the tensors ``taken`` of these ``versions``."""
+        writes = self._written(taken, versions, node.name)
+        outputs = []
+        for tensor in given:
+            value = self._known.own_value_of(tensor)
+            if value is None:
+                same = next((i for i, t in enumerate(taken) if t is tensor), None)
+                value = -1 - same if same is not None else self._new(tensor, node.name)
+            outputs.append(value)
+        self.nodes.append(replace(node, outputs=tuple(outputs), writes=writes))
+
+    def _written(
+        self, taken: Sequence[Tensor], versions: Sequence[int], name: str
+    ) -> tuple[tuple[int, int, bool], ...]:
+        """Return the writes, see :attr:`Node.writes`, of a node of this name."""
+        writes: list[tuple[int, int, bool]] = []
+        for i, (tensor, version) in enumerate(zip(taken, versions, strict=False)):
+            if version_of(tensor) == version:
+                continue
+            for target, base in ((tensor, False), (tensor._base, True)):
+                if target is not None and id(target) not in self._owned:
+                    value = self._known.own_value_of(target)
+                    writes.append((i, self._new(target, name) if value is None else value, base))
+        return tuple(dict.fromkeys(writes))
+
+    def _new(self, tensor: Tensor, name: str) -> int:
+        index = len(self.values)
+        storage = self._storages.setdefault(address(tensor), len(self._storages))
+        self.values.append(
+            Value(
+                index, name, tuple(tensor.shape), str(tensor.dtype), tensor_bytes(tensor),
+                tensor.requires_grad, storage, is_strided(tensor),
+            )
+        )  # fmt: skip
+        self._held.append(tensor)
+        self._known.learn(tensor, index)
+        return index
+
+    # -- numbers of values, on which it may depend what the step does next ---------------------------------------------
+
+    def reads_numbers(self, name: str, inputs: Sequence[int], result: Any) -> bool:
+        """Return whether a glue operation on these values gives the step numbers of values.
+
+        ::
+
+            if chosen.any(): ...                        a number
+            for expert in hit.nonzero().squeeze(-1):    as many tensors as the numbers have it
+            if len(torch.where(chosen == 3)[0]): ...    a length that depends on numbers, see described()
+        """
+        if name == "unbind":
+            return not self._sized.isdisjoint(inputs)
+        return bool(inputs) and any(isinstance(leaf, (bool, int, float)) for leaf in tree.flatten(result)[0])
+
+    def note_length(self, name: str, args: Sequence[Any], inputs: Sequence[int]) -> None:
+        """Note the glue operation that was added last, in case the length of its results depends on numbers."""
+        masked = name == "__getitem__" and self.values_of(
+            [t for t in tensor_arguments(*args[1:]) if t.dtype is torch.bool]
+        )
+        new = name in _LENGTHS or (name == "where" and len(args) == 1) or masked
+        if (new and inputs) or (name in _SAME and not self._sized.isdisjoint(inputs)):
+            self._sized.update(self.nodes[-1].outputs)
+
+    def described(self, func: Any, tensors: Sequence[Tensor]) -> None:
         """Note that the step has read a description of tensors, which may depend on numbers of values."""
-        if self.questions.told(func, self.values.of(tensors)):
+        if func in _TELL and not self._sized.isdisjoint(self.values_of(tensors)):
             self.nodes[-1] = replace(self.nodes[-1], asks=True)
 
-
-class Openings:
-    """A record of the objects that units write into.
-
-    Args:
-        draft: call graph under construction.
-        lasting: objects that existed before the step.
-    """
-
-    def __init__(self, module: nn.Module, draft: Draft, lasting: Objects) -> None:
-        self._packer = Packer(module)
-        self._draft = draft
-        self._lasting = lasting
-        self._writers: dict[int, list[int]] = defaultdict(list)  # lasting object -> nodes that write into it
+    # -- objects that units write into ---------------------------------------------------------------------------------
 
     def opened(
-        self, node: Node, result: Any, objects: Objects, exports: bool, writes: bool
+        self, node: Node, result: Any, objects: Objects, lasting: Objects, exports: bool, writes: bool
     ) -> tuple[Node, list[Tensor]]:
         """Return the node, and the tensors that it gave: those in its result, or also those that it wrote into objects.
 
         Args:
             objects: objects that its arguments lead to, as they were before; with ``exports`` also those in its
                 attributes.
+            lasting: objects that existed before the step.
             writes: whether the node wrote into a tensor that is held by an object.
         """
         if not writes and not self._packer.is_needed(result, objects):
@@ -216,14 +170,14 @@ class Openings:
             given = self._packer.pack(result, objects)[1]
         except Exception as error:  # any type: pickling runs code of the objects
             reason = f"{node} leaves in an object what cannot be sent to another stage: {error}"
-            self._draft.pin(node.index + 1, ANYWHERE, reason)
+            self.pin(node.index + 1, ANYWHERE, reason)
             return node, tree.tensors(result)
         written = [obj for obj, _, _ in objects.modified()]
-        lasting = tuple(objects.indices[id(obj)] for obj in written if id(obj) in self._lasting.indices)
-        for owner in (objects.owners[i] for i in lasting):
+        indices = tuple(objects.indices[id(obj)] for obj in written if id(obj) in lasting.indices)
+        for owner in (objects.owners[i] for i in indices):
             first = self._writers[id(owner)][:1]
             self._writers[id(owner)].append(node.index)
             if first and not isinstance(owner, nn.Module):
                 reason = f"an object of type {type(owner).__name__} that outlives the step is written to on both sides"
-                self._draft.pin(first[0] + 1, node.index, reason)
-        return replace(node, opens=True, exports=exports, lasting=lasting), given
+                self.pin(first[0] + 1, node.index, reason)
+        return replace(node, opens=True, exports=exports, lasting=indices), given

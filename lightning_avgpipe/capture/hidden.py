@@ -78,7 +78,7 @@ class HiddenTensors:
             if held is tensor and writer is not None and (writer.name != unit or not self._is_buffer(tensor)):
                 reason = f"{name} at {source_line()} reads a tensor that {writer} writes into"
                 pins.append((writer.index + 1, end, reason))
-            if birth is None or birth >= len(nodes) or self._draft.values.of([tensor]):
+            if birth is None or birth >= len(nodes) or self._draft.values_of([tensor]):
                 continue
             maker = nodes[birth]
             if maker.kind == "call" and maker.name == unit:
