@@ -30,27 +30,24 @@ from lightning_avgpipe.capture.costs import Costs, value_bytes
 from lightning_avgpipe.capture.graph import CallGraph, Node
 from lightning_avgpipe.capture.node_trial import (
     REGION_BACKWARD,
-    Kept,
-    NodeExecution,
     NodeTrial,
     Sample,
     Samples,
     Sampling,
     SavedTensors,
     sums_of,
-    tensors_of,
 )
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.capture.snapshot import untouched
-from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
-from lightning_avgpipe.capture.units import visiting
+from lightning_avgpipe.capture.tracer import Operation, StepTracer, function_name, tensor_arguments
+from lightning_avgpipe.capture.units import tensors_of, visiting
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.output import heard
 from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.saved_hooks import SavedHooks
-from lightning_avgpipe.utils.torch_compat import is_transforming, storage_id
+from lightning_avgpipe.utils.torch_compat import is_transforming
 
 _ROUNDS = 5  # runs of the step
 _TRIALS = 3  # repetitions when reading kept outputs is timed
@@ -183,20 +180,20 @@ class _Timer(StepTracer):
             with self.executing():
                 return run(*args, **kwargs)
         with visiting(tensors_of(module), self._device), self.executing():
-            return self._node("call", path, module, run, args, kwargs, tensors, tree.map_tensors)
+            return self._node(Operation("call", path, run, args, kwargs, tensors, module))
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = tensor_arguments(args, kwargs)
         if not self._any_known(tensors) and not any(id(t) in self._owned for t in tensors):
             return func(*args, **kwargs)
-        return self._node("glue", function_name(func), None, func, args, kwargs, tensors, _map_arguments)
+        return self._node(Operation("glue", function_name(func), func, args, kwargs, tensors))
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         nodes, position = self._graph.nodes, self._position
         named = nodes[position].name.split(", ") if position < len(nodes) else []
         inside = [t for m in self._module.named_modules() if m[0] and m[0] in named for t in tensors_of(m[1])]
         with visiting(inside, self._device), self.executing():
-            return self._node("region", "", None, run, args, kwargs, tensor_arguments(args, kwargs), _map_arguments)
+            return self._node(Operation("region", "", run, args, kwargs, tensor_arguments(args, kwargs)))
 
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self.executing():
@@ -205,36 +202,26 @@ class _Timer(StepTracer):
     def _any_known(self, tensors: Sequence[Tensor]) -> bool:
         return any(self.known.value_of(t) is not None for t in tensors)
 
-    def _node(
-        self,
-        kind: str,
-        name: str,
-        module: nn.Module | None,
-        run: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        tensors: Sequence[Tensor],
-        map_tensors: Callable[..., Any],
-    ) -> Any:
+    def _node(self, operation: Operation) -> Any:
         index, nodes = self._position, self._graph.nodes
         node = nodes[index] if index < len(nodes) else None
-        if node is None or node.kind != kind or (node.name != name and kind != "region"):
+        if node is None or not operation.matches(node):
             raise StepChangedError(
-                f"{self._graph.step} calls {name} where it called {node.name if node else 'nothing'} when it was "
-                "captured; a step must do the same for every batch"
+                f"{self._graph.step} calls {operation.name} where it called {node.name if node else 'nothing'} when it "
+                "was captured; a step must do the same for every batch"
             )
         self._position += 1
         self._bar.update()
-        if not is_transforming() and (kind == "call" or (kind == "glue" and not (node.writes or node.states))):
-            execution = NodeExecution(node, module, run, lambda copy: map_tensors(copy, (args, kwargs)))
-            self._measure(execution)
-            objects = execution.objects(args, kwargs)
+        is_free = not (node.writes or node.states)
+        if not is_transforming() and (node.kind == "call" or (node.kind == "glue" and is_free)):
+            self._measure(operation, node)
+            tensors, objects = operation.opened(node)
             with SavedHooks(_drop, _dropped):
-                result = run(*args, **kwargs)
-            tensors = tensors if objects is None else [*tensors, *objects.tensors]
+                result = operation.run(*operation.args, **operation.kwargs)
             given = self._trial.given(result, objects)
         else:
-            result, given = self._estimated(node, lambda: run(*args, **kwargs))
+            tensors = operation.tensors
+            result, given = self._estimated(node, lambda: operation.run(*operation.args, **operation.kwargs))
         self._remember(node, given, tensors)
         return result
 
@@ -267,22 +254,14 @@ class _Timer(StepTracer):
         self.known.learn(tensor, value)
         self.saved.learn(tensor, value)
 
-    def _measure(self, execution: NodeExecution) -> None:
-        index = execution.node.index
-        timed = self._sampling.wants(index)
+    def _measure(self, operation: Operation, node: Node) -> None:
+        timed = self._sampling.wants(node.index)
         if not timed and not self._counts:
             return
-        sums, begin = sums_of(execution.module), time.perf_counter()
-        warm_up = self._trial.run(execution, sums, self._kept(execution) if self._counts else None)
+        sums, begin = sums_of(operation.module), time.perf_counter()
+        warm_up = self._trial.run(operation, node, sums, self.saved if self._counts else None)
         if timed:
-            self._sampling.repeat(index, begin, warm_up, lambda: self._trial.run(execution, sums))
-
-    def _kept(self, execution: NodeExecution) -> Kept:
-        def count(kept: Sequence[Tensor], given: Sequence[Tensor], copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-            aliases = {storage_id(copy): self.saved.value_in(original) for original, copy in copies}
-            self.saved.count(execution.node, execution.module, kept, given, aliases)
-
-        return count
+            self._sampling.repeat(node.index, begin, warm_up, lambda: self._trial.run(operation, node, sums))
 
 
 def _kinds(graph: CallGraph, module: nn.Module) -> list[Hashable]:
@@ -303,17 +282,6 @@ def _kinds(graph: CallGraph, module: nn.Module) -> list[Hashable]:
         given, made = shapes(node.inputs), shapes(node.outputs)
         kinds.append((node.kind, what, given, made, len(node.writes), node.flops, node.draws))
     return kinds
-
-
-def _map_arguments(fn: Callable[[Tensor], Tensor], arguments: Any) -> Any:
-    """Replace the tensors that ``tensor_arguments`` finds."""
-    if isinstance(arguments, Tensor):
-        return fn(arguments)
-    if type(arguments) in (list, tuple):
-        return type(arguments)(_map_arguments(fn, a) for a in arguments)
-    if type(arguments) is dict:
-        return {key: _map_arguments(fn, a) for key, a in arguments.items()}
-    return arguments
 
 
 def _drop(tensor: Tensor) -> None:

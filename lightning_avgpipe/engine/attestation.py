@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.capture.known_tensors import KnownTensors
-from lightning_avgpipe.engine.operation import Operation
+from lightning_avgpipe.capture.tracer import Operation
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils.source import source_line
 

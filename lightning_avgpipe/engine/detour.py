@@ -25,7 +25,8 @@ from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.known_tensors import KnownTensors
-from lightning_avgpipe.engine.operation import Entry, OffPathNode, Operation, OperationResult, Path, Runner
+from lightning_avgpipe.capture.tracer import Operation
+from lightning_avgpipe.engine.operation import Entry, OffPathNode, OperationResult, Path, Runner
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.placeholder import Absent

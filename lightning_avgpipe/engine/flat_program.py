@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.tracer import function_name, tensor_arguments
+from lightning_avgpipe.capture.tracer import Operation, function_name, tensor_arguments
 from lightning_avgpipe.engine.attestation import Attested
-from lightning_avgpipe.engine.operation import Entry, Operation, OperationResult, Runner
+from lightning_avgpipe.engine.operation import Entry, OperationResult, Runner
 from lightning_avgpipe.engine.randomness import Draw, Draws
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree

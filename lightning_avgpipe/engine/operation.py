@@ -1,15 +1,16 @@
-"""Define the operations of a step, how a stage executes them, and what it tells later stages about their outcomes."""
+"""Execute the operations of a step on a stage, and tell later stages about their outcomes."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.known_tensors import KnownTensors
+from lightning_avgpipe.capture.tracer import Operation
 from lightning_avgpipe.engine.execution import Compiler
 from lightning_avgpipe.engine.randomness import Draws
 from lightning_avgpipe.utils import tree
@@ -45,48 +46,10 @@ class Path(NamedTuple):
 
 
 Repeat = Callable[[Node, Callable[..., Any]], Callable[..., Any]]
-Around = Callable[["Operation", Node], contextlib.AbstractContextManager[None]]
+Around = Callable[[Operation, Node], contextlib.AbstractContextManager[None]]
 
 
 _NOTHING = contextlib.nullcontext()
-
-
-class Operation(NamedTuple):
-    """A call of a unit, a glue function or a checkpointed region that the step has come to.
-
-    Attributes:
-        kind, name: as in :class:`~lightning_avgpipe.capture.graph.Node`.
-        run: ``run(*args, **kwargs)`` executes it.
-        tensors: tensors among its arguments.
-        module: called module, if it is a call.
-    """
-
-    kind: str
-    name: str
-    run: Callable[..., Any]
-    args: Any
-    kwargs: Any
-    tensors: list[Tensor]
-    module: nn.Module | None = None
-
-    def __str__(self) -> str:
-        return {"call": f"unit '{self.name}'", "glue": f"{self.name}()", "region": "a checkpoint"}[self.kind]
-
-    def matches(self, node: Node | None) -> bool:
-        """Return whether the step executed this operation at a node when it was captured."""
-        return node is not None and node.kind == self.kind and (node.name == self.name or self.kind == "region")
-
-    def uses(self, owned: Mapping[int, str]) -> set[str]:
-        """Return the name of the called unit, or the names of the parameters that the operation uses."""
-        return {self.name} if self.kind == "call" else {owned[id(t)] for t in self.tensors if id(t) in owned}
-
-    def opened(self, node: Node) -> tuple[list[Tensor], Objects | None]:
-        """Return all tensors that a node takes, also those in objects that it may write into, and these objects."""
-        if not node.opens:
-            return self.tensors, None
-        modules = self.module.modules() if self.module is not None and node.exports else ()
-        objects = Objects((self.args, self.kwargs), modules, generators=node.generators)
-        return [*self.tensors, *objects.tensors], objects
 
 
 class OperationResult(NamedTuple):

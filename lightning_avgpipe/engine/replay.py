@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
+from lightning_avgpipe.capture.tracer import Operation, StepTracer, function_name, tensor_arguments, watching
 from lightning_avgpipe.engine.attestation import Attestation, Attested
 from lightning_avgpipe.engine.detour import Detour
 from lightning_avgpipe.engine.execution import Compiler
-from lightning_avgpipe.engine.operation import Around, Entry, OffPathNode, Operation, Path, Repeat, Runner
+from lightning_avgpipe.engine.operation import Around, Entry, OffPathNode, Path, Repeat, Runner
 from lightning_avgpipe.engine.program_writer import ProgramWriter
 from lightning_avgpipe.engine.randomness import Drawing, Draws
 from lightning_avgpipe.engine.recompute import is_repeating
