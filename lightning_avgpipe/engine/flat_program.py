@@ -16,9 +16,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.tracer import Operation, function_name, tensor_arguments
 from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.operation import Entry, OperationResult, Runner
-from lightning_avgpipe.engine.randomness import Draw, Draws
+from lightning_avgpipe.engine.randomness import Draw
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
@@ -47,11 +47,17 @@ class TensorSlot(NamedTuple):
     number: int
 
 
-class Register(NamedTuple):
+@dataclass(frozen=True)
+class Register:
     """A module's register and name of a parameter or buffer, which may be another object for another micro-batch."""
 
-    held: dict[str, Any]
+    held: dict[str, Any] = field(compare=False)
     name: str
+    number: int  # the id of the register
+
+    @classmethod
+    def of(cls, held: dict[str, Any], name: str) -> Register:
+        return cls(held, name, id(held))
 
 
 class Items(NamedTuple):
@@ -67,10 +73,18 @@ class Fields(NamedTuple):
     parts: tuple[tuple[Any, Any], ...]
 
 
-class Fixed(NamedTuple):
-    """A value that is the same for each micro-batch."""
+@dataclass(frozen=True)
+class Fixed:
+    """A value that is the same for each micro-batch; templates are equal if their keys are."""
 
-    value: Any
+    value: Any = field(compare=False)
+    key: Any
+
+    @classmethod
+    def of(cls, value: Any) -> Fixed:
+        if isinstance(value, Absent):
+            return cls(value, TensorMeta.of(value))
+        return cls(value, (type(value), value) if type(value) in VALUES else id(value))
 
 
 def fill(template: Any, slots: Sequence[Any]) -> Any:
@@ -79,34 +93,17 @@ def fill(template: Any, slots: Sequence[Any]) -> Any:
     if kind is TensorSlot:
         return slots[template[0]]
     if kind is Fixed:
-        return template[0]
+        return template.value
     if kind is Items:
         return template[0]([fill(part, slots) for part in template[1]])
     if kind is Register:
-        return template[0][template[1]]
+        return template.held[template.name]
     return {name: fill(part, slots) for name, part in template[0]}
 
 
 def slice_of(parts: list[Any]) -> slice:
     """Return a slice with this start, stop and step."""
     return slice(*parts)
-
-
-def key_of(template: Any) -> Any:
-    """Return a key that is equal for templates that describe the same argument."""
-    kind = type(template)
-    if kind is Fixed:
-        value = template.value
-        if isinstance(value, Absent):
-            return TensorMeta.of(value)
-        return (type(value), value) if type(value) in VALUES else id(value)
-    if kind is Register:
-        return id(template.held), template.name
-    if kind is Items:
-        return id(template.kind), *map(key_of, template.parts)
-    if kind is Fields:
-        return tuple((name, key_of(part)) for name, part in template.parts)
-    return template
 
 
 def slots_in(templates: Iterable[Any]) -> list[int]:
@@ -135,11 +132,12 @@ class Surprise(Exception):
 
 @dataclass(frozen=True)
 class Instruction:
-    """One operation of a program.
+    """One operation of a program. Instructions are equal if they do the same.
 
     Attributes:
         kind: free ``"glue"``, a ``"question"`` about the batch, an ``"object"`` that is made anew, a ``"node"``, a call
             that only looks at values (``"observe"``), or a call of another stage (``"skipped"``).
+        what: name of the function, and the id of the called module.
         run: executes the operation.
         args: templates of the positional arguments.
         kwargs: names and templates of the keyword arguments.
@@ -150,42 +148,36 @@ class Instruction:
         draw: random stream that begins before it, for glue that may draw.
         looks: properties of the tensors that a node returned, see :func:`look_of`.
         entry: description of a node's result for later stages; None: it differs between micro-batches.
-        apart: whether a node that returns an argument must return a view of it.
+        separated: whether a node that returns an argument must return a view of it.
         dropped: slots that no later instruction needs.
     """
 
     kind: InstructionKind
-    run: Callable[..., Any]
+    what: tuple[str, int]
+    run: Callable[..., Any] = field(compare=False)
     args: tuple[Any, ...] = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
     made: tuple[int, ...] = ()
-    node: Node | None = None
-    module: nn.Module | None = None
+    node: Node | None = field(default=None, compare=False)
+    module: nn.Module | None = field(default=None, compare=False)
     answer: Any = None
     draw: Draw | None = None
-    looks: tuple[Any, ...] = ()
-    entry: Entry | None = None
-    apart: bool = False
-    dropped: tuple[int, ...] = ()
+    looks: tuple[Any, ...] = field(default=(), compare=False)
+    entry: Entry | None = field(default=None, compare=False)
+    separated: bool = False
+    dropped: tuple[int, ...] = field(default=(), compare=False)
+
+    @classmethod
+    def of(cls, kind: InstructionKind, run: Callable[..., Any], module: nn.Module | None = None, **fields: Any) -> Self:
+        return cls(kind, (function_name(run), id(module)), run, module=module, **fields)
 
     def __str__(self) -> str:
-        return str(self.node or f"{function_name(self.run)}()")
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """A key that is equal for instructions that do the same."""
-        taken = key_of(Items(tuple, self.args)), key_of(Fields(self.kwargs))
-        return self.kind, function_name(self.run), id(self.module), taken, self.made, self.answer, self.draw, self.apart
+        return str(self.node or f"{self.what[0]}()")
 
     @property
     def drawn(self) -> tuple[str, ...]:
         """The paths of the modules that a node calls and that may draw random numbers."""
         return (self.node.name, *self.node.drawn) if self.node is not None and self.node.kind == "call" else ()
-
-    @property
-    def used(self) -> tuple[int, ...]:
-        """The slots that the instruction reads or fills."""
-        return (*slots_in(self.args), *slots_in(part for _, part in self.kwargs), *self.made)
 
 
 @dataclass(frozen=True)
@@ -205,7 +197,7 @@ class Done:
 
 @dataclass(frozen=True)
 class FlatProgram:
-    """The instructions of a stage for one micro-batch.
+    """The instructions of a stage for one micro-batch. Programs are equal if they do the same.
 
     Attributes:
         instructions: instructions in order; those that need only the batch come first.
@@ -217,17 +209,11 @@ class FlatProgram:
     """
 
     instructions: tuple[Instruction, ...]
-    num_slots: int
-    given: tuple[int, ...]
+    num_slots: int = field(compare=False)
+    given: tuple[int, ...] = field(compare=False)
     sent: tuple[Any, ...]
     result: Any
     attested: tuple[Attested, ...]
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """A key that is equal for programs that do the same."""
-        keys = tuple(instruction.key for instruction in self.instructions)
-        return keys, tuple(map(key_of, self.sent)), key_of(self.result), self.attested
 
     @property
     def answers(self) -> tuple[Any, ...]:
@@ -237,7 +223,10 @@ class FlatProgram:
     def dropping_early(self) -> FlatProgram:
         """Return the program in which each instruction drops the slots that it is the last to use."""
         kept = {*slots_in(self.sent), *slots_in((self.result,))}
-        last = {slot: i for i, instruction in enumerate(self.instructions) for slot in instruction.used}
+        last: dict[int, int] = {}
+        for i, one in enumerate(self.instructions):
+            used = (*slots_in(one.args), *slots_in(part for _, part in one.kwargs), *one.made)
+            last |= dict.fromkeys(used, i)
         dropped: list[list[int]] = [[] for _ in self.instructions]
         for slot, i in last.items():
             if slot not in kept:
@@ -262,10 +251,9 @@ class FlatProgram:
             slots[slot] = tensor
         for instruction in self.instructions:
             if instruction.kind == "skipped":
-                if runner.draws is not None:
-                    runner.draws.skip(instruction.drawn)
+                runner.draws.skip(instruction.drawn)
                 continue
-            if instruction.draw is not None and runner.draws is not None:
+            if instruction.draw is not None:
                 runner.draws.begin_draw(instruction.draw)
             args = tuple([fill(part, slots) for part in instruction.args])
             kwargs = {name: fill(part, slots) for name, part in instruction.kwargs}
@@ -295,7 +283,7 @@ def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, obse
     if instruction.kind == "observe" and observe is not None:
         result = observe(instruction.run, args, kwargs)
     else:
-        with _called(instruction.module, runner):
+        with _NOTHING if instruction.module is None else runner.draws.calling(instruction.module):
             result = instruction.run(*args, **kwargs)
     if instruction.kind == "question" and result != instruction.answer:
         raise Surprise
@@ -308,23 +296,9 @@ def _execute(instruction: Instruction, args: Any, kwargs: Any, runner: Runner) -
     tensors = tensor_arguments(args, kwargs) if node.opens else []
     operation = Operation(node.kind, node.name, instruction.run, args, kwargs, tensors, module)
     _, objects = operation.opened(node)
-    with _called(module, runner):
+    with _NOTHING if module is None else runner.draws.calling(module):
         outcome = runner.run(operation, node, objects)
-    return outcome.apart(node, tree.tensors((args, kwargs))) if instruction.apart else outcome
-
-
-def _called(module: nn.Module | None, runner: Runner) -> contextlib.AbstractContextManager[None]:
-    """Call a unit within this context, so that it draws from its own stream."""
-    return _NOTHING if module is None or runner.draws is None else _calling(module, runner.draws)
-
-
-@contextlib.contextmanager
-def _calling(module: nn.Module, draws: Draws) -> Iterator[None]:
-    draws.enter(module)
-    try:
-        yield
-    finally:
-        draws.leave(module)
+    return outcome.separated(node, tree.tensors((args, kwargs))) if instruction.separated else outcome
 
 
 def look_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -82,7 +82,7 @@ class OperationResult(NamedTuple):
                 return False
         return True
 
-    def apart(self, node: Node, taken: Sequence[Tensor]) -> OperationResult:
+    def separated(self, node: Node, taken: Sequence[Tensor]) -> OperationResult:
         """Return the outcome with views in place of arguments that the node returned instead of new tensors.
 
         The view gets the index of the new value; the argument keeps its own.
@@ -104,10 +104,10 @@ class Runner:
     """A runner of the operations in one stage's part of a step.
 
     Args:
-        draws: random streams of the operations; None: nothing draws.
+        draws: random streams of the operations.
         repeat: wrap the function that executes a unit so that it keeps less for the backward.
-        packer: packer of the module; None if no unit writes into objects.
-        around: context within which each operation runs.
+        packer: packer of the module.
+        around: context within which each operation runs; None: none.
         compiler: compiler of units; None: they run uncompiled.
 
     Attributes:
@@ -116,9 +116,9 @@ class Runner:
 
     def __init__(
         self,
-        draws: Draws | None,
+        draws: Draws,
         repeat: Repeat | None,
-        packer: Packer | None,
+        packer: Packer,
         around: Around | None = None,
         compiler: Compiler | None = None,
     ) -> None:
@@ -132,32 +132,31 @@ class Runner:
         """Execute an operation that stands at a node and may write into these objects."""
         with _NOTHING if self._around is None else self._around(operation, node):
             result = self._result(operation, node)
-        if objects is not None and self._packer is not None:
+        if objects is not None:
             parcel, tensors = self._packer.pack(result, objects)
             return OperationResult(result, tensors, parcel)
         return OperationResult(result, [result] if type(result) is Tensor else tree.tensors(result))
 
     def _result(self, operation: Operation, node: Node) -> Any:
-        run = operation.run
-        if self.draws is not None and node.kind == "call":
-            self.draws.begin_unit()
+        run, draws = operation.run, self.draws
+        if node.kind == "call":
+            draws.begin_unit()
         compiled = self._compiler is not None and operation.module is not None
         if compiled:
             run = self._compiled(operation, node)
         if self._repeat is not None and node.kind == "call":
             run = self._repeat(node, run)
-        if self.draws is None or node.kind == "glue" or compiled:
+        if node.kind == "glue" or compiled:
             return run(*operation.args, **operation.kwargs)
         # a region is code of the step itself, whose path is ""
-        inside = "" if node.kind == "region" else node.name
-        with self.draws.functions(inside, node.drawn):
+        with draws.functions("" if node.kind == "region" else node.name, node.drawn):
             return run(*operation.args, **operation.kwargs)
 
     def _compiled(self, operation: Operation, node: Node) -> Callable[..., Any]:
         """Return a function that executes a compiled unit, all of whose draws come from one stream."""
         assert self._compiler is not None and operation.module is not None
         run = self._compiler.compiled(operation.name, operation.module, operation.run)
-        if self.draws is None or not node.drawn:
+        if not node.drawn:
             return run
         draws, seed = self.draws, self.draws.seed
 

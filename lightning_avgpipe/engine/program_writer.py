@@ -106,7 +106,7 @@ class ProgramWriter:
         if node.writes:
             self.refuse(f"{node} writes into what it is given")
         elif node.kind == "call" and self.why_not is None:
-            self._instructions.append(Instruction("skipped", call_module, node=node))
+            self._instructions.append(Instruction.of("skipped", call_module, node=node))
 
     def call(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Note a call of a unit that depends on the batch alone."""
@@ -140,11 +140,11 @@ class ProgramWriter:
         except Unwritable as error:
             self.refuse(str(error))
 
-    def node(self, operation: Operation, node: Node, outcome: OperationResult, apart: bool) -> None:
+    def node(self, operation: Operation, node: Node, outcome: OperationResult, separated: bool) -> None:
         """Note a node that was executed here.
 
         Args:
-            apart: whether it returns a view of an argument.
+            separated: whether it returns a view of an argument.
         """
         if node.lasting or node.exports or node.generators or node.kind == "region":
             self.refuse(f"{node} writes into objects that outlive the step, or is repeated in its backward")
@@ -160,7 +160,7 @@ class ProgramWriter:
             self._instructions[-1],
             looks=tuple(map(look_of, outcome.tensors)),
             entry=None if node.opens else outcome.entry,
-            apart=apart,
+            separated=separated,
         )
         try:
             self._after = {number: self._pickled(item)[0] for number, item in self._objects.values() if self.looks}
@@ -220,7 +220,11 @@ class ProgramWriter:
             self.refuse(str(error))
             return
         draw = None if module is not None or kind == "observe" else self.draw
-        self._instructions.append(Instruction(kind, run, templates, named, made, node, module, answer, draw))
+        self._instructions.append(
+            Instruction.of(
+                kind, run, module, args=templates, kwargs=named, made=made, node=node, answer=answer, draw=draw
+            )
+        )
 
     def _templates(self, args: Any, kwargs: Any, objects: bool = False) -> tuple[Any, Any]:
         """Return arguments as templates.
@@ -252,7 +256,7 @@ class ProgramWriter:
         if isinstance(item, Tensor):
             return self._of_tensor(item)
         if kind in VALUES or isinstance(item, SAME):
-            return Fixed(item)
+            return Fixed.of(item)
         if kind is tuple or kind is list:
             return Items(kind, tuple(map(self._template, item)))
         if kind is dict:
@@ -273,7 +277,7 @@ class ProgramWriter:
         data, references = self._pickled(item)
         slot, self._num_slots = self._num_slots, self._num_slots + 1
         self._objects[id(item)] = slot, item
-        self._instructions.append(Instruction("object", partial(_unpickled, data), references, made=(slot,)))
+        self._instructions.append(Instruction.of("object", partial(_unpickled, data), args=references, made=(slot,)))
         return TensorSlot(slot)
 
     def _pickled(self, item: Any) -> tuple[bytes, tuple[Any, ...]]:
@@ -291,7 +295,7 @@ class ProgramWriter:
         if slot is not None:
             return TensorSlot(slot)
         if isinstance(tensor, Absent):  # nothing needs its numbers
-            return Fixed(tensor)
+            return Fixed.of(tensor)
         if self._held is None:  # found only when needed, since few steps use it
             self._held = _held_tensors(self.module)
         if (held := self._held.get(id(tensor))) is not None:
@@ -333,10 +337,10 @@ def _held_tensors(module: nn.Module) -> dict[int, Any]:
     for part in module.modules():
         for held in vars(part).values():
             if isinstance(held, (Tensor, list, tuple)):
-                found.update((id(tensor), Fixed(tensor)) for tensor in tree.tensors(held))
+                found.update((id(tensor), Fixed.of(tensor)) for tensor in tree.tensors(held))
         for register in (part._parameters, part._buffers):
             named: dict[str, Any] = register  # type: ignore[assignment]
-            found.update((id(tensor), Register(named, name)) for name, tensor in named.items() if tensor is not None)
+            found.update((id(tensor), Register.of(named, name)) for name, tensor in named.items() if tensor is not None)
     return found
 
 

@@ -44,6 +44,7 @@ from lightning_avgpipe.utils.random_streams import (
     seed_all,
     seed_host,
     seeds_of,
+    stream,
 )
 
 # fmt: off
@@ -216,7 +217,22 @@ class Draws(CallWatcher):
         self._seeds: tuple[int, ...] = ()  # seeds that the generators got last within that call
         self._has_seeded = False
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the step within this context; torch's generators are restored afterwards."""
+        with stream(self._key.derive("step"), self._device), watching(self):
+            yield
+
     # -- calls of modules ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def calling(self, module: nn.Module) -> Iterator[None]:
+        """Call a module within this context, in the place of ``nn.Module.__call__``."""
+        self.enter(module)
+        try:
+            yield
+        finally:
+            self.leave(module)
 
     def enter(self, module: nn.Module) -> None:
         call = self._drawing.calls.get(id(module))

@@ -24,22 +24,22 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.recorder import owned_tensors
-from lightning_avgpipe.capture.tracer import uncompiled, watching
+from lightning_avgpipe.capture.tracer import uncompiled
 from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.flat_program import VALUES, FlatProgram, Surprise, description
 from lightning_avgpipe.engine.idle_iterators import IdleIterators
-from lightning_avgpipe.engine.operation import Entry, Path, Repeat, Runner
+from lightning_avgpipe.engine.operation import Entry, Path, Repeat
 from lightning_avgpipe.engine.own_generators import OwnGenerators, unmoved
 from lightning_avgpipe.engine.program_writer import ProgramWriter
-from lightning_avgpipe.engine.randomness import Drawing, Draws
-from lightning_avgpipe.engine.replay import Ground, Observe, Replayed, replay
+from lightning_avgpipe.engine.randomness import Drawing
+from lightning_avgpipe.engine.replay import Observe, Part, ReplayContext, Replayed, replay
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.engine.tensor_use import Constants, ForeignTensors, Inspection, Rewritten
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.parcel import Packer
-from lightning_avgpipe.utils.random_streams import seed_host, stream
+from lightning_avgpipe.utils.random_streams import seed_host
 
 _TRUSTED_AFTER = 1  # iterations in which all micro-batches are followed and compared
 _AUDITED_EVERY = 64  # iterations
@@ -79,16 +79,16 @@ class Form:
     told: tuple[Any, ...]
 
     @classmethod
-    def of(cls, args: Sequence[Any], received: Sequence[Tensor], told: tuple[Any, ...], static: bool) -> Form:
+    def of(cls, part: Part, static: bool) -> Form:
         """Return the form of a micro-batch.
 
         Args:
             static: whether arguments other than the micro-batch, such as the index of the batch, are ignored.
         """
         found: list[Tensor] = []
-        structure = _structure(tuple(args[:1] if static else args), found)
-        tensors = (*found, *received)
-        return cls(tensors, (description(tensors), structure), told)
+        structure = _structure(tuple(part.args[:1] if static else part.args), found)
+        tensors = (*found, *part.received)
+        return cls(tensors, (description(tensors), structure), (part.entries, part.attested))
 
     def is_like(self, other: Form) -> bool:
         """Return whether a program that was written for the other form may run with this one."""
@@ -148,10 +148,6 @@ class Programs:
         if self._audits or not self.static:
             self._written.clear()
 
-    def form(self, args: Sequence[Any], received: Sequence[Tensor], told: tuple[Any, ...]) -> Form:
-        """Return the form of a micro-batch, given the descriptions from earlier stages."""
-        return Form.of(args, received, told, self.static)
-
     def find(self, form: Form) -> list[FlatProgram]:
         """Return the programs for this form, one for each set of answers; empty if the micro-batch must be followed."""
         return [] if self._audits else self._of(form)
@@ -175,7 +171,7 @@ class Programs:
         if before is None:
             bare = Form((), form.described, form.told)  # keeps no tensor alive
             self._written.append((bare, program))
-        elif before.key != program.key:
+        elif before != program:
             self._end("it does something else with each micro-batch")
 
     def _end(self, why: str) -> None:
@@ -214,10 +210,15 @@ class StageStep:
         self._programs = Programs(program, module, device, execution.static)
         self._foreign_tensors = foreign_tensors
         units = {id(module.get_submodule(path)): path for path in graph.units}
-        packer = Packer(module) if any(node.opens for node in graph.nodes) else None
-        constants = Constants.of(program, module)
-        drawing = Drawing.of(module, graph)
-        self._ground = Ground(units, owned_tensors(module, ()), drawing, device, packer, execution.compiler, constants)
+        self._context = ReplayContext(
+            units,
+            owned_tensors(module, ()),
+            Drawing.of(module, graph),
+            device,
+            Packer(module),
+            execution.compiler,
+            Constants.of(program, module),
+        )
         self._began_on_host = False  # in this iteration
         self.rewritten = Rewritten.of(program, module)
         self.stream: OwnStream | None = None
@@ -229,8 +230,7 @@ class StageStep:
         self.stream = stream
         self._programs.begin()
         if self._began_on_host:  # only now: within an iteration a repeated forward must draw the same
-            assert self._ground.drawing is not None
-            self._ground = replace(self._ground, drawing=replace(self._ground.drawing, late_on_host=True))
+            self._context = replace(self._context, drawing=replace(self._context.drawing, late_on_host=True))
             self._began_on_host = False
 
     def run(
@@ -249,43 +249,42 @@ class StageStep:
     ) -> Replayed:
         """Execute a program, the stage's own or a part of it, on one micro-batch of a task.
 
-        Further arguments are as for :func:`replay`.
+        Further arguments are as for :class:`Part`.
 
         Args:
             copies: ``id -> full name`` of the copies that stand for parameters now.
             watched: return the context within which the step runs.
         """
-        observe = observe or self.observe
-        flat = task.trains and program is self._program and not tap and self._may_repeat(task, entries)
-        form = self._programs.form(task.args[micro_batch], received, (entries, attested)) if flat else None
+        trains = task.trains
+        part = Part(
+            program,
+            partial(task.run, micro_batch),
+            task.args[micro_batch],
+            received,
+            entries,
+            task.key_of(micro_batch),
+            observe or self.observe,
+            repeat,
+            tap,
+            attested if trains else None,
+        )
+        form = Form.of(part, self._programs.static) if self._may_repeat(part, task) else None
         writer = None
         if form is not None:
+            assert task.around is not None
             for written in self._programs.find(form):
-                with watched(), self.rewritten.saved(task.trains), contextlib.suppress(Surprise):
-                    return self._run_program(written, form, task, micro_batch, entries, attested, observe, repeat)
+                with watched(), self.rewritten.saved(trains), contextlib.suppress(Surprise):
+                    return self._run_program(written, form, part, task.around(micro_batch))
             writer = self._programs.writer(form)
-        constants = self._ground.constants
+        constants = self._context.constants
         checked = nullcontext() if constants is None else constants.checked()
-        with self._inspected(task) as inspection, self.rewritten.saved(task.trains), checked:
-            with watched(), self._iterators.untouched(), self._generators.watched(), unmoved(task.args[micro_batch]):
+        with self._inspected(task) as inspection, self.rewritten.saved(trains), checked:
+            with watched(), self._iterators.untouched(), self._generators.watched(), unmoved(part.args):
                 if writer is not None and form is not None and task.around is not None:
                     with task.around(micro_batch):  # the context may set modes, such as autocast
                         writer.begin(form.tensors)
-                replayed = replay(
-                    program,
-                    self._ground_now(copies),
-                    partial(task.run, micro_batch),
-                    task.args[micro_batch],
-                    received,
-                    entries,
-                    task.key_of(micro_batch),
-                    observe,
-                    repeat,
-                    tap,
-                    self._generators.node if program.num_stages > 1 else None,
-                    attested if task.trains else None,
-                    writer,
-                )
+                around = self._generators.node if program.num_stages > 1 else None
+                replayed = replay(part, self._context_now(copies), around, writer)
             self._began_on_host |= replayed.began_on_host
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
@@ -293,40 +292,24 @@ class StageStep:
             self._programs.keep(form, writer)
         return replayed
 
-    def _may_repeat(self, task: Task, entries: tuple[Entry, ...] | Path) -> bool:
+    def _may_repeat(self, part: Part, task: Task) -> bool:
         """Return whether a program that is written for one micro-batch of a task may run with others."""
-        drawing = self._ground.drawing
-        late = drawing is not None and drawing.late_on_host
+        if not task.trains or part.program is not self._program or part.tap or isinstance(part.entries, Path):
+            return False
         several = task.around is not None and (len(task.args) > 1 or self._programs.static)
-        return several and not late and self._programs.why_not is None and not isinstance(entries, Path)
+        return several and not self._context.drawing.late_on_host and self._programs.why_not is None
 
     def _run_program(
-        self,
-        program: FlatProgram,
-        form: Form,
-        task: Task,
-        micro_batch: int,
-        entries: tuple[Entry, ...] | Path,
-        attested: tuple[Attested, ...],
-        observe: Observe | None,
-        repeat: Repeat | None,
+        self, program: FlatProgram, form: Form, part: Part, around: AbstractContextManager[None]
     ) -> Replayed:
         """Run a program that was written for another micro-batch on this one."""
-        ground, key = self._ground, task.key_of(micro_batch)
-        assert task.around is not None and not isinstance(entries, Path)
-        draws = None if ground.drawing is None else Draws(ground.drawing, key, ground.device)
-        runner = Runner(draws, repeat, ground.packer, None, ground.compiler)
-        compiled = ground.compiler is not None or ground.drawing is None or not ground.drawing.seen
-        seed_host(key.derive("host"))  # nothing drew from these when the program was written
-        with (
-            nullcontext() if draws is None else stream(key.derive("step"), ground.device),
-            nullcontext() if draws is None else watching(draws),
-            nullcontext() if compiled else uncompiled(),
-            task.around(micro_batch),
-        ):
-            done = program.run(form.tensors, runner, observe)
-        told = entries if self._program.is_last else (*entries, *done.entries)
-        return Replayed(done.result, done.sent, told, None, False, (*attested, *program.attested))
+        assert not isinstance(part.entries, Path) and part.attested is not None
+        runner = self._context.runner(part)
+        seed_host(part.key.derive("host"))  # nothing drew from these when the program was written
+        with runner.draws.running(), nullcontext() if self._context.compiled else uncompiled(), around:
+            done = program.run(form.tensors, runner, part.observe)
+        told = part.entries if self._program.is_last else (*part.entries, *done.entries)
+        return Replayed(done.result, done.sent, told, attested=(*part.attested, *program.attested))
 
     @property
     def observe(self) -> Observe | None:
@@ -352,8 +335,8 @@ class StageStep:
         finally:  # using another model's tensors may be why a replay fails
             inspection.check(task.key.pipeline)
 
-    def _ground_now(self, copies: Mapping[int, str]) -> Ground:
+    def _context_now(self, copies: Mapping[int, str]) -> ReplayContext:
         if not copies and not self._graph.glue_states:
-            return self._ground
+            return self._context
         # glue may have replaced buffers by other objects
-        return replace(self._ground, owned={**owned_tensors(self._module, self._graph.glue_states), **copies})
+        return replace(self._context, owned={**owned_tensors(self._module, self._graph.glue_states), **copies})
