@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.tracer import Operation, function_name, tensor_arguments
 from lightning_avgpipe.engine.attestation import Attested
-from lightning_avgpipe.engine.operation import Entry, OperationResult, Runner
+from lightning_avgpipe.engine.operation import Entry, Observe, OperationResult, Part, Path, Replayed, Runner
 from lightning_avgpipe.engine.randomness import Draw
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree
@@ -123,7 +123,6 @@ def slots_in(templates: Iterable[Any]) -> list[int]:
 _NOTHING = contextlib.nullcontext()
 
 InstructionKind = Literal["glue", "question", "object", "node", "observe", "skipped"]
-Observe = Callable[[Callable[..., Any], Any, Any], Any]
 
 
 class Surprise(Exception):
@@ -181,21 +180,6 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Done:
-    """The outcome of a program.
-
-    Attributes:
-        result: result of the step.
-        sent: tensors for the next stage.
-        entries: descriptions of the nodes' results, for later stages.
-    """
-
-    result: Any
-    sent: tuple[Tensor, ...]
-    entries: tuple[Entry, ...]
-
-
-@dataclass(frozen=True)
 class FlatProgram:
     """The instructions of a stage for one micro-batch. Programs are equal if they do the same.
 
@@ -234,13 +218,13 @@ class FlatProgram:
         instructions = zip(self.instructions, dropped, strict=True)
         return replace(self, instructions=tuple(replace(one, dropped=tuple(slots)) for one, slots in instructions))
 
-    def run(self, tensors: Sequence[Tensor], runner: Runner, observe: Observe | None) -> Done:
+    def run(self, tensors: Sequence[Tensor], part: Part, runner: Runner) -> Replayed:
         """Run the program on a micro-batch.
 
         Args:
             tensors: tensors of the batch, then the received ones.
-            runner: executes nodes.
-            observe: call functions that look at values; None: they are called directly.
+            part: part of the step.
+            runner: executes its nodes.
         Raises:
             Surprise: the batch gives another answer.
             StepChangedError: an operation returned another number of tensors.
@@ -255,8 +239,8 @@ class FlatProgram:
                 continue
             if instruction.draw is not None:
                 runner.draws.begin_draw(instruction.draw)
-            args = tuple([fill(part, slots) for part in instruction.args])
-            kwargs = {name: fill(part, slots) for name, part in instruction.kwargs}
+            args = tuple([fill(one, slots) for one in instruction.args])
+            kwargs = {name: fill(one, slots) for name, one in instruction.kwargs}
             if instruction.kind == "object":
                 slots[instruction.made[0]] = instruction.run(args)
                 continue
@@ -265,7 +249,7 @@ class FlatProgram:
                 made = outcome.tensors
                 entries.append(_entry(instruction, outcome))
             else:
-                made = _free(instruction, args, kwargs, runner, observe)
+                made = _free(instruction, args, kwargs, runner, part.observe)
             if len(made) != len(instruction.made):
                 raise StepChangedError(
                     f"{instruction} returned {len(instruction.made)} tensors with the first micro-batch of this batch, "
@@ -275,7 +259,10 @@ class FlatProgram:
                 slots[slot] = tensor
             for slot in instruction.dropped:
                 slots[slot] = None
-        return Done(fill(self.result, slots), tuple(fill(part, slots) for part in self.sent), tuple(entries))
+        assert not isinstance(part.entries, Path)
+        told = part.entries if part.program.is_last else (*part.entries, *entries)
+        sent = tuple(fill(one, slots) for one in self.sent)
+        return Replayed(fill(self.result, slots), sent, told, attested=(*(part.attested or ()), *self.attested))
 
 
 def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, observe: Observe | None) -> list[Tensor]:

@@ -1,22 +1,28 @@
-"""Execute the operations of a step on a stage, and tell later stages about their outcomes."""
+"""Define one stage's part of a step, its outcome, and how its operations are executed."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.known_tensors import KnownTensors
 from lightning_avgpipe.capture.tracer import Operation
+from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.execution import Compiler
-from lightning_avgpipe.engine.randomness import Draws
+from lightning_avgpipe.engine.randomness import Drawing, Draws
+from lightning_avgpipe.engine.tensor_use import Constants
+from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer, Parcel
 from lightning_avgpipe.utils.placeholder import Description, described
+from lightning_avgpipe.utils.random_streams import RandomKey
 
 # Description of a node's result, with the objects that it wrote into if there are any.
 Entry = Description | Parcel
@@ -47,6 +53,90 @@ class Path(NamedTuple):
 
 Repeat = Callable[[Node, Callable[..., Any]], Callable[..., Any]]
 Around = Callable[[Operation, Node], contextlib.AbstractContextManager[None]]
+Observe = Callable[[Callable[..., Any], Any, Any], Any]
+
+Tapped = tuple[tuple[Tensor, ...], tuple[Entry, ...]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage's part of a step on one micro-batch.
+
+    Attributes:
+        program: program of the stage.
+        run: executes the step function.
+        args: arguments of the step, the micro-batch first.
+        received: tensors for ``program.receives``, in its order, or for the values of a path.
+        entries: descriptions of what the nodes of earlier stages returned, fewer if the step returned None on one of
+            them; or the path that they took.
+        key: key of this execution's random numbers.
+        observe: call ``self.log`` and metrics on the last stage; None: they are called directly.
+        repeat: wrap the function that executes a unit so that it keeps less for the backward.
+        tap: position after the start of the program at which values are copied; 0: none.
+        attested: requests of the step for the nodes of earlier stages; None: they are not compared.
+    """
+
+    program: StageProgram
+    run: Callable[..., Any]
+    args: Sequence[Any]
+    received: Sequence[Tensor] = ()
+    entries: tuple[Entry, ...] | Path = ()
+    key: RandomKey = RandomKey(0)  # noqa: RUF009
+    observe: Observe | None = None
+    repeat: Repeat | None = None
+    tap: int = 0
+    attested: tuple[Attested, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The outcome of one stage's part of a step on one micro-batch.
+
+    Attributes:
+        result: result of the step function; None unless this is the last stage.
+        sent: tensors for the next stage, in the order of the program, or of a detour.
+        entries: descriptions of what the nodes up to the end of this stage returned, or their path.
+        tapped: copies of the values that are alive at the tapped position, and descriptions of what the nodes before it
+            returned; None if the step did not come there.
+        began_on_host: whether Python's or NumPy's generators have moved, although nothing drew from them when the step
+            was captured.
+        attested: requests for the nodes up to the end of this stage; empty if not wanted.
+    """
+
+    result: Any
+    sent: tuple[Tensor, ...]
+    entries: tuple[Entry, ...] | Path
+    tapped: Tapped | None = None
+    began_on_host: bool = False
+    attested: tuple[Attested, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReplayContext:
+    """The data that all replays of a stage share.
+
+    Attributes:
+        units: ``id(module) -> path``.
+        owned: ``id -> full name`` of parameters, and of buffers that glue changes.
+        drawing: modules that draw random numbers.
+        device: device of the stage.
+        packer: packer of the module.
+        compiler: compiler of units; None: they run uncompiled.
+        constants: buffers that free glue must not change; None: it may change all.
+    """
+
+    units: Mapping[int, str]
+    owned: Mapping[int, str]
+    drawing: Drawing
+    device: torch.device
+    packer: Packer
+    compiler: Compiler | None = None
+    constants: Constants | None = None
+
+    @property
+    def compiled(self) -> bool:
+        """Whether code of units that ``torch.compile`` has compiled runs so; it cannot be watched."""
+        return self.compiler is not None or not self.drawing.seen
 
 
 _NOTHING = contextlib.nullcontext()
@@ -104,29 +194,20 @@ class Runner:
     """A runner of the operations in one stage's part of a step.
 
     Args:
-        draws: random streams of the operations.
-        repeat: wrap the function that executes a unit so that it keeps less for the backward.
-        packer: packer of the module.
+        part: part of the step.
+        context: data that all replays of the stage share.
         around: context within which each operation runs; None: none.
-        compiler: compiler of units; None: they run uncompiled.
 
     Attributes:
-        draws: as given.
+        draws: random streams of the operations.
     """
 
-    def __init__(
-        self,
-        draws: Draws,
-        repeat: Repeat | None,
-        packer: Packer,
-        around: Around | None = None,
-        compiler: Compiler | None = None,
-    ) -> None:
-        self.draws = draws
-        self._repeat = repeat
-        self._packer = packer
+    def __init__(self, part: Part, context: ReplayContext, around: Around | None = None) -> None:
+        self.draws = Draws(context.drawing, part.key, context.device)
+        self._repeat = part.repeat
+        self._packer = context.packer
         self._around = around
-        self._compiler = compiler
+        self._compiler = context.compiler
 
     def run(self, operation: Operation, node: Node, objects: Objects | None) -> OperationResult:
         """Execute an operation that stands at a node and may write into these objects."""

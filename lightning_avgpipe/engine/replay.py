@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -26,114 +25,28 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.tracer import Operation, StepTracer, function_name, tensor_arguments
-from lightning_avgpipe.engine.attestation import Attestation, Attested
+from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.detour import Detour
-from lightning_avgpipe.engine.execution import Compiler
-from lightning_avgpipe.engine.operation import Around, Entry, OffPathNode, Path, Repeat, Runner
+from lightning_avgpipe.engine.operation import (
+    Around,
+    Entry,
+    OffPathNode,
+    Part,
+    Path,
+    ReplayContext,
+    Replayed,
+    Runner,
+    Tapped,
+)
 from lightning_avgpipe.engine.program_writer import ProgramWriter
-from lightning_avgpipe.engine.randomness import Drawing, Draws
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.engine.stage_values import StageValues
-from lightning_avgpipe.engine.tensor_use import Constants
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
-from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.object_state import ObjectState, put_state, state_of
-from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
-from lightning_avgpipe.utils.random_streams import RandomKey, peek_host
+from lightning_avgpipe.utils.random_streams import peek_host
 from lightning_avgpipe.utils.source import caught_line, source_line
-
-Observe = Callable[[Callable[..., Any], Any, Any], Any]
-
-Tapped = tuple[tuple[Tensor, ...], tuple[Entry, ...]]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One stage's part of a step on one micro-batch.
-
-    Attributes:
-        program: program of the stage.
-        run: executes the step function.
-        args: arguments of the step, the micro-batch first.
-        received: tensors for ``program.receives``, in its order, or for the values of a path.
-        entries: descriptions of what the nodes of earlier stages returned, fewer if the step returned None on one of
-            them; or the path that they took.
-        key: key of this execution's random numbers.
-        observe: call ``self.log`` and metrics on the last stage; None: they are called directly.
-        repeat: wrap the function that executes a unit so that it keeps less for the backward.
-        tap: position after the start of the program at which values are copied; 0: none.
-        attested: requests of the step for the nodes of earlier stages; None: they are not compared.
-    """
-
-    program: StageProgram
-    run: Callable[..., Any]
-    args: Sequence[Any]
-    received: Sequence[Tensor] = ()
-    entries: tuple[Entry, ...] | Path = ()
-    key: RandomKey = RandomKey(0)  # noqa: RUF009
-    observe: Observe | None = None
-    repeat: Repeat | None = None
-    tap: int = 0
-    attested: tuple[Attested, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """The outcome of one stage's part of a step on one micro-batch.
-
-    Attributes:
-        result: result of the step function; None unless this is the last stage.
-        sent: tensors for the next stage, in the order of the program, or of a detour.
-        entries: descriptions of what the nodes up to the end of this stage returned, or their path.
-        tapped: copies of the values that are alive at the tapped position, and descriptions of what the nodes before it
-            returned; None if the step did not come there.
-        began_on_host: whether Python's or NumPy's generators have moved, although nothing drew from them when the step
-            was captured.
-        attested: requests for the nodes up to the end of this stage; empty if not wanted.
-    """
-
-    result: Any
-    sent: tuple[Tensor, ...]
-    entries: tuple[Entry, ...] | Path
-    tapped: Tapped | None = None
-    began_on_host: bool = False
-    attested: tuple[Attested, ...] = ()
-
-
-@dataclass(frozen=True)
-class ReplayContext:
-    """The data that all replays of a stage share.
-
-    Attributes:
-        units: ``id(module) -> path``.
-        owned: ``id -> full name`` of parameters, and of buffers that glue changes.
-        drawing: modules that draw random numbers.
-        device: device of the stage.
-        packer: packer of the module.
-        compiler: compiler of units; None: they run uncompiled.
-        constants: buffers that free glue must not change; None: it may change all.
-    """
-
-    units: Mapping[int, str]
-    owned: Mapping[int, str]
-    drawing: Drawing
-    device: torch.device
-    packer: Packer
-    compiler: Compiler | None = None
-    constants: Constants | None = None
-
-    def runner(self, part: Part, around: Around | None = None) -> Runner:
-        """Return a runner of the part's operations, each within a context."""
-        draws = Draws(self.drawing, part.key, self.device)
-        return Runner(draws, part.repeat, self.packer, around, self.compiler)
-
-    @property
-    def compiled(self) -> bool:
-        """Whether code of units that ``torch.compile`` has compiled runs so; it cannot be watched."""
-        return self.compiler is not None or not self.drawing.seen
-
 
 _NOTHING = contextlib.nullcontext()
 
@@ -156,7 +69,7 @@ def replay(
         StepChangedError: the step did something else than when it was captured, or than on an earlier stage.
         AbsentValueError: the step needs a value that was not sent.
     """
-    runner = context.runner(part, around)
+    runner = Runner(part, context, around)
     replayer = _Replayer(part, context, runner, writer)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if part.program.graph.batch_writes else _same, tuple(part.args))

@@ -29,11 +29,11 @@ from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.flat_program import VALUES, FlatProgram, Surprise, description
 from lightning_avgpipe.engine.idle_iterators import IdleIterators
-from lightning_avgpipe.engine.operation import Entry, Path, Repeat
+from lightning_avgpipe.engine.operation import Entry, Observe, Part, Path, Repeat, ReplayContext, Replayed, Runner
 from lightning_avgpipe.engine.own_generators import OwnGenerators, unmoved
 from lightning_avgpipe.engine.program_writer import ProgramWriter
 from lightning_avgpipe.engine.randomness import Drawing
-from lightning_avgpipe.engine.replay import Observe, Part, ReplayContext, Replayed, replay
+from lightning_avgpipe.engine.replay import replay
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.engine.tensor_use import Constants, ForeignTensors, Inspection, Rewritten
 from lightning_avgpipe.planning.program import StageProgram
@@ -303,13 +303,10 @@ class StageStep:
         self, program: FlatProgram, form: Form, part: Part, around: AbstractContextManager[None]
     ) -> Replayed:
         """Run a program that was written for another micro-batch on this one."""
-        assert not isinstance(part.entries, Path) and part.attested is not None
-        runner = self._context.runner(part)
+        runner = Runner(part, self._context)
         seed_host(part.key.derive("host"))  # nothing drew from these when the program was written
         with runner.draws.running(), nullcontext() if self._context.compiled else uncompiled(), around:
-            done = program.run(form.tensors, runner, part.observe)
-        told = part.entries if self._program.is_last else (*part.entries, *done.entries)
-        return Replayed(done.result, done.sent, told, attested=(*part.attested, *program.attested))
+            return program.run(form.tensors, part, runner)
 
     @property
     def observe(self) -> Observe | None:
