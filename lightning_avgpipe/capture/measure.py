@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -33,7 +34,6 @@ from lightning_avgpipe.capture.node_trial import (
     NodeTrial,
     Sample,
     Samples,
-    Sampling,
     SavedTensors,
     sums_of,
 )
@@ -52,6 +52,9 @@ from lightning_avgpipe.utils.torch_compat import is_transforming
 _ROUNDS = 5  # runs of the step
 _TRIALS = 3  # repetitions when reading kept outputs is timed
 _PATIENCE_S = 2.0  # a longer measurement shows its progress
+_CALLS = 2  # equal calls that are measured in one run of the step
+_REPETITIONS = 3
+_SHORT_S = 0.02  # repetitions of one call end after this time
 
 
 def _progress(graph: CallGraph) -> tqdm[Any]:
@@ -94,13 +97,13 @@ def measure(
         for _ in range(_ROUNDS):
             round_begin = time.perf_counter()
             batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
-            sampling, first = Sampling(kinds, samples, deadline), saved is None
-            timer = _Timer(graph, module, device, trial, sampling, batch, first, bar)
+            counted = None if saved else SavedTensors(len(graph.nodes), [*tensors_of(module), *tree.tensors(batch)])
+            timer = _Timer(graph, module, device, trial, kinds, samples, deadline, counted, bar)
             following = timer.following(compiled=not graph.drawing)
             with untouched(module, graph.changed), Objects(batch, opaque=True).restored(), timer.visiting(), following:
                 run(*batch)
             timer.check_finished()
-            saved = timer.saved if saved is None else saved
+            saved = saved or counted
             now = time.perf_counter()
             if now + (now - round_begin) > deadline or samples.complete.issuperset(kinds):
                 break
@@ -124,13 +127,11 @@ class _Timer(StepTracer):
         module: module whose step it is.
         device: device to compute on.
         trial: runs nodes alone and measures them.
-        sampling: decides which nodes are measured, and how often.
-        batch: arguments of the step.
-        counts: whether to note the saved tensors, which are the same in every run.
+        kinds: kind of each node; nodes of the same kind share their samples.
+        samples: collection to which new samples are added.
+        deadline: time at which repetitions end, as ``time.perf_counter()``.
+        saved: record of the saved tensors, which are the same in every run; None: they are known already.
         bar: progress bar.
-
-    Attributes:
-        saved: tensors that the nodes save for their backwards, if ``counts``.
     """
 
     rehearses = True
@@ -141,20 +142,23 @@ class _Timer(StepTracer):
         module: nn.Module,
         device: torch.device,
         trial: NodeTrial,
-        sampling: Sampling,
-        batch: Sequence[Any],
-        counts: bool,
+        kinds: Sequence[Hashable],
+        samples: Samples,
+        deadline: float,
+        saved: SavedTensors | None,
         bar: tqdm,
     ) -> None:
         units = {id(module.get_submodule(path)): path for path in graph.units}
         super().__init__(units, owned_tensors(module, graph.glue_states), device)
-        self.saved = SavedTensors(len(graph.nodes), [*tensors_of(module), *tree.tensors(batch)])
         self._graph = graph
         self._module = module
         self._device = device
         self._trial = trial
-        self._sampling = sampling
-        self._counts = counts
+        self._kinds = kinds
+        self._samples = samples
+        self._calls: Counter[Hashable] = Counter()  # calls that have been measured in this run
+        self._deadline = deadline
+        self._saved = saved
         self._bar = bar
         self._position = 0
 
@@ -236,9 +240,9 @@ class _Timer(StepTracer):
         given, is_region = tree.tensors(result), node.kind == "region"
         trains = any(t.requires_grad for t in given)
         factor = REGION_BACKWARD if is_region else 1.0
-        self._sampling.add(node.index, Sample(seconds, factor * seconds if trains else 0.0))
-        if is_region and trains:
-            self.saved.values.update(node.inputs)
+        self._add(node, Sample(seconds, factor * seconds if trains else 0.0))
+        if is_region and trains and self._saved is not None:
+            self._saved.values.update(node.inputs)
         return result, given
 
     def _remember(self, node: Node, given: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -252,16 +256,32 @@ class _Timer(StepTracer):
 
     def _learn(self, tensor: Tensor, value: int) -> None:
         self.known.learn(tensor, value)
-        self.saved.learn(tensor, value)
+        if self._saved is not None:
+            self._saved.learn(tensor, value)
 
     def _measure(self, operation: Operation, node: Node) -> None:
-        timed = self._sampling.wants(node.index)
-        if not timed and not self._counts:
+        """Measure a node a few times, or once if there is no time for more, unless it has been measured enough."""
+        kind = self._kinds[node.index]
+        timed = kind not in self._samples.complete and self._calls[kind] < _CALLS
+        if not timed and self._saved is None:
             return
         sums, begin = sums_of(operation.module), time.perf_counter()
-        warm_up = self._trial.run(operation, node, sums, self.saved if self._counts else None)
-        if timed:
-            self._sampling.repeat(node.index, begin, warm_up, lambda: self._trial.run(operation, node, sums))
+        warm_up = self._trial.run(operation, node, sums, self._saved)
+        if not timed:
+            return
+        self._calls[kind] += 1
+        took = time.perf_counter() - begin
+        share = max(0.0, self._deadline - time.perf_counter()) / (len(self._kinds) - node.index)
+        if took > share:
+            self._add(node, warm_up)
+            return
+        for _ in range(_REPETITIONS):
+            self._add(node, self._trial.run(operation, node, sums))
+            if time.perf_counter() - begin > min(share, _SHORT_S) + took:
+                break
+
+    def _add(self, node: Node, sample: Sample) -> None:
+        self._samples.found[self._kinds[node.index]].append(sample)
 
 
 def _kinds(graph: CallGraph, module: nn.Module) -> list[Hashable]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import itertools
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +34,7 @@ from lightning_avgpipe.engine.operation import OperationResult
 from lightning_avgpipe.engine.purity import Purity
 from lightning_avgpipe.engine.randomness import Draw
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.torch_compat import modes
 
@@ -50,6 +49,7 @@ class ProgramWriter:
 
     Args:
         module: the whole module.
+        packer: packer of the module.
         device: device of the stage.
         looks: whether the step's Python is checked for side effects.
 
@@ -60,6 +60,7 @@ class ProgramWriter:
     """
 
     module: nn.Module
+    packer: Packer
     device: torch.device
     looks: bool
     why_not: str | None = None
@@ -277,18 +278,18 @@ class ProgramWriter:
         data, references = self._pickled(item)
         slot, self._num_slots = self._num_slots, self._num_slots + 1
         self._objects[id(item)] = slot, item
-        self._instructions.append(Instruction.of("object", partial(_unpickled, data), args=references, made=(slot,)))
+        self._instructions.append(
+            Instruction.of("object", partial(self.packer.unpickled, data), args=references, made=(slot,))
+        )
         return TensorSlot(slot)
 
     def _pickled(self, item: Any) -> tuple[bytes, tuple[Any, ...]]:
-        """Return a pickled object without the tensors and modules in it, and templates of these."""
-        file, references = io.BytesIO(), list[Any]()
-        pickler = _Pickler(file, lambda part: references.append(self._template(part)))
+        """Return a pickled object without the tensors in it, and templates of these."""
         try:
-            pickler.dump(item)
+            data, tensors = self.packer.pickled(item)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise Unwritable(f"the step hands on an object that cannot be copied: {error}") from error
-        return file.getvalue(), tuple(references)
+        return data, tuple(map(self._template, tensors))
 
     def _of_tensor(self, tensor: Tensor) -> Any:
         slot = self._slot(tensor)
@@ -301,34 +302,6 @@ class ProgramWriter:
         if (held := self._held.get(id(tensor))) is not None:
             return held
         raise Unwritable("the step uses a tensor that comes from neither the batch, the model nor an operation")
-
-
-class _Pickler(pickle.Pickler):
-    """A pickler that leaves out tensors and modules."""
-
-    def __init__(self, file: io.BytesIO, refer: Callable[[Any], None]) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._refer = refer
-        self._number = itertools.count()
-
-    def persistent_id(self, item: Any) -> int | None:
-        if not isinstance(item, (Tensor, nn.Module)):
-            return None
-        self._refer(item)
-        return next(self._number)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, left_out: Sequence[Any]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._left_out = left_out
-
-    def persistent_load(self, number: int) -> Any:
-        return self._left_out[number]
-
-
-def _unpickled(data: bytes, left_out: Sequence[Any]) -> Any:
-    return _Unpickler(data, left_out).load()
 
 
 def _held_tensors(module: nn.Module) -> dict[int, Any]:

@@ -119,7 +119,7 @@ class Programs:
     Args:
         program: program of the stage.
         module: the whole module.
-        device: device of the stage.
+        context: data that all replays of the stage share.
         static: ``"auto"``: the step's Python is checked for side effects; ``True``: it is declared to have none, and to
             do the same in each iteration; ``False``: each micro-batch is followed.
 
@@ -129,12 +129,12 @@ class Programs:
     """
 
     def __init__(
-        self, program: StageProgram, module: nn.Module, device: torch.device, static: bool | Literal["auto"]
+        self, program: StageProgram, module: nn.Module, context: ReplayContext, static: bool | Literal["auto"]
     ) -> None:
         self.static = static is True
         self.why_not: str | None = None
         self._stage = program.stage
-        self._module, self._device = module, device
+        self._module, self._context = module, context
         self._iteration = 0
         self._audits = True
         self._written: list[tuple[Form, FlatProgram]] = []
@@ -159,7 +159,8 @@ class Programs:
         """Return a writer for the micro-batch that is followed now; None if its program would not be used."""
         if self.why_not is not None or len(self._written) >= _MOST_FORMS:
             return None
-        return ProgramWriter(self._module, self._device, looks=self._audits and not self.static)
+        context, looks = self._context, self._audits and not self.static
+        return ProgramWriter(self._module, context.packer, context.device, looks)
 
     def keep(self, form: Form, writer: ProgramWriter) -> None:
         """Keep the program that was written, or note why there can be none."""
@@ -207,7 +208,6 @@ class StageStep:
         self._graph = graph
         self._program = program
         self._module = module
-        self._programs = Programs(program, module, device, execution.static)
         self._foreign_tensors = foreign_tensors
         units = {id(module.get_submodule(path)): path for path in graph.units}
         self._context = ReplayContext(
@@ -219,6 +219,7 @@ class StageStep:
             execution.compiler,
             Constants.of(program, module),
         )
+        self._programs = Programs(program, module, self._context, execution.static)
         self._began_on_host = False  # in this iteration
         self.rewritten = Rewritten.of(program, module)
         self.stream: OwnStream | None = None
