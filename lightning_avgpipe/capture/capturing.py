@@ -55,10 +55,10 @@ def capture(
     """
     if any(tensor.is_nested for tensor in tree.tensors(args)):
         raise CaptureError(f"the batch of {step} holds a nested tensor, which cannot be followed; {INSTEAD_OF_NESTED}")
-    foresight = Preview()
+    preview = Preview()
     while True:
         batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
-        make = partial(StepRecorder, module, units, device, foresight, ignore)
+        make = partial(StepRecorder, module, units, device, preview, ignore)
         with contextlib.closing(make([*tree.tensors(batch), *Objects(batch).tensors])) as recorder:
             try:
                 trained = trained_parameters(module)
@@ -67,9 +67,9 @@ def capture(
             except Exception as error:
                 error.add_note(f"while {step} was followed on a first micro-batch, to learn what it calls")
                 raise
-            before, foresight = foresight, recorder.foresight
+            before, preview = preview, recorder.preview
         # The first run may find out what must be known from the beginning, such as which buffers glue changes.
-        if foresight == before:
+        if preview == before:
             return graph
 
 
@@ -151,14 +151,14 @@ def _graph(
         written=unnamed.mutations.written(recorder.state.changes.nameless),
         reads=tuple(unnamed.assignments.reads.items()),
         pinned=tuple(draft.pinned),
-        leaving=frozenset(recorder.hidden.leaving),
-        opened=tuple(calls.ended),
+        leaking=frozenset(recorder.hidden.leaking),
+        followed_calls=tuple(calls.ended),
         trained=trained,
         finite=followed.loss is None or bool(followed.loss.isfinite().all()),
         generators=unnamed.generators.uses(),
         iterators=followed.iterators,
         uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(calls.calls),
-        beside=tuple(neighbours(module, calls.calls)),
+        neighbours=tuple(neighbours(module, calls.calls)),
     )
 
 

@@ -149,11 +149,11 @@ class Draft:
     def described(self, func: Any, tensors: Sequence[Tensor]) -> None:
         """Note that the step has read a description of tensors, which may depend on numbers of values."""
         if func in _TELL and not self._sized.isdisjoint(self.values_of(tensors)):
-            self.nodes[-1] = replace(self.nodes[-1], asks=True)
+            self.nodes[-1] = replace(self.nodes[-1], reads_numbers=True)
 
     # -- objects that units write into ---------------------------------------------------------------------------------
 
-    def opened(
+    def with_objects(
         self, node: Node, result: Any, objects: Objects, lasting: Objects, exports: bool, writes: bool
     ) -> tuple[Node, list[Tensor]]:
         """Return the node, and the tensors that it gave: those in its result, or also those that it wrote into objects.
@@ -180,4 +180,4 @@ class Draft:
             if first and not isinstance(owner, nn.Module):
                 reason = f"an object of type {type(owner).__name__} that outlives the step is written to on both sides"
                 self.pin(first[0] + 1, node.index, reason)
-        return replace(node, opens=True, exports=exports, lasting=indices), given
+        return replace(node, writes_objects=True, exports=exports, lasting=indices), given

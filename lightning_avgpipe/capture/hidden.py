@@ -25,7 +25,7 @@ class HiddenTensors:
 
     Attributes:
         exports: these units, and those that were found since.
-        leaving: units that have left a tensor outside of their results and attributes.
+        leaking: units that have left a tensor outside of their results and attributes.
         provenance: record of the node in which each tensor was made.
         own: tensors that units keep in attributes for later calls of their own.
     """
@@ -39,7 +39,7 @@ class HiddenTensors:
         exports: Collection[str],
     ) -> None:
         self.exports = set(exports)
-        self.leaving: set[str] = set()
+        self.leaking: set[str] = set()
         self._draft = draft
         self.provenance = Provenance()
         self.own = OwnTensors(module, self.provenance)
@@ -89,7 +89,7 @@ class HiddenTensors:
                 continue
             if maker.kind == "call":
                 self.exports.add(maker.name)
-                self.leaving.add(maker.name)
+                self.leaking.add(maker.name)
             reason = f"{name} at {source_line()} reads a tensor that {maker} left where it cannot be followed"
             pins.append((birth + 1, end, reason))
         self.own.look(unit, tensors)

@@ -219,7 +219,7 @@ class _Timer(StepTracer):
         is_free = not (node.writes or node.states)
         if not is_transforming() and (node.kind == "call" or (node.kind == "glue" and is_free)):
             self._measure(operation, node)
-            tensors, objects = operation.opened(node)
+            tensors, objects = operation.with_objects(node)
             with SavedHooks(_drop, _dropped):
                 result = operation.run(*operation.args, **operation.kwargs)
             given = self._trial.given(result, objects)

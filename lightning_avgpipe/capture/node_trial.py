@@ -155,7 +155,7 @@ class NodeTrial:
         within = random_state() if module is None else untouched(module, _changed_in(node))
         with within, objects.restored():
             objects.replace_tensors(copies)  # tensors that units collect in objects belong to the graph of other nodes
-            _, written = operation._replace(args=args, kwargs=kwargs).opened(node)
+            _, written = operation._replace(args=args, kwargs=kwargs).with_objects(node)
             torch.clear_autocast_cache()  # in training each micro-batch casts the weights again
             saved: list[Tensor] = []
 

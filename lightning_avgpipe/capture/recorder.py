@@ -91,24 +91,22 @@ class StepRecorder(StepTracer):
         module: nn.Module,
         units: Sequence[str],
         device: torch.device | None,
-        foresight: Preview,
+        preview: Preview,
         ignore: Collection[nn.Module],
         batch: Sequence[Tensor],
     ) -> None:
-        super().__init__({}, owned_tensors(module, foresight.glue_states), device)
+        super().__init__({}, owned_tensors(module, preview.glue_states), device)
         self.units = Units(module, units, ignore)
-        self.draft = Draft(module, self.known, self._owned, foresight.readers)
+        self.draft = Draft(module, self.known, self._owned, preview.readers)
         position = self.draft.position
-        self.unnamed = UnnamedState(module, foresight.mutable, foresight.left, position, lambda: self._inside, ignore)
+        self.unnamed = UnnamedState(module, preview.mutable, preview.left, position, lambda: self._inside, ignore)
         # all buffers are tracked, since glue may change those of a unit that is never called
         self.state = NamedState(module, self._owned, batch, device)
-        self.uses = StateUse(self.state, self._owned, foresight.glue_states)
+        self.uses = StateUse(self.state, self._owned, preview.glue_states)
         self._in_units = {id(t) for path in units for t in tensors_of(module.get_submodule(path))}
         self.calls = Calls(module, device, lambda module: not self._inside and self.unit(module) is None, position)
         self.batch = BatchUse(device)
-        self.hidden = HiddenTensors(
-            module, self.draft, self.state.is_buffer, self.calls.draws_on_host, foresight.exports
-        )
+        self.hidden = HiddenTensors(module, self.draft, self.state.is_buffer, self.calls.draws_on_host, preview.exports)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
@@ -175,10 +173,10 @@ class StepRecorder(StepTracer):
         changed = {id(t) for t, version in zip(tensors, versions, strict=True) if version_of(t) != version}
         unnamed.generators.drew(index)
         writes = bool(generators) or not changed <= set(map(id, visible))
-        node, given = draft.opened(node, result, objects, unnamed.mutations.objects, exports, writes)
+        node, given = draft.with_objects(node, result, objects, unnamed.mutations.objects, exports, writes)
         unnamed.shared.wrote(index, path, effects.objects_changed, set(map(id, objects.owners)))
         self.hidden.wrote(node, [self.state.buffer(name) for name in effects.changes], changed)
-        draft.add(node, given, tensors if node.opens else visible, versions)
+        draft.add(node, given, tensors if node.writes_objects else visible, versions)
         return result
 
     def _ran_freely(self, module: nn.Module, taken: Sequence[Tensor], result: Any, effects: _Effects) -> Any:
@@ -283,8 +281,8 @@ class StepRecorder(StepTracer):
         entry = described(result) if plain and not draws and not self.batch.knows(tensors) else None
         draft.add(
             Node(index, "glue", name, source_line(), inputs, parameters=parameters, states=states,
-                 changes=tuple(changed), entry=entry, draws=draws, asks=draft.reads_numbers(name, inputs, result),
-                 flops=_elements(result)),
+                 changes=tuple(changed), entry=entry, draws=draws, flops=_elements(result),
+                 reads_numbers=draft.reads_numbers(name, inputs, result)),
             tree.tensors(result), tensors, versions,
         )  # fmt: skip
         draft.note_length(name, args, inputs)
@@ -413,7 +411,7 @@ class StepRecorder(StepTracer):
         self.draft.pinned += self.unnamed.assignments.pinned()
 
     @property
-    def foresight(self) -> Preview:
+    def preview(self) -> Preview:
         """The facts that this recording has found."""
         return Preview(
             frozenset(self.uses.by_glue),

@@ -144,9 +144,9 @@ class Operation(NamedTuple):
         """Return the name of the called unit, or the names of the parameters that the operation uses."""
         return {self.name} if self.kind == "call" else {owned[id(t)] for t in self.tensors if id(t) in owned}
 
-    def opened(self, node: Node) -> tuple[list[Tensor], Objects | None]:
+    def with_objects(self, node: Node) -> tuple[list[Tensor], Objects | None]:
         """Return all tensors that a node takes, also those in objects that it may write into, and these objects."""
-        if not node.opens:
+        if not node.writes_objects:
             return self.tensors, None
         modules = self.module.modules() if self.module is not None and node.exports else ()
         objects = Objects((self.args, self.kwargs), modules, generators=node.generators)

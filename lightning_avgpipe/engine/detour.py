@@ -118,7 +118,7 @@ class Detour:
     def run(self, operation: Operation, position: int, runner: Runner) -> Any:
         """Execute an operation that was not captured; return its result."""
         node = self._node(position, operation.kind, operation.name)
-        tensors, objects = operation.opened(node)
+        tensors, objects = operation.with_objects(node)
         versions = [version_of(tensor) for tensor in tensors]
         outcome = runner.run(operation, node, objects)
         self._note(node, outcome, tensors, self._writes(node, tensors, versions))

@@ -280,9 +280,9 @@ def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, obse
 def _execute(instruction: Instruction, args: Any, kwargs: Any, runner: Runner) -> OperationResult:
     node, module = instruction.node, instruction.module
     assert node is not None
-    tensors = tensor_arguments(args, kwargs) if node.opens else []
+    tensors = tensor_arguments(args, kwargs) if node.writes_objects else []
     operation = Operation(node.kind, node.name, instruction.run, args, kwargs, tensors, module)
-    _, objects = operation.opened(node)
+    _, objects = operation.with_objects(node)
     with _NOTHING if module is None else runner.draws.calling(module):
         outcome = runner.run(operation, node, objects)
     return outcome.separated(node, tree.tensors((args, kwargs))) if instruction.separated else outcome

@@ -149,7 +149,7 @@ class ProgramWriter:
         """
         if node.lasting or node.exports or node.generators or node.kind == "region":
             self.refuse(f"{node} writes into objects that outlive the step, or is repeated in its backward")
-        elif node.asks or (node.kind == "glue" and (outcome.result is None or not outcome.tensors)):
+        elif node.reads_numbers or (node.kind == "glue" and (outcome.result is None or not outcome.tensors)):
             self.refuse(f"{node} tells the step numbers")
         elif operation.module is not None and (operation.module._forward_hooks or operation.module._forward_pre_hooks):
             self.refuse(f"{node} has hooks")
@@ -160,7 +160,7 @@ class ProgramWriter:
         self._instructions[-1] = replace(
             self._instructions[-1],
             looks=tuple(map(look_of, outcome.tensors)),
-            entry=None if node.opens else outcome.entry,
+            entry=None if node.writes_objects else outcome.entry,
             separated=separated,
         )
         try:

@@ -252,10 +252,10 @@ class _Replayer(StepTracer):
             self._runner.draws.skip(node.drawn)
         if self._writer is not None:
             self._writer.skipped(node)
-        return self.values.result(node, entry, *operation.opened(node))
+        return self.values.result(node, entry, *operation.with_objects(node))
 
     def _execute(self, operation: Operation, node: Node) -> Any:
-        taken, objects = operation.opened(node)
+        taken, objects = operation.with_objects(node)
         if self._writer is not None:
             self._writer.begin_node(operation)
         with _NOTHING if operation.kind == "glue" else self.executing():

@@ -81,7 +81,7 @@ def closing(subject: Divisible, graph: CallGraph, cuts: Sequence[int], keep: Col
         keep: paths of modules that stay units, or hold units.
     """
     calls: dict[str, list[FollowedCall]] = {}
-    for call in graph.opened:
+    for call in graph.followed_calls:
         calls.setdefault(call.path, []).append(call)
     rules = _Rules(subject, graph, cuts, keep)
     allowed = [path for path, of_module in calls.items() if rules.allow(path, of_module)]
