@@ -18,7 +18,7 @@ from lightning_avgpipe.capture.graph import FollowedCall
 from lightning_avgpipe.capture.tracer import CallWatcher
 from lightning_avgpipe.errors import SeedingError
 from lightning_avgpipe.utils.patching import replaced
-from lightning_avgpipe.utils.random_streams import HostState, generators, stream_seed
+from lightning_avgpipe.utils.random_streams import HostState, generators, seeds_of, stream_seed
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import untraced
 
@@ -103,8 +103,8 @@ class Calls(CallWatcher):
         self._paths = {id(m): path for path, m in module.named_modules()}
         self._stack = [_Call("", None, _NOTHING)]
         self._outermost: tuple[int, Callable[[nn.Module], AbstractContextManager[Any]]] | None = None
-        self._generators = generators(device or torch.device("cpu"))
-        self._state, self._host_state, self._seeds = self.bits(), HostState.now(), self._seeds_now()
+        self._device = device or torch.device("cpu")
+        self._state, self._host_state, self._seeds = self.bits(), HostState.now(), seeds_of(self._device)
         self.calls: list[str] = []
         self.ended: list[FollowedCall] = []
         self.drawing = {path for path, m in module.named_modules() if isinstance(m, _DropoutNd)}
@@ -171,7 +171,7 @@ class Calls(CallWatcher):
         This is done without a tensor operation, which would be watched.
         """
         with untraced():
-            states = [generator.get_state() for generator in self._generators]
+            states = [generator.get_state() for generator in generators(self._device)]
             return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
 
     def draws_on_host(self, unit: str) -> bool:
@@ -189,7 +189,9 @@ class Calls(CallWatcher):
         if self.unit is not None and self._is_seeded():
             if path not in self.seeding:  # by a method of a generator, which watching_seeds misses
                 self.seeds("seed")
-            for generator, seed in zip(self._generators, self._seeds, strict=True):  # so that the next seed is noticed
+            for generator, seed in zip(
+                generators(self._device), self._seeds, strict=True
+            ):  # so that the next seed is noticed
                 generator.manual_seed(seed)
             self._state = self.bits()
 
@@ -218,11 +220,8 @@ class Calls(CallWatcher):
             raise self._refused(where)
 
     def _is_seeded(self) -> bool:
-        now = self._seeds_now()
+        now = seeds_of(self._device)
         return now not in (self._seeds, (stream_seed(),) * len(now))
-
-    def _seeds_now(self) -> tuple[int, ...]:
-        return tuple(generator.initial_seed() for generator in self._generators)
 
     def _refused(self, where: str) -> SeedingError:
         innermost = next((call.followed.path for call in reversed(self._stack) if call.followed is not None), "")
