@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node, Value
-from lightning_avgpipe.capture.known_tensors import KnownTensors
+from lightning_avgpipe.capture.operation import KnownTensors
 from lightning_avgpipe.capture.tracer import tensor_arguments
 from lightning_avgpipe.capture.upkeep import made_by
 from lightning_avgpipe.utils import tree

@@ -37,9 +37,10 @@ from lightning_avgpipe.capture.node_trial import (
     SavedTensors,
     sums_of,
 )
+from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.capture.snapshot import untouched
-from lightning_avgpipe.capture.tracer import Operation, StepTracer, function_name, tensor_arguments
+from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
 from lightning_avgpipe.capture.units import tensors_of, visiting
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.capture.snapshot import random_state, untouched
-from lightning_avgpipe.capture.tracer import Operation
 from lightning_avgpipe.capture.units import tensors_of
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of

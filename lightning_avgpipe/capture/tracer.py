@@ -17,17 +17,15 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.known_tensors import KnownTensors
+from lightning_avgpipe.capture.operation import KnownTensors
 from lightning_avgpipe.errors import AvgPipeError, CaptureError
-from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.output import muted
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.saved_hooks import disabling, disabling_others
@@ -114,44 +112,6 @@ def tensor_arguments(*arguments: Any) -> list[Tensor]:
         elif isinstance(argument, dict) and argument:
             found.extend(tensor_arguments(*argument.values()))
     return found
-
-
-class Operation(NamedTuple):
-    """A call of a unit, a glue function or a checkpointed region that the step has come to.
-
-    Attributes:
-        kind, name: as in :class:`~lightning_avgpipe.capture.graph.Node`.
-        run: ``run(*args, **kwargs)`` executes it.
-        tensors: tensors among its arguments.
-        module: called module, if it is a call.
-    """
-
-    kind: str
-    name: str
-    run: Callable[..., Any]
-    args: Any
-    kwargs: Any
-    tensors: list[Tensor]
-    module: nn.Module | None = None
-
-    def __str__(self) -> str:
-        return {"call": f"unit '{self.name}'", "glue": f"{self.name}()", "region": "a checkpoint"}[self.kind]
-
-    def matches(self, node: Node | None) -> bool:
-        """Return whether the step executed this operation at a node when it was captured."""
-        return node is not None and node.kind == self.kind and (node.name == self.name or self.kind == "region")
-
-    def uses(self, owned: Mapping[int, str]) -> set[str]:
-        """Return the name of the called unit, or the names of the parameters that the operation uses."""
-        return {self.name} if self.kind == "call" else {owned[id(t)] for t in self.tensors if id(t) in owned}
-
-    def with_objects(self, node: Node) -> tuple[list[Tensor], Objects | None]:
-        """Return all tensors that a node takes, also those in objects that it may write into, and these objects."""
-        if not node.writes_objects:
-            return self.tensors, None
-        modules = self.module.modules() if self.module is not None and node.exports else ()
-        objects = Objects((self.args, self.kwargs), modules, generators=node.generators)
-        return [*self.tensors, *objects.tensors], objects
 
 
 class CallWatcher:

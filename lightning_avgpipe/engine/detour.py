@@ -24,9 +24,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.known_tensors import KnownTensors
-from lightning_avgpipe.capture.tracer import Operation
-from lightning_avgpipe.engine.operation import Entry, OffPathNode, OperationResult, Path, Runner
+from lightning_avgpipe.capture.operation import KnownTensors, Operation
+from lightning_avgpipe.engine.part import Entry, OffPathNode, OperationResult, Path, Runner
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.placeholder import Absent

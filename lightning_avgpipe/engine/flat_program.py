@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.tracer import Operation, function_name, tensor_arguments
+from lightning_avgpipe.capture.operation import Operation
+from lightning_avgpipe.capture.tracer import function_name, tensor_arguments
 from lightning_avgpipe.engine.attestation import Attested
-from lightning_avgpipe.engine.operation import Entry, Observe, OperationResult, Part, Path, Replayed, Runner
+from lightning_avgpipe.engine.part import Entry, Observe, OperationResult, Part, Path, Replayed, Runner
 from lightning_avgpipe.engine.randomness import Draw
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.tracer import Operation, call_module, function_name
+from lightning_avgpipe.capture.operation import Operation
+from lightning_avgpipe.capture.tracer import call_module, function_name
 from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.flat_program import (
     SAME,
@@ -30,7 +31,7 @@ from lightning_avgpipe.engine.flat_program import (
     look_of,
     slice_of,
 )
-from lightning_avgpipe.engine.operation import OperationResult
+from lightning_avgpipe.engine.part import OperationResult
 from lightning_avgpipe.engine.purity import Purity
 from lightning_avgpipe.engine.randomness import Draw
 from lightning_avgpipe.utils import tree

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.tracer import Operation, StepTracer, function_name, tensor_arguments
+from lightning_avgpipe.capture.operation import Operation
+from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
 from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.detour import Detour
-from lightning_avgpipe.engine.operation import (
+from lightning_avgpipe.engine.part import (
     Around,
     Entry,
     OffPathNode,

@@ -17,8 +17,8 @@ from lightning_avgpipe.engine.execution import Casts, Execution, OwnStream
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.frozen_prefix import FrozenPrefix
 from lightning_avgpipe.engine.halves import Halves
-from lightning_avgpipe.engine.operation import Observe, OffPathNode, Path, Replayed
 from lightning_avgpipe.engine.own_module import OwnModule
+from lightning_avgpipe.engine.part import Observe, OffPathNode, Path, Replayed
 from lightning_avgpipe.engine.recompute import Observations, Repetition
 from lightning_avgpipe.engine.stage_step import StageStep
 from lightning_avgpipe.engine.task import Gate, Inputs, Stash, Task, entered

@@ -29,8 +29,8 @@ from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.flat_program import VALUES, FlatProgram, Surprise, description
 from lightning_avgpipe.engine.idle_iterators import IdleIterators
-from lightning_avgpipe.engine.operation import Entry, Observe, Part, Path, Repeat, ReplayContext, Replayed, Runner
 from lightning_avgpipe.engine.own_generators import OwnGenerators, unmoved
+from lightning_avgpipe.engine.part import Entry, Observe, Part, Path, Repeat, ReplayContext, Replayed, Runner
 from lightning_avgpipe.engine.program_writer import ProgramWriter
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.replay import replay

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.known_tensors import KnownTensors
-from lightning_avgpipe.engine.operation import Entry
+from lightning_avgpipe.capture.operation import KnownTensors
+from lightning_avgpipe.engine.part import Entry
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import tree

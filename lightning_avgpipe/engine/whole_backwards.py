@@ -15,7 +15,7 @@ from lightning_avgpipe.capture.tracer import uncompiled
 from lightning_avgpipe.capture.units import tensors_of, visiting
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.halves import Watch, why_whole
-from lightning_avgpipe.engine.operation import Part, ReplayContext
+from lightning_avgpipe.engine.part import Part, ReplayContext
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.recompute import UnitRepeater
 from lightning_avgpipe.engine.replay import replay

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.engine import stage_step
-from lightning_avgpipe.engine.operation import Part, Replayed
+from lightning_avgpipe.engine.part import Part, Replayed
 from lightning_avgpipe.engine.replay import replay
 from tests import processes
 from tests.driver import assert_same_parameters

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.known_tensors import KnownTensors
-from lightning_avgpipe.capture.tracer import Operation
+from lightning_avgpipe.capture.operation import KnownTensors, Operation
 from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.execution import Compiler
 from lightning_avgpipe.engine.randomness import Drawing, Draws
