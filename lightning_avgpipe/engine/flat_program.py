@@ -18,14 +18,14 @@ import enum
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
-from lightning_avgpipe.capture.tracer import function_name, tensor_arguments
+from lightning_avgpipe.capture.tracer import tensor_arguments
 from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.part import Entry, Observe, OperationResult, Part, Path, Replayed, Runner
 from lightning_avgpipe.engine.randomness import Draw
@@ -83,9 +83,8 @@ class Fixed:
 
     @classmethod
     def of(cls, value: Any) -> Fixed:
-        if isinstance(value, Absent):
-            return cls(value, TensorMeta.of(value))
-        return cls(value, (type(value), value) if type(value) in VALUES else id(value))
+        kind = type(value)
+        return cls(value, (kind, value) if kind in VALUES else TensorMeta.of(value) if kind is Absent else id(value))
 
 
 def fill(template: Any, slots: Sequence[Any]) -> Any:
@@ -137,7 +136,7 @@ class Instruction:
     Attributes:
         kind: free ``"glue"``, a ``"question"`` about the batch, an ``"object"`` that is made anew, a ``"node"``, a call
             that only looks at values (``"observe"``), or a call of another stage (``"skipped"``).
-        what: name of the function, and the id of the called module.
+        name: name of the function.
         run: executes the operation.
         args: templates of the positional arguments.
         kwargs: names and templates of the keyword arguments.
@@ -153,13 +152,13 @@ class Instruction:
     """
 
     kind: InstructionKind
-    what: tuple[str, int]
+    name: str
     run: Callable[..., Any] = field(compare=False)
     args: tuple[Any, ...] = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
     made: tuple[int, ...] = ()
     node: Node | None = field(default=None, compare=False)
-    module: nn.Module | None = field(default=None, compare=False)
+    module: nn.Module | None = None
     answer: Any = None
     draw: Draw | None = None
     looks: tuple[Any, ...] = field(default=(), compare=False)
@@ -167,12 +166,8 @@ class Instruction:
     separated: bool = False
     dropped: tuple[int, ...] = field(default=(), compare=False)
 
-    @classmethod
-    def of(cls, kind: InstructionKind, run: Callable[..., Any], module: nn.Module | None = None, **fields: Any) -> Self:
-        return cls(kind, (function_name(run), id(module)), run, module=module, **fields)
-
     def __str__(self) -> str:
-        return str(self.node or f"{self.what[0]}()")
+        return str(self.node or f"{self.name}()")
 
     @property
     def drawn(self) -> tuple[str, ...]:

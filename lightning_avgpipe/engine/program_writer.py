@@ -108,7 +108,7 @@ class ProgramWriter:
         if node.writes:
             self.refuse(f"{node} writes into what it is given")
         elif node.kind == "call" and self.why_not is None:
-            self._instructions.append(Instruction.of("skipped", call_module, node=node))
+            self._instructions.append(Instruction("skipped", node.name, call_module, node=node))
 
     def call(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Note a call of a unit that depends on the batch alone."""
@@ -223,9 +223,7 @@ class ProgramWriter:
             return
         draw = None if module is not None or kind == "observe" else self.draw
         self._instructions.append(
-            Instruction.of(
-                kind, run, module, args=templates, kwargs=named, made=made, node=node, answer=answer, draw=draw
-            )
+            Instruction(kind, function_name(run), run, templates, named, made, node, module, answer, draw)
         )
 
     def _templates(self, args: Any, kwargs: Any, objects: bool = False) -> tuple[Any, Any]:
@@ -279,9 +277,8 @@ class ProgramWriter:
         data, references = self._pickled(item)
         slot, self._num_slots = self._num_slots, self._num_slots + 1
         self._objects[id(item)] = slot, item
-        self._instructions.append(
-            Instruction.of("object", partial(self.packer.unpickled, data), args=references, made=(slot,))
-        )
+        restored = partial(self.packer.unpickled, data)
+        self._instructions.append(Instruction("object", type(item).__qualname__, restored, references, made=(slot,)))
         return TensorSlot(slot)
 
     def _pickled(self, item: Any) -> tuple[bytes, tuple[Any, ...]]:
