@@ -37,7 +37,7 @@ from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import StageMap
-from lightning_avgpipe.engine.compiling import Execution
+from lightning_avgpipe.engine.execution import Execution
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning.divisible import Divisible, Step

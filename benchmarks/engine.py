@@ -48,7 +48,7 @@ from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import StageMap
-from lightning_avgpipe.engine.compiling import Compiler, Execution
+from lightning_avgpipe.engine.execution import Compiler, Execution
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.engine.pipeline import Pipeline, run_together
 from lightning_avgpipe.engine.stage import Stage

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.engine.compiling import Execution
+from lightning_avgpipe.engine.execution import Execution
 from lightning_avgpipe.engine.microbatch import MicroBatch, split
 from lightning_avgpipe.engine.pipeline import Pipeline, run_together
 from lightning_avgpipe.engine.task import Task

@@ -17,10 +17,8 @@ from lightning_avgpipe.averaging.model_tensors import ModelTensors
 from lightning_avgpipe.averaging.models import Models
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.averaging.replica import Placement
-from lightning_avgpipe.comm.replica_group import ReplicaGroup
-from lightning_avgpipe.weights.relocation import Belongings, OptimizerStates
 from lightning_avgpipe.comm.collectives import ReplicaGroup
-from lightning_avgpipe.weights.belongings import Belongings, OptimizerStates
+from lightning_avgpipe.weights.relocation import Belongings, OptimizerStates
 
 
 class Ensemble:

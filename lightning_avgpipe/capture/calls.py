@@ -1,56 +1,199 @@
-"""Note, while a step is captured, which nodes lie inside of the calls of modules that are not units."""
+"""Watch the calls of modules while a step is captured: who draws random numbers or seeds, what nodes lie in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_avgpipe.capture.graph import OpenedCall
-from lightning_avgpipe.capture.random_use import DrawWatch
+from lightning_avgpipe.capture.graph import FollowedCall
 from lightning_avgpipe.capture.tracer import CallWatcher
 from lightning_avgpipe.errors import SeedingError
+from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.random_streams import HostState, generators, seeds_of, stream_seed
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.torch_compat import untraced
+
+
+def watching_seeds(note: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Watch ``torch.manual_seed``, ``torch.seed`` and ``torch.set_rng_state`` within this context.
+
+    The name under which the step has imported them does not matter: all look up torch's generator of the host in one
+    place.
+
+    Args:
+        note: is called with the name of such a function before it runs.
+    """
+    return replaced(torch.random, "default_generator", _Watched(note))
+
+
+class _Watched:
+    """A stand-in for torch's default generator that reports seeds, but not torch's own restores of the state."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+
+    def __getattr__(self, name: str) -> Any:
+        caller = sys._getframe(2).f_globals["__name__"]
+        if name in ("manual_seed", "seed") or (name == "set_state" and not caller.startswith("torch.")):
+            self._note({"set_state": "set_rng_state"}.get(name, name))
+        return getattr(torch.default_generator, name)
+
+
+class _Call(NamedTuple):
+    """A call that has not ended.
+
+    Attributes:
+        path: path of the module whose draws those of the call are.
+        followed: position of the call in the graph, if it is followed.
+        around: context that ends with the call.
+    """
+
+    path: str
+    followed: FollowedCall | None
+    around: AbstractContextManager[Any]
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Calls(CallWatcher):
-    """A watcher that passes all calls on to the watch for draws, and refuses seeds outside of units.
+    """A watcher that notes which modules draw random numbers or seed, and which nodes the followed calls execute.
+
+    Between two events (a call begins, a call ends) only the module on top of the stack runs. So if a generator has
+    moved, this module has drawn, itself and not only through its children.
 
     Every stage runs the code between units, and units draw from random streams of their own. So only a unit may seed,
     for its own draws.
 
     Args:
-        watch: watch for draws of random numbers.
-        is_outside: return whether a module that is being called is neither a unit nor inside of one.
+        module: root module; its own code has the path "".
+        device: device on which the step computes.
+        is_followed: return whether a module that is being called is neither a unit nor inside of one.
         position: return the number of nodes so far.
 
     Attributes:
-        watch: as given.
-        ended: calls that have ended, in order.
+        calls: paths of all calls so far, in order.
+        ended: followed calls that have ended, in order.
+        drawing: paths of modules that draw from torch's generators; dropout layers are among them even in evaluation
+            mode.
+        host_drawing: paths of modules that draw from the generators of Python or NumPy.
+        unit: path of the running unit; None between units.
+        seeding: paths of modules that seed torch's generators themselves while a unit runs.
+        from_entropy: whether one of them may seed with an unpredictable number (``torch.seed``).
     """
 
-    def __init__(self, watch: DrawWatch, is_outside: Callable[[nn.Module], bool], position: Callable[[], int]) -> None:
-        self.watch = watch
-        self._is_outside = is_outside
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | None,
+        is_followed: Callable[[nn.Module], bool],
+        position: Callable[[], int],
+    ) -> None:
+        self._is_followed = is_followed
         self._position = position
-        self._open: list[OpenedCall | None] = []
-        self.ended: list[OpenedCall] = []
+        self._paths = {id(m): path for path, m in module.named_modules()}
+        self._stack = [_Call("", None, _NOTHING)]
+        self._outermost: tuple[int, Callable[[nn.Module], AbstractContextManager[Any]]] | None = None
+        self._device = device or torch.device("cpu")
+        self._state, self._host_state, self._seeds = self.bits(), HostState.now(), seeds_of(self._device)
+        self.calls: list[str] = []
+        self.ended: list[FollowedCall] = []
+        self.drawing = {path for path, m in module.named_modules() if isinstance(m, _DropoutNd)}
+        self.host_drawing: set[str] = set()
+        self.unit: str | None = None
+        self.seeding: set[str] = set()
+        self.from_entropy = False
 
     def enter(self, module: nn.Module) -> None:
-        path, begin = self.watch.path(module), self._position()
-        self._open.append(OpenedCall(path, begin, begin, False) if path and self._is_outside(module) else None)
-        self.watch.enter(module)
+        around: AbstractContextManager[Any] = _NOTHING
+        if self._outermost is not None and self._outermost[0] == len(self._stack):
+            around = self._outermost[1](module)
+        around.__enter__()
+        path, begin = self._paths.get(id(module)), self._position()
+        followed = FollowedCall(path, begin, begin, False) if path and self._is_followed(module) else None
+        self.look()
+        if path is not None:
+            self.calls.append(path)
+        # what the step makes draws for its caller
+        self._stack.append(_Call(self._stack[-1].path if path is None else path, followed, around))
 
     def leave(self, module: nn.Module) -> None:
-        self.watch.leave(module)
-        call = self._open.pop()
-        if call is not None:
-            self.ended.append(replace(call, end=self._position()))
+        self.look()
+        call = self._stack.pop()
+        if call.followed is not None:
+            self.ended.append(replace(call.followed, end=self._position()))
+        call.around.__exit__(None, None, None)
 
     def observe(self) -> None:
         """Note that ``self.log`` or a metric is called within all calls that have not ended."""
-        self._open = [None if call is None else replace(call, observes=True) for call in self._open]
+        self._stack = [
+            call if call.followed is None else call._replace(followed=replace(call.followed, observes=True))
+            for call in self._stack
+        ]
+
+    def path(self, module: nn.Module) -> str:
+        """Return the path of a module below the root; "" if it has none."""
+        return self._paths.get(id(module), "")
+
+    @contextlib.contextmanager
+    def within(self, unit: str) -> Iterator[None]:
+        """Run a unit within this context."""
+        self.unit = unit
+        try:
+            yield
+            self.look()
+        finally:
+            self.unit = None
+
+    @contextlib.contextmanager
+    def within_region(self, around: Callable[[nn.Module], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Run a region that is checkpointed in one piece within this context, and its outermost modules in theirs."""
+        self._outermost = len(self._stack), around
+        try:
+            yield
+        finally:
+            self._outermost = None
+
+    # -- draws ---------------------------------------------------------------------------------------------------------
+
+    def bits(self) -> tuple[bytes, ...]:
+        """Return the state of torch's generators for units and glue.
+
+        This is done without a tensor operation, which would be watched.
+        """
+        with untraced():
+            states = [generator.get_state() for generator in generators(self._device)]
+            return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
+
+    def draws_on_host(self, unit: str) -> bool:
+        """Return whether a unit, or a module inside of it, has drawn from the generators of Python or NumPy."""
+        return any(f"{path}.".startswith(f"{unit}.") for path in self.host_drawing)
+
+    def look(self) -> None:
+        """Note draws and seeds since the last event."""
+        path, state, on_host = self._stack[-1].path, self.bits(), HostState.now()
+        if state != self._state:
+            self.drawing.add(path)
+        if on_host != self._host_state:
+            self.host_drawing.add(path)
+        self._state, self._host_state = state, on_host
+        if self.unit is not None and self._is_seeded():
+            if path not in self.seeding:  # by a method of a generator, which watching_seeds misses
+                self.seeds("seed")
+            for generator, seed in zip(
+                generators(self._device), self._seeds, strict=True
+            ):  # so that the next seed is noticed
+                generator.manual_seed(seed)
+            self._state = self.bits()
 
     # -- seeds ---------------------------------------------------------------------------------------------------------
 
@@ -60,9 +203,11 @@ class Calls(CallWatcher):
         Raises:
             SeedingError: the call is outside of units.
         """
-        if self.watch.unit is None:
+        if self.unit is None:
             raise self._refused(f"at {source_line()} (torch.{function})")
-        self.watch.seeds(function)
+        self.seeding.add(self._stack[-1].path)
+        self.drawing.add(self._stack[-1].path)
+        self.from_entropy |= function == "seed"
 
     def check_seeds(self) -> None:
         """Check that code outside of units has not seeded torch's generators by their own methods.
@@ -70,12 +215,16 @@ class Calls(CallWatcher):
         Raises:
             SeedingError: it has seeded one.
         """
-        if self.watch.is_seeded():
+        if self._is_seeded():
             where = f"before it comes to {source_line()} (manual_seed of torch.default_generator, or the like)"
             raise self._refused(where)
 
+    def _is_seeded(self) -> bool:
+        now = seeds_of(self._device)
+        return now not in (self._seeds, (stream_seed(),) * len(now))
+
     def _refused(self, where: str) -> SeedingError:
-        innermost = next((call.path for call in reversed(self._open) if call is not None), "")
+        innermost = next((call.followed.path for call in reversed(self._stack) if call.followed is not None), "")
         return SeedingError(
             f"the step seeds torch's random numbers {where} between submodules, while stages draw from streams of each "
             "module and micro-batch; draw from a torch.Generator of your own, seed in the forward of a submodule what "

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.calls import watching_seeds
 from lightning_avgpipe.capture.draft import ANYWHERE
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.iterators import Iterators, Key
 from lightning_avgpipe.capture.named_state import trained_parameters
-from lightning_avgpipe.capture.neighbours import neighbours
-from lightning_avgpipe.capture.random_use import watching_seeds
 from lightning_avgpipe.capture.recorder import Preview, StepRecorder
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import watching
+from lightning_avgpipe.capture.units import neighbours
 from lightning_avgpipe.errors import CaptureError, SkippedStepError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
@@ -55,10 +55,10 @@ def capture(
     """
     if any(tensor.is_nested for tensor in tree.tensors(args)):
         raise CaptureError(f"the batch of {step} holds a nested tensor, which cannot be followed; {INSTEAD_OF_NESTED}")
-    foresight = Preview()
+    preview = Preview()
     while True:
         batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
-        make = partial(StepRecorder, module, units, device, foresight, ignore)
+        make = partial(StepRecorder, module, units, device, preview, ignore)
         with contextlib.closing(make([*tree.tensors(batch), *Objects(batch).tensors])) as recorder:
             try:
                 trained = trained_parameters(module)
@@ -67,9 +67,9 @@ def capture(
             except Exception as error:
                 error.add_note(f"while {step} was followed on a first micro-batch, to learn what it calls")
                 raise
-            before, foresight = foresight, recorder.foresight
+            before, preview = preview, recorder.preview
         # The first run may find out what must be known from the beginning, such as which buffers glue changes.
-        if foresight == before:
+        if preview == before:
             return graph
 
 
@@ -126,19 +126,19 @@ def _graph(
     recorder: StepRecorder, module: nn.Module, step: str, trained: frozenset[str], followed: _Followed
 ) -> CallGraph:
     """Make the call graph of what was recorded."""
-    draft, unnamed, draws = recorder.draft, recorder.unnamed, recorder.calls.watch
-    drawing = draws.drawing | draws.host_drawing
+    draft, unnamed, calls = recorder.draft, recorder.unnamed, recorder.calls
+    drawing = calls.drawing | calls.host_drawing
     return CallGraph(
         step=step,
         nodes=tuple(replace(node, drawn=tuple(filter(drawing.__contains__, node.drawn))) for node in draft.nodes),
-        values=tuple(draft.values.all),
+        values=tuple(draft.values),
         kept=frozenset(draft.kept),
         units=recorder.units.found(),
         resident=frozenset(draft.resident),
-        drawing=frozenset(draws.drawing),
-        host_drawing=frozenset(draws.host_drawing),
-        seeding=frozenset(draws.seeding),
-        from_entropy=draws.from_entropy,
+        drawing=frozenset(calls.drawing),
+        host_drawing=frozenset(calls.host_drawing),
+        seeding=frozenset(calls.seeding),
+        from_entropy=calls.from_entropy,
         leaves=recorder.batch.leaves(),
         batch_writes=followed.batch_writes,
         glue_states=frozenset(recorder.uses.by_glue),
@@ -151,14 +151,14 @@ def _graph(
         written=unnamed.mutations.written(recorder.state.changes.nameless),
         reads=tuple(unnamed.assignments.reads.items()),
         pinned=tuple(draft.pinned),
-        leaving=frozenset(recorder.hidden.leaving),
-        opened=tuple(recorder.calls.ended),
+        leaking=frozenset(recorder.hidden.leaking),
+        followed_calls=tuple(calls.ended),
         trained=trained,
         finite=followed.loss is None or bool(followed.loss.isfinite().all()),
         generators=unnamed.generators.uses(),
         iterators=followed.iterators,
-        uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(draws.calls),
-        beside=tuple(neighbours(module, draws.calls)),
+        uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(calls.calls),
+        neighbours=tuple(neighbours(module, calls.calls)),
     )
 
 

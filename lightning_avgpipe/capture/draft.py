@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Collection, Container, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.known_tensors import KnownTensors
-from lightning_avgpipe.capture.questions import Questions
-from lightning_avgpipe.capture.values import Values
+from lightning_avgpipe.capture.graph import Node, Value
+from lightning_avgpipe.capture.operation import KnownTensors
+from lightning_avgpipe.capture.tracer import tensor_arguments
+from lightning_avgpipe.capture.upkeep import made_by
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.parcel import Packer
+from lightning_avgpipe.utils.tensors import is_strided, tensor_bytes
+from lightning_avgpipe.utils.torch_compat import address, version_of
+
+# Functions whose results have a length that depends on numbers, ...
+_LENGTHS = frozenset(("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select"))
+# ... functions that keep such a length, ...
+_SAME = frozenset(("squeeze", "flatten", "view", "reshape", "to", "cpu", "long", "int", "detach", "__getitem__"))
+# ... and functions that return it.
+_TELL = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel))  # type: ignore[attr-defined]
 
 ANYWHERE = sys.maxsize  # stands for the last node of a range
 Pin = tuple[int, int, str]  # first and last position where no cut may lie, and the reason
@@ -21,23 +35,34 @@ Pin = tuple[int, int, str]  # first and last position where no cut may lie, and 
 class Draft:
     """A call graph under construction.
 
+    Args:
+        module: module whose step it is.
+        known: record of which tensor holds which value.
+        owned: ids of the tensors whose uses are known by name.
+        readers: units that are known to find values in objects.
+
     Attributes:
         nodes: nodes so far, in program order.
-        values: values that flow between the nodes.
+        values: values so far, in the order in which they were made.
         kept: values that are needed at the end of the step.
         resident: units that are nodes whatever their arguments are.
         readers: units that find values in objects only, not in their arguments.
         pinned: ranges where no cut may lie, see :attr:`CallGraph.pinned`.
-        questions: record of where the step learns numbers of values.
     """
 
-    def __init__(self, known: KnownTensors, readers: Collection[str]) -> None:
+    def __init__(self, module: nn.Module, known: KnownTensors, owned: Container[int], readers: Collection[str]) -> None:
+        self._known = known
+        self._owned = owned
         self.nodes: list[Node] = []
-        self.values = Values(known)
+        self.values: list[Value] = []
         self.kept: set[int] = set()
         self.resident, self.readers = set(readers), set(readers)
         self.pinned: list[Pin] = []
-        self.questions = Questions()
+        self._storages: dict[int, int] = {}
+        self._held: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
+        self._sized: set[int] = set()  # values whose length depends on numbers
+        self._packer = Packer(module)
+        self._writers: dict[int, list[int]] = defaultdict(list)  # lasting object -> nodes that write into it
 
     def position(self) -> int:
         """Return the number of nodes so far."""
@@ -47,19 +72,112 @@ class Draft:
         """Forbid cuts at the positions ``begin .. end``."""
         self.pinned.append((begin, end, reason))
 
-    def add(
-        self,
-        node: Node,
-        given: Sequence[Tensor],
-        taken: Sequence[Tensor],
-        versions: Sequence[int],
-        owned: Container[int],
-    ) -> None:
-        """Add a node that returned ``given`` and may have written into the tensors ``taken`` of these ``versions``."""
-        writes = self.values.written(taken, versions, owned, node.name)
-        self.nodes.append(replace(node, outputs=self.values.given(given, taken, node.name), writes=writes))
+    def maker(self, value: int) -> Node:
+        """Return the first node that has returned a value or written into it."""
+        return next(node for node in self.nodes if value in made_by(node))
 
-    def told(self, func: Any, tensors: Sequence[Tensor]) -> None:
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def values_of(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """Return the values that these tensors hold."""
+        found = (self._known.value_of(t) for t in tensors)
+        return tuple(dict.fromkeys(value for value in found if value is not None))
+
+    def add(self, node: Node, given: Sequence[Tensor], taken: Sequence[Tensor], versions: Sequence[int]) -> None:
+        """Add a node that returned ``given`` and may have written into the tensors ``taken`` of these ``versions``."""
+        writes = self._written(taken, versions, node.name)
+        outputs = []
+        for tensor in given:
+            value = self._known.own_value_of(tensor)
+            if value is None:
+                same = next((i for i, t in enumerate(taken) if t is tensor), None)
+                value = -1 - same if same is not None else self._new(tensor, node.name)
+            outputs.append(value)
+        self.nodes.append(replace(node, outputs=tuple(outputs), writes=writes))
+
+    def _written(
+        self, taken: Sequence[Tensor], versions: Sequence[int], name: str
+    ) -> tuple[tuple[int, int, bool], ...]:
+        """Return the writes, see :attr:`Node.writes`, of a node of this name."""
+        writes: list[tuple[int, int, bool]] = []
+        for i, (tensor, version) in enumerate(zip(taken, versions, strict=False)):
+            if version_of(tensor) == version:
+                continue
+            for target, base in ((tensor, False), (tensor._base, True)):
+                if target is not None and id(target) not in self._owned:
+                    value = self._known.own_value_of(target)
+                    writes.append((i, self._new(target, name) if value is None else value, base))
+        return tuple(dict.fromkeys(writes))
+
+    def _new(self, tensor: Tensor, name: str) -> int:
+        index = len(self.values)
+        storage = self._storages.setdefault(address(tensor), len(self._storages))
+        self.values.append(
+            Value(
+                index, name, tuple(tensor.shape), str(tensor.dtype), tensor_bytes(tensor),
+                tensor.requires_grad, storage, is_strided(tensor),
+            )
+        )  # fmt: skip
+        self._held.append(tensor)
+        self._known.learn(tensor, index)
+        return index
+
+    # -- numbers of values, on which it may depend what the step does next ---------------------------------------------
+
+    def reads_numbers(self, name: str, inputs: Sequence[int], result: Any) -> bool:
+        """Return whether a glue operation on these values gives the step numbers of values.
+
+        ::
+
+            if chosen.any(): ...                        a number
+            for expert in hit.nonzero().squeeze(-1):    as many tensors as the numbers have it
+            if len(torch.where(chosen == 3)[0]): ...    a length that depends on numbers, see described()
+        """
+        if name == "unbind":
+            return not self._sized.isdisjoint(inputs)
+        return bool(inputs) and any(isinstance(leaf, (bool, int, float)) for leaf in tree.flatten(result)[0])
+
+    def note_length(self, name: str, args: Sequence[Any], inputs: Sequence[int]) -> None:
+        """Note the glue operation that was added last, in case the length of its results depends on numbers."""
+        masked = name == "__getitem__" and self.values_of(
+            [t for t in tensor_arguments(*args[1:]) if t.dtype is torch.bool]
+        )
+        new = name in _LENGTHS or (name == "where" and len(args) == 1) or masked
+        if (new and inputs) or (name in _SAME and not self._sized.isdisjoint(inputs)):
+            self._sized.update(self.nodes[-1].outputs)
+
+    def described(self, func: Any, tensors: Sequence[Tensor]) -> None:
         """Note that the step has read a description of tensors, which may depend on numbers of values."""
-        if self.questions.told(func, self.values.of(tensors)):
-            self.nodes[-1] = replace(self.nodes[-1], asks=True)
+        if func in _TELL and not self._sized.isdisjoint(self.values_of(tensors)):
+            self.nodes[-1] = replace(self.nodes[-1], reads_numbers=True)
+
+    # -- objects that units write into ---------------------------------------------------------------------------------
+
+    def with_objects(
+        self, node: Node, result: Any, objects: Objects, lasting: Objects, exports: bool, writes: bool
+    ) -> tuple[Node, list[Tensor]]:
+        """Return the node, and the tensors that it gave: those in its result, or also those that it wrote into objects.
+
+        Args:
+            objects: objects that its arguments lead to, as they were before; with ``exports`` also those in its
+                attributes.
+            lasting: objects that existed before the step.
+            writes: whether the node wrote into a tensor that is held by an object.
+        """
+        if not writes and not self._packer.is_needed(result, objects):
+            return node, tree.tensors(result)
+        try:
+            given = self._packer.pack(result, objects)[1]
+        except Exception as error:  # any type: pickling runs code of the objects
+            reason = f"{node} leaves in an object what cannot be sent to another stage: {error}"
+            self.pin(node.index + 1, ANYWHERE, reason)
+            return node, tree.tensors(result)
+        written = [obj for obj, _, _ in objects.modified()]
+        indices = tuple(objects.indices[id(obj)] for obj in written if id(obj) in lasting.indices)
+        for owner in (objects.owners[i] for i in indices):
+            first = self._writers[id(owner)][:1]
+            self._writers[id(owner)].append(node.index)
+            if first and not isinstance(owner, nn.Module):
+                reason = f"an object of type {type(owner).__name__} that outlives the step is written to on both sides"
+                self.pin(first[0] + 1, node.index, reason)
+        return replace(node, writes_objects=True, exports=exports, lasting=indices), given

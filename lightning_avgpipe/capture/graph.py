@@ -70,14 +70,14 @@ class Node:
         draws: whether the node draws random numbers.
         drawn: paths of the modules called inside of the node that draw random numbers, one per call.
         flops: forward floating-point operations, an estimate.
-        opens: whether the node writes into objects among its arguments, or returns objects that hold tensors. The
-            tensors in these objects then follow the tensors in its arguments, and its outputs are those of a
+        writes_objects: whether the node writes into objects among its arguments, or returns objects that hold tensors.
+            The tensors in these objects then follow the tensors in its arguments, and its outputs are those of a
             :class:`~lightning_avgpipe.utils.parcel.Parcel`.
         exports: whether attributes of the unit's modules count as such objects.
         lasting: indices of the objects that the node writes into and that existed before the step.
         generators: indices, among all random generators in the arguments, of those that the step has made; they count
             as such objects.
-        asks: whether the step reads numbers of values from the node, so that what it does next may depend on them.
+        reads_numbers: whether the step reads numbers of values from the node, on which it may depend what it does next.
     """
 
     index: int
@@ -94,11 +94,11 @@ class Node:
     draws: bool = False
     drawn: tuple[str, ...] = ()
     flops: float = 0.0
-    opens: bool = False
+    writes_objects: bool = False
     exports: bool = False
     lasting: tuple[int, ...] = ()
     generators: tuple[int, ...] = ()
-    asks: bool = False
+    reads_numbers: bool = False
 
     def __str__(self) -> str:
         names = {"call": f"unit '{self.name}'", "glue": f"{self.name}()", "region": f"checkpoint of '{self.name}'"}
@@ -154,7 +154,7 @@ class GeneratorUse(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OpenedCall:
+class FollowedCall:
     """A call of a module that is not a unit and was followed: it executed the nodes ``begin .. end-1``.
 
     Attributes:
@@ -202,15 +202,15 @@ class CallGraph:
             units changes in place, with the position of the first change.
         reads: ``((path, name), position)`` of all attributes that the step reads, with the position of the first read.
         pinned: ``(first, last, reason)``: no cut at these positions is legal.
-        leaving: units that leave tensors where they cannot be followed, such as in a global list. If the unit is
+        leaking: units that leave tensors where they cannot be followed, such as in a global list. If the unit is
             followed instead, this is no obstacle when, for instance, a forward hook leaves them.
-        opened: calls of modules that hold units, in the order in which they ended.
+        followed_calls: calls of modules that hold units, in the order in which they ended.
         trained: full names of the parameters that were trained when the step was captured.
         finite: whether the loss was finite; True if there is none.
         generators: uses of the random generators that outlive the step.
         iterators: ``(path, name)`` of attributes and variables that lead to iterators from which the step took nothing.
         uncalled: paths of the modules that the step did not call.
-        beside: full names of uncalled modules and of their parameters, each with the path of a called neighbour.
+        neighbours: full names of uncalled modules and of their parameters, each with the path of a called neighbour.
     """
 
     step: str
@@ -235,14 +235,14 @@ class CallGraph:
     holders: tuple[tuple[tuple[str, str], int], ...] = ()
     reads: tuple[tuple[tuple[str, str], int], ...] = ()
     pinned: tuple[tuple[int, int, str], ...] = ()
-    leaving: frozenset[str] = frozenset()
-    opened: tuple[OpenedCall, ...] = ()
+    leaking: frozenset[str] = frozenset()
+    followed_calls: tuple[FollowedCall, ...] = ()
     trained: frozenset[str] = frozenset()
     finite: bool = True
     generators: tuple[GeneratorUse, ...] = ()
     iterators: tuple[tuple[str, str], ...] = ()
     uncalled: frozenset[str] = frozenset()
-    beside: tuple[tuple[str, str], ...] = ()
+    neighbours: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def changed(self) -> frozenset[str]:
@@ -250,7 +250,7 @@ class CallGraph:
         return frozenset(name for node in self.nodes for name in node.states)
 
     @cached_property
-    def asking(self) -> frozenset[str]:
+    def number_readers(self) -> frozenset[str]:
         """The paths of the followed modules whose own code reads numbers of values."""
         return frozenset(call.path for _, call in self._questions if call.path)
 
@@ -267,11 +267,11 @@ class CallGraph:
         return tuple(found)
 
     @cached_property
-    def _questions(self) -> list[tuple[int, OpenedCall]]:
+    def _questions(self) -> list[tuple[int, FollowedCall]]:
         """The nodes from which numbers of values are read, each with the innermost followed call around it."""
-        step = OpenedCall("", 0, len(self.nodes), False)
-        asked = [node.index for node in self.nodes if node.asks]
-        around = [[step, *(call for call in self.opened if call.begin <= index < call.end)] for index in asked]
+        step = FollowedCall("", 0, len(self.nodes), False)
+        asked = [node.index for node in self.nodes if node.reads_numbers]
+        around = [[step, *(call for call in self.followed_calls if call.begin <= index < call.end)] for index in asked]
         return [(i, min(calls, key=lambda call: call.end - call.begin)) for i, calls in zip(asked, around, strict=True)]
 
     @cached_property
@@ -287,7 +287,7 @@ class CallGraph:
             parts = self.nodes[index].name.split(".")
             last |= dict.fromkeys((".".join(parts[: n + 1]) for n in range(len(parts))), following - 1)
         used = {name for node in self.nodes for name in (node.name, *node.parameters)}
-        return {name: last[path] for name, path in self.beside if path in last and name not in used}
+        return {name: last[path] for name, path in self.neighbours if path in last and name not in used}
 
     @cached_property
     def born(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.draft import ANYWHERE, Draft, Pin
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.own_tensors import OwnTensors, TensorRead
-from lightning_avgpipe.capture.provenance import Provenance
+from lightning_avgpipe.capture.unit_operations import Provenance
 from lightning_avgpipe.utils.source import source_line
 
 
@@ -25,7 +25,7 @@ class HiddenTensors:
 
     Attributes:
         exports: these units, and those that were found since.
-        leaving: units that have left a tensor outside of their results and attributes.
+        leaking: units that have left a tensor outside of their results and attributes.
         provenance: record of the node in which each tensor was made.
         own: tensors that units keep in attributes for later calls of their own.
     """
@@ -39,7 +39,7 @@ class HiddenTensors:
         exports: Collection[str],
     ) -> None:
         self.exports = set(exports)
-        self.leaving: set[str] = set()
+        self.leaking: set[str] = set()
         self._draft = draft
         self.provenance = Provenance()
         self.own = OwnTensors(module, self.provenance)
@@ -78,7 +78,7 @@ class HiddenTensors:
             if held is tensor and writer is not None and (writer.name != unit or not self._is_buffer(tensor)):
                 reason = f"{name} at {source_line()} reads a tensor that {writer} writes into"
                 pins.append((writer.index + 1, end, reason))
-            if birth is None or birth >= len(nodes) or self._draft.values.of([tensor]):
+            if birth is None or birth >= len(nodes) or self._draft.values_of([tensor]):
                 continue
             maker = nodes[birth]
             if maker.kind == "call" and maker.name == unit:
@@ -89,7 +89,7 @@ class HiddenTensors:
                 continue
             if maker.kind == "call":
                 self.exports.add(maker.name)
-                self.leaving.add(maker.name)
+                self.leaking.add(maker.name)
             reason = f"{name} at {source_line()} reads a tensor that {maker} left where it cannot be followed"
             pins.append((birth + 1, end, reason))
         self.own.look(unit, tensors)

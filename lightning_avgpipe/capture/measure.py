@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -28,23 +29,32 @@ from tqdm.auto import tqdm
 
 from lightning_avgpipe.capture.costs import Costs, value_bytes
 from lightning_avgpipe.capture.graph import CallGraph, Node
-from lightning_avgpipe.capture.node_trial import REGION_BACKWARD, Kept, NodeExecution, NodeTrial, sums_of
+from lightning_avgpipe.capture.node_trial import (
+    REGION_BACKWARD,
+    NodeTrial,
+    Sample,
+    Samples,
+    SavedTensors,
+    sums_of,
+)
+from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.capture.recorder import owned_tensors
-from lightning_avgpipe.capture.samples import Sample, Samples, Sampling
-from lightning_avgpipe.capture.saved_tensors import SavedTensors, tensors_of
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
-from lightning_avgpipe.capture.visit import visiting
+from lightning_avgpipe.capture.units import tensors_of, visiting
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.output import heard
 from lightning_avgpipe.utils.parcel import Packer
-from lightning_avgpipe.utils.torch_compat import SavedHooks, is_transforming, storage_id
+from lightning_avgpipe.utils.torch_compat import SavedHooks, is_transforming
 
 _ROUNDS = 5  # runs of the step
 _TRIALS = 3  # repetitions when reading kept outputs is timed
 _PATIENCE_S = 2.0  # a longer measurement shows its progress
+_CALLS = 2  # equal calls that are measured in one run of the step
+_REPETITIONS = 3
+_SHORT_S = 0.02  # repetitions of one call end after this time
 
 
 def _progress(graph: CallGraph) -> tqdm[Any]:
@@ -87,13 +97,13 @@ def measure(
         for _ in range(_ROUNDS):
             round_begin = time.perf_counter()
             batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
-            sampling, first = Sampling(kinds, samples, deadline), saved is None
-            timer = _Timer(graph, module, device, trial, sampling, batch, first, bar)
+            counted = None if saved else SavedTensors(len(graph.nodes), [*tensors_of(module), *tree.tensors(batch)])
+            timer = _Timer(graph, module, device, trial, kinds, samples, deadline, counted, bar)
             following = timer.following(compiled=not graph.drawing)
             with untouched(module, graph.changed), Objects(batch, opaque=True).restored(), timer.visiting(), following:
                 run(*batch)
             timer.check_finished()
-            saved = timer.saved if saved is None else saved
+            saved = saved or counted
             now = time.perf_counter()
             if now + (now - round_begin) > deadline or samples.complete.issuperset(kinds):
                 break
@@ -117,13 +127,11 @@ class _Timer(StepTracer):
         module: module whose step it is.
         device: device to compute on.
         trial: runs nodes alone and measures them.
-        sampling: decides which nodes are measured, and how often.
-        batch: arguments of the step.
-        counts: whether to note the saved tensors, which are the same in every run.
+        kinds: kind of each node; nodes of the same kind share their samples.
+        samples: collection to which new samples are added.
+        deadline: time at which repetitions end, as ``time.perf_counter()``.
+        saved: record of the saved tensors, which are the same in every run; None: they are known already.
         bar: progress bar.
-
-    Attributes:
-        saved: tensors that the nodes save for their backwards, if ``counts``.
     """
 
     rehearses = True
@@ -134,20 +142,23 @@ class _Timer(StepTracer):
         module: nn.Module,
         device: torch.device,
         trial: NodeTrial,
-        sampling: Sampling,
-        batch: Sequence[Any],
-        counts: bool,
+        kinds: Sequence[Hashable],
+        samples: Samples,
+        deadline: float,
+        saved: SavedTensors | None,
         bar: tqdm,
     ) -> None:
         units = {id(module.get_submodule(path)): path for path in graph.units}
         super().__init__(units, owned_tensors(module, graph.glue_states), device)
-        self.saved = SavedTensors(len(graph.nodes), [*tensors_of(module), *tree.tensors(batch)])
         self._graph = graph
         self._module = module
         self._device = device
         self._trial = trial
-        self._sampling = sampling
-        self._counts = counts
+        self._kinds = kinds
+        self._samples = samples
+        self._calls: Counter[Hashable] = Counter()  # calls that have been measured in this run
+        self._deadline = deadline
+        self._saved = saved
         self._bar = bar
         self._position = 0
 
@@ -173,20 +184,20 @@ class _Timer(StepTracer):
             with self.executing():
                 return run(*args, **kwargs)
         with visiting(tensors_of(module), self._device), self.executing():
-            return self._node("call", path, module, run, args, kwargs, tensors, tree.map_tensors)
+            return self._node(Operation("call", path, run, args, kwargs, tensors, module))
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = tensor_arguments(args, kwargs)
         if not self._any_known(tensors) and not any(id(t) in self._owned for t in tensors):
             return func(*args, **kwargs)
-        return self._node("glue", function_name(func), None, func, args, kwargs, tensors, _map_arguments)
+        return self._node(Operation("glue", function_name(func), func, args, kwargs, tensors))
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         nodes, position = self._graph.nodes, self._position
         named = nodes[position].name.split(", ") if position < len(nodes) else []
         inside = [t for m in self._module.named_modules() if m[0] and m[0] in named for t in tensors_of(m[1])]
         with visiting(inside, self._device), self.executing():
-            return self._node("region", "", None, run, args, kwargs, tensor_arguments(args, kwargs), _map_arguments)
+            return self._node(Operation("region", "", run, args, kwargs, tensor_arguments(args, kwargs)))
 
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self.executing():
@@ -195,36 +206,26 @@ class _Timer(StepTracer):
     def _any_known(self, tensors: Sequence[Tensor]) -> bool:
         return any(self.known.value_of(t) is not None for t in tensors)
 
-    def _node(
-        self,
-        kind: str,
-        name: str,
-        module: nn.Module | None,
-        run: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        tensors: Sequence[Tensor],
-        map_tensors: Callable[..., Any],
-    ) -> Any:
+    def _node(self, operation: Operation) -> Any:
         index, nodes = self._position, self._graph.nodes
         node = nodes[index] if index < len(nodes) else None
-        if node is None or node.kind != kind or (node.name != name and kind != "region"):
+        if node is None or not operation.matches(node):
             raise StepChangedError(
-                f"{self._graph.step} calls {name} where it called {node.name if node else 'nothing'} when it was "
-                "captured; a step must do the same for every batch"
+                f"{self._graph.step} calls {operation.name} where it called {node.name if node else 'nothing'} when it "
+                "was captured; a step must do the same for every batch"
             )
         self._position += 1
         self._bar.update()
-        if not is_transforming() and (kind == "call" or (kind == "glue" and not (node.writes or node.states))):
-            execution = NodeExecution(node, module, run, lambda copy: map_tensors(copy, (args, kwargs)))
-            self._measure(execution)
-            objects = execution.objects(args, kwargs)
+        is_free = not (node.writes or node.states)
+        if not is_transforming() and (node.kind == "call" or (node.kind == "glue" and is_free)):
+            self._measure(operation, node)
+            tensors, objects = operation.with_objects(node)
             with SavedHooks(_drop, _dropped):
-                result = run(*args, **kwargs)
-            tensors = tensors if objects is None else [*tensors, *objects.tensors]
+                result = operation.run(*operation.args, **operation.kwargs)
             given = self._trial.given(result, objects)
         else:
-            result, given = self._estimated(node, lambda: run(*args, **kwargs))
+            tensors = operation.tensors
+            result, given = self._estimated(node, lambda: operation.run(*operation.args, **operation.kwargs))
         self._remember(node, given, tensors)
         return result
 
@@ -239,9 +240,9 @@ class _Timer(StepTracer):
         given, is_region = tree.tensors(result), node.kind == "region"
         trains = any(t.requires_grad for t in given)
         factor = REGION_BACKWARD if is_region else 1.0
-        self._sampling.add(node.index, Sample(seconds, factor * seconds if trains else 0.0))
-        if is_region and trains:
-            self.saved.values.update(node.inputs)
+        self._add(node, Sample(seconds, factor * seconds if trains else 0.0))
+        if is_region and trains and self._saved is not None:
+            self._saved.values.update(node.inputs)
         return result, given
 
     def _remember(self, node: Node, given: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -255,24 +256,32 @@ class _Timer(StepTracer):
 
     def _learn(self, tensor: Tensor, value: int) -> None:
         self.known.learn(tensor, value)
-        self.saved.learn(tensor, value)
+        if self._saved is not None:
+            self._saved.learn(tensor, value)
 
-    def _measure(self, execution: NodeExecution) -> None:
-        index = execution.node.index
-        timed = self._sampling.wants(index)
-        if not timed and not self._counts:
+    def _measure(self, operation: Operation, node: Node) -> None:
+        """Measure a node a few times, or once if there is no time for more, unless it has been measured enough."""
+        kind = self._kinds[node.index]
+        timed = kind not in self._samples.complete and self._calls[kind] < _CALLS
+        if not timed and self._saved is None:
             return
-        sums, begin = sums_of(execution.module), time.perf_counter()
-        warm_up = self._trial.run(execution, sums, self._kept(execution) if self._counts else None)
-        if timed:
-            self._sampling.repeat(index, begin, warm_up, lambda: self._trial.run(execution, sums))
+        sums, begin = sums_of(operation.module), time.perf_counter()
+        warm_up = self._trial.run(operation, node, sums, self._saved)
+        if not timed:
+            return
+        self._calls[kind] += 1
+        took = time.perf_counter() - begin
+        share = max(0.0, self._deadline - time.perf_counter()) / (len(self._kinds) - node.index)
+        if took > share:
+            self._add(node, warm_up)
+            return
+        for _ in range(_REPETITIONS):
+            self._add(node, self._trial.run(operation, node, sums))
+            if time.perf_counter() - begin > min(share, _SHORT_S) + took:
+                break
 
-    def _kept(self, execution: NodeExecution) -> Kept:
-        def count(kept: Sequence[Tensor], given: Sequence[Tensor], copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-            aliases = {storage_id(copy): self.saved.value_in(original) for original, copy in copies}
-            self.saved.count(execution.node, execution.module, kept, given, aliases)
-
-        return count
+    def _add(self, node: Node, sample: Sample) -> None:
+        self._samples.found[self._kinds[node.index]].append(sample)
 
 
 def _kinds(graph: CallGraph, module: nn.Module) -> list[Hashable]:
@@ -293,17 +302,6 @@ def _kinds(graph: CallGraph, module: nn.Module) -> list[Hashable]:
         given, made = shapes(node.inputs), shapes(node.outputs)
         kinds.append((node.kind, what, given, made, len(node.writes), node.flops, node.draws))
     return kinds
-
-
-def _map_arguments(fn: Callable[[Tensor], Tensor], arguments: Any) -> Any:
-    """Replace the tensors that ``tensor_arguments`` finds."""
-    if isinstance(arguments, Tensor):
-        return fn(arguments)
-    if type(arguments) in (list, tuple):
-        return type(arguments)(_map_arguments(fn, a) for a in arguments)
-    if type(arguments) is dict:
-        return {key: _map_arguments(fn, a) for key, a in arguments.items()}
-    return arguments
 
 
 def _drop(tensor: Tensor) -> None:

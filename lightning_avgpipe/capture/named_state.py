@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.changes import Changes
-from lightning_avgpipe.capture.visit import visiting
+from lightning_avgpipe.capture.units import visiting
 from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import address, untraced
 

@@ -1,59 +1,118 @@
-"""Run a node alone, on detached copies of its inputs, so that nothing of the run remains."""
+"""Run nodes alone, on detached copies of their inputs, so that nothing of the run remains; collect times and bytes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.samples import Sample
+from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.capture.snapshot import random_state, untouched
+from lightning_avgpipe.capture.units import tensors_of
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
-from lightning_avgpipe.utils.torch_compat import SavedHooks
-
-REGION_BACKWARD = 3.0  # in forwards: a recomputed forward, and a backward of two forwards
-
-# Gets the tensors that a forward saved, those that it returned, and (original, copy) of each argument.
-Kept = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[tuple[Tensor, Tensor]]], None]
+from lightning_avgpipe.utils.torch_compat import SavedHooks, storage_id
 
 
-@dataclass(frozen=True)
-class NodeExecution:
-    """One execution of a node in a step.
+class Sample(NamedTuple):
+    """The seconds of one execution of a node alone."""
+
+    forward_s: float
+    backward_s: float
+
+
+@dataclass
+class Samples:
+    """Samples by kind of call, shared by graphs that have the same calls."""
+
+    found: dict[Hashable, list[Sample]] = field(default_factory=lambda: defaultdict(list))
+    complete: set[Hashable] = field(default_factory=set)
+    spent_s: float = 0.0
+
+    def median(self, kind: Hashable) -> Sample:
+        """Return the median of the forwards, and that of the backwards."""
+        samples = self.found[kind]
+        return Sample(statistics.median(s.forward_s for s in samples), statistics.median(s.backward_s for s in samples))
+
+    def take(self, other: Samples) -> None:
+        """Replace these samples by another process's, which started from these."""
+        self.found, self.complete, self.spent_s = other.found, other.complete, other.spent_s
+
+
+class SavedTensors:
+    """The tensors that nodes save in one run of a step: values by index, everything else in bytes.
+
+    Args:
+        num_nodes: number of nodes in the step.
+        resident: tensors that are in memory in any case, such as weights.
 
     Attributes:
-        node: executed node of the step.
-        module: the called module, if the node is a call.
-        run: executes the node.
-        arguments: return ``(args, kwargs)`` with a function applied to their tensors.
+        internal: for each node the bytes that only this node saves.
+        values: indices of the values that any node saves.
     """
 
-    node: Node
-    module: nn.Module | None
-    run: Callable[..., Any]
-    arguments: Callable[[Callable[[Tensor], Tensor]], Any]
+    def __init__(self, num_nodes: int, resident: Iterable[Tensor]) -> None:
+        self.internal = [0] * num_nodes
+        self.values: set[int] = set()
+        self._resident = {storage_id(tensor) for tensor in resident}
+        self._homes: dict[int, tuple[Tensor, int]] = {}  # storage -> (tensor that keeps it alive, value)
 
-    def objects(self, args: Any, kwargs: Any) -> Objects | None:
-        """Return the objects that the node may write into; None if it writes into none."""
-        if not self.node.opens:
-            return None
-        module = self.module if self.node.exports else None
-        modules = () if module is None else module.modules()
-        return Objects((args, kwargs), modules, generators=self.node.generators)
+    def learn(self, tensor: Tensor, value: int) -> None:
+        """Note that a tensor of the step is this value."""
+        self._homes.setdefault(storage_id(tensor), (tensor.detach(), value))
 
-    @property
-    def changing(self) -> set[str]:
-        """The names within the module of the states that the node changes."""
-        below = len(self.node.name) + 1
-        return {name[below:] for name in self.node.states if name.startswith(f"{self.node.name}.")}
+    def count(
+        self,
+        node: Node,
+        module: nn.Module | None,
+        kept: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        copies: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        """Note what the forward of a node has saved.
+
+        Args:
+            node: node that ran.
+            module: the called module, if the node is a call.
+            kept: the saved tensors.
+            outputs: tensors that the node returned.
+            copies: ``(original, copy)`` of each tensor that the node was given.
+        """
+        own = {storage_id(t): value for t, value in zip(outputs, node.outputs, strict=True) if value >= 0}
+        for original, copy in copies:
+            if (home := self._homes.get(storage_id(original))) is not None:
+                own[storage_id(copy)] = home[1]
+        visitors = {storage_id(t) for t in tensors_of(module)} if module is not None else set()
+        inside: dict[int, int] = {}
+        for tensor in kept:
+            storage = storage_id(tensor)
+            if storage in visitors or storage in self._resident:
+                continue
+            value = own.get(storage)
+            if value is not None:
+                self.values.add(value)
+            else:
+                inside[storage] = _nbytes(tensor)
+        self.internal[node.index] = sum(inside.values())
+
+
+def _nbytes(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage().nbytes())
+    except (RuntimeError, NotImplementedError):
+        return tensor.numel() * tensor.element_size()
+
+
+REGION_BACKWARD = 3.0  # in forwards: a recomputed forward, and a backward of two forwards
 
 
 class NodeTrial:
@@ -77,34 +136,39 @@ class NodeTrial:
         """Return the result of ``work``, and its seconds."""
         return port_of(self._device).timed(work)
 
-    def run(self, execution: NodeExecution, sums: Sequence[Tensor], kept: Kept | None = None) -> Sample:
+    def run(
+        self, operation: Operation, node: Node, sums: Sequence[Tensor], counted: SavedTensors | None = None
+    ) -> Sample:
         """Run and measure the forward and backward of a node.
 
         Args:
-            execution: execution of the node.
+            operation: operation that the step has come to.
+            node: node of the operation.
             sums: tensors to which the gradients of the module's trained parameters are added, see :func:`sums_of`.
-            kept: is called with the tensors that the forward saved.
+            counted: record in which the tensors are noted that the forward saves.
         """
-        copies = _Copies(clones=bool(execution.node.writes))
-        args, kwargs = execution.arguments(copies)
-        objects, module = Objects((args, kwargs), opaque=True), execution.module
-        with untouched(module, execution.changing) if module is not None else random_state(), objects.restored():
+        copies, module = _Copies(clones=bool(node.writes)), operation.module
+        copy_tensors = tree.map_tensors if node.kind == "call" else _map_arguments
+        args, kwargs = copy_tensors(copies, (operation.args, operation.kwargs))
+        objects = Objects((args, kwargs), opaque=True)
+        within = random_state() if module is None else untouched(module, _changed_in(node))
+        with within, objects.restored():
             objects.replace_tensors(copies)  # tensors that units collect in objects belong to the graph of other nodes
-            written = execution.objects(args, kwargs)
+            _, written = operation._replace(args=args, kwargs=kwargs).with_objects(node)
             torch.clear_autocast_cache()  # in training each micro-batch casts the weights again
             saved: list[Tensor] = []
 
             def save(tensor: Tensor) -> Tensor:
-                if kept is not None:
+                if counted is not None:
                     saved.append(tensor)
                 return tensor
 
             # hooks of our own, so that those of a checkpointed region around this node do not act
             with SavedHooks(save, _as_it_is):
-                result, forward_s = self.timed(lambda: execution.run(*args, **kwargs))
+                result, forward_s = self.timed(lambda: operation.run(*args, **kwargs))
             given = self.given(result, written)
-            if kept is not None:
-                kept(saved, given, copies.pairs())
+            if counted is not None:
+                counted.count(node, module, saved, given, copies.pairs())
             outputs = list({id(t): t for t in given if t.requires_grad}.values())
             sources = copies.leaves() + _trained(module)
             if not outputs or not sources or not torch.is_grad_enabled():
@@ -183,3 +247,20 @@ def _trained(module: nn.Module | None) -> list[Tensor]:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _changed_in(node: Node) -> set[str]:
+    """Return the names, within the called module, of the states that a node changes."""
+    below = len(node.name) + 1
+    return {name[below:] for name in node.states if name.startswith(f"{node.name}.")}
+
+
+def _map_arguments(fn: Callable[[Tensor], Tensor], arguments: Any) -> Any:
+    """Replace the tensors that ``tensor_arguments`` finds."""
+    if isinstance(arguments, Tensor):
+        return fn(arguments)
+    if type(arguments) in (list, tuple):
+        return type(arguments)(_map_arguments(fn, a) for a in arguments)
+    if type(arguments) is dict:
+        return {key: _map_arguments(fn, a) for key, a in arguments.items()}
+    return arguments

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.draft import Pin
-from lightning_avgpipe.capture.provenance import Provenance
+from lightning_avgpipe.capture.unit_operations import Provenance
 
 
 class TensorRead(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,14 +13,9 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.batch_use import BatchUse
 from lightning_avgpipe.capture.calls import Calls
 from lightning_avgpipe.capture.draft import ANYWHERE, Draft
-from lightning_avgpipe.capture.flop_counter import Flops, recurrent_flops
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.hidden import HiddenTensors
 from lightning_avgpipe.capture.named_state import Before, NamedState
-from lightning_avgpipe.capture.openings import Openings
-from lightning_avgpipe.capture.outermost import Outermost
-from lightning_avgpipe.capture.random_use import DrawWatch
-from lightning_avgpipe.capture.saved_tensors import tensors_of
 from lightning_avgpipe.capture.state_use import StateUse
 from lightning_avgpipe.capture.tracer import (
     METADATA,
@@ -28,12 +23,10 @@ from lightning_avgpipe.capture.tracer import (
     StepTracer,
     function_name,
     tensor_arguments,
-    watching,
 )
-from lightning_avgpipe.capture.units import Units
+from lightning_avgpipe.capture.unit_operations import Flops, recurrent_flops
+from lightning_avgpipe.capture.units import Units, tensors_of, visiting
 from lightning_avgpipe.capture.unnamed_state import UnnamedState
-from lightning_avgpipe.capture.upkeep import made_by
-from lightning_avgpipe.capture.visit import visiting
 from lightning_avgpipe.errors import AbsentValueError, CaptureError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import is_within
@@ -98,29 +91,27 @@ class StepRecorder(StepTracer):
         module: nn.Module,
         units: Sequence[str],
         device: torch.device | None,
-        foresight: Preview,
+        preview: Preview,
         ignore: Collection[nn.Module],
         batch: Sequence[Tensor],
     ) -> None:
-        super().__init__({}, owned_tensors(module, foresight.glue_states), device)
+        super().__init__({}, owned_tensors(module, preview.glue_states), device)
         self.units = Units(module, units, ignore)
-        self.draft = Draft(self.known, foresight.readers)
+        self.draft = Draft(module, self.known, self._owned, preview.readers)
         position = self.draft.position
-        self.unnamed = UnnamedState(module, foresight.mutable, foresight.left, position, lambda: self._inside, ignore)
+        self.unnamed = UnnamedState(module, preview.mutable, preview.left, position, lambda: self._inside, ignore)
         # all buffers are tracked, since glue may change those of a unit that is never called
         self.state = NamedState(module, self._owned, batch, device)
-        self.uses = StateUse(self.state, self._owned, foresight.glue_states)
+        self.uses = StateUse(self.state, self._owned, preview.glue_states)
         self._in_units = {id(t) for path in units for t in tensors_of(module.get_submodule(path))}
-        watch = DrawWatch(module, device)
-        self.calls = Calls(watch, lambda module: not self._inside and self.unit(module) is None, position)
+        self.calls = Calls(module, device, lambda module: not self._inside and self.unit(module) is None, position)
         self.batch = BatchUse(device)
-        self.hidden = HiddenTensors(module, self.draft, self.state.is_buffer, watch.draws_on_host, foresight.exports)
-        self._openings = Openings(module, self.draft, self.unnamed.mutations.objects)
+        self.hidden = HiddenTensors(module, self.draft, self.state.is_buffer, self.calls.draws_on_host, preview.exports)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
         if func in METADATA and not self._inside:
-            self.draft.told(func, args[:1])
+            self.draft.described(func, args[:1])
             if func in STAGE_QUESTIONS:
                 self._pin_answer(func, args, kwargs or {}, result)
         return result
@@ -138,7 +129,7 @@ class StepRecorder(StepTracer):
         except (AbsentValueError, RuntimeError):  # the stand-in cannot answer
             alike = False
         if not alike:
-            maker = next(node for node in self.draft.nodes if value in made_by(node))
+            maker = self.draft.maker(value)
             self.draft.pin(
                 maker.index + 1, ANYWHERE,
                 f"the step asks at {source_line()} for {name} of the result of {maker}, which only its own stage "
@@ -163,7 +154,7 @@ class StepRecorder(StepTracer):
         result = provenance.followed(result, (args, kwargs), modules)
         unnamed.mutations.pass_over()
         used += [t for t in tree.tensors(result) if provenance.birth(t) is not None or t in self.known]
-        inputs = draft.values.of([*visible, *used])
+        inputs = draft.values_of([*visible, *used])
         parameters = self.uses.parameters([*module.parameters(), *used])
         free = not (inputs or parameters or states or effects.draws or path in draft.resident)
         draft.pinned += self.hidden.find(used, f"unit '{path}'", free, path)
@@ -172,7 +163,7 @@ class StepRecorder(StepTracer):
         unnamed.left.ran(path)
         if parameters or states or effects.draws:
             draft.resident.add(path)
-        elif not draft.values.of(visible):
+        elif not draft.values_of(visible):
             draft.readers.add(path)
         self._pin_call(module, path, tensors, result)
         flops = (effects.flops or recurrent_flops(module, result)) + _elements(result)
@@ -182,10 +173,10 @@ class StepRecorder(StepTracer):
         changed = {id(t) for t, version in zip(tensors, versions, strict=True) if version_of(t) != version}
         unnamed.generators.drew(index)
         writes = bool(generators) or not changed <= set(map(id, visible))
-        node, given = self._openings.opened(node, result, objects, exports, writes)
+        node, given = draft.with_objects(node, result, objects, unnamed.mutations.objects, exports, writes)
         unnamed.shared.wrote(index, path, effects.objects_changed, set(map(id, objects.owners)))
         self.hidden.wrote(node, [self.state.buffer(name) for name in effects.changes], changed)
-        self._add(node, given, tensors if node.opens else visible, versions)
+        draft.add(node, given, tensors if node.writes_objects else visible, versions)
         return result
 
     def _ran_freely(self, module: nn.Module, taken: Sequence[Tensor], result: Any, effects: _Effects) -> Any:
@@ -201,8 +192,8 @@ class StepRecorder(StepTracer):
         self, before: Before, run: Callable[..., Any], args: Any, kwargs: Any, unit: str | None = None
     ) -> tuple[Any, _Effects]:
         """Run a unit or a region; return its result and effects. ``before`` may be filled while it runs."""
-        watch = self.calls.watch
-        self.calls.check_seeds()
+        watch = self.calls
+        watch.check_seeds()
         self.unnamed.look()
         random_before, calls = watch.bits(), len(watch.calls)
         self.state.changes.begin()
@@ -219,16 +210,22 @@ class StepRecorder(StepTracer):
         draft = self.draft
         tensors = tensor_arguments(args, kwargs)
         versions = [version_of(t) for t in tensors]
-        outer = Outermost(self.calls.watch, lambda module: self.state.visiting(tensors_of(module)), self.state.of)
-        made = self._made_generators(args, kwargs)
-        with watching(outer):
-            result, effects = self._executed(outer.state, run, args, kwargs)
+        made, names, state = self._made_generators(args, kwargs), dict[str, None](), Before()
+
+        @contextmanager
+        def visited(module: nn.Module) -> Iterator[None]:
+            with self.state.visiting(tensors_of(module)):
+                names[path := self.calls.path(module)] = None
+                state.extend(self.state.of(path))
+                yield
+
+        with self.calls.within_region(visited):
+            result, effects = self._executed(state, run, args, kwargs)
         used, given = self.hidden.provenance.used, tree.tensors(result)
-        names = dict.fromkeys(self.calls.watch.path(module) for module in outer.modules)
         draft.pinned += self.hidden.find(used, "a checkpointed region", False)
         node = Node(
             draft.position(), "region", ", ".join(names) or "a function", source_line(),
-            draft.values.of([*tensors, *used]), parameters=self.uses.parameters(used),
+            draft.values_of([*tensors, *used]), parameters=self.uses.parameters(used),
             states=self.uses.of_unit(used, effects.changes), changes=tuple(effects.changes),
             draws=effects.draws, drawn=effects.drawn, flops=effects.flops + sum(t.numel() for t in given),
         )  # fmt: skip
@@ -238,7 +235,7 @@ class StepRecorder(StepTracer):
         if made.changed():
             what = f"{node} draws random numbers from a generator that the step makes"
             draft.pin(node.index + 1, ANYWHERE, what)
-        self._add(node, given, tensors, versions)
+        draft.add(node, given, tensors, versions)
         return result
 
     def _made_generators(self, args: Any, kwargs: Any) -> Objects:
@@ -254,13 +251,13 @@ class StepRecorder(StepTracer):
         self.draft.pin(begin + 1, self.draft.position() - 1, reason)
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
-        draft, index, watch = self.draft, self.draft.position(), self.calls.watch
+        draft, index, watch = self.draft, self.draft.position(), self.calls
         tensors = tensor_arguments(args, kwargs)
-        inputs = draft.values.of(tensors)
+        inputs = draft.values_of(tensors)
         name = function_name(func)
         draft.pinned += self.hidden.find(tensors, f"{name}()", True)
         versions = [version_of(t) for t in tensors]
-        self.calls.check_seeds()
+        watch.check_seeds()
         self.unnamed.look()
         free = not inputs and not any(id(t) in self._owned for t in tensors)
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
@@ -282,14 +279,13 @@ class StepRecorder(StepTracer):
         self._taken(tensors)
         plain = all(leaf is None or isinstance(leaf, Tensor) for leaf in tree.leaves(result))
         entry = described(result) if plain and not draws and not self.batch.knows(tensors) else None
-        self._add(
+        draft.add(
             Node(index, "glue", name, source_line(), inputs, parameters=parameters, states=states,
-                 changes=tuple(changed), entry=entry, draws=draws, asks=draft.questions.asked(name, inputs, result),
-                 flops=_elements(result)),
+                 changes=tuple(changed), entry=entry, draws=draws, flops=_elements(result),
+                 reads_numbers=draft.reads_numbers(name, inputs, result)),
             tree.tensors(result), tensors, versions,
         )  # fmt: skip
-        masks = draft.values.of([t for t in tensor_arguments(*args[1:]) if t.dtype is torch.bool])
-        draft.questions.note(name, args, inputs, masks, draft.nodes[-1].outputs)
+        draft.note_length(name, args, inputs)
         return result
 
     def _executed_glue(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[str]]:
@@ -332,7 +328,7 @@ class StepRecorder(StepTracer):
                 f"{name}() at {source_line()} puts a hook on the parameter '{self._owned[id(tensor)]}' in every step; "
                 "do so once, in __init__ or configure_model"
             )
-        maker = next(node for node in self.draft.nodes if value in made_by(node))
+        maker = self.draft.maker(value)
         self.draft.pin(
             maker.index + 1, ANYWHERE,
             f"{name}() at {source_line()} asks for the gradient of the result of {maker}, which only its own stage "
@@ -380,9 +376,6 @@ class StepRecorder(StepTracer):
         self.batch.taken(tensors, index)
         self.unnamed.assignments.held.taken([t for t in tensors if self.known.value_of(t) is None], index)
 
-    def _add(self, node: Node, given: Sequence[Tensor], taken: Sequence[Tensor], versions: Sequence[int]) -> None:
-        self.draft.add(node, given, taken, versions, self._owned)
-
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.calls.observe()
         self._keep(tree.tensors((args, kwargs)))
@@ -398,7 +391,7 @@ class StepRecorder(StepTracer):
 
     def _keep(self, tensors: list[Tensor]) -> None:
         """Note that these tensors are needed at the end of the step."""
-        self.draft.kept.update(self.draft.values.of(tensors))
+        self.draft.kept.update(self.draft.values_of(tensors))
         self.batch.kept(tensors)
 
     # -- the whole step ------------------------------------------------------------------------------------------------
@@ -410,7 +403,7 @@ class StepRecorder(StepTracer):
     def finish(self, result: Any) -> None:
         """Note the result of the step, and what can be known only when it has ended."""
         self.unnamed.finish()
-        self.calls.watch.look()
+        self.calls.look()
         self.calls.check_seeds()
         self._keep(tree.tensors(result))
         self.draft.pinned += self.uses.reassigned(self.draft.nodes)
@@ -418,7 +411,7 @@ class StepRecorder(StepTracer):
         self.draft.pinned += self.unnamed.assignments.pinned()
 
     @property
-    def foresight(self) -> Preview:
+    def preview(self) -> Preview:
         """The facts that this recording has found."""
         return Preview(
             frozenset(self.uses.by_glue),

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from lightning_avgpipe.capture.known_tensors import KnownTensors
+from lightning_avgpipe.capture.operation import KnownTensors
 from lightning_avgpipe.errors import AvgPipeError, CaptureError
 from lightning_avgpipe.utils.output import muted
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import (
     CHECKPOINT_BRACKET,
@@ -446,16 +447,8 @@ def _call_with_hooks(tracer: StepTracer, module: nn.Module, path: str, args: Any
         with tracer.aside():
             return tracer.on_call(module, path, forward, inner_args, inner_kwargs)
 
-    attributes = vars(module)
-    before = attributes.get("forward")
-    attributes["forward"] = unit
-    try:
+    with replaced(module, "forward", unit):
         return call_module(module, *args, **kwargs)
-    finally:
-        if before is None:
-            del attributes["forward"]
-        else:
-            attributes["forward"] = before
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:

@@ -1,11 +1,14 @@
-"""Decide which modules are units, the submodules that are never split."""
+"""Decide which modules are units, the submodules that are never split, and find their tensors and neighbours."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.names import around
 
 # Containers are not called by users, or only call their children, so they are followed from the start.
@@ -58,3 +61,55 @@ class Units:
 
 
 _PASS_ON = (nn.ModuleList.forward, nn.ModuleDict.forward, nn.Sequential.forward)
+
+
+def neighbours(root: nn.Module, called: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield the full names of uncalled modules, and of their parameters, each with the path of a called neighbour.
+
+    ::
+
+        inputs = ModuleDict(image=..., text=...)     the first batch has images: text lies beside image
+        layers = ModuleList(0, 1, 2, 3)              2 is left out: it lies beside 1
+
+    Only children of lists, dicts and sequences have neighbours: the last called child before them, or else the first
+    one after.
+
+    Args:
+        root: module whose submodules are looked at.
+        called: paths of the modules that were called.
+    """
+    alive = {".".join(parts[:n]) for parts in (path.split(".") for path in called) for n in range(1, len(parts) + 1)}
+    for above, container in root.named_modules():
+        names = (
+            [f"{above}.{name}".lstrip(".") for name, _ in container.named_children()] if is_container(container) else []
+        )
+        here = [name in alive for name in names]
+        for i, name in enumerate(names):
+            if here[i] or True not in here:
+                continue
+            before = [other for other, lives in zip(names[:i], here, strict=False) if lives]
+            beside = before[-1] if before else names[here.index(True)]
+            inner = root.get_submodule(name)
+            for part in (*(path for path, _ in inner.named_modules()), *(path for path, _ in inner.named_parameters())):
+                yield f"{name}.{part}".rstrip("."), beside
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of a module."""
+    return [*module.parameters(), *module.buffers()]
+
+
+@contextlib.contextmanager
+def visiting(tensors: Collection[Tensor], device: torch.device | None) -> Iterator[None]:
+    """Move tensors to a device within this context, and back after it."""
+    moves = device is not None and not port_of(device).is_host
+    # tensors without contents here are fetched on demand instead
+    homes = [(t, t.data) for t in tensors if moves and t.device != device and not t.is_meta]
+    for tensor, home in homes:
+        tensor.data = home.to(device)
+    try:
+        yield
+    finally:
+        for tensor, home in homes:
+            home.copy_(tensor.data)
+            tensor.data = home

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.capture.known_tensors import KnownTensors
-from lightning_avgpipe.engine.operation import Operation
+from lightning_avgpipe.capture.operation import KnownTensors, Operation
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils.source import source_line
 

@@ -24,9 +24,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.known_tensors import KnownTensors
-from lightning_avgpipe.engine.operation import Operation, OperationResult, Runner
-from lightning_avgpipe.engine.path import Entry, OffPathNode, Path
+from lightning_avgpipe.capture.operation import KnownTensors, Operation
+from lightning_avgpipe.engine.part import Entry, OffPathNode, OperationResult, Path, Runner
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.placeholder import Absent
@@ -118,7 +117,7 @@ class Detour:
     def run(self, operation: Operation, position: int, runner: Runner) -> Any:
         """Execute an operation that was not captured; return its result."""
         node = self._node(position, operation.kind, operation.name)
-        tensors, objects = operation.opened(node)
+        tensors, objects = operation.with_objects(node)
         versions = [version_of(tensor) for tensor in tensors]
         outcome = runner.run(operation, node, objects)
         self._note(node, outcome, tensors, self._writes(node, tensors, versions))

@@ -14,28 +14,115 @@ the micro-batch is followed instead. A program holds constants of its iteration,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+import enum
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.tracer import function_name, tensor_arguments
+from lightning_avgpipe.capture.operation import Operation
+from lightning_avgpipe.capture.tracer import tensor_arguments
 from lightning_avgpipe.engine.attestation import Attested
-from lightning_avgpipe.engine.operation import Operation, OperationResult, Runner
-from lightning_avgpipe.engine.path import Entry
-from lightning_avgpipe.engine.randomness import Draw, Draws
-from lightning_avgpipe.engine.templates import Fields, Items, fill, key_of, slots_in
+from lightning_avgpipe.engine.part import Entry, Observe, OperationResult, Part, Path, Replayed, Runner
+from lightning_avgpipe.engine.randomness import Draw
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.placeholder import TensorMeta
+from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
+
+VALUES = frozenset(
+    (
+        *(type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, type(...)),
+        *(torch.memory_format, torch.Size, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType),
+    )
+)
+SAME = (nn.Module, type, enum.Enum)  # objects that are the same for each micro-batch
+
+
+class TensorSlot(NamedTuple):
+    """A slot for a tensor, or for an object that is made anew."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Register:
+    """A module's register and name of a parameter or buffer, which may be another object for another micro-batch."""
+
+    held: dict[str, Any] = field(compare=False)
+    name: str
+    number: int  # the id of the register
+
+    @classmethod
+    def of(cls, held: dict[str, Any], name: str) -> Register:
+        return cls(held, name, id(held))
+
+
+class Items(NamedTuple):
+    """A template of a list, tuple or slice."""
+
+    kind: Callable[[list[Any]], Any]
+    parts: tuple[Any, ...]
+
+
+class Fields(NamedTuple):
+    """A template of a dict."""
+
+    parts: tuple[tuple[Any, Any], ...]
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A value that is the same for each micro-batch; templates are equal if their keys are."""
+
+    value: Any = field(compare=False)
+    key: Any
+
+    @classmethod
+    def of(cls, value: Any) -> Fixed:
+        kind = type(value)
+        return cls(value, (kind, value) if kind in VALUES else TensorMeta.of(value) if kind is Absent else id(value))
+
+
+def fill(template: Any, slots: Sequence[Any]) -> Any:
+    """Return the argument that a template describes, with these tensors."""
+    kind = type(template)
+    if kind is TensorSlot:
+        return slots[template[0]]
+    if kind is Fixed:
+        return template.value
+    if kind is Items:
+        return template[0]([fill(part, slots) for part in template[1]])
+    if kind is Register:
+        return template.held[template.name]
+    return {name: fill(part, slots) for name, part in template[0]}
+
+
+def slice_of(parts: list[Any]) -> slice:
+    """Return a slice with this start, stop and step."""
+    return slice(*parts)
+
+
+def slots_in(templates: Iterable[Any]) -> list[int]:
+    """Return the slots in templates."""
+    found: list[int] = []
+    for template in templates:
+        kind = type(template)
+        if kind is TensorSlot:
+            found.append(template.number)
+        elif kind is Items:
+            found += slots_in(template.parts)
+        elif kind is Fields:
+            found += slots_in(part for _, part in template.parts)
+    return found
+
 
 _NOTHING = contextlib.nullcontext()
 
 InstructionKind = Literal["glue", "question", "object", "node", "observe", "skipped"]
-Observe = Callable[[Callable[..., Any], Any, Any], Any]
 
 
 class Surprise(Exception):
@@ -44,11 +131,12 @@ class Surprise(Exception):
 
 @dataclass(frozen=True)
 class Instruction:
-    """One operation of a program.
+    """One operation of a program. Instructions are equal if they do the same.
 
     Attributes:
         kind: free ``"glue"``, a ``"question"`` about the batch, an ``"object"`` that is made anew, a ``"node"``, a call
             that only looks at values (``"observe"``), or a call of another stage (``"skipped"``).
+        name: name of the function.
         run: executes the operation.
         args: templates of the positional arguments.
         kwargs: names and templates of the keyword arguments.
@@ -59,62 +147,37 @@ class Instruction:
         draw: random stream that begins before it, for glue that may draw.
         looks: properties of the tensors that a node returned, see :func:`look_of`.
         entry: description of a node's result for later stages; None: it differs between micro-batches.
-        apart: whether a node that returns an argument must return a view of it.
+        separated: whether a node that returns an argument must return a view of it.
         dropped: slots that no later instruction needs.
     """
 
     kind: InstructionKind
-    run: Callable[..., Any]
+    name: str
+    run: Callable[..., Any] = field(compare=False)
     args: tuple[Any, ...] = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
     made: tuple[int, ...] = ()
-    node: Node | None = None
+    node: Node | None = field(default=None, compare=False)
     module: nn.Module | None = None
     answer: Any = None
     draw: Draw | None = None
-    looks: tuple[Any, ...] = ()
-    entry: Entry | None = None
-    apart: bool = False
-    dropped: tuple[int, ...] = ()
+    looks: tuple[Any, ...] = field(default=(), compare=False)
+    entry: Entry | None = field(default=None, compare=False)
+    separated: bool = False
+    dropped: tuple[int, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
-        return str(self.node or f"{function_name(self.run)}()")
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """A key that is equal for instructions that do the same."""
-        taken = key_of(Items(tuple, self.args)), key_of(Fields(self.kwargs))
-        return self.kind, function_name(self.run), id(self.module), taken, self.made, self.answer, self.draw, self.apart
+        return str(self.node or f"{self.name}()")
 
     @property
     def drawn(self) -> tuple[str, ...]:
         """The paths of the modules that a node calls and that may draw random numbers."""
         return (self.node.name, *self.node.drawn) if self.node is not None and self.node.kind == "call" else ()
 
-    @property
-    def used(self) -> tuple[int, ...]:
-        """The slots that the instruction reads or fills."""
-        return (*slots_in(self.args), *slots_in(part for _, part in self.kwargs), *self.made)
-
-
-@dataclass(frozen=True)
-class Done:
-    """The outcome of a program.
-
-    Attributes:
-        result: result of the step.
-        sent: tensors for the next stage.
-        entries: descriptions of the nodes' results, for later stages.
-    """
-
-    result: Any
-    sent: tuple[Tensor, ...]
-    entries: tuple[Entry, ...]
-
 
 @dataclass(frozen=True)
 class FlatProgram:
-    """The instructions of a stage for one micro-batch.
+    """The instructions of a stage for one micro-batch. Programs are equal if they do the same.
 
     Attributes:
         instructions: instructions in order; those that need only the batch come first.
@@ -126,17 +189,11 @@ class FlatProgram:
     """
 
     instructions: tuple[Instruction, ...]
-    num_slots: int
-    given: tuple[int, ...]
+    num_slots: int = field(compare=False)
+    given: tuple[int, ...] = field(compare=False)
     sent: tuple[Any, ...]
     result: Any
     attested: tuple[Attested, ...]
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """A key that is equal for programs that do the same."""
-        keys = tuple(instruction.key for instruction in self.instructions)
-        return keys, tuple(map(key_of, self.sent)), key_of(self.result), self.attested
 
     @property
     def answers(self) -> tuple[Any, ...]:
@@ -146,7 +203,10 @@ class FlatProgram:
     def dropping_early(self) -> FlatProgram:
         """Return the program in which each instruction drops the slots that it is the last to use."""
         kept = {*slots_in(self.sent), *slots_in((self.result,))}
-        last = {slot: i for i, instruction in enumerate(self.instructions) for slot in instruction.used}
+        last: dict[int, int] = {}
+        for i, one in enumerate(self.instructions):
+            used = (*slots_in(one.args), *slots_in(part for _, part in one.kwargs), *one.made)
+            last |= dict.fromkeys(used, i)
         dropped: list[list[int]] = [[] for _ in self.instructions]
         for slot, i in last.items():
             if slot not in kept:
@@ -154,13 +214,13 @@ class FlatProgram:
         instructions = zip(self.instructions, dropped, strict=True)
         return replace(self, instructions=tuple(replace(one, dropped=tuple(slots)) for one, slots in instructions))
 
-    def run(self, tensors: Sequence[Tensor], runner: Runner, observe: Observe | None) -> Done:
+    def run(self, tensors: Sequence[Tensor], part: Part, runner: Runner) -> Replayed:
         """Run the program on a micro-batch.
 
         Args:
             tensors: tensors of the batch, then the received ones.
-            runner: executes nodes.
-            observe: call functions that look at values; None: they are called directly.
+            part: part of the step.
+            runner: executes its nodes.
         Raises:
             Surprise: the batch gives another answer.
             StepChangedError: an operation returned another number of tensors.
@@ -171,13 +231,12 @@ class FlatProgram:
             slots[slot] = tensor
         for instruction in self.instructions:
             if instruction.kind == "skipped":
-                if runner.draws is not None:
-                    runner.draws.skip(instruction.drawn)
+                runner.draws.skip(instruction.drawn)
                 continue
-            if instruction.draw is not None and runner.draws is not None:
+            if instruction.draw is not None:
                 runner.draws.begin_draw(instruction.draw)
-            args = tuple([fill(part, slots) for part in instruction.args])
-            kwargs = {name: fill(part, slots) for name, part in instruction.kwargs}
+            args = tuple([fill(one, slots) for one in instruction.args])
+            kwargs = {name: fill(one, slots) for name, one in instruction.kwargs}
             if instruction.kind == "object":
                 slots[instruction.made[0]] = instruction.run(args)
                 continue
@@ -186,7 +245,7 @@ class FlatProgram:
                 made = outcome.tensors
                 entries.append(_entry(instruction, outcome))
             else:
-                made = _free(instruction, args, kwargs, runner, observe)
+                made = _free(instruction, args, kwargs, runner, part.observe)
             if len(made) != len(instruction.made):
                 raise StepChangedError(
                     f"{instruction} returned {len(instruction.made)} tensors with the first micro-batch of this batch, "
@@ -196,7 +255,10 @@ class FlatProgram:
                 slots[slot] = tensor
             for slot in instruction.dropped:
                 slots[slot] = None
-        return Done(fill(self.result, slots), tuple(fill(part, slots) for part in self.sent), tuple(entries))
+        assert not isinstance(part.entries, Path)
+        told = part.entries if part.program.is_last else (*part.entries, *entries)
+        sent = tuple(fill(one, slots) for one in self.sent)
+        return Replayed(fill(self.result, slots), sent, told, attested=(*(part.attested or ()), *self.attested))
 
 
 def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, observe: Observe | None) -> list[Tensor]:
@@ -204,7 +266,7 @@ def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, obse
     if instruction.kind == "observe" and observe is not None:
         result = observe(instruction.run, args, kwargs)
     else:
-        with _called(instruction.module, runner):
+        with _NOTHING if instruction.module is None else runner.draws.calling(instruction.module):
             result = instruction.run(*args, **kwargs)
     if instruction.kind == "question" and result != instruction.answer:
         raise Surprise
@@ -214,26 +276,12 @@ def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, obse
 def _execute(instruction: Instruction, args: Any, kwargs: Any, runner: Runner) -> OperationResult:
     node, module = instruction.node, instruction.module
     assert node is not None
-    tensors = tensor_arguments(args, kwargs) if node.opens else []
+    tensors = tensor_arguments(args, kwargs) if node.writes_objects else []
     operation = Operation(node.kind, node.name, instruction.run, args, kwargs, tensors, module)
-    _, objects = operation.opened(node)
-    with _called(module, runner):
+    _, objects = operation.with_objects(node)
+    with _NOTHING if module is None else runner.draws.calling(module):
         outcome = runner.run(operation, node, objects)
-    return outcome.apart(node, tree.tensors((args, kwargs))) if instruction.apart else outcome
-
-
-def _called(module: nn.Module | None, runner: Runner) -> contextlib.AbstractContextManager[None]:
-    """Call a unit within this context, so that it draws from its own stream."""
-    return _NOTHING if module is None or runner.draws is None else _calling(module, runner.draws)
-
-
-@contextlib.contextmanager
-def _calling(module: nn.Module, draws: Draws) -> Iterator[None]:
-    draws.enter(module)
-    try:
-        yield
-    finally:
-        draws.leave(module)
+    return outcome.separated(node, tree.tensors((args, kwargs))) if instruction.separated else outcome
 
 
 def look_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -6,8 +6,7 @@ import torch
 
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
-from lightning_avgpipe.engine.path import Path
-from lightning_avgpipe.engine.replay import Replayed, Tapped
+from lightning_avgpipe.engine.part import Path, Replayed, Tapped
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram

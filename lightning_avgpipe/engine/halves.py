@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
-from lightning_avgpipe.engine.stash import Stash
+from lightning_avgpipe.engine.task import Stash
 
 _log = logging.getLogger(__name__)
 _Gradients = Sequence[Tensor | None]

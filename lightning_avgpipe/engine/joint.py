@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.engine.exchange import Exchange
-from lightning_avgpipe.engine.inspection import leaves_of, nodes_of
+from lightning_avgpipe.engine.tensor_use import leaves_of, nodes_of
 from lightning_avgpipe.errors import CaptureError, UnsendableError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.object_state import ITEMS, same_items

@@ -1,13 +1,20 @@
-"""Find the loss in what a training step returned."""
+"""Find the loss in what a training step returned, and weight it in the mean over its batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.placeholder import Absent
 
 
 def trainable_loss(result: Any) -> torch.Tensor:
@@ -40,3 +47,87 @@ def loss_in(result: Any) -> torch.Tensor:
             "tensor, or a dict with the key 'loss', or None to skip it"
         )
     return found
+
+
+# a function of a micro-batch, or the name of a leaf whose entries other than _IGNORED are counted
+LossWeight = Callable[[Any], Any] | str
+
+_IGNORED = -100  # the default ignore_index of torch's losses
+
+
+def weighted(parts: Sequence[MicroBatch], loss_weight: LossWeight) -> list[MicroBatch]:
+    """Return the micro-batches, each weighted by its share of the batch's weight.
+
+    If all weights are 0, the micro-batches keep their weights: the loss of such a batch is NaN anyway.
+
+    Args:
+        parts: micro-batches of a batch.
+        loss_weight: return the weight of a micro-batch, in any unit; or the name of a leaf.
+    Raises:
+        ConfigurationError: no leaf has the name, or a weight is no finite number of at least 0.
+    """
+    weights: list[float]
+    if isinstance(loss_weight, str):
+        weights = list(map(float, _targets([_leaf(part.data, loss_weight) for part in parts])))
+    else:
+        weights = [counts_for(part.data, loss_weight) for part in parts]
+    total = sum(weights)
+    return [
+        replace(part, weight=weight / total if total else part.weight, count=weight)
+        for part, weight in zip(parts, weights, strict=True)
+    ]
+
+
+def counts_for(data: Any, loss_weight: LossWeight) -> float:
+    """Return the weight of a micro-batch, in any unit.
+
+    Raises:
+        ConfigurationError: no leaf has the name, or the weight is no finite number of at least 0.
+    """
+    if isinstance(loss_weight, str):
+        return float(_targets([_leaf(data, loss_weight)])[0])
+    found = loss_weight(data)
+    weight = float(found)
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ConfigurationError(f"loss_weight returned {found!r} for a micro-batch; it must be a number of at least 0")
+    return weight
+
+
+def _targets(labels: Sequence[Tensor]) -> list[int]:
+    """Return how many entries of each tensor are not ignored; all are counted before the host waits, once."""
+    counts = [(leaf != _IGNORED).sum() for leaf in labels]
+    return torch.stack([count.to(counts[0].device) for count in counts]).tolist() if counts else []
+
+
+def _leaf(data: Any, name: str) -> Tensor:
+    leaves = {_plain(path): leaf for path, leaf in tree.flatten_with_names(data)[0] if isinstance(leaf, Tensor)}
+    if name not in leaves:
+        raise ConfigurationError(
+            f"loss_weight={name!r}: the batch has no such tensor, but {', '.join(map(repr, leaves))}; name one of "
+            "them, or give a function of a micro-batch that returns a number"
+        )
+    return leaves[name]
+
+
+def _plain(path: str) -> str:
+    """Return a leaf's name as users write it: ``['labels']`` is ``labels``, ``[1].mask`` is ``1.mask``."""
+    return re.sub(r"\['?([^'\]]*)'?\]", r".\1", path).lstrip(".")
+
+
+def uneven_targets(parts: Sequence[MicroBatch]) -> str | None:
+    """Return the name of an integer tensor whose share of ignored targets differs between micro-batches, if any."""
+    labels = [
+        (_plain(path), leaf)
+        for part in parts
+        for path, leaf in tree.flatten_with_names(part.data)[0]
+        if isinstance(leaf, Tensor) and not isinstance(leaf, Absent) and _holds_labels(leaf)
+    ]
+    shares: dict[str, set[float]] = {}
+    for (name, leaf), count in zip(labels, _targets([leaf for _, leaf in labels]), strict=True):
+        shares.setdefault(name, set()).add(count / leaf.numel())
+    return next((name for name, found in shares.items() if len(found) > 1), None)
+
+
+def _holds_labels(leaf: Tensor) -> bool:
+    integer = not (leaf.is_floating_point() or leaf.is_complex() or leaf.is_nested) and leaf.dtype.itemsize > 1
+    return integer and leaf.dim() > 0 and leaf.numel() > 0

@@ -11,7 +11,9 @@ from typing import Any, Literal
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.topology import Route
+from lightning_avgpipe.errors import MemoryShortage
 from lightning_avgpipe.schedule import Action
+from lightning_avgpipe.utils.device import is_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -91,3 +93,55 @@ class Observers:
             for observer in self._present:
                 seen.enter_context(observer.activity(kind))
             yield
+
+
+class MemoryGuard(Observer):
+    """An observer that catches a lack of memory in one iteration, which ends on all processes without hanging.
+
+    ::
+
+        stage 0 | F0 F1 F2 B0 .. ..       F1 of stage 1 does not fit: from then on it computes nothing, and says so in
+        stage 1 | F0 !! .. .. .. ..       what it sends; who hears of it does the same. Every message comes.
+
+    Only trials of another setting use the guard. In training a process that runs out of memory ends all of them.
+    """
+
+    def __init__(self) -> None:
+        self._spoilt = False
+        self._account: str | None = None
+
+    def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
+        """Run an action, unless an action on this or another process has run out of memory."""
+        self._spoilt = self._spoilt or (work.received is not None and work.received.abandoned)
+        if not self._spoilt:
+            try:
+                return do()
+            except (MemoryError, RuntimeError) as error:
+                self._note(f"stage {work.stage} in {work.action}", error)
+        return Message(work.action.micro_batch, (), abandoned=True)
+
+    def run(self, do: Callable[[], None], what: str) -> None:
+        """Run something that sends no messages, unless memory has run out."""
+        if not self._spoilt:
+            try:
+                do()
+            except (MemoryError, RuntimeError) as error:
+                self._note(what, error)
+
+    def _note(self, where: str, error: Exception) -> None:
+        """Keep the text of a lack of memory only, since the traceback holds tensors; raise any other error again."""
+        if not is_out_of_memory(error):
+            raise error
+        self._spoilt = True
+        self._account = f"{where}: {str(error) or type(error).__name__}"
+
+    def agree(self, processes: Collectives) -> None:
+        """Check on all processes that the iteration fitted the memory. Every process must call this.
+
+        Raises:
+            MemoryShortage: it did not; the message says where, and what the allocator said.
+        """
+        accounts = processes.exchange_objects(self._account)
+        short = [f"rank {rank}, {account}" for rank, account in enumerate(accounts) if account is not None]
+        if short:
+            raise MemoryShortage("; ".join(short))

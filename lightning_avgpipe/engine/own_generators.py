@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import GeneratorUse, Node
+from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.capture.outside import outside, variable
-from lightning_avgpipe.engine.operation import Operation
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import opaque, tree

@@ -16,16 +16,15 @@ from lightning_avgpipe.capture.wire_format import Format
 from lightning_avgpipe.comm.channel import MemoryChannel
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.attributes import OwnAttributes
-from lightning_avgpipe.engine.compiling import Execution
+from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
 from lightning_avgpipe.engine.forward_only import Freezing
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs, Keeping
-from lightning_avgpipe.engine.inspection import ForeignTensors
 from lightning_avgpipe.engine.loaded_step import LoadedStep
 from lightning_avgpipe.engine.observer import Observer
-from lightning_avgpipe.engine.own_stream import OwnStream
 from lightning_avgpipe.engine.stage import Stage, check_runnable
 from lightning_avgpipe.engine.task import Task
+from lightning_avgpipe.engine.tensor_use import ForeignTensors
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.planning.program import StageProgram, stage_programs
 from lightning_avgpipe.schedule import Schedule, in_turn, num_forward_only

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import itertools
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,14 +14,28 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.capture.tracer import call_module, function_name
 from lightning_avgpipe.engine.attestation import Attested
-from lightning_avgpipe.engine.flat_program import FlatProgram, Instruction, InstructionKind, look_of
-from lightning_avgpipe.engine.operation import Operation, OperationResult
+from lightning_avgpipe.engine.flat_program import (
+    SAME,
+    VALUES,
+    Fields,
+    Fixed,
+    FlatProgram,
+    Instruction,
+    InstructionKind,
+    Items,
+    Register,
+    TensorSlot,
+    look_of,
+    slice_of,
+)
+from lightning_avgpipe.engine.part import OperationResult
 from lightning_avgpipe.engine.purity import Purity
 from lightning_avgpipe.engine.randomness import Draw
-from lightning_avgpipe.engine.templates import SAME, VALUES, Fields, Fixed, Items, Register, TensorSlot, slice_of
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.torch_compat import modes
 
@@ -38,6 +50,7 @@ class ProgramWriter:
 
     Args:
         module: the whole module.
+        packer: packer of the module.
         device: device of the stage.
         looks: whether the step's Python is checked for side effects.
 
@@ -48,6 +61,7 @@ class ProgramWriter:
     """
 
     module: nn.Module
+    packer: Packer
     device: torch.device
     looks: bool
     why_not: str | None = None
@@ -94,7 +108,7 @@ class ProgramWriter:
         if node.writes:
             self.refuse(f"{node} writes into what it is given")
         elif node.kind == "call" and self.why_not is None:
-            self._instructions.append(Instruction("skipped", call_module, node=node))
+            self._instructions.append(Instruction("skipped", node.name, call_module, node=node))
 
     def call(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Note a call of a unit that depends on the batch alone."""
@@ -128,15 +142,15 @@ class ProgramWriter:
         except Unwritable as error:
             self.refuse(str(error))
 
-    def node(self, operation: Operation, node: Node, outcome: OperationResult, apart: bool) -> None:
+    def node(self, operation: Operation, node: Node, outcome: OperationResult, separated: bool) -> None:
         """Note a node that was executed here.
 
         Args:
-            apart: whether it returns a view of an argument.
+            separated: whether it returns a view of an argument.
         """
         if node.lasting or node.exports or node.generators or node.kind == "region":
             self.refuse(f"{node} writes into objects that outlive the step, or is repeated in its backward")
-        elif node.asks or (node.kind == "glue" and (outcome.result is None or not outcome.tensors)):
+        elif node.reads_numbers or (node.kind == "glue" and (outcome.result is None or not outcome.tensors)):
             self.refuse(f"{node} tells the step numbers")
         elif operation.module is not None and (operation.module._forward_hooks or operation.module._forward_pre_hooks):
             self.refuse(f"{node} has hooks")
@@ -147,8 +161,8 @@ class ProgramWriter:
         self._instructions[-1] = replace(
             self._instructions[-1],
             looks=tuple(map(look_of, outcome.tensors)),
-            entry=None if node.opens else outcome.entry,
-            apart=apart,
+            entry=None if node.writes_objects else outcome.entry,
+            separated=separated,
         )
         try:
             self._after = {number: self._pickled(item)[0] for number, item in self._objects.values() if self.looks}
@@ -208,7 +222,9 @@ class ProgramWriter:
             self.refuse(str(error))
             return
         draw = None if module is not None or kind == "observe" else self.draw
-        self._instructions.append(Instruction(kind, run, templates, named, made, node, module, answer, draw))
+        self._instructions.append(
+            Instruction(kind, function_name(run), run, templates, named, made, node, module, answer, draw)
+        )
 
     def _templates(self, args: Any, kwargs: Any, objects: bool = False) -> tuple[Any, Any]:
         """Return arguments as templates.
@@ -240,7 +256,7 @@ class ProgramWriter:
         if isinstance(item, Tensor):
             return self._of_tensor(item)
         if kind in VALUES or isinstance(item, SAME):
-            return Fixed(item)
+            return Fixed.of(item)
         if kind is tuple or kind is list:
             return Items(kind, tuple(map(self._template, item)))
         if kind is dict:
@@ -261,58 +277,29 @@ class ProgramWriter:
         data, references = self._pickled(item)
         slot, self._num_slots = self._num_slots, self._num_slots + 1
         self._objects[id(item)] = slot, item
-        self._instructions.append(Instruction("object", partial(_unpickled, data), references, made=(slot,)))
+        restored = partial(self.packer.unpickled, data)
+        self._instructions.append(Instruction("object", type(item).__qualname__, restored, references, made=(slot,)))
         return TensorSlot(slot)
 
     def _pickled(self, item: Any) -> tuple[bytes, tuple[Any, ...]]:
-        """Return a pickled object without the tensors and modules in it, and templates of these."""
-        file, references = io.BytesIO(), list[Any]()
-        pickler = _Pickler(file, lambda part: references.append(self._template(part)))
+        """Return a pickled object without the tensors in it, and templates of these."""
         try:
-            pickler.dump(item)
+            data, tensors = self.packer.pickled(item)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise Unwritable(f"the step hands on an object that cannot be copied: {error}") from error
-        return file.getvalue(), tuple(references)
+        return data, tuple(map(self._template, tensors))
 
     def _of_tensor(self, tensor: Tensor) -> Any:
         slot = self._slot(tensor)
         if slot is not None:
             return TensorSlot(slot)
         if isinstance(tensor, Absent):  # nothing needs its numbers
-            return Fixed(tensor)
+            return Fixed.of(tensor)
         if self._held is None:  # found only when needed, since few steps use it
             self._held = _held_tensors(self.module)
         if (held := self._held.get(id(tensor))) is not None:
             return held
         raise Unwritable("the step uses a tensor that comes from neither the batch, the model nor an operation")
-
-
-class _Pickler(pickle.Pickler):
-    """A pickler that leaves out tensors and modules."""
-
-    def __init__(self, file: io.BytesIO, refer: Callable[[Any], None]) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._refer = refer
-        self._number = itertools.count()
-
-    def persistent_id(self, item: Any) -> int | None:
-        if not isinstance(item, (Tensor, nn.Module)):
-            return None
-        self._refer(item)
-        return next(self._number)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, left_out: Sequence[Any]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._left_out = left_out
-
-    def persistent_load(self, number: int) -> Any:
-        return self._left_out[number]
-
-
-def _unpickled(data: bytes, left_out: Sequence[Any]) -> Any:
-    return _Unpickler(data, left_out).load()
 
 
 def _held_tensors(module: nn.Module) -> dict[int, Any]:
@@ -321,10 +308,10 @@ def _held_tensors(module: nn.Module) -> dict[int, Any]:
     for part in module.modules():
         for held in vars(part).values():
             if isinstance(held, (Tensor, list, tuple)):
-                found.update((id(tensor), Fixed(tensor)) for tensor in tree.tensors(held))
+                found.update((id(tensor), Fixed.of(tensor)) for tensor in tree.tensors(held))
         for register in (part._parameters, part._buffers):
             named: dict[str, Any] = register  # type: ignore[assignment]
-            found.update((id(tensor), Register(named, name)) for name, tensor in named.items() if tensor is not None)
+            found.update((id(tensor), Register.of(named, name)) for name, tensor in named.items() if tensor is not None)
     return found
 
 

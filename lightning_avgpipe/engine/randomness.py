@@ -44,6 +44,7 @@ from lightning_avgpipe.utils.random_streams import (
     seed_all,
     seed_host,
     seeds_of,
+    stream,
 )
 
 # fmt: off
@@ -75,9 +76,6 @@ class DrawingCall:
     Attributes:
         path: path of the module; "" is the step's own code.
         is_simple: whether the module has no children.
-        is_seeded: whether its calls begin a stream, as calls of simple modules and of units do. In a unit something may
-            begin to draw that did not when the step was captured.
-        is_composite: whether the module has children and its own code may draw from torch's generators.
         on_host: whether it may draw from the generators of Python or NumPy.
         layers: modules of torch inside of a unit; they draw from the generators of Python or NumPy only if they have
             hooks.
@@ -87,8 +85,6 @@ class DrawingCall:
 
     path: str
     is_simple: bool
-    is_seeded: bool
-    is_composite: bool
     on_host: bool
     layers: tuple[nn.Module, ...]
     is_unit: bool
@@ -134,8 +130,6 @@ class Drawing:
             id(m): DrawingCall(
                 path,
                 is_simple=path in simple,
-                is_seeded=path in simple | units,
-                is_composite=path in composite,
                 on_host=path in host,
                 layers=layers.get(path, ()),
                 is_unit=path in units,
@@ -216,7 +210,22 @@ class Draws(CallWatcher):
         self._seeds: tuple[int, ...] = ()  # seeds that the generators got last within that call
         self._has_seeded = False
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the step within this context; torch's generators are restored afterwards."""
+        with stream(self._key.derive("step"), self._device), watching(self):
+            yield
+
     # -- calls of modules ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def calling(self, module: nn.Module) -> Iterator[None]:
+        """Call a module within this context, in the place of ``nn.Module.__call__``."""
+        self.enter(module)
+        try:
+            yield
+        finally:
+            self.leave(module)
 
     def enter(self, module: nn.Module) -> None:
         call = self._drawing.calls.get(id(module))
@@ -236,7 +245,7 @@ class Draws(CallWatcher):
             scope.begins = call
         else:
             self._begin(scope, call, self._drawing.on_host)
-        if call.is_composite and self._within and self._functions is None:
+        if self._within and self._functions is None and path in self._drawing.composite:
             scope.enter(_Functions(self))
 
     def begin_unit(self, elsewhere: bool = False) -> None:
@@ -249,10 +258,12 @@ class Draws(CallWatcher):
 
     def _begin(self, scope: _Scope, call: DrawingCall, on_host: bool) -> None:
         on_host = on_host and (call.on_host or any(map(_is_hooked, call.layers)))
-        if not (call.is_seeded or on_host):
+        # in a unit something may begin to draw that did not when the step was captured
+        is_seeded = call.is_simple or call.is_unit
+        if not (is_seeded or on_host):
             return
         seed = self._key.derive(scope.path, scope.occurrence)
-        if call.is_seeded:
+        if is_seeded:
             self.begin_stream(seed)
         if on_host:
             scope.enter(host_stream(seed))

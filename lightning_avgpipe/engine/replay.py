@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -25,77 +24,30 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
-from lightning_avgpipe.engine.attestation import Attestation, Attested
-from lightning_avgpipe.engine.compiling import Compiler
-from lightning_avgpipe.engine.constants import Constants
+from lightning_avgpipe.capture.operation import Operation
+from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
+from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.detour import Detour
-from lightning_avgpipe.engine.operation import Around, Operation, Repeat, Runner
-from lightning_avgpipe.engine.path import Entry, OffPathNode, Path
+from lightning_avgpipe.engine.part import (
+    Around,
+    Entry,
+    OffPathNode,
+    Part,
+    Path,
+    ReplayContext,
+    Replayed,
+    Runner,
+    Tapped,
+)
 from lightning_avgpipe.engine.program_writer import ProgramWriter
-from lightning_avgpipe.engine.randomness import Drawing, Draws
 from lightning_avgpipe.engine.recompute import is_repeating
-from lightning_avgpipe.engine.stand_ins import StandIns
+from lightning_avgpipe.engine.stage_values import StageValues
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
-from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.object_state import ObjectState, put_state, state_of
-from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
-from lightning_avgpipe.utils.random_streams import RandomKey, peek_host, stream
+from lightning_avgpipe.utils.random_streams import peek_host
 from lightning_avgpipe.utils.source import caught_line, source_line
-
-Observe = Callable[[Callable[..., Any], Any, Any], Any]
-
-
-Tapped = tuple[tuple[Tensor, ...], tuple[Entry, ...]]
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """The outcome of one stage's part of a step on one micro-batch.
-
-    Attributes:
-        result: result of the step function; None unless this is the last stage.
-        sent: tensors for the next stage, in the order of the program, or of a detour.
-        entries: descriptions of what the nodes up to the end of this stage returned, or their path.
-        tapped: copies of the values that are alive at the tapped position, and descriptions of what the nodes before it
-            returned; None if the step did not come there.
-        began_on_host: whether Python's or NumPy's generators have moved, although nothing drew from them when the step
-            was captured.
-        attested: requests for the nodes up to the end of this stage; empty if not wanted.
-    """
-
-    result: Any
-    sent: tuple[Tensor, ...]
-    entries: tuple[Entry, ...] | Path
-    tapped: Tapped | None
-    began_on_host: bool
-    attested: tuple[Attested, ...] = ()
-
-
-@dataclass(frozen=True)
-class Ground:
-    """The data that all replays of a stage share.
-
-    Attributes:
-        units: ``id(module) -> path``.
-        owned: ``id -> full name`` of parameters, and of buffers that glue changes.
-        drawing: modules that draw random numbers; None: nothing draws.
-        device: device of the stage.
-        packer: packer of the module; None if no unit writes into objects.
-        compiler: compiler of units; None: they run uncompiled.
-        constants: buffers that free glue must not change; None: it may change all.
-    """
-
-    units: Mapping[int, str]
-    owned: Mapping[int, str]
-    drawing: Drawing | None = None
-    device: torch.device = torch.device("cpu")  # noqa: RUF009
-    packer: Packer | None = None
-    compiler: Compiler | None = None
-    constants: Constants | None = None
-
 
 _NOTHING = contextlib.nullcontext()
 
@@ -105,58 +57,33 @@ class _StageEnd(BaseException):
 
 
 def replay(
-    program: StageProgram,
-    ground: Ground,
-    run: Callable[..., Any],
-    args: Sequence[Any],
-    received: Sequence[Tensor] = (),
-    entries: tuple[Entry, ...] | Path = (),
-    key: RandomKey | None = None,
-    observe: Observe | None = None,
-    repeat: Repeat | None = None,
-    tap: int = 0,
-    around: Around | None = None,
-    attested: tuple[Attested, ...] | None = None,
-    writer: ProgramWriter | None = None,
+    part: Part, context: ReplayContext, around: Around | None = None, writer: ProgramWriter | None = None
 ) -> Replayed:
     """Execute one stage's part of a step on one micro-batch.
 
     Args:
-        program: program of the stage.
-        ground: data that all replays of the stage share.
-        run: executes the step function.
-        args: arguments of the step, the micro-batch first.
-        received: tensors for ``program.receives``, in its order, or for the values of a path.
-        entries: descriptions of what the nodes of earlier stages returned, fewer if the step returned None on one of
-            them; or the path that they took.
-        key: key of this execution's random numbers.
-        observe: call ``self.log`` and metrics on the last stage; None: they are called directly.
-        repeat: wrap the function that executes a unit so that it keeps less for the backward.
-        tap: position after the start of the program at which values are copied; 0: none.
+        part: part of the step.
+        context: data that all replays of the stage share.
         around: context within which each node runs.
-        attested: requests of the step for the nodes of earlier stages; None: they are not compared.
         writer: writer that writes down a flat program.
     Raises:
         StepChangedError: the step did something else than when it was captured, or than on an earlier stage.
         AbsentValueError: the step needs a value that was not sent.
     """
-    key, drawing, device = key or RandomKey(0), ground.drawing, ground.device
-    draws = None if drawing is None else Draws(drawing, key, device)
-    runner = Runner(draws, repeat, ground.packer, around, ground.compiler)
-    replayer = _Replayer(program, ground, received, entries, observe, runner, tap, attested, writer)
+    runner = Runner(part, context, around)
+    replayer = _Replayer(part, context, runner, writer)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
-    args = tree.map_tensors(torch.clone if program.graph.batch_writes else _same, tuple(args))
+    args = tree.map_tensors(torch.clone if part.program.graph.batch_writes else _same, tuple(part.args))
     if replayer.attestation is not None:
         replayer.attestation.batch(tree.tensors(args))
-    begun = None if draws is None else draws.begin_on_host()
+    begun = runner.draws.begin_on_host()
     with (
-        _NOTHING if draws is None else stream(key.derive("step"), device),
-        _NOTHING if draws is None else watching(draws),
-        replayer.following(compiled=ground.compiler is not None or drawing is None or not drawing.seen),
+        runner.draws.running(),
+        replayer.following(compiled=context.compiled),
         _NOTHING if writer is None else writer.looking(replayer.is_inside),
     ):
         try:
-            result = run(*args)
+            result = part.run(*args)
         except _StageEnd:
             result = None
         except AbsentValueError as error:
@@ -170,113 +97,44 @@ def replay(
     sent = replayer.sent()
     told = () if replayer.attestation is None else replayer.attestation.told()
     if writer is not None:
-        writer.end(result, sent, told[len(attested or ()) :], complete=replayer.is_complete(result))
+        writer.end(result, sent, told[len(part.attested or ()) :], complete=replayer.is_complete(result))
     return Replayed(result, sent, replayer.entries(), replayer.tapped, began_on_host, told)
-
-
-@dataclass
-class _Trail:
-    """The descriptions of what nodes have returned so far.
-
-    Attributes:
-        before: descriptions from earlier stages; fewer if the step ended on one of them.
-        start: position where this stage begins.
-        ended: position where the step has ended on an earlier stage; None: it has not.
-        own: descriptions from this stage.
-        left: exception that has ended the step on this stage.
-    """
-
-    before: tuple[Entry | OffPathNode, ...]
-    start: int
-    ended: int | None
-    own: list[Entry] = field(default_factory=list)
-    left: _StageEnd | None = None
-
-    @classmethod
-    def of(cls, path: tuple[Entry, ...] | Path, program: StageProgram) -> _Trail:
-        """Make a trail from the descriptions, or the path, of earlier stages."""
-        if isinstance(path, Path):
-            return cls(path.entries, len(path.entries), len(path.entries) if path.ended else None)
-        return cls(path, program.start, len(path) if len(path) < program.start else None)
-
-    @property
-    def entries(self) -> tuple[Any, ...]:
-        """The descriptions of all nodes; steps are among them if an earlier stage took a detour."""
-        return (*self.before, *self.own) if self.own else self.before
-
-
-class _Sending:
-    """The values to be sent, as far as they have been made here.
-
-    Args:
-        program: program of the stage.
-        tap: position at which values are copied as well; 0: none.
-        stand_ins: stand-ins for the values of earlier stages.
-        device: device of the stage.
-
-    Attributes:
-        tap: as given.
-        device: as given.
-    """
-
-    def __init__(self, program: StageProgram, tap: int, stand_ins: StandIns, device: torch.device) -> None:
-        self.tap = tap
-        self._wanted = frozenset(program.sends) | frozenset(program.graph.live(tap) if tap else ())
-        self._made: dict[int, Tensor] = {}
-        self._stand_ins = stand_ins
-        self.device = device
-
-    def made(self, tensor: Tensor, value: int) -> None:
-        """Note that a node of this stage has returned a value."""
-        if value in self._wanted:
-            self._made[value] = tensor
-
-    def tensor(self, value: int) -> Tensor:
-        """Return the tensor to send for a value; an empty one if the step ended before the value was made."""
-        tensor = self._made.get(value)
-        if tensor is None:
-            tensor = self._stand_ins.of(value)
-        return torch.empty(0, device=self.device) if tensor is None else tensor
 
 
 class _Replayer(StepTracer):
     """The state of a replay; the arguments are those of :func:`replay`."""
 
-    def __init__(
-        self,
-        program: StageProgram,
-        ground: Ground,
-        received: Sequence[Tensor],
-        path: tuple[Entry, ...] | Path,
-        observe: Observe | None,
-        runner: Runner,
-        tap: int,
-        attested: tuple[Attested, ...] | None,
-        writer: ProgramWriter | None,
-    ) -> None:
-        super().__init__(ground.units, ground.owned, ground.device)
+    def __init__(self, part: Part, context: ReplayContext, runner: Runner, writer: ProgramWriter | None) -> None:
+        super().__init__(context.units, context.owned, context.device)
+        program, before = part.program, part.entries
         self.attestation = None
-        if attested is not None:
-            self.attestation = Attestation(self.known, program.stage, attested, program.is_last)
-        self._program = program
-        self._writer = writer
-        self._constants = ground.constants
-        self._runner = runner
-        self._observe = observe
-        self._observed: list[Tensor] = []  # tensors that the last stage will observe
-        self._trail = _Trail.of(path, program)
-        # None while the step is on the captured path
-        self._detour = self._new_detour(path.shared) if isinstance(path, Path) else None
-        values = path.values if isinstance(path, Path) else program.receives
-        given = dict(zip(values, received, strict=True))
-        self.stand_ins = StandIns(program, given, self.known, ground.device, ground.packer)
+        if part.attested is not None:
+            self.attestation = Attestation(self.known, program.stage, part.attested, program.is_last)
         self.tapped: Tapped | None = None
-        self._sending = _Sending(program, tap, self.stand_ins, ground.device)
+        self._program = program
+        self._tap = part.tap
+        self._observe = part.observe
+        self._writer = writer
+        self._constants = context.constants
+        self._runner = runner
         self._position = 0
+        # what the nodes of earlier stages returned: fewer if the step ended on one of them, more after a detour
+        self._before: tuple[Entry | OffPathNode, ...]
+        self._detour: Detour | None = None  # None while the step is on the captured path
+        if isinstance(before, Path):
+            self._before, self._start, values = before.entries, len(before.entries), before.values
+            self._ended_before = before.ended
+            self._detour = self._new_detour(before.shared)
+        else:
+            self._before, self._start, values = before, program.start, program.receives
+            self._ended_before = len(before) < program.start
+        self._own: list[Entry] = []  # what the nodes of this stage have returned
+        self._end: _StageEnd | None = None  # the exception that has ended the step on this stage
+        self._observed: list[Tensor] = []  # tensors that the last stage will observe
         self._runs_everywhere = False  # whether a unit that depends on the batch alone is running
-        self._held: list[
-            tuple[Any, ObjectState]
-        ] = []  # lasting objects, with their state where the stage left the step
+        self._held: list[tuple[Any, ObjectState]] = []  # lasting objects as they were where the stage left the step
+        received = dict(zip(values, part.received, strict=True))
+        self.values = StageValues(program, received, self.known, context.device, context.packer, part.tap)
 
     @property
     def mutes(self) -> bool:
@@ -292,8 +150,7 @@ class _Replayer(StepTracer):
         alike = path not in self._program.graph.resident and all(self.known.value_of(t) is None for t in tensors)
         # a unit that was not captured may have weights, which one stage must train
         if alike and not any(True for _ in module.parameters()):
-            if self._runner.draws is not None:
-                self._runner.draws.begin_unit(elsewhere=True)
+            self._runner.draws.begin_unit(elsewhere=True)
             self._runs_everywhere = True
             try:
                 with self.executing():
@@ -307,7 +164,7 @@ class _Replayer(StepTracer):
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors, name = tensor_arguments(args, kwargs), function_name(func)
-        draw = None if self._runner.draws is None else self._runner.draws.function(name)
+        draw = self._runner.draws.function(name)
         if self._writer is not None:
             self._writer.draw = draw
         for tensor in tensors:
@@ -343,7 +200,7 @@ class _Replayer(StepTracer):
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self._program.is_last:
             self._observed += tree.tensors((args, kwargs))
-            return Absent(TensorMeta((), torch.get_default_dtype(), False, False), self._sending.device, "a metric")
+            return Absent(TensorMeta((), torch.get_default_dtype(), False, False), self.values.device, "a metric")
         with self.executing():
             result = run(*args, **kwargs) if self._observe is None else self._observe(run, args, kwargs)
         if self._writer is not None:
@@ -354,13 +211,13 @@ class _Replayer(StepTracer):
 
     def _at_node(self, operation: Operation) -> Any:
         """Skip, execute or end at the step's next node."""
-        if self._trail.left is not None:
-            raise self._caught(self._trail.left)
-        position, start = self._position, self._trail.start
-        if position == self._sending.tap > start and self._detour is None:
-            values = tuple(self._sending.tensor(v).detach().clone() for v in self._program.graph.live(position))
-            self.tapped = values, self._trail.entries
-        if position == self._trail.ended:
+        if self._end is not None:
+            raise self._caught(self._end)
+        position, start = self._position, self._start
+        if position == self._tap > start and self._detour is None:
+            values = tuple(self.values.to_send(v).detach().clone() for v in self._program.graph.live(position))
+            self.tapped = values, self._entries
+        if position == len(self._before) and self._ended_before:
             raise self._changed(operation, None)
         node, entry = self._expected(position)
         if position >= start:
@@ -369,7 +226,7 @@ class _Replayer(StepTracer):
             if position == self._program.end:
                 raise self._ended()
             if entry is not None and not self._program.is_last:
-                self._trail.own.append(entry)
+                self._own.append(entry)
         elif not operation.matches(node):
             raise self._changed(operation, node)
         assert node is not None
@@ -382,8 +239,8 @@ class _Replayer(StepTracer):
         """Return the node that is expected next, if known, and its description if it is not executed here."""
         nodes, program = self._program.graph.nodes, self._program
         entry = program.elsewhere.get(position)
-        if position < self._trail.start:
-            before = self._trail.before[position]
+        if position < self._start:
+            before = self._before[position]
             if isinstance(before, OffPathNode):
                 return before
             return nodes[position], before if entry is None and position not in program.upkeep else entry
@@ -392,42 +249,41 @@ class _Replayer(StepTracer):
         return nodes[position], entry
 
     def _skip(self, operation: Operation, node: Node, entry: Entry) -> Any:
-        if self._runner.draws is not None and node.drawn:
+        if node.drawn:
             self._runner.draws.skip(node.drawn)
         if self._writer is not None:
             self._writer.skipped(node)
-        return self.stand_ins.result(node, entry, *operation.opened(node))
+        return self.values.result(node, entry, *operation.with_objects(node))
 
     def _execute(self, operation: Operation, node: Node) -> Any:
-        taken, objects = operation.opened(node)
+        taken, objects = operation.with_objects(node)
         if self._writer is not None:
             self._writer.begin_node(operation)
         with _NOTHING if operation.kind == "glue" else self.executing():
             outcome = self._runner.run(operation, node, objects)
         if not outcome.is_as_captured(node, taken, self.known):
-            is_here = node.index >= self._trail.start and node.index not in self._program.upkeep
+            is_here = node.index >= self._start and node.index not in self._program.upkeep
             detour = self._new_detour()
             detour.begin(node, outcome, taken, is_here)
             self._detour = detour
             return outcome.result
+        whole = outcome
         if objects is None:
-            whole, outcome = outcome, outcome.apart(node, taken)
+            outcome = outcome.separated(node, taken)
         if self._writer is not None:
-            self._writer.node(operation, node, outcome, apart=objects is None and whole is not outcome)
+            self._writer.node(operation, node, outcome, separated=whole is not outcome)
         for value, tensor in zip(node.outputs, outcome.tensors, strict=True):
             if value >= 0:
-                self._learn(tensor, value)
+                self.values.made(tensor, value)
         for i, value, of_base in node.writes:
             target = taken[i]._base if of_base else taken[i]
             if target is not None:
-                self._learn(target, value)
-        if (not self._program.is_last or node.index < self._sending.tap) and node.index >= self._trail.start:
-            self._trail.own.append(outcome.entry)
+                self.values.made(target, value)
+        if (not self._program.is_last or node.index < self._tap) and node.index >= self._start:
+            self._own.append(outcome.entry)
         return outcome.result
 
-    def _learn(self, tensor: Tensor, value: int) -> None:
-        self.known.learn(tensor, value)
-        self._sending.made(tensor, value)
+    # -- detours ----------------------------------------------------------------------------------------------------
 
     def explain(self, error: AbsentValueError) -> None:
         """Add a note to an error if the step has left the captured path here or on an earlier stage."""
@@ -437,12 +293,10 @@ class _Replayer(StepTracer):
                 "which it was divided. What only that needs in a later stage must be in a local variable there"
             )
 
-    # -- detours ----------------------------------------------------------------------------------------------------
-
     def _new_detour(self, shared: frozenset[int] = frozenset()) -> Detour:
         if self._writer is not None:
             self._writer.refuse("it does something else than when it was captured")
-        return Detour(self._program, self.known, self._owned, self._trail.before, shared)
+        return Detour(self._program, self.known, self._owned, self._before, shared)
 
     def _off_path(self, operation: Operation, expected: Node | None) -> Any:
         """Handle a node that was not captured."""
@@ -462,8 +316,8 @@ class _Replayer(StepTracer):
 
     def close(self) -> None:
         """Clean up after the step; the exception that ended it holds its frames and thereby all activations."""
-        self.stand_ins.restore()
-        self._trail.left = None
+        self.values.restore()
+        self._end = None
         for obj, state in self._held:
             if not state.is_same(state_of(obj)):
                 put_state(obj, state)
@@ -472,12 +326,16 @@ class _Replayer(StepTracer):
         """Return the tensors for ``program.sends``, or those of a detour."""
         if self._detour is not None:
             return self._detour.sent
-        return tuple(map(self._sending.tensor, self._program.sends))
+        return tuple(map(self.values.to_send, self._program.sends))
 
     def entries(self) -> tuple[Entry, ...] | Path:
         """Return the descriptions of all nodes up to the end of this stage, or their path."""
-        entries = self._trail.entries
-        return entries if self._detour is None else self._detour.path(entries)
+        return self._entries if self._detour is None else self._detour.path(self._entries)
+
+    @property
+    def _entries(self) -> tuple[Any, ...]:
+        """The descriptions of all nodes; off-path nodes are among them if an earlier stage took a detour."""
+        return (*self._before, *self._own) if self._own else self._before
 
     def is_complete(self, result: Any) -> bool:
         """Return whether this stage's part of the step went as far as when it was captured."""
@@ -485,22 +343,23 @@ class _Replayer(StepTracer):
 
     def check_finished(self, result: Any) -> None:
         """Check that the step has come as far as when it was captured, or has returned None, on all stages."""
-        if self._trail.left is not None:
-            raise self._caught(self._trail.left)
-        position, program, trail = self._position, self._program, self._trail
-        expected = trail.start if program.is_last else program.end
-        if trail.start <= position <= program.end < len(program.graph.nodes) and result is not None:
+        if self._end is not None:
+            raise self._caught(self._end)
+        position, program = self._position, self._program
+        as_before = self._ended_before and position == len(self._before)  # ended where it did on an earlier stage
+        if self._start <= position <= program.end < len(program.graph.nodes) and result is not None:
             self._detour = self._detour or self._new_detour()  # the captured step went on
-        if self._detour is not None and not program.is_last and position != trail.ended:
+        if self._detour is not None and not program.is_last and not as_before:
             self._detour.leave(set(), [*tree.tensors(result), *self._observed], ended=result is None)
             return
-        if position < expected and (result is not None or position != (trail.ended or position)):
+        expected = self._start if program.is_last else program.end
+        if position < expected and (result is not None or (self._ended_before and not as_before)):
             raise self._changed(None, program.graph.nodes[position])
 
     def _ended(self) -> _StageEnd:
         self._held = [] if self._constants is None else self._constants.held()
-        self._trail.left = _StageEnd()
-        return self._trail.left
+        self._end = _StageEnd()
+        return self._end
 
     def _caught(self, end: _StageEnd) -> StepChangedError:
         """Return the error for a step that has caught the exception which ends it on this stage."""

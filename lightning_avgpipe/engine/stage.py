@@ -13,21 +13,16 @@ from lightning_avgpipe.capture.snapshot import Attributes
 from lightning_avgpipe.comm.codec import pickled
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.attributes import OwnAttributes
-from lightning_avgpipe.engine.casts import Casts
-from lightning_avgpipe.engine.compiling import Execution
+from lightning_avgpipe.engine.execution import Casts, Execution, OwnStream
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.frozen_prefix import FrozenPrefix
 from lightning_avgpipe.engine.halves import Halves
-from lightning_avgpipe.engine.inspection import ForeignTensors
 from lightning_avgpipe.engine.own_module import OwnModule
-from lightning_avgpipe.engine.own_stream import OwnStream
-from lightning_avgpipe.engine.path import OffPathNode, Path
+from lightning_avgpipe.engine.part import Observe, OffPathNode, Path, Replayed
 from lightning_avgpipe.engine.recompute import Observations, Repetition
-from lightning_avgpipe.engine.replay import Observe, Replayed
-from lightning_avgpipe.engine.rewriting import explained
 from lightning_avgpipe.engine.stage_step import StageStep
-from lightning_avgpipe.engine.stash import Gate, Inputs, Stash, entered
-from lightning_avgpipe.engine.task import Task
+from lightning_avgpipe.engine.task import Gate, Inputs, Stash, Task, entered
+from lightning_avgpipe.engine.tensor_use import ForeignTensors, explained
 from lightning_avgpipe.errors import ScheduleError, StepChangedError, UnsendableError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Schedule

@@ -1,38 +1,184 @@
-"""Execute one stage's part of a step on one micro-batch after the other."""
+"""Execute one stage's part of a step on one micro-batch after the other, by following the step or by a flat program.
+
+::
+
+    iteration 1          every micro-batch is followed, and written down: do all do the same?
+    2, 3, ...            micro-batch 0 is followed and written down, the others run what was written
+    every 64th           as the first
+
+If two micro-batches of one form differ, or a step cannot be written down, each one is followed from then on. With a
+static step, which only its author can declare, iterations 2, 3, ... follow nothing.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.recorder import owned_tensors
-from lightning_avgpipe.capture.tracer import uncompiled, watching
+from lightning_avgpipe.capture.tracer import uncompiled
 from lightning_avgpipe.engine.attestation import Attested
-from lightning_avgpipe.engine.compiling import Execution
-from lightning_avgpipe.engine.constants import Constants
-from lightning_avgpipe.engine.flat_program import FlatProgram, Surprise
+from lightning_avgpipe.engine.execution import Execution, OwnStream
+from lightning_avgpipe.engine.flat_program import VALUES, FlatProgram, Surprise, description
 from lightning_avgpipe.engine.idle_iterators import IdleIterators
-from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
-from lightning_avgpipe.engine.operation import Repeat, Runner
 from lightning_avgpipe.engine.own_generators import OwnGenerators, unmoved
-from lightning_avgpipe.engine.own_stream import OwnStream
-from lightning_avgpipe.engine.path import Entry, Path
-from lightning_avgpipe.engine.programs import Form, Programs
-from lightning_avgpipe.engine.randomness import Drawing, Draws
-from lightning_avgpipe.engine.replay import Ground, Observe, Replayed, replay
-from lightning_avgpipe.engine.rewriting import Rewritten
+from lightning_avgpipe.engine.part import Entry, Observe, Part, Path, Repeat, ReplayContext, Replayed, Runner
+from lightning_avgpipe.engine.program_writer import ProgramWriter
+from lightning_avgpipe.engine.randomness import Drawing
+from lightning_avgpipe.engine.replay import replay
 from lightning_avgpipe.engine.task import Task
+from lightning_avgpipe.engine.tensor_use import Constants, ForeignTensors, Inspection, Rewritten
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.parcel import Packer
-from lightning_avgpipe.utils.random_streams import seed_host, stream
+from lightning_avgpipe.utils.random_streams import seed_host
+
+_TRUSTED_AFTER = 1  # iterations in which all micro-batches are followed and compared
+_AUDITED_EVERY = 64  # iterations
+_MOST_FORMS = 8  # of micro-batches that get programs in an iteration
+
+_log = logging.getLogger(__name__)
+
+
+def why_follow(program: StageProgram) -> str | None:
+    """Return a property of a step's graph that rules out flat programs; None: there is none."""
+    graph = program.graph
+    reasons = {
+        "it changes its batch": graph.batch_writes,
+        "it changes buffers between units": graph.glue_states or program.upkeep or program.elsewhere,
+        "it changes attributes or objects": graph.attributes or graph.passing or graph.holders,
+        "it writes into tensors of its own": graph.written or graph.carried,
+        "it draws from Python's or NumPy's generators": graph.host_drawing,
+        "it has generators of its own": graph.generators,
+        "it holds iterators": graph.iterators,
+        "it decides by numbers": any(node.reads_numbers for node in graph.nodes[: program.end]),
+    }
+    return next((reason for reason, found in reasons.items() if found), None)
+
+
+@dataclass(frozen=True)
+class Form:
+    """The properties that micro-batches must share to run one program.
+
+    Attributes:
+        tensors: tensors of the batch, then the received ones.
+        described: description of the tensors, and all other arguments of the step.
+        told: descriptions from earlier stages.
+    """
+
+    tensors: tuple[Tensor, ...]
+    described: tuple[Any, ...]
+    told: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, part: Part, static: bool) -> Form:
+        """Return the form of a micro-batch.
+
+        Args:
+            static: whether arguments other than the micro-batch, such as the index of the batch, are ignored.
+        """
+        found: list[Tensor] = []
+        structure = _structure(tuple(part.args[:1] if static else part.args), found)
+        tensors = (*found, *part.received)
+        return cls(tensors, (description(tensors), structure), (part.entries, part.attested))
+
+    def is_like(self, other: Form) -> bool:
+        """Return whether a program that was written for the other form may run with this one."""
+        return bool(self.described == other.described and self.told == other.told)
+
+
+def _structure(item: Any, tensors: list[Tensor]) -> Any:
+    """Return a tree without its tensors, which are appended to ``tensors``."""
+    kind = type(item)
+    if isinstance(item, Tensor):
+        tensors.append(item)
+        return None
+    if kind is tuple or kind is list:
+        return kind, [_structure(part, tensors) for part in item]
+    if kind is dict:
+        return kind, {name: _structure(part, tensors) for name, part in item.items()}
+    if kind in VALUES:
+        return kind, item
+    leaves, spec = tree.flatten(item)
+    if len(leaves) == 1 and leaves[0] is item:
+        return kind, id(item)  # an object: its == need not return a bool
+    return spec, [_structure(leaf, tensors) for leaf in leaves]
+
+
+class Programs:
+    """The flat programs of one stage.
+
+    Args:
+        program: program of the stage.
+        module: the whole module.
+        context: data that all replays of the stage share.
+        static: ``"auto"``: the step's Python is checked for side effects; ``True``: it is declared to have none, and to
+            do the same in each iteration; ``False``: each micro-batch is followed.
+
+    Attributes:
+        static: whether the step is declared static.
+        why_not: reason why there can be no programs; None: none is known.
+    """
+
+    def __init__(
+        self, program: StageProgram, module: nn.Module, context: ReplayContext, static: bool | Literal["auto"]
+    ) -> None:
+        self.static = static is True
+        self.why_not: str | None = None
+        self._stage = program.stage
+        self._module, self._context = module, context
+        self._iteration = 0
+        self._audits = True
+        self._written: list[tuple[Form, FlatProgram]] = []
+        if (why := why_follow(program) if static else "static_step=False") is not None:
+            self._end(why)
+
+    def begin(self) -> None:
+        """Begin an iteration: drop the programs of earlier ones, unless the step is static."""
+        self._iteration += 1
+        self._audits = self._iteration <= _TRUSTED_AFTER or self._iteration % _AUDITED_EVERY == 0
+        if self._audits or not self.static:
+            self._written.clear()
+
+    def find(self, form: Form) -> list[FlatProgram]:
+        """Return the programs for this form, one for each set of answers; empty if the micro-batch must be followed."""
+        return [] if self._audits else self._of(form)
+
+    def _of(self, form: Form) -> list[FlatProgram]:
+        return [program for known, program in self._written if form.is_like(known)]
+
+    def writer(self, form: Form) -> ProgramWriter | None:
+        """Return a writer for the micro-batch that is followed now; None if its program would not be used."""
+        if self.why_not is not None or len(self._written) >= _MOST_FORMS:
+            return None
+        context, looks = self._context, self._audits and not self.static
+        return ProgramWriter(self._module, context.packer, context.device, looks)
+
+    def keep(self, form: Form, writer: ProgramWriter) -> None:
+        """Keep the program that was written, or note why there can be none."""
+        program = writer.program
+        if program is None:
+            self._end(writer.why_not or "it cannot be written down")
+            return
+        before = next((other for other in self._of(form) if other.answers == program.answers), None)
+        if before is None:
+            bare = Form((), form.described, form.told)  # keeps no tensor alive
+            self._written.append((bare, program))
+        elif before != program:
+            self._end("it does something else with each micro-batch")
+
+    def _end(self, why: str) -> None:
+        self.why_not = why
+        self._written.clear()
+        _log.info("stage %d follows the Python of the step for each micro-batch: %s", self._stage, why)
 
 
 class StageStep:
@@ -62,13 +208,18 @@ class StageStep:
         self._graph = graph
         self._program = program
         self._module = module
-        self._programs = Programs(program, module, device, execution.static)
         self._foreign_tensors = foreign_tensors
         units = {id(module.get_submodule(path)): path for path in graph.units}
-        packer = Packer(module) if any(node.opens for node in graph.nodes) else None
-        constants = Constants.of(program, module)
-        drawing = Drawing.of(module, graph)
-        self._ground = Ground(units, owned_tensors(module, ()), drawing, device, packer, execution.compiler, constants)
+        self._context = ReplayContext(
+            units,
+            owned_tensors(module, ()),
+            Drawing.of(module, graph),
+            device,
+            Packer(module),
+            execution.compiler,
+            Constants.of(program, module),
+        )
+        self._programs = Programs(program, module, self._context, execution.static)
         self._began_on_host = False  # in this iteration
         self.rewritten = Rewritten.of(program, module)
         self.stream: OwnStream | None = None
@@ -80,8 +231,7 @@ class StageStep:
         self.stream = stream
         self._programs.begin()
         if self._began_on_host:  # only now: within an iteration a repeated forward must draw the same
-            assert self._ground.drawing is not None
-            self._ground = replace(self._ground, drawing=replace(self._ground.drawing, late_on_host=True))
+            self._context = replace(self._context, drawing=replace(self._context.drawing, late_on_host=True))
             self._began_on_host = False
 
     def run(
@@ -100,43 +250,42 @@ class StageStep:
     ) -> Replayed:
         """Execute a program, the stage's own or a part of it, on one micro-batch of a task.
 
-        Further arguments are as for :func:`replay`.
+        Further arguments are as for :class:`Part`.
 
         Args:
             copies: ``id -> full name`` of the copies that stand for parameters now.
             watched: return the context within which the step runs.
         """
-        observe = observe or self.observe
-        flat = task.trains and program is self._program and not tap and self._may_repeat(task, entries)
-        form = self._programs.form(task.args[micro_batch], received, (entries, attested)) if flat else None
+        trains = task.trains
+        part = Part(
+            program,
+            partial(task.run, micro_batch),
+            task.args[micro_batch],
+            received,
+            entries,
+            task.key_of(micro_batch),
+            observe or self.observe,
+            repeat,
+            tap,
+            attested if trains else None,
+        )
+        form = Form.of(part, self._programs.static) if self._may_repeat(part, task) else None
         writer = None
         if form is not None:
+            assert task.around is not None
             for written in self._programs.find(form):
-                with watched(), self.rewritten.saved(task.trains), contextlib.suppress(Surprise):
-                    return self._run_program(written, form, task, micro_batch, entries, attested, observe, repeat)
+                with watched(), self.rewritten.saved(trains), contextlib.suppress(Surprise):
+                    return self._run_program(written, form, part, task.around(micro_batch))
             writer = self._programs.writer(form)
-        constants = self._ground.constants
+        constants = self._context.constants
         checked = nullcontext() if constants is None else constants.checked()
-        with self._inspected(task) as inspection, self.rewritten.saved(task.trains), checked:
-            with watched(), self._iterators.untouched(), self._generators.watched(), unmoved(task.args[micro_batch]):
+        with self._inspected(task) as inspection, self.rewritten.saved(trains), checked:
+            with watched(), self._iterators.untouched(), self._generators.watched(), unmoved(part.args):
                 if writer is not None and form is not None and task.around is not None:
                     with task.around(micro_batch):  # the context may set modes, such as autocast
                         writer.begin(form.tensors)
-                replayed = replay(
-                    program,
-                    self._ground_now(copies),
-                    partial(task.run, micro_batch),
-                    task.args[micro_batch],
-                    received,
-                    entries,
-                    task.key_of(micro_batch),
-                    observe,
-                    repeat,
-                    tap,
-                    self._generators.node if program.num_stages > 1 else None,
-                    attested if task.trains else None,
-                    writer,
-                )
+                around = self._generators.node if program.num_stages > 1 else None
+                replayed = replay(part, self._context_now(copies), around, writer)
             self._began_on_host |= replayed.began_on_host
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
@@ -144,40 +293,21 @@ class StageStep:
             self._programs.keep(form, writer)
         return replayed
 
-    def _may_repeat(self, task: Task, entries: tuple[Entry, ...] | Path) -> bool:
+    def _may_repeat(self, part: Part, task: Task) -> bool:
         """Return whether a program that is written for one micro-batch of a task may run with others."""
-        drawing = self._ground.drawing
-        late = drawing is not None and drawing.late_on_host
+        if not task.trains or part.program is not self._program or part.tap or isinstance(part.entries, Path):
+            return False
         several = task.around is not None and (len(task.args) > 1 or self._programs.static)
-        return several and not late and self._programs.why_not is None and not isinstance(entries, Path)
+        return several and not self._context.drawing.late_on_host and self._programs.why_not is None
 
     def _run_program(
-        self,
-        program: FlatProgram,
-        form: Form,
-        task: Task,
-        micro_batch: int,
-        entries: tuple[Entry, ...] | Path,
-        attested: tuple[Attested, ...],
-        observe: Observe | None,
-        repeat: Repeat | None,
+        self, program: FlatProgram, form: Form, part: Part, around: AbstractContextManager[None]
     ) -> Replayed:
         """Run a program that was written for another micro-batch on this one."""
-        ground, key = self._ground, task.key_of(micro_batch)
-        assert task.around is not None and not isinstance(entries, Path)
-        draws = None if ground.drawing is None else Draws(ground.drawing, key, ground.device)
-        runner = Runner(draws, repeat, ground.packer, None, ground.compiler)
-        compiled = ground.compiler is not None or ground.drawing is None or not ground.drawing.seen
-        seed_host(key.derive("host"))  # nothing drew from these when the program was written
-        with (
-            nullcontext() if draws is None else stream(key.derive("step"), ground.device),
-            nullcontext() if draws is None else watching(draws),
-            nullcontext() if compiled else uncompiled(),
-            task.around(micro_batch),
-        ):
-            done = program.run(form.tensors, runner, observe)
-        told = entries if self._program.is_last else (*entries, *done.entries)
-        return Replayed(done.result, done.sent, told, None, False, (*attested, *program.attested))
+        runner = Runner(part, self._context)
+        seed_host(part.key.derive("host"))  # nothing drew from these when the program was written
+        with runner.draws.running(), nullcontext() if self._context.compiled else uncompiled(), around:
+            return program.run(form.tensors, part, runner)
 
     @property
     def observe(self) -> Observe | None:
@@ -203,8 +333,8 @@ class StageStep:
         finally:  # using another model's tensors may be why a replay fails
             inspection.check(task.key.pipeline)
 
-    def _ground_now(self, copies: Mapping[int, str]) -> Ground:
+    def _context_now(self, copies: Mapping[int, str]) -> ReplayContext:
         if not copies and not self._graph.glue_states:
-            return self._ground
+            return self._context
         # glue may have replaced buffers by other objects
-        return replace(self._ground, owned={**owned_tensors(self._module, self._graph.glue_states), **copies})
+        return replace(self._context, owned={**owned_tensors(self._module, self._graph.glue_states), **copies})

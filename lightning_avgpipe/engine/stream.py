@@ -13,11 +13,11 @@ from torch import Tensor
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
-from lightning_avgpipe.engine.inspection import leaves_of
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.engine.pipeline import Outcome, Pipeline, clear
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.engine.task import Task
+from lightning_avgpipe.engine.tensor_use import leaves_of
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule import BACKWARD, Action, Schedule
 from lightning_avgpipe.schedule.asynchronous import forwards_by, row_of_batch

@@ -1,4 +1,4 @@
-"""Define the work that the stages of a process run in an iteration."""
+"""Define the work of an iteration, what a forward keeps for its backward, and how received values enter a step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.engine.recompute import ForwardState, Observations
 from lightning_avgpipe.utils.random_streams import RandomKey
 
 
@@ -42,3 +45,103 @@ class Task:
         """Return the random key of micro-batch i."""
         key = self.key
         return RandomKey(key.seed, key.iteration, key.pipeline, key.micro_batch + micro_batch)
+
+
+class Gate:
+    """The point where a received value enters the step, and its gradient leaves the backward.
+
+    The gradient is the tensor that autograd computes, with its strides. Accumulated in a leaf it would get another
+    memory layout, and kernels of the previous stage would round otherwise.
+
+    Attributes:
+        leaf: the received value, as a leaf.
+        gradient: its gradient, once computed; else None.
+    """
+
+    def __init__(self, leaf: Tensor) -> None:
+        self.leaf = leaf
+        self.gradient: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Stash:
+    """The data that a forward keeps for its backward.
+
+    Attributes:
+        gates: gates of the received values that require gradients.
+        roots: tensors from which the backward starts.
+        whole: reason why the backward cannot be split; "" if it can be.
+    """
+
+    gates: tuple[Gate, ...]
+    roots: tuple[Tensor, ...]
+    whole: str = ""
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the micro-batch has no loss, on the last stage."""
+        return not self.roots
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The data that a forward keeps for its repetition.
+
+    Attributes:
+        task: work of the iteration, which holds the micro-batch.
+        message: received message; None on the first stage.
+        versions: version counters of the received tensors.
+        surroundings: the state that the forward reads.
+        observations: results of ``self.log`` and metrics.
+        ending: on the last stage the loss, and the tensors of the result from which it was computed.
+    """
+
+    task: Task
+    message: Message | None
+    versions: tuple[int, ...]
+    surroundings: ForwardState
+    observations: Observations
+    ending: tuple[Tensor | None, tuple[Tensor | None, ...]] | None
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the micro-batch has no loss, on the last stage."""
+        return self.ending is not None and self.ending[0] is None
+
+
+class _Enter(torch.autograd.Function):
+    """The entry of a received leaf into the step, without a copy, such that glue may change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, gate: Gate) -> Tensor:
+        ctx.gate = gate
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.gate.gradient = gradients[0]
+        return None, None
+
+
+def entered(
+    message: Message, values: Sequence[int], trains: bool, overwritten: frozenset[int]
+) -> tuple[tuple[Gate, ...], list[Tensor]]:
+    """Return the gates of received values, and the values as they enter the step.
+
+    Args:
+        message: received message.
+        values: indices of its tensors' values.
+        trains: whether gradients are needed.
+        overwritten: indices of the values that the step changes in place although they are needed again.
+    """
+    gates: list[Gate] = []
+    received: list[Tensor] = []
+    for value, tensor, wanted in zip(values, message.tensors, message.requires_grad, strict=True):
+        assert tensor is not None
+        if value in overwritten:  # the original is needed again, here or by a neighbour in this process
+            tensor = tensor.clone()
+        if wanted and trains:
+            gates.append(Gate(tensor.detach().requires_grad_()))
+            tensor = _Enter.apply(gates[-1].leaf, gates[-1])
+        received.append(tensor)
+    return tuple(gates), received

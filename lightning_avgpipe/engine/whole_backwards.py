@@ -10,16 +10,16 @@ from torch import nn
 
 from lightning_avgpipe.capture.attributes import is_compiled
 from lightning_avgpipe.capture.recorder import owned_tensors
-from lightning_avgpipe.capture.saved_tensors import tensors_of
 from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import uncompiled
-from lightning_avgpipe.capture.visit import visiting
+from lightning_avgpipe.capture.units import tensors_of, visiting
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.halves import GraphWatch, why_whole
+from lightning_avgpipe.engine.part import Part, ReplayContext
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.recompute import UnitRepeater
-from lightning_avgpipe.engine.replay import Ground, replay
-from lightning_avgpipe.engine.stash import entered
+from lightning_avgpipe.engine.replay import replay
+from lightning_avgpipe.engine.task import entered
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.program import StageProgram, stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
@@ -59,10 +59,11 @@ def whole_backwards(
     with untouched(module, graph.changed), Objects(batch, opaque=True).restored(), uncompiled():
         for program in stage_programs(graph, plan.cuts):
             gates, values = entered(message, program.receives, True, frozenset())
-            ground = Ground(units, owned_tensors(module, graph.glue_states), drawing, device, Packer(module))
+            context = ReplayContext(units, owned_tensors(module, graph.glue_states), drawing, device, Packer(module))
+            part = Part(program, run, batch, values, message.entries, repeat=repeat)
             watch = GraphWatch()
             with visiting(_needed(program, module), device), watch:
-                replayed = replay(program, ground, run, batch, values, message.entries, repeat=repeat)
+                replayed = replay(part, context)
             roots = [t for t in (*replayed.sent, *tree.tensors(replayed.result)) if t.requires_grad]
             repeats = recompute.stages and repeated(schedule[program.stage], program.is_last)
             why = "recompute" if repeats else watch.found or why_whole(roots, [gate.leaf for gate in gates])

@@ -20,7 +20,7 @@ from functools import cached_property
 from torch import nn
 
 from lightning_avgpipe.capture.costs import Costs
-from lightning_avgpipe.capture.graph import CallGraph, OpenedCall
+from lightning_avgpipe.capture.graph import CallGraph, FollowedCall
 from lightning_avgpipe.planning.divisible import Divisible
 
 
@@ -80,8 +80,8 @@ def closing(subject: Divisible, graph: CallGraph, cuts: Sequence[int], keep: Col
         cuts: positions that must stay possible cuts.
         keep: paths of modules that stay units, or hold units.
     """
-    calls: dict[str, list[OpenedCall]] = {}
-    for call in graph.opened:
+    calls: dict[str, list[FollowedCall]] = {}
+    for call in graph.followed_calls:
         calls.setdefault(call.path, []).append(call)
     rules = _Rules(subject, graph, cuts, keep)
     allowed = [path for path, of_module in calls.items() if rules.allow(path, of_module)]
@@ -111,7 +111,7 @@ class _Rules:
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self.subject.module.named_parameters()}
 
-    def allow(self, path: str, calls: Sequence[OpenedCall]) -> bool:
+    def allow(self, path: str, calls: Sequence[FollowedCall]) -> bool:
         """Return whether a module, given all of its calls, may become a unit."""
         module, below = self.subject.module.get_submodule(path), f"{path}."
         if any(name.startswith(below) for name in self.keep):
@@ -124,7 +124,7 @@ class _Rules:
         inside = {i for call in calls for i in range(call.begin, call.end)}
         return all(n.index in inside for n in self.graph.nodes if n.kind == "call" and n.name.startswith(below))
 
-    def _is_whole(self, module: nn.Module, below: str, call: OpenedCall) -> bool:
+    def _is_whole(self, module: nn.Module, below: str, call: FollowedCall) -> bool:
         nodes = self.graph.nodes[call.begin : call.end]
         if not nodes or call.observes or any(call.begin < cut < call.end for cut in self.cuts):
             return False

@@ -44,7 +44,7 @@ def frozen_prefix(graph: CallGraph, trained: Collection[str]) -> tuple[int, str]
     asking, most, why = _asking(graph, frozenset(trained)), len(graph.nodes) - 1, ""
     for path in sorted(graph.drawing | graph.host_drawing):
         if not any(is_within(path, unit) for unit in graph.units):  # code between units
-            begins = min((call.begin for call in graph.opened if call.path == path), default=0)
+            begins = min((call.begin for call in graph.followed_calls if call.path == path), default=0)
             if begins < most:
                 most, why = begins, f"{f'the code of {path!r}' if path else graph.step} draws random numbers"
     assigning = {path for path, _ in graph.of_units}
@@ -52,7 +52,7 @@ def frozen_prefix(graph: CallGraph, trained: Collection[str]) -> tuple[int, str]
         found = (
             "draws random numbers" if node.draws or graph.host_drawing.intersection(node.drawn)
             else "uses what the step changes" if node.states or node.index in graph.upkeep
-            else "writes into objects" if node.opens
+            else "writes into objects" if node.writes_objects
             else "assigns attributes" if node.kind == "call" and any(is_within(p, node.name) for p in assigning)
             else ""
         )  # fmt: skip

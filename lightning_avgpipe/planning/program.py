@@ -56,7 +56,7 @@ class StageProgram:
     @cached_property
     def own(self) -> frozenset[str]:
         """The names of the units and parameters that the stage uses, or may use with another batch."""
-        return _names(self.nodes) | self._beside(self.start, self.end)
+        return _names(self.nodes) | self._neighbours(self.start, self.end)
 
     @cached_property
     def later(self) -> frozenset[str]:
@@ -66,13 +66,13 @@ class StageProgram:
     @cached_property
     def earlier(self) -> frozenset[str]:
         """The names of the units and parameters that only earlier stages use, or may use."""
-        return (_names(self.graph.nodes[: self.start]) | self._beside(0, self.start)) - self.own - self._after
+        return (_names(self.graph.nodes[: self.start]) | self._neighbours(0, self.start)) - self.own - self._after
 
     @cached_property
     def _after(self) -> frozenset[str]:
-        return _names(self.graph.nodes[self.end :]) | self._beside(self.end, len(self.graph.nodes))
+        return _names(self.graph.nodes[self.end :]) | self._neighbours(self.end, len(self.graph.nodes))
 
-    def _beside(self, start: int, end: int) -> frozenset[str]:
+    def _neighbours(self, start: int, end: int) -> frozenset[str]:
         return frozenset(name for name, place in self.graph.places.items() if start <= place < end)
 
     @cached_property

@@ -78,7 +78,7 @@ class Refinement:
                     raise failure
                 return best
             finer = self._subject.capture(self._step, self._subject.refine(graph.units, heavy))
-            if found := (finer.asking & set(heavy)) - tried:
+            if found := (finer.number_readers & set(heavy)) - tried:
                 tried |= found
                 self.spared |= found
                 continue
@@ -88,7 +88,7 @@ class Refinement:
         """Return the units to open. Spared units are opened only if no plan is good without that."""
         fair_s = sum(costs.node) / self._num_stages
         found = self._heavy_units(graph, costs, fair_s * _HEAVY if plan is not None else 0.0)
-        found += [unit for unit in sorted(graph.leaving) if unit not in found and self._subject.opens(unit)]
+        found += [unit for unit in sorted(graph.leaking) if unit not in found and self._subject.opens(unit)]
         heavy = [unit for unit in found if unit not in self.spared]
         if not heavy and (plan is None or plan.slowest.share * self._num_stages > _SPARED):
             heavy = [unit for unit in found if unit in self.spared]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.engine.loss import LossWeight, uneven_targets, weighted
 from lightning_avgpipe.engine.microbatch import MicroBatch, fewest_samples, split, split_with, whole
 from lightning_avgpipe.engine.sample_layout import Seen
-from lightning_avgpipe.engine.weighting import LossWeight, uneven_targets, weighted
 from lightning_avgpipe.errors import BatchError
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.configuration import Configuration

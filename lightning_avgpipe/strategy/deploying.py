@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from lightning_avgpipe.averaging.optimizer_clone import unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.probe import measure_bandwidth
-from lightning_avgpipe.engine.compiling import Compiler, Execution
+from lightning_avgpipe.engine.execution import Compiler, Execution
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.costing import Costing

@@ -14,7 +14,7 @@ import torch
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.capture.cost_cache import CostCache, default_directory
 from lightning_avgpipe.comm.options import Links
-from lightning_avgpipe.engine.weighting import LossWeight
+from lightning_avgpipe.engine.loss import LossWeight
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory_limit import MemoryLimit, parse_limit
 from lightning_avgpipe.schedule.builders import Builder

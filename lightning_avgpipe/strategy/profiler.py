@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from tqdm.auto import tqdm
 
-from lightning_avgpipe.engine.utilisation import KernelTrace, sampling_device, tracing_kernels
+from lightning_avgpipe.engine.recording import KernelTrace, sampling_device, tracing_kernels
 from lightning_avgpipe.errors import MemoryShortage, TuningError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory_limit import limit_of

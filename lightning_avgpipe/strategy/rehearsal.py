@@ -28,11 +28,10 @@ from lightning_avgpipe.averaging.optimizer_clone import unwrapped
 from lightning_avgpipe.capture.snapshot import unchanged, untouched
 from lightning_avgpipe.comm.probe import ClockOffset
 from lightning_avgpipe.engine.accounting import Footprint
-from lightning_avgpipe.engine.guard import MemoryGuard
 from lightning_avgpipe.engine.microbatch import MicroBatch
-from lightning_avgpipe.engine.recording import Recording
+from lightning_avgpipe.engine.observer import MemoryGuard
+from lightning_avgpipe.engine.recording import BusyRecorder, Recording
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.engine.utilisation import BusyRecorder
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.model_memory import Holding, holdings
 from lightning_avgpipe.schedule import Kind, Schedule

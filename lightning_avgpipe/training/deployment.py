@@ -15,7 +15,7 @@ from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.engine.compiling import Execution
+from lightning_avgpipe.engine.execution import Execution
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError, PartitionError, StepOrderError
 from lightning_avgpipe.planning import Plan, cut_like, scattered

@@ -14,7 +14,7 @@ from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import ReplicaGroup
-from lightning_avgpipe.engine.compiling import Execution
+from lightning_avgpipe.engine.execution import Execution
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.training.pipeline_streams import PipelineStreams
 from lightning_avgpipe.training.state import full_ensemble_state, load_ensemble_state

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_avgpipe.capture.graph import CallGraph, changed_in_common
-from lightning_avgpipe.engine.own_stream import OwnStream
+from lightning_avgpipe.engine.execution import OwnStream
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.utils.device import DevicePort
 from lightning_avgpipe.utils.lightning import rank_zero_info

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,11 +87,20 @@ class Packer:
         Raises:
             Exception: the error of pickle for an object that cannot be pickled.
         """
+        changes = [_change(objects, *modified) for modified in objects.modified()]
+        content, found = self.pickled((result, changes), objects)
+        return Parcel(content, tuple(map(TensorMeta.of, found))), found
+
+    def pickled(self, item: Any, objects: Objects | None = None) -> tuple[bytes, list[Tensor]]:
+        """Pickle an item without the tensors, submodules and given objects in it; return also the tensors."""
         buffer = io.BytesIO()
-        pickler = _Pickler(buffer, self._paths, objects)
-        pickler.dump((result, [_change(objects, *modified) for modified in objects.modified()]))
-        found = list(pickler.tensors)
-        return Parcel(buffer.getvalue(), tuple(map(TensorMeta.of, found))), found
+        pickler = _Pickler(buffer, self._paths, {} if objects is None else objects.indices)
+        pickler.dump(item)
+        return buffer.getvalue(), pickler.tensors
+
+    def unpickled(self, content: bytes, tensors: Sequence[Tensor], objects: Sequence[Any] = ()) -> Any:
+        """Return a new item like a pickled one, with these tensors and objects."""
+        return _Unpickler(io.BytesIO(content), tensors, objects, self._modules).load()
 
     def unpack(self, parcel: Parcel, tensors: Sequence[Tensor], objects: Objects) -> Any:
         """Apply the changes of a parcel to objects, and return the result.
@@ -103,7 +112,7 @@ class Packer:
         Raises:
             LookupError: an object is not of the type of the one that was changed.
         """
-        result, changes = _Unpickler(io.BytesIO(parcel.content), tensors, objects.owners, self._modules).load()
+        result, changes = self.unpickled(parcel.content, tensors, objects.owners)
         for change in changes:
             _apply(change, objects.owners)
         return result
@@ -130,10 +139,10 @@ def _apply(change: Change, owners: Sequence[Any]) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, paths: dict[int, str], objects: Objects) -> None:
+    def __init__(self, file: io.BytesIO, paths: dict[int, str], indices: Mapping[int, int]) -> None:
         super().__init__(file)
         self._paths = paths
-        self._objects = objects
+        self._indices = indices
         self._numbers: dict[int, int] = {}
         self.tensors: list[Tensor] = []
 
@@ -147,7 +156,7 @@ class _Pickler(pickle.Pickler):
             return "tensor", self._numbers[id(obj)]
         if isinstance(obj, nn.Module) and id(obj) in self._paths:
             return "module", self._paths[id(obj)]
-        index = self._objects.indices.get(id(obj))
+        index = self._indices.get(id(obj))
         return None if index is None else ("object", index)
 
 

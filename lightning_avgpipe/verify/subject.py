@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.engine.weighting import LossWeight
+from lightning_avgpipe.engine.loss import LossWeight
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.training.deployment import Deployment

@@ -80,7 +80,7 @@ def check_repeatable(program: StageProgram) -> None:
         if (unit := nearest(key[0], graph.units)) in units or not unit
     ]
     changed += [f"objects that outlive the step ({node})" for node in program.nodes if node.lasting]
-    changed += [f"what is outside of the module (unit '{unit}')" for unit in sorted(units & graph.leaving)]
+    changed += [f"what is outside of the module (unit '{unit}')" for unit in sorted(units & graph.leaking)]
     if changed:
         raise ConfigurationError(
             f"with broadcast forward stage {program.stage + 1} runs the forwards of stage {program.stage} as well, and "

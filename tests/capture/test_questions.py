@@ -67,7 +67,7 @@ def test_a_unit_that_reads_numbers_is_opened_where_stages_would_be_too_uneven() 
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # no trainer here
     plan = Planner(Divisible(module), 2).plan(Step("training_step", module.training_step, (torch.randn(24, 16), 0)))
     assert "layers.0.router" in plan.graph.units
-    assert plan.graph.asking == {"layers.0"}
+    assert plan.graph.number_readers == {"layers.0"}
     assert plan.graph.deciding[plan.cuts[0]] == "layers.0"
 
 
@@ -86,5 +86,5 @@ def test_a_length_that_all_micro_batches_have_is_no_question() -> None:
 
     module = Counts("nothing", 3)
     plan = Planner(Divisible(module), 2).plan(Step("training_step", module.training_step, (torch.randn(24, 16), 0)))
-    assert not any(node.asks for node in plan.graph.nodes)
+    assert not any(node.reads_numbers for node in plan.graph.nodes)
     assert set(plan.graph.deciding) == {None}

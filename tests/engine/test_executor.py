@@ -14,8 +14,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap, names
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
-from lightning_avgpipe.engine.guard import MemoryGuard
-from lightning_avgpipe.engine.observer import Observer, Work
+from lightning_avgpipe.engine.observer import MemoryGuard, Observer, Work
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import MemoryShortage, PeerError, StageError
 from lightning_avgpipe.schedule import Action, Schedule, build, in_turn, with_replicas

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
-from lightning_avgpipe.engine.inspection import Inspection
+from lightning_avgpipe.engine.tensor_use import Inspection
 from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from tests.averaging.models import assert_equal, train
 from tests.models import MLP, Regression, loader

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.engine import stage_step
-from lightning_avgpipe.engine.replay import Replayed, replay
-from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.engine.part import Part, Replayed
+from lightning_avgpipe.engine.replay import replay
 from tests import processes
 from tests.driver import assert_same_parameters
 from tests.models import MLP, ConvNet, Regression, TinyTransformer, loader
@@ -43,9 +43,9 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The stages that have followed a micro-batch, each as often as it has."""
     stages: list[int] = []
 
-    def counted(program: StageProgram, *args: Any) -> Replayed:
-        stages.append(program.stage)
-        return replay(program, *args)
+    def counted(part: Part, *args: Any) -> Replayed:
+        stages.append(part.program.stage)
+        return replay(part, *args)
 
     monkeypatch.setattr(stage_step, "replay", counted)
     return stages

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_avgpipe.engine.compiling import Execution
+from lightning_avgpipe.engine.execution import Execution
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.stream import Stream

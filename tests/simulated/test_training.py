@@ -208,7 +208,7 @@ def waits_with(kind: type, options: dict[str, Any], *counts: int) -> list[dict[t
     ("kind", "options", "expected"),
     [
         (MLP, {}, {}),
-        (ConvNet, {}, {("engine/weighting.py", "_targets"): 1}),  # ignored targets are looked for
+        (ConvNet, {}, {("engine/loss.py", "_targets"): 1}),  # ignored targets are looked for
         pytest.param(
             MLP,
             {"num_pipelines": 2},

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_avgpipe.capture import random_use
+from lightning_avgpipe.capture import calls
 from lightning_avgpipe.capture.snapshot import random_state
 from lightning_avgpipe.comm.probe import DeviceClock, Stopwatch
 from lightning_avgpipe.utils.device import (
@@ -123,7 +123,7 @@ def test_random_state_is_put_back_for_every_generator() -> None:
 def test_looking_whether_generators_have_moved_is_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """With two of them, as on an accelerator: a tensor made in a unit would count as one that the unit keeps."""
     own = torch.Generator()
-    monkeypatch.setattr(random_use, "generators", lambda device: (torch.default_generator, own))
+    monkeypatch.setattr(calls, "generators", lambda device: (torch.default_generator, own))
     done: list[str] = []
 
     class Operations(TorchDispatchMode):
@@ -131,11 +131,11 @@ def test_looking_whether_generators_have_moved_is_no_operation(monkeypatch: pyte
             done.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    watch = random_use.DrawWatch(nn.Identity(), None)
+    watch = calls.Calls(nn.Identity(), None, lambda module: False, lambda: 0)
     torch.rand(1, generator=own)
     with Operations():
         watch.look()
-        same = random_use.random_bits(None) == random_use.random_bits(None)
+        same = watch.bits() == watch.bits()
     assert same and not done
     assert watch.drawing == {""}
 

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.comm.collectives import Collectives
-from lightning_avgpipe.comm.routes import Party
 from lightning_avgpipe.comm.topology import Party
-from lightning_avgpipe.weights.belongings import ModuleTensors, OptimizerStates, relocate
 from lightning_avgpipe.weights.ownership import answering, give_up, owners_of
 from lightning_avgpipe.weights.relocation import ModuleTensors, OptimizerStates, Relocation, gather, holders, relocate
 

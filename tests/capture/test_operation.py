@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_avgpipe.capture.known_tensors import KnownTensors
+from lightning_avgpipe.capture.operation import KnownTensors
 
 
 def test_a_view_has_the_value_of_its_base_but_none_of_its_own() -> None:

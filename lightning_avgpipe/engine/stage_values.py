@@ -1,4 +1,4 @@
-"""Provide stand-ins for the values of nodes that belong to earlier stages."""
+"""Hold the tensors that stand for the values of a step on one stage: received, absent, and made here."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.known_tensors import KnownTensors
-from lightning_avgpipe.engine.path import Entry
+from lightning_avgpipe.capture.operation import KnownTensors
+from lightning_avgpipe.engine.part import Entry
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils import tree
@@ -20,15 +20,19 @@ from lightning_avgpipe.utils.parcel import Packer, Parcel
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 
 
-class StandIns:
-    """The tensors for values of earlier stages: received ones, and absent ones.
+class StageValues:
+    """The tensors for the values of one micro-batch.
 
     Args:
         program: program of this stage.
         received: value -> received tensor.
         known: record of which tensor stands for which value.
         device: device of this stage.
-        packer: packer of the module; None if no unit writes into objects.
+        packer: packer of the module.
+        tap: position at which values are copied; 0: none.
+
+    Attributes:
+        device: as given.
     """
 
     def __init__(
@@ -37,20 +41,31 @@ class StandIns:
         received: Mapping[int, Tensor],
         known: KnownTensors,
         device: torch.device,
-        packer: Packer | None,
+        packer: Packer,
+        tap: int,
     ) -> None:
+        self.device = device
         self._program = program
         self._received = received
         self._known = known
-        self._device = device
         self._packer = packer
-        self._tensors: dict[int, Tensor] = {}
+        self._wanted = frozenset(program.sends) | frozenset(program.graph.live(tap) if tap else ())
+        self._made: dict[int, Tensor] = {}  # values to be sent, as far as they have been made here
+        self._stand_ins: dict[int, Tensor] = {}  # for values of earlier stages
         self._written: list[tuple[Any, ObjectState, ObjectState]] = []  # object, and its states around a skipped unit
 
-    def of(self, value: int) -> Tensor | None:
-        """Return the tensor that stands for a value, or was received for it; None if there is none."""
-        tensor = self._tensors.get(value)
-        return self._received.get(value) if tensor is None else tensor
+    def made(self, tensor: Tensor, value: int) -> None:
+        """Note that a node of this stage has returned a value, or written into it."""
+        self._known.learn(tensor, value)
+        if value in self._wanted:
+            self._made[value] = tensor
+
+    def to_send(self, value: int) -> Tensor:
+        """Return the tensor to send for a value; an empty one if the step ended before the value was made."""
+        for tensors in (self._made, self._stand_ins, self._received):
+            if value in tensors:
+                return tensors[value]
+        return torch.empty(0, device=self.device)
 
     def result(self, node: Node, entry: Entry, tensors: list[Tensor], objects: Objects | None) -> Any:
         """Return the result of a node that is not executed here.
@@ -65,41 +80,42 @@ class StandIns:
         """
         for i, value, of_base in node.writes:
             target = tensors[i]._base if of_base else tensors[i]
-            if target is not None and value not in self._tensors and target not in self._known:
+            if target is not None and value not in self._stand_ins and target not in self._known:
                 # A free tensor (say, torch.zeros) that an earlier stage wrote into.
-                self._tensors[value] = target
+                self._stand_ins[value] = target
                 self._known.learn(target, value)
                 if value in self._received:
                     target.copy_(self._received[value])
         if isinstance(entry, TensorMeta):
-            return self._tensor(node, 0, entry, tensors)
+            return self._stand_in(node, 0, entry, tensors)
         if isinstance(entry, Parcel):
             return self._open(node, entry, tensors, objects)
         spec, leaves = entry
         filled, i = [], 0
         for leaf in leaves:
             if isinstance(leaf, TensorMeta):
-                filled.append(self._tensor(node, i, leaf, tensors))
+                filled.append(self._stand_in(node, i, leaf, tensors))
                 i += 1
             else:
                 filled.append(leaf.value)
         return tree.unflatten(filled, spec.spec)
 
-    def _tensor(self, node: Node, i: int, meta: TensorMeta, tensors: list[Tensor]) -> Tensor:
+    def _stand_in(self, node: Node, i: int, meta: TensorMeta, tensors: list[Tensor]) -> Tensor:
+        """Return the tensor for the i-th output of a node that took these tensors."""
         value = node.outputs[i]
         if value < 0:
             return tensors[-1 - value]
-        if value not in self._tensors:
+        if value not in self._stand_ins:
             tensor = self._received.get(value)
             name = node.name if node.kind == "call" else str(node)
-            self._tensors[value] = Absent(meta, self._device, name) if tensor is None else tensor
-            self._known.learn(self._tensors[value], value)
-        return self._tensors[value]
+            self._stand_ins[value] = Absent(meta, self.device, name) if tensor is None else tensor
+            self._known.learn(self._stand_ins[value], value)
+        return self._stand_ins[value]
 
     def _open(self, node: Node, parcel: Parcel, tensors: list[Tensor], objects: Objects | None) -> Any:
         """Apply the unit's changes of objects to the objects of this stage."""
-        assert objects is not None and self._packer is not None
-        given = [self._tensor(node, i, meta, tensors) for i, meta in enumerate(parcel.tensors)]
+        assert objects is not None
+        given = [self._stand_in(node, i, meta, tensors) for i, meta in enumerate(parcel.tensors)]
         lasting = [objects.owners[i] for i in node.lasting if i < len(objects.owners)]
         before = list(map(state_of, lasting))
         try:

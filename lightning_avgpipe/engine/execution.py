@@ -1,0 +1,211 @@
+"""Execute units: compiled, with casts that are kept, and on a device stream of their pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.planning.recompute_policy import Recompute
+from lightning_avgpipe.utils.device import DevicePort
+from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.torch_compat import is_of_compiler, is_transforming, untraced, version_of
+
+_SHOWN = 200  # characters of a compiler's message that are shown
+
+
+class Compiler:
+    """A cache of compiled units, which compiles each when it is first called.
+
+    ::
+
+        training_step            follows the step, as ever: values travel, logs are collected
+          blocks.3(x)            a unit: its forward is compiled, with all that it calls
+          x + residual           glue runs as it is
+
+    Units of one class share compiled code, and so do parallel models, whose parameters are arguments of the code.
+
+    Args:
+        options: keyword arguments of ``torch.compile``.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
+        self._forwards: dict[int, Callable[..., Any]] = {}
+
+    def compiled(self, name: str, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that executes a unit with its forward compiled and its hooks as they are.
+
+        Args:
+            name: path of the unit.
+            module: the unit.
+            run: executes the unit; only its forward if it has forward hooks.
+        """
+        if isinstance(module, torch.jit.ScriptModule):
+            return run
+        if module._forward_hooks:
+            return self._forward(name, module, run)
+        forward = self._forward(name, module, module.forward)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with replaced(module, "forward", forward):
+                return run(*args, **kwargs)
+
+        return call
+
+    def _forward(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        if id(module) not in self._forwards:
+            compiled = torch.compile(forward, **self._options)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    with untraced():  # else each function mode on the stack would cause another compilation
+                        return compiled(*args, **kwargs)
+                except Exception as error:
+                    if not is_of_compiler(error):  # the user's own
+                        raise
+                    reason = " ".join(str(error).split())[:_SHOWN]
+                    raise ConfigurationError(
+                        f"the unit '{name}' cannot be compiled (compile={self._options or True!r}): {reason}. Use "
+                        "another backend (compile={'backend': 'aot_eager'}), keep what it stumbles over from the "
+                        "compiler with torch.compiler.disable, or use compile=False"
+                    ) from error
+
+            self._forwards[id(module)] = call
+        return self._forwards[id(module)]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Options for the execution of units by stages.
+
+    Attributes:
+        recompute: stages or units whose forward is repeated for the backward.
+        compiler: compiler for units; None: units run uncompiled.
+        streams: whether each of several pipelines has a device stream of its own.
+        static: whether micro-batches run a program that was written down while another one was followed: ``"auto"``:
+            the first one of the same iteration, if the step leaves nothing behind; ``True``: also one of an earlier
+            iteration; ``False``: never.
+    """
+
+    recompute: Recompute = Recompute()  # noqa: RUF009
+    compiler: Compiler | None = None
+    streams: bool = False
+    static: bool | Literal["auto"] = "auto"
+
+
+class _Cast(NamedTuple):
+    """A cast weight, and the weight's memory and version at the time."""
+
+    weight: Tensor
+    memory: tuple[int, int]
+    low: Tensor
+
+
+class Casts:
+    """The weights of linear layers that autocast has cast, once per iteration instead of once per micro-batch.
+
+    ::
+
+        autocast     W -> bf16 W -> F0      W -> bf16 W -> F1      each stash keeps a copy of its own
+        here         W -> bf16 W -> F0, F1
+
+    The cast is a node of autograd's graph that saves nothing. So one backward per micro-batch may run through it, and
+    each passes its gradient on to the weight as usual. Within a forward only the first use of a weight gets the kept
+    cast. Two uses of one cast would be summed in the lower precision, whereas autocast, whose cache Lightning turns
+    off, casts at each use, so that gradients are summed in the weight's precision. Thereby gradients are equal bit for
+    bit.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, _Cast] = {}
+        self._used: set[int] = set()  # weights that the running forward has used
+
+    @contextlib.contextmanager
+    def reused(self) -> Iterator[None]:
+        """Run a forward that is followed by a backward within this context, with linear layers that reuse casts."""
+        self._used.clear()
+        as_written = nn.Linear.forward
+
+        def forward(module: nn.Linear, x: Tensor) -> Tensor:
+            kind = x.device.type
+            casts = torch.is_autocast_enabled(kind) and not torch.is_autocast_cache_enabled()
+            if not casts or not torch.is_grad_enabled() or is_transforming():
+                return as_written(module, x)
+            dtype = torch.get_autocast_dtype(kind)
+            return F.linear(x, *(None if t is None else self._cast(t, dtype) for t in (module.weight, module.bias)))
+
+        nn.Linear.forward = forward  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            nn.Linear.forward = as_written  # type: ignore[method-assign]
+
+    def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        single = type(weight) is nn.Parameter and weight.dtype is torch.float32 and weight.requires_grad
+        if not single or id(weight) in self._used:
+            return weight  # autocast casts it
+        self._used.add(id(weight))
+        memory = (weight.data_ptr(), version_of(weight))
+        kept = self._kept.get(id(weight))
+        if kept is None or kept.memory != memory or kept.low.dtype is not dtype:
+            kept = self._kept[id(weight)] = _Cast(weight, memory, weight.to(dtype))
+        return kept.low
+
+    def clear(self) -> None:
+        """Forget all casts, since the weights will change."""
+        self._kept.clear()
+
+
+class OwnStream:
+    """The device stream of one of several parallel pipelines, so that their kernels share the device.
+
+    ::
+
+        of the caller   batches, models -+                metric, loss +          +- optimizers, averaging
+        of pipeline 0                    +- F0 F1 .......... F2 ......+- B0 B1 ---+
+        of pipeline 1                    +- F0 F1 B0 F2 B1 B2 --------------------+
+
+    A pipeline's stream starts after all work queued on the caller's stream, which waits for it when the iteration ends.
+    Work that pipelines share, such as the update of a metric, stays on the caller's stream.
+
+    Args:
+        port: port of the device, which must have streams.
+    """
+
+    def __init__(self, port: DevicePort) -> None:
+        self._port = port
+        self._stream = port.new_stream(first=False)
+        self._callers: Any = None
+
+    def begin(self) -> None:
+        """Begin an iteration after the work queued on the caller's stream."""
+        self._callers = self._port.current_stream()
+        self._stream.wait_event(self._port.event())
+
+    def entered(self) -> contextlib.AbstractContextManager[Any]:
+        """Run work of the pipeline within this context."""
+        return self._port.on_stream(self._stream)
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """Run work on the caller's stream within this context, between work of the pipeline."""
+        self._callers.wait_event(self._stream.record_event())
+        with self._port.on_stream(self._callers):
+            yield
+        self._stream.wait_event(self._callers.record_event())
+
+    def call(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function on the caller's stream."""
+        with self.left():
+            return run(*args, **kwargs)
+
+    def end(self) -> None:
+        """End the iteration: later work on the current stream waits for the pipeline."""
+        self._port.current_stream().wait_event(self._stream.record_event())

@@ -1,0 +1,247 @@
+"""Define one stage's part of a step, its outcome, and how its operations are executed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.capture.operation import KnownTensors, Operation
+from lightning_avgpipe.engine.attestation import Attested
+from lightning_avgpipe.engine.execution import Compiler
+from lightning_avgpipe.engine.randomness import Drawing, Draws
+from lightning_avgpipe.engine.tensor_use import Constants
+from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.parcel import Packer, Parcel
+from lightning_avgpipe.utils.placeholder import Description, described
+from lightning_avgpipe.utils.random_streams import RandomKey
+
+# Description of a node's result, with the objects that it wrote into if there are any.
+Entry = Description | Parcel
+
+
+class OffPathNode(NamedTuple):
+    """A node that was not captured, and the description of its result."""
+
+    node: Node
+    entry: Entry
+
+
+class Path(NamedTuple):
+    """The nodes that earlier stages executed with a micro-batch, if these were not the captured ones.
+
+    Attributes:
+        entries: descriptions of the results of captured nodes, then steps.
+        values: indices of the values that are sent.
+        shared: indices of the values that share memory.
+        ended: whether the step has returned None.
+    """
+
+    entries: tuple[Entry | OffPathNode, ...]
+    values: tuple[int, ...]
+    shared: frozenset[int]
+    ended: bool = False
+
+
+Repeat = Callable[[Node, Callable[..., Any]], Callable[..., Any]]
+Around = Callable[[Operation, Node], contextlib.AbstractContextManager[None]]
+Observe = Callable[[Callable[..., Any], Any, Any], Any]
+
+Tapped = tuple[tuple[Tensor, ...], tuple[Entry, ...]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage's part of a step on one micro-batch.
+
+    Attributes:
+        program: program of the stage.
+        run: executes the step function.
+        args: arguments of the step, the micro-batch first.
+        received: tensors for ``program.receives``, in its order, or for the values of a path.
+        entries: descriptions of what the nodes of earlier stages returned, fewer if the step returned None on one of
+            them; or the path that they took.
+        key: key of this execution's random numbers.
+        observe: call ``self.log`` and metrics on the last stage; None: they are called directly.
+        repeat: wrap the function that executes a unit so that it keeps less for the backward.
+        tap: position after the start of the program at which values are copied; 0: none.
+        attested: requests of the step for the nodes of earlier stages; None: they are not compared.
+    """
+
+    program: StageProgram
+    run: Callable[..., Any]
+    args: Sequence[Any]
+    received: Sequence[Tensor] = ()
+    entries: tuple[Entry, ...] | Path = ()
+    key: RandomKey = RandomKey(0)  # noqa: RUF009
+    observe: Observe | None = None
+    repeat: Repeat | None = None
+    tap: int = 0
+    attested: tuple[Attested, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The outcome of one stage's part of a step on one micro-batch.
+
+    Attributes:
+        result: result of the step function; None unless this is the last stage.
+        sent: tensors for the next stage, in the order of the program, or of a detour.
+        entries: descriptions of what the nodes up to the end of this stage returned, or their path.
+        tapped: copies of the values that are alive at the tapped position, and descriptions of what the nodes before it
+            returned; None if the step did not come there.
+        began_on_host: whether Python's or NumPy's generators have moved, although nothing drew from them when the step
+            was captured.
+        attested: requests for the nodes up to the end of this stage; empty if not wanted.
+    """
+
+    result: Any
+    sent: tuple[Tensor, ...]
+    entries: tuple[Entry, ...] | Path
+    tapped: Tapped | None = None
+    began_on_host: bool = False
+    attested: tuple[Attested, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReplayContext:
+    """The data that all replays of a stage share.
+
+    Attributes:
+        units: ``id(module) -> path``.
+        owned: ``id -> full name`` of parameters, and of buffers that glue changes.
+        drawing: modules that draw random numbers.
+        device: device of the stage.
+        packer: packer of the module.
+        compiler: compiler of units; None: they run uncompiled.
+        constants: buffers that free glue must not change; None: it may change all.
+    """
+
+    units: Mapping[int, str]
+    owned: Mapping[int, str]
+    drawing: Drawing
+    device: torch.device
+    packer: Packer
+    compiler: Compiler | None = None
+    constants: Constants | None = None
+
+    @property
+    def compiled(self) -> bool:
+        """Whether code of units that ``torch.compile`` has compiled runs so; it cannot be watched."""
+        return self.compiler is not None or not self.drawing.seen
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class OperationResult(NamedTuple):
+    """The outcome of an operation.
+
+    Attributes:
+        result: result of the operation.
+        tensors: all tensors that it returned.
+        parcel: packed changes of the objects that it wrote into; None if it writes into none.
+    """
+
+    result: Any
+    tensors: list[Tensor]
+    parcel: Parcel | None = None
+
+    @property
+    def entry(self) -> Entry:
+        """The description of the outcome for later stages."""
+        return described(self.result) if self.parcel is None else self.parcel
+
+    def is_as_captured(self, node: Node, taken: Sequence[Tensor], known: KnownTensors) -> bool:
+        """Return whether a node returned as many tensors as when captured, and its arguments in the same places."""
+        if len(self.tensors) != len(node.outputs):
+            return False
+        for value, tensor in zip(node.outputs, self.tensors, strict=True):
+            if value < 0:
+                if tensor is not taken[-1 - value]:
+                    return False
+            elif value in node.inputs and known.own_value_of(tensor) != value:
+                return False
+        return True
+
+    def separated(self, node: Node, taken: Sequence[Tensor]) -> OperationResult:
+        """Return the outcome with views in place of arguments that the node returned instead of new tensors.
+
+        The view gets the index of the new value; the argument keeps its own.
+        """
+        given = set(map(id, taken))
+        if given.isdisjoint(map(id, self.tensors)):
+            return self
+        leaves, spec = tree.flatten(self.result)
+        values = iter(node.outputs)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                value = next(values)
+                if id(leaf) in given and value >= 0 and value not in node.inputs:
+                    leaves[i] = leaf.view_as(leaf)
+        return OperationResult(tree.unflatten(leaves, spec), [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+
+
+class Runner:
+    """A runner of the operations in one stage's part of a step.
+
+    Args:
+        part: part of the step.
+        context: data that all replays of the stage share.
+        around: context within which each operation runs; None: none.
+
+    Attributes:
+        draws: random streams of the operations.
+    """
+
+    def __init__(self, part: Part, context: ReplayContext, around: Around | None = None) -> None:
+        self.draws = Draws(context.drawing, part.key, context.device)
+        self._repeat = part.repeat
+        self._packer = context.packer
+        self._around = around
+        self._compiler = context.compiler
+
+    def run(self, operation: Operation, node: Node, objects: Objects | None) -> OperationResult:
+        """Execute an operation that stands at a node and may write into these objects."""
+        with _NOTHING if self._around is None else self._around(operation, node):
+            result = self._result(operation, node)
+        if objects is not None:
+            parcel, tensors = self._packer.pack(result, objects)
+            return OperationResult(result, tensors, parcel)
+        return OperationResult(result, [result] if type(result) is Tensor else tree.tensors(result))
+
+    def _result(self, operation: Operation, node: Node) -> Any:
+        run, draws = operation.run, self.draws
+        if node.kind == "call":
+            draws.begin_unit()
+        compiled = self._compiler is not None and operation.module is not None
+        if compiled:
+            run = self._compiled(operation, node)
+        if self._repeat is not None and node.kind == "call":
+            run = self._repeat(node, run)
+        if node.kind == "glue" or compiled:
+            return run(*operation.args, **operation.kwargs)
+        # a region is code of the step itself, whose path is ""
+        with draws.functions("" if node.kind == "region" else node.name, node.drawn):
+            return run(*operation.args, **operation.kwargs)
+
+    def _compiled(self, operation: Operation, node: Node) -> Callable[..., Any]:
+        """Return a function that executes a compiled unit, all of whose draws come from one stream."""
+        assert self._compiler is not None and operation.module is not None
+        run = self._compiler.compiled(operation.name, operation.module, operation.run)
+        if not node.drawn:
+            return run
+        draws, seed = self.draws, self.draws.seed
+
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            draws.begin_stream(seed)
+            return run(*args, **kwargs)
+
+        return seeded

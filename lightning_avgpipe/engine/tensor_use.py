@@ -1,0 +1,286 @@
+"""Watch over the tensors that a step changes in place, and over those that it takes from another model.
+
+One process finishes each backward before the next forward. In a pipeline several forwards come first::
+
+    one process     F0: w changes   B0 uses w        F1: w changes   B1 uses w
+    a stage         F0: w changes   F1: w changes    B0 uses w as of F0: a copy
+
+So autograd saves copies of such tensors. A tensor that did not change when the step was captured is not copied; a
+backward that finds it changed raises an error that names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_avgpipe.capture.outside import variable
+from lightning_avgpipe.capture.tracer import tensor_arguments
+from lightning_avgpipe.errors import ConfigurationError, StepChangedError
+from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.utils.names import listed
+from lightning_avgpipe.utils.object_state import ObjectState, Variable, state_of
+from lightning_avgpipe.utils.placeholder import has_memory
+from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.torch_compat import SavedHooks, address, storage_id, version_of
+
+_MODIFIED = re.compile(r"modified by an inplace operation.*?Tensor \[([\d, ]*)\]\].*? is at version (\d+)", re.DOTALL)
+
+
+def places(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str]]:
+    """Return the register and name of each of these parameters and buffers; the tensor there may be replaced."""
+    found = []
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(path)
+        found.append((owner._parameters if leaf in owner._parameters else owner._buffers, leaf))  # type: ignore[arg-type]
+    return found  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The parameters and buffers that a stage changes in place.
+
+    Attributes:
+        places: register and name of each of them.
+    """
+
+    places: Sequence[tuple[dict[str, Any], str]]
+
+    @classmethod
+    def of(cls, program: StageProgram, module: nn.Module) -> Rewritten:
+        """Return the tensors that a stage changes in place."""
+        names = dict.fromkeys(name for node in program.nodes for name in node.states if name in program.graph.rewritten)
+        return cls(places(module, list(names)))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters among them."""
+        held = (register[name] for register, name in self.places)
+        return [tensor for tensor in held if isinstance(tensor, nn.Parameter)]
+
+    def saved(self, trains: bool) -> AbstractContextManager[Any]:
+        """Let autograd save copies of these tensors within this context."""
+        if not self.places or not trains:
+            return nullcontext()
+        return SavedHooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        # looked up each time, since a step may give a parameter other memory
+        mine = {address(register[name]) for register, name in self.places if register[name] is not None}
+        if address(tensor) not in mine:
+            return tensor
+        with torch.no_grad():
+            return tensor.detach().clone()
+
+
+@contextmanager
+def explained(program: StageProgram, module: nn.Module) -> Iterator[None]:
+    """Run a backward of a stage within this context, and explain its error about a buffer that was changed in place.
+
+    Raises:
+        StepChangedError: the backward needs contents of a buffer that a later micro-batch has overwritten.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        names = _named(error, program, module)
+        if not names:
+            raise
+        raise StepChangedError(
+            f"{program.graph.step} changes the buffer '{names[0]}' in place, which it did not do when it was captured, "
+            f"and a backward needs what was there in an earlier micro-batch (stage {program.stage}). Compute with a "
+            "clone() of the buffer, or write into it with every micro-batch (by nothing, if need be), so that copies "
+            f"are kept. ({str(error).partition(' Hint')[0]})"
+        ) from None  # the original error says no more
+
+
+def _named(error: RuntimeError, program: StageProgram, module: nn.Module) -> list[str]:
+    """Return the buffers that an error of autograd may mean, which describes the changed tensor without its name."""
+    found = _MODIFIED.search(str(error))
+    if found is None:
+        return []
+    buffers = module.named_buffers()
+    alike = [name for name, b in buffers if f"{version_of(b)} {list(b.shape)}" == f"{found[2]} [{found[1]}]"]
+    return [name for name in alike if name not in program.graph.rewritten]
+
+
+_WRITES = re.compile(
+    r"\w*[a-z0-9]_|__setitem__|data\.__set__|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
+)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The buffers that a stage other than the last must not change, since the step did not when it was captured.
+
+    Every stage executes the glue that needs only the batch. If such glue changes a buffer, capture sees this, and one
+    stage executes it. But a branch that is taken later (every hundredth batch) would change the buffer once per stage.
+
+    Attributes:
+        places: full name -> register and name of each such buffer outside of units.
+        program: program of the stage.
+        module: module that holds the buffers.
+        holders: attributes and variables that lead to objects which the step changes.
+    """
+
+    places: dict[str, tuple[dict[str, Any], str]]
+    program: StageProgram
+    module: nn.Module
+    holders: tuple[Variable, ...]
+
+    @classmethod
+    def of(cls, program: StageProgram, module: nn.Module) -> Constants | None:
+        """Return the constants of a stage; None for the last stage, whose changes count."""
+        if program.is_last:
+            return None
+        graph, inside = program.graph, tuple(f"{unit}." for unit in program.graph.units)
+        names = [
+            name for name, _ in module.named_buffers() if name not in graph.changed and not name.startswith(inside)
+        ]
+        holders = tuple(variable(module, *key) for key, _ in graph.holders)
+        return cls(dict(zip(names, places(module, names), strict=True)), program, module, holders)
+
+    def check_write(self, function: str, tensor: Tensor) -> None:
+        """Check that code between units does not write into a buffer by calling this function with this first argument.
+
+        Raises:
+            StepChangedError: it does.
+        """
+        if _WRITES.fullmatch(function) is None:
+            return
+        for name, buffer in self.module.named_buffers():
+            if buffer is tensor:
+                raise self._changed(name)
+
+    def held(self) -> list[tuple[Any, ObjectState]]:
+        """Return the contents of the objects to which :attr:`holders` lead, without those of objects inside of them.
+
+        When a stage leaves the step, ``finally`` and the like still run and may change these objects again.
+        """
+        return [(obj, state_of(obj)) for holder in self.holders for obj in holder.state().values()]
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Run a forward within this context, and check that it has changed no constant.
+
+        Raises:
+            StepChangedError: it has. A buffer that is replaced by one of another size, such as a larger table, is
+                allowed.
+        """
+        before = [(name, *self._now(name)) for name in self.places]
+        yield
+        for name, tensor, version in before:
+            now, changes = self._now(name)
+            if (now is tensor and changes != version) or (now is not tensor and _is_like(now, tensor)):
+                raise self._changed(name)
+
+    def _changed(self, name: str) -> StepChangedError:
+        return StepChangedError(
+            f"{self.program.graph.step} changes the buffer '{name}', which it did not do when it was captured, "
+            f"and each stage would do it (stage {self.program.stage}). Change it in a hook such as "
+            "on_train_batch_end, within a submodule, or with every micro-batch (by nothing, if need be)"
+        )
+
+    def _now(self, name: str) -> tuple[Tensor | None, int]:
+        register, leaf = self.places[name]
+        tensor = register.get(leaf)
+        return tensor, version_of(tensor)
+
+
+def _is_like(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.shape == other.shape
+
+
+# Maps the names of buffers that a step changes to the other models' parameters and such buffers, by name.
+ForeignTensors = Callable[[Collection[str]], Mapping[str, Sequence[Tensor]]]
+
+
+def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield autograd's nodes on which the outputs of a forward depend."""
+    nodes = [tensor.grad_fn for tensor in outputs]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes += [following for following, _ in node.next_functions]
+
+
+def leaves_of(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the leaves to which the gradients of a forward's outputs go."""
+    return (leaf for node in nodes_of(outputs) if (leaf := getattr(node, "variable", None)) is not None)
+
+
+class Inspection(TorchDispatchMode):
+    """A context that finds operations which take tensors of other models.
+
+    ::
+
+        module.layer._parameters["weight"]      the placed model's, whichever pipeline runs
+        lambda x: x @ weight                    pipeline 0's for ever: a closure, a partial, a plain object, a global
+
+    A model is placed in the registers of modules, and in their plain attributes. Tensors that user code holds elsewhere
+    cannot be exchanged, and training would continue with wrong gradients and no error. So the first forward of each
+    stage and pipeline is inspected, before any optimizer step: the tensors that its operations take and, since compiled
+    code and C++ may hide these, the leaves to which its gradients would go.
+
+    Args:
+        foreign_tensors: tensors of other models, by name. Memory is compared, so views and aliases are found too.
+    """
+
+    def __init__(self, foreign_tensors: Mapping[str, Sequence[Tensor]]) -> None:
+        super().__init__()
+        self._names = {
+            storage_id(tensor): name
+            for name, tensors in foreign_tensors.items()
+            for tensor in tensors
+            if has_memory(tensor)
+        }
+        self._found: dict[str, str] = {}  # name -> where
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, so that compiled code runs as usual."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tensor_arguments(args, kwargs):
+            self._look(tensor, source_line)
+        return func(*args, **kwargs)
+
+    def follow_gradients(self, outputs: Iterable[Tensor]) -> None:
+        """Look at the leaves to which the gradients of a forward's outputs go."""
+        for leaf in leaves_of(outputs):
+            self._look(leaf, lambda: "compiled code or a library")
+
+    def check(self, pipeline: int) -> None:
+        """Check that nothing was found.
+
+        Raises:
+            ConfigurationError: something was; the message names parameters or buffers, and where they were used.
+        """
+        if not self._found:
+            return
+        places = listed([f"'{name}' (at {place})" for name, place in self._found.items()])
+        raise ConfigurationError(
+            f"while pipeline {pipeline} ran, training_step used {places} of another parallel model. Each has "
+            "parameters and buffers of its own, which are put where modules register them, and into their attributes, "
+            "lists, tuples and dicts; a closure, a functools.partial, a global, an optimizer or an object that is no "
+            "nn.Module keeps those of one model. Get them from the module whenever they are used (self.layer.weight), "
+            "or use num_pipelines=1"
+        )
+
+    def _look(self, tensor: Tensor, place: Callable[[], str]) -> None:
+        if has_memory(tensor):
+            name = self._names.get(storage_id(tensor))
+            if name is not None and name not in self._found:
+                self._found[name] = place()
