@@ -1,18 +1,22 @@
-"""The check of gradients before a step: a model with an infinite or NaN gradient does not step."""
+"""The check of gradients before a step, and Lightning's report of their norms over all stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from lightning_avgpipe.averaging.finite import first_nonfinite, has_nonfinite, may_have_nonfinite
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import NonFiniteError
-from lightning_avgpipe.utils.lightning import pl, rank_zero_warn
+from lightning_avgpipe.strategy.context import RunContext
+from lightning_avgpipe.utils.lightning import grad_norm, rank_zero_warn
 
 
 class SteppingModels(Protocol):
@@ -38,7 +42,7 @@ class OneModel:
 
     num_models = stepping = 1
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def gradients(self, number: int) -> dict[str, Tensor]:
@@ -55,10 +59,8 @@ class GradientCheck:
     """Checks gradients once they are complete, before clipping and before the optimizer's step.
 
     Args:
-        trainer: trainer of the run.
-        cluster: the connected processes.
-        wanted: the strategy's option ``on_nonfinite``.
-        models: models that step.
+        context: trainer, connection and options of the run.
+        models: models that step; None: the module is the only one.
 
     Attributes:
         apart: whether stages step one after the other, so that each process checks its own gradients.
@@ -66,14 +68,13 @@ class GradientCheck:
         skipped_models: how often a model was left out.
     """
 
-    def __init__(self, trainer: pl.Trainer, cluster: Cluster, wanted: str | None, models: SteppingModels) -> None:
+    def __init__(self, context: RunContext, models: SteppingModels | None = None) -> None:
         self.apart = False
         self.left_out: list[int] = []
         self.skipped_models = 0
-        self._trainer = trainer
-        self._cluster = cluster
-        self._wanted = wanted
-        self._models = models
+        self._trainer, self._cluster = context.trainer, context.cluster
+        self._wanted = context.configuration.options.averaging.on_nonfinite
+        self._models = models or OneModel(context.module)
 
     def after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that runs this one and then checks the gradients, if that is wanted.
@@ -171,3 +172,38 @@ class GradientCheck:
         )
         for logger in trainer.loggers:
             logger.log_metrics({"avgpipe/skipped_models": self.skipped_models}, step=trainer.global_step)
+
+
+# Lightning's own function, which stays as it is while the code of grad_norm is replaced.
+_of_process = FunctionType(grad_norm.__code__, grad_norm.__globals__, grad_norm.__name__, grad_norm.__defaults__)
+
+
+@contextlib.contextmanager
+def reports_over_stages(cluster: Cluster) -> Iterator[None]:
+    """Within this context ``grad_norm`` reports the gradients of all processes. Each must call it equally often."""
+    code, attributes = grad_norm.__code__, dict(vars(grad_norm))
+    grad_norm.__code__ = _redirected.__code__
+    grad_norm.over_stages = partial(norms_over_stages, cluster)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        grad_norm.__code__, grad_norm.__dict__ = code, attributes
+
+
+def norms_over_stages(
+    cluster: Cluster, module: nn.Module, norm_type: float | int | str, group_separator: str
+) -> dict[str, Tensor]:
+    """Return what ``grad_norm`` returns, for the gradients of all processes, on the host. Every process calls it."""
+    prefix = "_".join(("grad", str(float(norm_type)), "norm"))
+    own = {name: norm.cpu() for name, norm in _of_process(module, norm_type, group_separator).items()}
+    found = {name: norm for norms in cluster.group.exchange_objects(own) for name, norm in norms.items()}
+    names = (f"{prefix}{group_separator}{name}" for name, _ in module.named_parameters())
+    norms = {name: found[name] for name in names if name in found}
+    if norms:
+        norms[f"{prefix}_total"] = torch.tensor(list(norms.values()), device="cpu").norm(float(norm_type))
+    return norms
+
+
+def _redirected(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> Any:
+    # its code takes the place of that of grad_norm, which finds itself in its own file
+    return grad_norm.over_stages(module, norm_type, group_separator)  # type: ignore[attr-defined]

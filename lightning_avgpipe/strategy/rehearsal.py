@@ -38,9 +38,8 @@ from lightning_avgpipe.planning.model_memory import Holding, holdings
 from lightning_avgpipe.schedule import Kind, Schedule
 from lightning_avgpipe.strategy.data import has_transfer_hooks
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
-from lightning_avgpipe.strategy.run_holdings import RunHoldings
 from lightning_avgpipe.strategy.schedule_choice import Order
-from lightning_avgpipe.strategy.schedule_control import ScheduleControl
+from lightning_avgpipe.strategy.schedule_control import RunHoldings, ScheduleControl
 from lightning_avgpipe.tuning import Setting
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import DummyLogger, pl
@@ -89,7 +88,7 @@ class _Trials(ScheduleControl):
         with self.observers.having(*([] if meter is None else [meter])):
             yield
         if meter is not None:
-            trainer, stages = self._holdings.around.trainer, self._cluster.stages
+            trainer, stages = self._holdings.context.trainer, self._cluster.stages
             optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
             held = holdings(plan, stages, trainer.lightning_module, optimizers, self.captured)
             self.kept = {k: Kept(found, held[k]) for k, found in meter.finish(held).items()}
@@ -241,7 +240,7 @@ class Rehearsal:
 
     def _trials(self, setting: Setting) -> _Trials:
         run, order = self.pipeline, Order(setting.schedule, setting.advance)
-        observers, held = run.iterations.schedule_control.observers, RunHoldings(run.around, run.deployment.models)
+        observers, held = run.iterations.schedule_control.observers, RunHoldings(run.context, run.deployment.models)
         trials = _Trials(order, run.cluster, lambda: math.inf, self._module, observers, held)
         trials.captured = self.captured
         return trials

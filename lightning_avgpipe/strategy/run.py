@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.strategy.checkpoint_state import State
-from lightning_avgpipe.strategy.gradient_check import GradientCheck, OneModel
+from lightning_avgpipe.strategy.context import RunContext
+from lightning_avgpipe.strategy.gradient_check import GradientCheck
 from lightning_avgpipe.strategy.parallel_models import check_number
-from lightning_avgpipe.strategy.surroundings import Surroundings
 
 Own = Callable[..., Any]  # Lightning's own method of the same name
 
@@ -55,25 +55,24 @@ class PassthroughRun:
     It has one process, with one stage and one micro-batch or steps that run whole.
 
     Args:
-        around: trainer, connection and options of the run.
+        context: trainer, connection and options of the run.
     """
 
     plan: Plan | None = None
     state: State
 
-    def __init__(self, around: Surroundings) -> None:
-        self.state = around.before
-        wanted, module = around.configuration.options.averaging.on_nonfinite, around.trainer.lightning_module
-        self.check = GradientCheck(around.trainer, around.cluster, wanted, OneModel(module))
-        self._around = around
+    def __init__(self, context: RunContext) -> None:
+        self.state = context.before
+        self.check = GradientCheck(context)
+        self._context = context
 
     def setup(self, own: Own) -> None:
         """Call Lightning's own set-up."""
-        own(self._around.trainer)
+        own(self._context.trainer)
 
     def model_to_device(self, own: Own) -> None:
         """Give contents to everything on meta, and move the module to the device."""
-        self._around.before.fill()
+        self._context.before.fill()
         own()
 
     def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
@@ -96,7 +95,7 @@ class PassthroughRun:
 
     def end_iteration(self) -> None:
         """Apply the changes that were asked for."""
-        self._around.configuration.take_over(self._around.cluster)
+        self._context.configuration.take_over(self._context.cluster)
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
         """Return a context within which the module is the only model, which is also the reference."""

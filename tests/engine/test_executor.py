@@ -14,7 +14,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.stage_map import StageMap, names
-from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
+from lightning_avgpipe.engine.executor import Lane, execute
 from lightning_avgpipe.engine.guard import MemoryGuard
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.engine.task import Task
@@ -90,7 +90,7 @@ def iterate(cluster: Cluster, schedule: Schedule = SCHEDULE, pipelines: int = 1,
             row = in_turn(schedule.rows[stage], *cluster.stage_map.share(stage, cluster.rank))
             lane.begin(row, observers, turns.get(stage))
             lanes.append(lane)
-    execute(lanes, IterationContext(cluster.channels.waits, cluster.world.rank, tuple(observers)))
+    execute(lanes, cluster, tuple(observers))
     return lanes
 
 

@@ -1,4 +1,4 @@
-"""The surroundings of a run of the trainer: what exists when the run begins."""
+"""The context of a run of the trainer: what exists when the run begins, and is passed to its parts as one value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST = 0.9  # share of a device's memory that its stages may use without a limi
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RunContext:
     """The trainer, connection and options of a run, which exist when it begins.
 
     Attributes:
@@ -33,6 +33,11 @@ class Surroundings:
     configuration: Configuration
     before: WholeState
     distributor: Distributor
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The module of the run."""
+        return self.trainer.lightning_module
 
     @property
     def fitting(self) -> bool:
