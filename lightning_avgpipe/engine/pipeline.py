@@ -21,7 +21,6 @@ from lightning_avgpipe.engine.executor import Lane, execute
 from lightning_avgpipe.engine.forward_only import Freezing
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs, Keeping
 from lightning_avgpipe.engine.inspection import ForeignTensors
-from lightning_avgpipe.engine.loaded_step import LoadedStep
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.own_stream import OwnStream
 from lightning_avgpipe.engine.stage import Stage, check_runnable
@@ -49,6 +48,41 @@ class Outcome:
     results: list[Any] | None
     skipped: frozenset[int]
     count: int
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """A step function that can be run by this process.
+
+    Attributes:
+        graph: call graph of the step.
+        cuts: positions of the K-1 cuts.
+        stages: stages of this process.
+        copies: parameters that several stages use.
+        leaves: rank -> names of the tensors of a batch that the process needs; empty if unknown.
+        freezing: record of the stages that have nothing to train.
+        keeping: decides which kept outputs of frozen layers are used; None: none are kept.
+        doubles: stages whose input values are forwarded to the next stage -> their weights, on both processes.
+        of_units: attributes that units of all stages change.
+        wires: in which formats values and gradients travel on each hop, shape ``(K-1,)``; none: as they are.
+    """
+
+    graph: CallGraph
+    cuts: Sequence[int]
+    stages: Sequence[Stage]
+    copies: TiedParameters
+    leaves: Mapping[int, frozenset[str]]
+    freezing: Freezing
+    keeping: Keeping | None
+    doubles: Mapping[int, Double]
+    of_units: OwnAttributes
+    wires: Sequence[Format | None] = ()
+
+    @property
+    def own(self) -> list[OwnAttributes]:
+        """The own attributes of each stage: of doubles first, then of the stages here, last of all units."""
+        doubles = (stage.double.module.attributes for stage in self.stages if stage.double is not None)
+        return [*doubles, *(stage.module.attributes for stage in self.stages), self.of_units]
 
 
 class Pipeline:

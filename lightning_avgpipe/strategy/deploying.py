@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
-from lightning_avgpipe.averaging.optimizer_clone import unwrapped
+from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.comm.bandwidth import measure_bandwidth
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.compiling import Compiler, Execution

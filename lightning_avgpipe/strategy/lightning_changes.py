@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_avgpipe.averaging.optimizer_clone import parameters_in
+from lightning_avgpipe.averaging.optimizers import parameters_in
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
@@ -21,7 +21,6 @@ from lightning_avgpipe.strategy.gradient_check import reports_over_stages
 from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog, looking_on
 from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
-from lightning_avgpipe.strategy.loop import PipelineOptimization
 from lightning_avgpipe.strategy.metric_objects import local_metrics
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
@@ -113,17 +112,6 @@ def known_at_epoch_end(trainer: pl.Trainer) -> Iterator[None]:
 
     with replaced(module, "on_train_epoch_end", on_train_epoch_end):
         yield
-
-
-@contextlib.contextmanager
-def optimizing(trainer: pl.Trainer, optimization: PipelineOptimization) -> Iterator[None]:
-    """Within this context the optimization of a batch is an iteration of the pipeline."""
-    loop = trainer.fit_loop.epoch_loop
-    loop.automatic_optimization = optimization
-    try:
-        yield
-    finally:
-        loop.automatic_optimization = optimization.detach()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.engine.loss import loss_in, trainable_loss
@@ -33,13 +31,12 @@ from lightning_avgpipe.strategy.batches import Batches, recount
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.deploying import Preparation, announce, planned
 from lightning_avgpipe.strategy.iteration import STEP, Finish, Iteration, IterationOrder, Progress
-from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.lightning import Closure, ClosureResult, _AutomaticOptimization, call, pl
+from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.random_streams import RandomKey, host_lent
 from lightning_avgpipe.verify import Verifier
 from lightning_avgpipe.verify.plain import quiet
@@ -458,81 +455,3 @@ class Iterations:
             # completed batches are counted, since an interrupted one runs again after a resume
             return 1 + int(self.trainer.fit_loop.epoch_loop.batch_progress.total.completed)
         return int(self.trainer._active_loop.batch_progress.total.ready)  # type: ignore[union-attr]
-
-
-class _PipelineClosure(Closure):
-    """A closure that runs an iteration: forwards and backwards in the order of the schedule."""
-
-    @torch.enable_grad()
-    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        result = self._step_fn()
-        if result.closure_loss is None:
-            self.warning_cache.warn(
-                "`training_step` returned `None` for all micro-batches of a batch, which is skipped. If this was on "
-                "purpose, ignore this warning"
-            )
-        return result
-
-
-class PipelineOptimization(_AutomaticOptimization):
-    """Replaces Lightning's automatic optimization: one optimizer step per iteration of the pipeline.
-
-    Accumulation, clipping, precision and the optimizer's hooks stay Lightning's.
-
-    Args:
-        original: Lightning's own optimization.
-        iterations: runs the steps.
-        observed: whether user code may look at the weights between steps.
-    """
-
-    def __init__(self, original: _AutomaticOptimization, iterations: Iterations, observed: bool) -> None:
-        super().__init__(original.trainer)
-        self.optim_progress = original.optim_progress
-        self._replaced = (original,)  # in a tuple: a loop saves the progress of loops among its attributes
-        self._iterations = iterations
-        self._observed = observed
-
-    def detach(self) -> _AutomaticOptimization:
-        """Return the optimization that this one replaced, with the progress of this one."""
-        self._replaced[0].optim_progress = self.optim_progress
-        return self._replaced[0]
-
-    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        """Run one iteration; the loss and the metrics are known on every rank afterwards."""
-        cluster = self._iterations.cluster
-        cluster.channels.control.expect()
-        result = super().run(optimizer, batch_idx, kwargs)
-        schedule_control, connector = self._iterations.schedule_control, self.trainer._logger_connector
-        decided = schedule_control.finish()
-        if isinstance(connector, SyncedLoggerConnector):  # several processes
-            news: Any = None
-            if cluster.world.rank == 0:
-                news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
-            # advances are decided in each group
-            news, decided = cluster.channels.control.relay(news, decided)
-            connector.accept(news["metrics"])
-            if news["loss"] is not None:
-                result = {**result, "loss": news["loss"]}
-        # only now, since the other stages wait for rank 0's news
-        if self._observed:
-            self._iterations.models.finish_averaging()
-        schedule_control.accept(decided)
-        schedule_control.log(self.trainer)
-        self._iterations.end_iteration()
-        return result
-
-    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
-        """Run the step as Lightning does, except that all processes may skip a batch together."""
-        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
-        self.trainer.strategy.post_training_step()
-        return ClosureResult.from_training_step_output(output, self.trainer.accumulate_grad_batches)
-
-    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
-        step: Callable[[], ClosureResult] = self._make_step_fn(kwargs)
-        zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
-
-        def run() -> ClosureResult:
-            with self._iterations.clearing_gradients(zero_grad):
-                return step()
-
-        return _PipelineClosure(step_fn=run)

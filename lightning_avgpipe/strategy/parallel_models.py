@@ -13,13 +13,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
-from lightning_avgpipe.averaging.optimizer_clone import unwrapped
+from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.engine.observer import Observer, Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import Schedule, in_turn
 from lightning_avgpipe.strategy.context import RunContext
-from lightning_avgpipe.strategy.gradient_check import GradientCheck, OneModel
+from lightning_avgpipe.strategy.gradient_check import GradientCheck
 from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.training.deployment import Deployment
@@ -67,22 +67,9 @@ class ParallelModels:
         """The number of models of this group that have had a batch since gradients were cleared, at least 1."""
         return max(1, self.fed)
 
-    def gradients(self, number: int) -> dict[str, torch.Tensor]:
-        """Return the gradients of one model that this process holds, by full name."""
-        ensemble = self._ensemble
-        if ensemble is not None:
-            return {name: p.grad for name, p in ensemble.models.parameters(number).items() if p.grad is not None}
-        return OneModel(self._module).gradients(number)
-
-    def restart(self, number: int, like: int | None) -> None:
-        """Reset one of several models to the reference, or clear the gradients of the only one."""
-        if self._ensemble is not None:
-            self._ensemble.restart(number, like)
-        else:
-            OneModel(self._module).restart(number, like)
-
     @property
-    def _ensemble(self) -> Ensemble | None:
+    def ensemble(self) -> Ensemble | None:
+        """The parallel models of this group; None if there is one model."""
         return self._deployment.models.ensemble
 
     @property
@@ -101,7 +88,7 @@ class ParallelModels:
         deployment.models.show_reference(False)
         if deployment.models.ensemble is not None:
             deployment.models.ensemble.checksums.check(deployment.models.ensemble.models.size - 1)
-        saved = deployment.models.saved.count
+        saved = deployment.models.num_saved
         pipelines = deployment.models.train(self._configuration.num_pipelines)
         if saved is not None and (saved or 1) != self.num_models:
             self._tell_restart(saved)
@@ -133,16 +120,16 @@ class ParallelModels:
         if not number:
             self._trainer.precision_plugin.post_backward(loss, self._module)
             return
-        assert self._ensemble is not None
-        with self._ensemble.placed(number), self.step_log.muted():
+        assert self.ensemble is not None
+        with self.ensemble.placed(number), self.step_log.muted():
             self._trainer.precision_plugin.post_backward(loss, self._module)
 
     def clear_gradients(self) -> None:
         """Clear the gradients of pipelines 1..; Lightning clears those of pipeline 0."""
         self.fed = 0
-        if self._ensemble is not None:
-            for replica in self._ensemble.models.replicas[1:]:
-                replica.clear_gradients()
+        if self.ensemble is not None:
+            for model in self.ensemble.models.each[1:]:
+                model.clear_gradients()
 
     # -- the optimizers' step ----------------------------------------------------------------------------------------
 
@@ -184,7 +171,7 @@ class ParallelModels:
 
         with _noticing(optimizer) as steps:
             result = own(optimizer, run, model, **kwargs)
-        ensemble = self._ensemble
+        ensemble = self.ensemble
         if ensemble is not None and order.in_turn:  # asked again, since the first iteration may have decided
             order.step_in_turn(lambda n: self._step_other(ensemble, n, results, kwargs))
             ensemble.mark(bool(self._trainer.is_last_batch))
@@ -218,20 +205,20 @@ class ParallelModels:
 
     def finish_averaging(self) -> None:
         """Wait for the models of other groups now; otherwise the next step waits when it begins."""
-        ensemble = self._ensemble
+        ensemble = self.ensemble
         if ensemble is not None and ensemble.averager.is_under_way:
             self._finish_averaging()
             ensemble.mark(bool(self._trainer.is_last_batch))
 
     def _finish_averaging(self) -> None:
-        ensemble = self._ensemble
+        ensemble = self.ensemble
         if ensemble is not None and ensemble.averager.is_under_way:
             with self._observers.activity("averaging"):
                 ensemble.averager.finish()
 
     def together_with(self, optimizer: Optimizer) -> list[Optimizer]:
         """Return the optimizers of other pipelines that step in this iteration, given an optimizer of pipeline 0."""
-        ensemble = self._ensemble
+        ensemble = self.ensemble
         if ensemble is None or not any(optimizer is known for known in self._trainer.optimizers):
             return []
         stepping = (n for n in range(1, self.fed) if n not in self.skipped)
@@ -245,7 +232,7 @@ class ParallelModels:
         Raises:
             ConfigurationError: there is no pipeline with this number, or nothing is trained yet.
         """
-        ensemble = self._ensemble
+        ensemble = self.ensemble
         if number is None:
             return self._deployment.models.showing_reference()
         check_number(number, 1 if ensemble is None else ensemble.models.size)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -27,14 +28,15 @@ from lightning_avgpipe.strategy.deploying import deploy, give_back
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
 from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog
-from lightning_avgpipe.strategy.loop import Iterations, PipelineOptimization
+from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
+from lightning_avgpipe.strategy.loop import Iterations
 from lightning_avgpipe.strategy.metric_objects import tell_device
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.run import Own
 from lightning_avgpipe.strategy.schedule_control import RunHoldings, ScheduleControl
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
-from lightning_avgpipe.utils.lightning import RunningStage
+from lightning_avgpipe.utils.lightning import Closure, ClosureResult, RunningStage, _AutomaticOptimization, call
 from lightning_avgpipe.verify import Subject, request
 from lightning_avgpipe.verify.verdicts import Verdicts
 
@@ -269,3 +271,87 @@ class PipelineRun:
     def showing(self, number: int | None) -> AbstractContextManager[None]:
         """Return a context within which the module is the model of one pipeline; None: the reference."""
         return self.models.showing(number)
+
+
+class _PipelineClosure(Closure):
+    """A closure that runs an iteration: forwards and backwards in the order of the schedule."""
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        result = self._step_fn()
+        if result.closure_loss is None:
+            self.warning_cache.warn(
+                "`training_step` returned `None` for all micro-batches of a batch, which is skipped. If this was on "
+                "purpose, ignore this warning"
+            )
+        return result
+
+
+class PipelineOptimization(_AutomaticOptimization):
+    """Replaces Lightning's automatic optimization: one optimizer step per iteration of the pipeline.
+
+    Accumulation, clipping, precision and the optimizer's hooks stay Lightning's.
+
+    Args:
+        iterations: runs the steps.
+        observed: whether user code may look at the weights between steps.
+    """
+
+    def __init__(self, iterations: Iterations, observed: bool) -> None:
+        super().__init__(iterations.trainer)
+        original = self.trainer.fit_loop.epoch_loop.automatic_optimization
+        self.optim_progress = original.optim_progress
+        self._replaced = (original,)  # in a tuple: a loop saves the progress of loops among its attributes
+        self._iterations = iterations
+        self._observed = observed
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within this context the optimization of a batch is an iteration of the pipeline."""
+        loop = self.trainer.fit_loop.epoch_loop
+        loop.automatic_optimization = self
+        try:
+            yield
+        finally:
+            (loop.automatic_optimization,) = self._replaced
+            loop.automatic_optimization.optim_progress = self.optim_progress
+
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        """Run one iteration; the loss and the metrics are known on every rank afterwards."""
+        cluster = self._iterations.cluster
+        cluster.channels.control.expect()
+        result = super().run(optimizer, batch_idx, kwargs)
+        schedule_control, connector = self._iterations.schedule_control, self.trainer._logger_connector
+        decided = schedule_control.finish()
+        if isinstance(connector, SyncedLoggerConnector):  # several processes
+            news: Any = None
+            if cluster.world.rank == 0:
+                news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
+            # advances are decided in each group
+            news, decided = cluster.channels.control.relay(news, decided)
+            connector.accept(news["metrics"])
+            if news["loss"] is not None:
+                result = {**result, "loss": news["loss"]}
+        # only now, since the other stages wait for rank 0's news
+        if self._observed:
+            self._iterations.models.finish_averaging()
+        schedule_control.accept(decided)
+        schedule_control.log(self.trainer)
+        self._iterations.end_iteration()
+        return result
+
+    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
+        """Run the step as Lightning does, except that all processes may skip a batch together."""
+        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+        self.trainer.strategy.post_training_step()
+        return ClosureResult.from_training_step_output(output, self.trainer.accumulate_grad_batches)
+
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+        step: Callable[[], ClosureResult] = self._make_step_fn(kwargs)
+        zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
+
+        def run() -> ClosureResult:
+            with self._iterations.clearing_gradients(zero_grad):
+                return step()
+
+        return _PipelineClosure(step_fn=run)

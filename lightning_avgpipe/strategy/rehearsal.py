@@ -24,7 +24,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.averaging_step import average
-from lightning_avgpipe.averaging.optimizer_clone import unwrapped
+from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.capture.snapshot import unchanged, untouched
 from lightning_avgpipe.comm.clock import ClockOffset
 from lightning_avgpipe.engine.accounting import Footprint
@@ -232,7 +232,7 @@ class Rehearsal:
     @property
     def have_streams(self) -> bool:
         """Whether each of several pipelines has a stream of its own."""
-        return self.pipeline.deployment.models.streams.can_be(self.pipeline.deployment.pipeline.graph("training_step"))
+        return self.pipeline.deployment.models.have_streams
 
     @property
     def _optimizers(self) -> list[Optimizer]:

@@ -121,7 +121,7 @@ class RollingOrder(IterationOrder):
         ensemble, observers = self._ensemble, loop.schedule_control.observers
         try:
             goes_on = self.overlap.may_go_on()
-            ensemble.averager.turns.begin()
+            ensemble.averager.begin_turns()
             for n in range(ensemble.models.size):
                 if iteration is not None and 0 < n < loop.models.stepping:
                     if n < len(iteration.works):
@@ -129,11 +129,11 @@ class RollingOrder(IterationOrder):
                         self._after(iteration, n, steps=True)
                     step(n)
                 with observers.activity("averaging"):
-                    ensemble.averager.turns.end(n)
+                    ensemble.averager.end_turn(n)
                 if iteration is not None and goes_on:
                     self._go_on(n, iteration)
             if not goes_on:  # the same in all groups
-                ensemble.averager.turns.settle()
+                ensemble.averager.settle()
             if iteration is not None:
                 self._issue(iteration)
                 self.overlap.check()
@@ -152,7 +152,7 @@ class RollingOrder(IterationOrder):
             self._undo(iteration, together)
         self.overlap.leave()
         if together and self.loop.deployment.models.ensemble is not None:
-            self._ensemble.averager.turns.settle()
+            self._ensemble.averager.settle()
 
     def give_way(self) -> bool:
         """Stop rolling for this run, with ``rolling="auto"``, if the captured step or its data do not allow it.
@@ -235,7 +235,7 @@ class RollingOrder(IterationOrder):
         return True
 
     def _begin_turns(self) -> None:
-        self._ensemble.averager.turns.begin()
+        self._ensemble.averager.begin_turns()
         self.overlap.begin()
 
     def _rolls(self, iteration: Iteration) -> bool:
@@ -313,7 +313,7 @@ class RollingOrder(IterationOrder):
     def _clear(self, n: int) -> None:
         """Clear the gradients of one model."""
         if n:
-            self._ensemble.models.replicas[n].clear_gradients()
+            self._ensemble.models.each[n].clear_gradients()
         else:
             for optimizer in self.loop.trainer.optimizers:
                 optimizer.zero_grad()

@@ -80,7 +80,7 @@ class RunHoldings:
         held = holdings_of_models(
             plan, cluster.stages, module, trainer.optimizers, num_microbatches, num_pipelines,
             cluster.stage_map.num_teams, configuration.options.policy, rolling=rolls,
-            meeting=rolls and ensemble is not None and ensemble.averager.turns.are_there,
+            meeting=rolls and ensemble is not None and ensemble.averager.takes_turns,
         )  # fmt: skip
         return meter.finish(with_doubles(held, plan, schedule, module, num_pipelines))
 

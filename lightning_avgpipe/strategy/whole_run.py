@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_avgpipe.averaging.optimizer_clone import parameters_in
+from lightning_avgpipe.averaging.optimizers import parameters_in
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.engine.exchange import Exchange
