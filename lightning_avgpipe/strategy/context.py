@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.planning.memory_limit import MemoryLimit, limit_of
@@ -12,6 +14,8 @@ from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.data import Distributor
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import TrainerFn, pl
+
+Own = Callable[..., Any]  # Lightning's own method, where a run has one of the same name
 
 _MOST = 0.9  # share of a device's memory that its stages may use without a limit
 

@@ -149,8 +149,43 @@ class IterationOrder:
         return False
 
     def train(self, batches: Sequence[Any], rest: tuple[Any, ...]) -> Any:
-        """Run until the optimizer of pipeline 0 may step; see :meth:`Iterations.train`."""
-        return self.loop.flush(batches, rest)
+        """Run an iteration of training until the optimizer of pipeline 0 may step.
+
+        A micro-batch for which the step returns None has no backward. With none left the batch is skipped.
+
+        Args:
+            batches: batch of each pipeline.
+            rest: other arguments of the step.
+        Returns:
+            What the step would have returned for the first batch, detached; None if it is skipped.
+        Raises:
+            MicroBatchError: the step cannot be captured on a micro-batch; whole batches can be tried. All processes
+                raise it.
+        """
+        loop, models = self.loop, self.loop.models
+        loop.arrange(batches)
+        iteration, steps = loop.made(STEP, batches, rest), not loop.accumulates
+        iteration.trains = not loop.passes
+        iteration.finish = loop.finish(iteration, loop.clear_now())
+        ran = loop.run(iteration)
+        iteration.works = iteration.weighed()
+        if not ran:
+            return None
+        models.skipped = loop.skipped(iteration, [len(of.skipped) == of.count for of in iteration.outcomes])
+        result = loop.result(iteration)
+        if iteration.trains:
+            if steps:
+                loop.deployment.models.sum_copied_gradients()
+            fed = models.synchronise(len(iteration.works), steps)
+        with iteration.context():
+            models.step_log.issue()
+        if iteration.trains:
+            if loop.verifier is not None:
+                loop.verifier.compare()
+            assert iteration.loss is not None
+            for n in range(fed):
+                models.after_backward(n, iteration.loss)
+        return None if 0 in models.skipped else result
 
     def calling(self, iteration: Iteration) -> AbstractContextManager[None]:
         """Return a context within which a step function is called with a micro-batch."""

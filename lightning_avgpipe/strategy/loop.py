@@ -112,50 +112,11 @@ class Iterations:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def train(self, batches: Sequence[Any], *rest: Any) -> Any:
-        """Run all forwards and backwards of a batch for each pipeline, or of pipeline 0 where iterations overlap.
-
-        A micro-batch for which the step returns None has no backward. With none left the batch is skipped.
-
-        Returns:
-            What the step would have returned for the first batch, detached; None if it is skipped.
-        Raises:
-            MicroBatchError: the step cannot be captured on a micro-batch; whole batches can be tried. All processes
-                raise it.
-        """
-        return self.order.train(batches, rest)
-
-    def flush(self, batches: Sequence[Any], rest: tuple[Any, ...]) -> Any:
-        """Run an iteration of training of which all pipelines begin and end together; see :meth:`train`."""
-        self.arrange(batches)
-        iteration, models, steps = self.made(STEP, batches, rest), self.models, not self.accumulates
-        iteration.trains = not self.passes
-        iteration.finish = self.finish(iteration, self.clear_now())
-        ran = self.run(iteration)
-        iteration.works = iteration.weighed()
-        if not ran:
-            return None
-        models.skipped = self.skipped(iteration, [len(of.skipped) == of.count for of in iteration.outcomes])
-        result = self.result(iteration)
-        if iteration.trains:
-            if steps:
-                self.deployment.models.sum_copied_gradients()
-            fed = models.synchronise(len(iteration.works), steps)
-        with iteration.context():
-            models.step_log.issue()
-        if iteration.trains:
-            if self.verifier is not None:
-                self.verifier.compare()
-            assert iteration.loss is not None
-            for n in range(fed):
-                models.after_backward(n, iteration.loss)
-        return None if 0 in models.skipped else result
-
     def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
         """Run a step without backward; return the merged result on the last stage's rank, None elsewhere.
 
         Raises:
-            MicroBatchError: the step cannot be captured on a micro-batch; see :meth:`train`.
+            MicroBatchError: the step cannot be captured on a micro-batch; see :meth:`IterationOrder.train`.
         """
         self.order.drain()
         iteration = self.made(step, [batch], rest)

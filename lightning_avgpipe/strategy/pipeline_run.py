@@ -23,7 +23,7 @@ from lightning_avgpipe.strategy.advisor import Advisor
 from lightning_avgpipe.strategy.aftermath import hooks_with_results
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.checkpoint_state import DividedState
-from lightning_avgpipe.strategy.context import RunContext
+from lightning_avgpipe.strategy.context import Own, RunContext
 from lightning_avgpipe.strategy.deploying import deploy, give_back
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
 from lightning_avgpipe.strategy.iteration import IterationOrder
@@ -32,7 +32,6 @@ from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
 from lightning_avgpipe.strategy.loop import Iterations
 from lightning_avgpipe.strategy.metric_objects import tell_device
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
-from lightning_avgpipe.strategy.run import Own
 from lightning_avgpipe.strategy.schedule_control import RunHoldings, ScheduleControl
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
@@ -151,12 +150,7 @@ class PipelineRun:
         deployment, several = self.deployment, cluster.world.world_size > 1
         enter(changes.observing(trainer, self.models.step_log, cluster.leaders))
         if fitting:
-            original, observed = (
-                trainer.fit_loop.epoch_loop.automatic_optimization,
-                changes.looks_between_steps(trainer),
-            )
-            optimization = PipelineOptimization(original, self.iterations, observed)
-            enter(changes.optimizing(trainer, optimization))
+            enter(PipelineOptimization(self.iterations, changes.looks_between_steps(trainer)).installed())
             enter(changes.showing_reference(trainer, deployment))
         if fitting or several:
             enter(changes.scaling(trainer, cluster, self.models.together_with))
@@ -215,7 +209,7 @@ class PipelineRun:
         """
         batch, *rest = args
         if name == "training_step":
-            run = partial(self.iterations.train, self.batches.take(batch), *rest)
+            run = partial(self.iterations.order.train, self.batches.take(batch), tuple(rest))
         else:
             run = partial(self.iterations.evaluate, name, batch, *rest)
         try:
@@ -276,9 +270,13 @@ class PipelineRun:
 class _PipelineClosure(Closure):
     """A closure that runs an iteration: forwards and backwards in the order of the schedule."""
 
+    iterations: Iterations
+    zero_grad: Callable[[], None] | None
+
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        result = self._step_fn()
+        with self.iterations.clearing_gradients(self.zero_grad):
+            result = self._step_fn()
         if result.closure_loss is None:
             self.warning_cache.warn(
                 "`training_step` returned `None` for all micro-batches of a batch, which is skipped. If this was on "
@@ -347,11 +345,6 @@ class PipelineOptimization(_AutomaticOptimization):
         return ClosureResult.from_training_step_output(output, self.trainer.accumulate_grad_batches)
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
-        step: Callable[[], ClosureResult] = self._make_step_fn(kwargs)
-        zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
-
-        def run() -> ClosureResult:
-            with self._iterations.clearing_gradients(zero_grad):
-                return step()
-
-        return _PipelineClosure(step_fn=run)
+        closure = _PipelineClosure(step_fn=self._make_step_fn(kwargs))
+        closure.iterations, closure.zero_grad = self._iterations, self._make_zero_grad_fn(batch_idx, optimizer)
+        return closure

@@ -257,7 +257,7 @@ class Rehearsal:
         self._module._current_fx_name = "training_step"
         kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
         _, *rest = kwargs.values()
-        run.iterations.train(run.batches.take(batch), *rest)
+        run.iterations.order.train(run.batches.take(batch), tuple(rest))
 
     def _clear_gradients(self) -> None:
         self.pipeline.models.clear_gradients()

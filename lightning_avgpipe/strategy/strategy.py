@@ -45,9 +45,8 @@ from lightning_avgpipe.strategy.options import ALLOWED, Options, PolicyName, Sch
 from lightning_avgpipe.strategy.peers import Peers
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.reconfiguration import check_changes
-from lightning_avgpipe.strategy.run import PassthroughRun, Run
 from lightning_avgpipe.strategy.signals import ending_together, saving_what_is_whole
-from lightning_avgpipe.strategy.whole_run import WholeRun, why_whole
+from lightning_avgpipe.strategy.whole_run import PassthroughRun, WholeRun, why_whole
 from lightning_avgpipe.utils.allowed import documented, suggesting_names
 from lightning_avgpipe.utils.durations import duration
 from lightning_avgpipe.utils.lightning import (
@@ -68,6 +67,10 @@ from lightning_avgpipe.verify import request
 from lightning_avgpipe.weights.absence import explain
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import to_host
+
+# A run of the trainer, from its set-up until the next one begins. The strategy's methods call its methods of the same
+# name, and give them Lightning's method as ``own``.
+Run = PipelineRun | WholeRun | PassthroughRun
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 

@@ -30,13 +30,12 @@ from lightning_avgpipe.schedule import build
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.checkpoint_state import DividedState, State
-from lightning_avgpipe.strategy.context import RunContext
+from lightning_avgpipe.strategy.context import Own, RunContext
 from lightning_avgpipe.strategy.deploying import announce, deploy, give_back
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
 from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
 from lightning_avgpipe.strategy.metric_objects import BatchValues, local_metrics
 from lightning_avgpipe.strategy.parallel_models import check_number
-from lightning_avgpipe.strategy.run import Own
 from lightning_avgpipe.training.gradient_norm import norms_over_stages
 from lightning_avgpipe.utils.lightning import is_overridden, is_param_in_hook_signature, pl
 from lightning_avgpipe.utils.patching import replaced
@@ -74,6 +73,63 @@ def why_whole(module: pl.LightningModule) -> str | None:
         if callable(step) and is_param_in_hook_signature(own, "dataloader_iter", explicit=True):
             return f"takes dataloader_iter in {name}, which reads batches itself"
     return None
+
+
+class PassthroughRun:
+    """A run in which everything is as with Lightning's own strategy for one device.
+
+    It has one process, with one stage and one micro-batch or steps that run whole.
+
+    Args:
+        context: trainer, connection and options of the run.
+    """
+
+    plan: Plan | None = None
+    state: State
+
+    def __init__(self, context: RunContext) -> None:
+        self.state = context.before
+        self.check = GradientCheck(context)
+        self._context = context
+
+    def setup(self, own: Own) -> None:
+        """Call Lightning's own set-up."""
+        own(self._context.trainer)
+
+    def model_to_device(self, own: Own) -> None:
+        """Give contents to everything on meta, and move the module to the device."""
+        self._context.before.fill()
+        own()
+
+    def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
+        """Move the batch with its transfer hooks."""
+        return own(batch, device, dataloader_idx)
+
+    def needs(self, batch: Any, rank: int) -> frozenset[str] | None:
+        """Return None: all tensors of a batch are needed."""
+        return None
+
+    def step(self, name: str, own: Own, *args: Any, **kwargs: Any) -> Any:
+        """Run Lightning's own step."""
+        return own(*args, **kwargs)
+
+    def optimizer_step(
+        self, own: Own, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
+    ) -> Any:
+        """Run Lightning's own optimizer step, unless a gradient is infinite or NaN."""
+        return own(optimizer, self.check.after(closure), model, **kwargs)
+
+    def end_iteration(self) -> None:
+        """Apply the changes that were asked for."""
+        self._context.configuration.take_over(self._context.cluster)
+
+    def showing(self, number: int | None) -> AbstractContextManager[None]:
+        """Return a context within which the module is the only model, which is also the reference."""
+        check_number(number or 0, 1)
+        return contextlib.nullcontext()
+
+    def teardown(self) -> None:
+        """Do nothing."""
 
 
 class WholeRun:
