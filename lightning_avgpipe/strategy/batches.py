@@ -339,6 +339,7 @@ class Batches:
         self._cluster = context.cluster
         self._distributor = context.distributor
         self._beside: list[Any] = []  # the batches of pipelines 1.. for this iteration
+        self._converts = False  # whether a batch is converted that Lightning's loop does not convert
 
     @property
     def _queue(self) -> BundledLoader | None:
@@ -365,8 +366,8 @@ class Batches:
 
     @property
     def waits_for_its_turn(self) -> bool:
-        """Whether the next batch of training is on the device already."""
-        return self._queue is not None and self._queue.is_moved
+        """Whether Lightning's loop is about to convert a batch of training that is on the device already."""
+        return not self._converts and self._queue is not None and self._queue.is_moved
 
     def next(self, ahead: int = 1) -> list[Any]:
         """Return the batches of a later iteration of training, on every rank's device; none at the end of the data.
@@ -395,8 +396,12 @@ class Batches:
 
     def _converted(self, batch: Any) -> Any:
         """Convert a batch as Lightning's loop converts pipeline 0's batch before its transfer."""
-        batch = self._trainer.precision_plugin.convert_input(batch)
-        return self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        self._converts = True
+        try:
+            batch = self._trainer.precision_plugin.convert_input(batch)
+            return self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        finally:
+            self._converts = False
 
     def _moved(self, batch: Any, device: torch.device | None, dataloader_idx: int, pipeline: int) -> Any:
         reads = self._cluster.reads
