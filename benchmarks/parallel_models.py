@@ -68,8 +68,8 @@ class Bench:
         count, ensemble = len(self.pipelines), self.deployment.models.ensemble
         self.optimizer.zero_grad()
         if ensemble is not None:
-            for replica in ensemble.models.replicas[1:]:
-                replica.clear_gradients()
+            for model in ensemble.models.each[1:]:
+                model.clear_gradients()
         tasks = [
             Task(
                 lambda i, *args: self._step(*args),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.averaging_step import AveragingStep
 from lightning_avgpipe.averaging.models import Models
 from lightning_avgpipe.averaging.options import Averaging
-from lightning_avgpipe.averaging.turns import Turns
+from lightning_avgpipe.averaging.staggered import StaggeredAveraging
 from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.utils.patching import nothing
 
@@ -25,7 +26,6 @@ class Averager:
     Attributes:
         steps: number of steps since the last averaging.
         active: number of pipelines that had a batch since then.
-        turns: averaging in which models are averaged one after the other.
     """
 
     def __init__(self, models: Models, averaging: Averaging, replica_group: ReplicaGroup | None) -> None:
@@ -35,7 +35,9 @@ class Averager:
         self.steps = self.active = 0
         self._outer: Optimizer | None = None
         self._begun: tuple[AveragingStep, Callable[[], None]] | None = None
-        self.turns = Turns(models, averaging, replica_group)
+        self._turns: StaggeredAveraging | None = None  # while models are averaged one after the other
+        self._ended: list[dict[str, Tensor]] = []  # buffers of the models that have ended, if groups average buffers
+        self._end_buffers: Callable[[], None] = nothing
 
     def follow(self, names: Collection[str]) -> None:
         """Include new tensors of the reference in its optimizer."""
@@ -62,7 +64,7 @@ class Averager:
         Args:
             active: number of pipelines whose models took part in the step.
         """
-        self.turns.stop()
+        self.stop_turns()
         self.steps += 1
         self.active = max(self.active, active)
         if self.steps >= self._options.every:
@@ -72,8 +74,8 @@ class Averager:
         """Begin to average the training since the last averaging; with one group, also end it."""
         averaging, end_buffers = AveragingStep(*self._models.tensors(), self.active, self._replica_group), nothing
         if self._models.shared is not None:
-            self._models.placement.read_back()
-            end_buffers = self._models.shared.begin([replica.buffers for replica in self._models.replicas])
+            self._models.read_back()
+            end_buffers = self._models.shared.begin([model.buffers for model in self._models.each])
         self._begun = averaging, end_buffers
         self.steps = self.active = 0
         if self._replica_group is None:
@@ -103,5 +105,53 @@ class Averager:
 
     def abandon(self) -> None:
         """Drop the averaging that has begun, without waiting for other groups, which have failed."""
-        self._begun = None
-        self.turns.abandon()
+        self._begun = self._turns = None
+        self._end_buffers = nothing
+
+    # -- one model after the other -----------------------------------------------------------------------------------
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the state for averaging models one at a time exists."""
+        return self._turns is not None
+
+    def begin_turns(self) -> None:
+        """Prepare to average models one at a time, unless that has begun.
+
+        All models must have stepped equally often, and the reference must not be shown.
+        """
+        if self._turns is None and self._models.mine:  # a process may have frozen stages only
+            total, tensors = self._models.total, self._models.tensors()
+            alpha, rate = self._options.dilution(total), self._options.rate(total)
+            self._turns = StaggeredAveraging(*tensors, alpha, rate, self._replica_group)
+
+    def end_turn(self, number: int) -> None:
+        """Average model n after its optimizers have stepped. Then its next iteration may begin."""
+        if self._turns is not None:
+            self._turns.end(number)
+        if self._models.shared is None:
+            return
+        self._models.read_back()
+        self._ended.append({name: b.detach().clone() for name, b in self._models.each[number].buffers.items()})
+        if len(self._ended) == self._models.size:
+            self._end_buffers()
+            self._end_buffers, self._ended = self._models.shared.begin(self._ended), []
+
+    def catch_up(self) -> None:
+        """Add the updates of all groups in the last iteration that has ended here to the reference."""
+        if self._turns is not None:
+            self._turns.catch_up()
+        self._end_buffers()
+        self._end_buffers = nothing
+
+    def settle(self) -> None:
+        """Catch up, and continue from there as if training had just begun. All groups call it."""
+        if self._models.shown is None:  # showing the reference has caught up already
+            self.catch_up()
+            if self._turns is not None:
+                self._turns.settle()
+
+    def stop_turns(self) -> None:
+        """Catch up, and drop the state: the next model to average starts from the current reference."""
+        self.catch_up()
+        self._turns = None

@@ -10,13 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.averager import Averager
-from lightning_avgpipe.averaging.checksum import Checksums
-from lightning_avgpipe.averaging.finite import has_nonfinite
-from lightning_avgpipe.averaging.model_optimizers import ModelOptimizers
-from lightning_avgpipe.averaging.model_tensors import ModelTensors
-from lightning_avgpipe.averaging.models import Models
+from lightning_avgpipe.averaging.checks import Checksums, has_nonfinite
+from lightning_avgpipe.averaging.models import Models, ModelTensors
+from lightning_avgpipe.averaging.optimizers import ModelOptimizers
 from lightning_avgpipe.averaging.options import Averaging
-from lightning_avgpipe.averaging.replica import Placement
 from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.weights.relocation import Belongings, OptimizerStates
 
@@ -54,11 +51,10 @@ class Ensemble:
         written: Sequence[Tensor] = (),
     ) -> None:
         self._module = module
-        self._placement = Placement(module, (), observers, changing, written)
-        self.models = Models(self._placement, replica_group)
+        self.models = Models(module, observers, changing, written, replica_group)
         self.averager = Averager(self.models, averaging, replica_group)
         self.optimizers = ModelOptimizers(optimizers, self.models, replica_group)
-        self.checksums = Checksums(self._placement.own.parameters)
+        self.checksums = Checksums(self.models.own.parameters)
         self._follow()
 
     # -- which models there are --------------------------------------------------------------------------------------
@@ -81,7 +77,7 @@ class Ensemble:
         changed, before = self._follow(), self.models.size
         if size == before:
             return changed
-        self.averager.turns.stop()
+        self.averager.stop_turns()
         self.checksums.forget()
         if self.averager.steps:
             self.averager.begin()
@@ -94,16 +90,16 @@ class Ensemble:
 
     def _follow(self) -> bool:
         self.show_reference(False)
-        own = self._placement.own.parameters
+        own = self.models.own.parameters
         known = self.models.reference
         new = {n: p for n, p in self._module.named_parameters() if p.requires_grad and n not in known}
-        for replica in self.models.replicas[1:]:
-            for name, copy in replica.parameters.items():
+        for model in self.models.each[1:]:
+            for name, copy in model.parameters.items():
                 if copy.requires_grad != own[name].requires_grad:
                     copy.requires_grad_(own[name].requires_grad)
         if not new:
             return False
-        self.averager.turns.stop()
+        self.averager.stop_turns()
         self.optimizers.check(self._module)
         self.models.train(new)
         self.averager.follow(new)
@@ -119,19 +115,19 @@ class Ensemble:
             self.show_reference(False)
             self.averager.begin()
         self.show_reference(True)
-        shown, own = self.models.shown, self._placement.own
+        shown, own = self.models.shown, self.models.own
         assert shown is not None
         with torch.no_grad():
             for name, buffer in own.buffers.items():
                 if shown.buffers[name] is not buffer:
                     buffer.copy_(shown.buffers[name])
-        self._placement.put(own)
+        self.models.put(own)
 
     # -- where they are ----------------------------------------------------------------------------------------------
 
     def begin_relocation(self) -> None:
         """Prepare for a move of parameters between processes: show pipeline 0's model, and end all averagings."""
-        self.averager.turns.stop()
+        self.averager.stop_turns()
         self.show_reference(False)
         self.checksums.check(self.models.size - 1)
 
@@ -148,8 +144,8 @@ class Ensemble:
     def place(self, number: int) -> None:
         """Put a parallel model into the module. For number 0 this is the reference, if it is shown."""
         self.averager.finish()
-        replica = self.models.replicas[number]
-        self._placement.put(replica if number else self.models.shown or replica)
+        model = self.models.each[number]
+        self.models.put(model if number else self.models.shown or model)
 
     @contextlib.contextmanager
     def placed(self, number: int) -> Iterator[None]:
@@ -171,7 +167,7 @@ class Ensemble:
         if reference == (self.models.shown is not None):
             return
         if reference:
-            self.averager.turns.catch_up()
+            self.averager.catch_up()
         self.models.show(reference)
 
     @contextlib.contextmanager
@@ -196,17 +192,17 @@ class Ensemble:
         """
         self.averager.finish()
         self.checksums.forget()
-        self.averager.turns.stop()
-        self._placement.read_back()
-        replica = self.models.replicas[number]
-        for name, parameter in replica.parameters.items():
+        self.averager.stop_turns()
+        self.models.read_back()
+        model = self.models.each[number]
+        for name, parameter in model.parameters.items():
             parameter.copy_(self.models.reference[name])
             parameter.grad = None
         if alike is not None:
-            for name, buffer in replica.buffers.items():
-                buffer.copy_(self.models.replicas[alike].buffers[name])
+            for name, buffer in model.buffers.items():
+                buffer.copy_(self.models.each[alike].buffers[name])
         for optimizer in self.optimizers.of(number):
-            for state in [optimizer.state[p] for p in replica.parameters.values() if p in optimizer.state]:
+            for state in [optimizer.state[p] for p in model.parameters.values() if p in optimizer.state]:
                 if has_nonfinite(value for value in state.values() if isinstance(value, Tensor)):
                     state.clear()  # an earlier step has spoiled it
 
@@ -227,16 +223,16 @@ class Ensemble:
         The reference must not be shown.
         """
         self.averager.finish()
-        self._placement.read_back()
-        replica = self.models.replicas[number]
-        parameters = {name: replica.parameters.get(name, meta) for name, meta in self.models.reference.items()}
-        return {name: tensor.detach() for name, tensor in (*parameters.items(), *replica.buffers.items())}
+        self.models.read_back()
+        model = self.models.each[number]
+        parameters = {name: model.parameters.get(name, meta) for name, meta in self.models.reference.items()}
+        return {name: tensor.detach() for name, tensor in (*parameters.items(), *model.buffers.items())}
 
     @torch.no_grad()
     def load(self, number: int, saved: Mapping[str, Tensor]) -> None:
         """Load a parallel model's own tensors; those that were not saved stay as they are."""
         self.checksums.forget()
-        self.averager.turns.stop()
+        self.averager.stop_turns()
         for name, tensor in self.tensors(number).items():
             if name in saved and not tensor.is_meta:
                 tensor.copy_(saved[name])

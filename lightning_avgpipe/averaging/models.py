@@ -1,45 +1,104 @@
-"""Models: each parallel model's own tensors on this process, and their reference."""
+"""The parallel models' own tensors on this process, of which the module shows those of one model, and their reference.
+
+::
+
+    module.layer._parameters["weight"]   <-  model 0: the module's own Parameter objects
+                                         <-  model 1: leaves of its own
+    module.layer._buffers["mean"]        <-  one for each model
+
+Parameters without gradient that a step changes itself (a momentum encoder) are like buffers: each model has its own,
+and the reference has their mean. Other frozen parameters are shared. Tensors in attributes, lists and objects that a
+step writes into get other memory for each model, but stay the same objects; the reference shows those of model 0. All
+else in a module is shared by the models (states of metrics), or kept by each stage (numbers and lists that a step
+changes).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.averaging.replica import Placement, Replica, alike, leaf_like
-from lightning_avgpipe.averaging.shared_buffers import SharedBuffers, deviation, has_mean
+from lightning_avgpipe.averaging.averaging_step import wide
 from lightning_avgpipe.comm.collectives import ReplicaGroup
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.tensors import is_strided
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
+from lightning_avgpipe.weights.ownership import fill, vacate
+from lightning_avgpipe.weights.slots import Slot, slots_for
+
+
+class ParallelModel:
+    """One parallel model's own tensors.
+
+    Attributes:
+        number: number n of the model, from 0.
+        parameters: parameters that take the place of the module's, by name.
+        buffers: buffers, and frozen parameters that a step changes, that take the place of the module's, by name.
+        memory: memory of other tensors that a step writes into.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.memory: list[Tensor] = []
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, Tensor] = {}
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients of the model's parameters."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
 
 class Models:
     """The tensors of the parallel models; the module itself is model 0.
 
     Args:
-        placement: placement that puts one of the models into the module.
+        module: module as the user made it; its own tensors are in place.
+        observers: modules that only read values (metrics), whose buffers belong to no model.
+        changing: names of frozen parameters that a step changes.
+        written: other tensors that a step writes into.
         replica_group: processes that hold the parallel models of other groups; None if there are none.
 
     Attributes:
-        placement: as given.
-        replicas: own tensors of each model.
+        each: own tensors of each model.
+        own: those of model 0: the module's own parameters and buffers.
         reference: tensors, by name, of all parameters that any process trains; those of other processes are on meta.
         shared: buffers of the reference over groups; None if there is one group.
         shown: what the module has in the place of model 0 while it shows the reference; None if it does not.
     """
 
-    def __init__(self, placement: Placement, replica_group: ReplicaGroup | None) -> None:
-        self.placement = placement
+    def __init__(
+        self,
+        module: nn.Module,
+        observers: Collection[nn.Module] = (),
+        changing: Collection[str] = (),
+        written: Sequence[Tensor] = (),
+        replica_group: ReplicaGroup | None = None,
+    ) -> None:
+        self._module = module
+        self._written = written
         self._replica_group = replica_group
-        self.replicas: list[Replica] = [placement.own]
+        watched = {id(buffer) for observer in observers for buffer in observer.buffers()}
+        buffers = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in watched}
+        buffers |= {name: p for name, p in module.named_parameters() if name in changing and not p.requires_grad}
+        places = slots_for(module, buffers.values())
+        self._buffer_slots = {name: places[id(buffer)] for name, buffer in buffers.items()}
+        self._parameter_slots: dict[str, list[Slot]] = {}
+        self.own = self._placed = ParallelModel(0)
+        self.own.buffers = buffers
+        self.own.memory = [tensor.detach() for tensor in written]
+        self.each = [self.own]
         self.reference: dict[str, Tensor] = {}
-        self.shown: Replica | None = None
-        self.shared = None if replica_group is None else SharedBuffers(placement.own.buffers, replica_group)
+        self.shown: ParallelModel | None = None
+        self.shared = None if replica_group is None else SharedBuffers(buffers, replica_group)
 
     @property
     def size(self) -> int:
         """The number N of models of this group."""
-        return len(self.replicas)
+        return len(self.each)
 
     @property
     def total(self) -> int:
@@ -54,26 +113,26 @@ class Models:
     @property
     def mine(self) -> list[str]:
         """The names of trained parameters on this process, in the same order on processes with the same stages."""
-        return [name for name in self.reference if name in self.placement.own.parameters]
+        return [name for name in self.reference if name in self.own.parameters]
 
     def tensors(self) -> tuple[list[list[Tensor]], list[Tensor]]:
         """Return the tensors of these parameters for each model, and those of the reference."""
-        models = [[replica.parameters[name].detach() for name in self.mine] for replica in self.replicas]
+        models = [[model.parameters[name].detach() for name in self.mine] for model in self.each]
         return models, [self.reference[name] for name in self.mine]
 
     def parameters(self, number: int) -> dict[str, nn.Parameter]:
         """Return the trained parameters of model n on this process, in the same order for the same stages."""
-        return {name: self.replicas[number].parameters[name] for name in self.mine}
+        return {name: self.each[number].parameters[name] for name in self.mine}
 
     def buffers(self, number: int, names: Collection[str]) -> dict[str, Tensor]:
         """Return the buffers of model n that have these names, and as ``written i`` other tensors that steps write.
 
         Pipeline 0's model must be in the module, and the reference not shown.
         """
-        self.placement.read_back()
-        replica = self.replicas[number]
-        found = {name: buffer for name, buffer in replica.buffers.items() if name in names}
-        memory = [tensor.detach() for tensor in self.placement.written] if number == 0 else replica.memory
+        self.read_back()
+        model = self.each[number]
+        found = {name: buffer for name, buffer in model.buffers.items() if name in names}
+        memory = [tensor.detach() for tensor in self._written] if number == 0 else model.memory
         return found | {f"written {i}": tensor for i, tensor in enumerate(memory)}
 
     def foreign_tensors(self, number: int, buffers: Collection[str]) -> dict[str, list[Tensor]]:
@@ -83,11 +142,10 @@ class Models:
             number: number n of that model.
             buffers: names of buffers to include; the models may share other buffers.
         """
-        self.placement.read_back()
-        others = [replica for replica in self.replicas if replica.number != number]
-        own = self.placement.own
-        found: dict[str, list[Tensor]] = {name: [r.parameters[name] for r in others] for name in own.parameters}
-        found |= {name: [r.buffers[name] for r in others] for name in buffers if name in own.buffers}
+        self.read_back()
+        others = [model for model in self.each if model.number != number]
+        found: dict[str, list[Tensor]] = {n: [other.parameters[n] for other in others] for n in self.own.parameters}
+        found |= {n: [other.buffers[n] for other in others] for n in buffers if n in self.own.buffers}
         return found
 
     def _mean_buffers(self) -> dict[str, Tensor]:
@@ -96,60 +154,228 @@ class Models:
         With several groups these are the buffers of the last averaging.
         """
         if self.shared is not None:
-            return {name: alike(buffer, buffer.clone()) for name, buffer in self.shared.buffers.items()}
-        self.placement.read_back()
-        found = dict(self.placement.own.buffers)
+            return {name: _alike(buffer, buffer.clone()) for name, buffer in self.shared.buffers.items()}
+        self.read_back()
+        found = dict(self.own.buffers)
         for name, first in found.items():
-            others = [replica.buffers[name] for replica in self.replicas[1:]]
-            if has_mean(first) and all(b.shape == first.shape for b in others):
-                wide = first.detach().to(torch.promote_types(first.dtype, torch.float32))
-                total = sum((deviation(b, wide) for b in others), torch.zeros_like(wide))
-                found[name] = alike(first, (wide + total / self.size).to(first.dtype))
+            others = [model.buffers[name] for model in self.each[1:]]
+            if _has_mean(first) and all(b.shape == first.shape for b in others):
+                (centre,) = wide([first.detach()])
+                total = sum((_deviation(b, centre) for b in others), torch.zeros_like(centre))
+                found[name] = _alike(first, (centre + total / self.size).to(first.dtype))
         return found
+
+    # -- which models there are, and of which tensors ------------------------------------------------------------------
 
     def train(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Give each model its own copy of parameters that begin to train. The module's tensors must be in place."""
+        for name in parameters:
+            self.own.buffers.pop(name, None)
+            self._buffer_slots.pop(name, None)
         here = [name for name, parameter in parameters.items() if not parameter.is_meta]
-        self.placement.drop(parameters)
-        self.placement.add(here)
-        own = self.placement.own.parameters
+        self._add(here)
         for name, parameter in parameters.items():
             data = parameter.detach()
-            self.reference[name] = data.clone() if name in own else torch.empty_like(data, device="meta")
-        for replica in self.replicas[1:]:
+            there = name in self.own.parameters
+            self.reference[name] = data.clone() if there else torch.empty_like(data, device="meta")
+        for model in self.each[1:]:
             for name in here:
-                replica.parameters[name] = self.leaf(name)
-                replica.buffers.pop(name, None)
+                model.parameters[name] = self._leaf(name)
+                model.buffers.pop(name, None)
 
-    def resize(self, size: int) -> None:
-        """Drop models, or add models that start from the reference, up to ``size``. The reference must not be shown."""
-        del self.replicas[size:]
-        buffers = self._mean_buffers() if self.size < size else {}
-        while self.size < size:
-            replica = Replica(self.size)
-            replica.buffers = {name: alike(buffer, buffer.clone()) for name, buffer in buffers.items()}
-            replica.memory = [tensor.detach().clone() for tensor in self.placement.written]
-            for name in self.mine:
-                replica.parameters[name] = self.leaf(name)
-            self.replicas.append(replica)
+    def _add(self, names: Collection[str]) -> None:
+        """Let models have these parameters of their own as well. The module's own tensors must be in place."""
+        parameters = dict(self._module.named_parameters())
+        slots = slots_for(self._module, [parameters[name] for name in names])
+        for name in names:
+            self._parameter_slots[name] = slots[id(parameters[name])]
+            self.own.parameters[name] = parameters[name]
 
-    def show(self, reference: bool) -> None:
-        """Put the reference into the place of model 0 in the module, or model 0 again."""
-        own, self.shown = self.placement.own, None
-        if reference:
-            self.shown = Replica(0)
-            self.shown.parameters, self.shown.memory = own.parameters, own.memory
-            self.shown.buffers = self._mean_buffers()
-        self.placement.put(self.shown or own)
-        for name, parameter in own.parameters.items():
-            centre = self.reference[name]
-            parameter.data, centre.data = centre.data, parameter.data
-
-    def leaf(self, name: str) -> nn.Parameter:
+    def _leaf(self, name: str) -> nn.Parameter:
         """Return a new leaf for a model, with the contents of the reference and the hooks of the module's parameter."""
-        leaf, own = leaf_like(self.reference[name]), self.placement.own.parameters[name]
-        leaf.requires_grad_(own.requires_grad)
+        own = self.own.parameters[name]
+        contents = self.reference[name].detach().clone(memory_format=torch.preserve_format)
+        leaf = nn.Parameter(contents, own.requires_grad)
         for hooks in GRADIENT_HOOKS:  # a hook acts on the gradient of every model
             if getattr(own, hooks, None):
                 setattr(leaf, hooks, getattr(own, hooks))
         return leaf
+
+    def resize(self, size: int) -> None:
+        """Drop models, or add models that start from the reference, up to ``size``. The reference must not be shown."""
+        del self.each[size:]
+        buffers = self._mean_buffers() if self.size < size else {}
+        while self.size < size:
+            model = ParallelModel(self.size)
+            model.buffers = {name: _alike(buffer, buffer.clone()) for name, buffer in buffers.items()}
+            model.memory = [tensor.detach().clone() for tensor in self._written]
+            model.parameters = {name: self._leaf(name) for name in self.mine}
+            self.each.append(model)
+
+    # -- which of them the module shows --------------------------------------------------------------------------------
+
+    def put(self, model: ParallelModel) -> None:
+        """Put a model into the module, unless it is there."""
+        if model is self._placed:
+            return
+        placed = self._placed
+        for name, slots in self._buffer_slots.items():
+            placed.buffers[name] = slots[0].get()  # user code may have assigned another tensor
+            for slot in slots:
+                slot.set(model.buffers[name])
+        for name, slots in self._parameter_slots.items():
+            for slot in slots:
+                slot.set(model.parameters[name])
+        for i, tensor in enumerate(self._written if model.memory is not placed.memory else ()):
+            # exchange the memory and not the contents: tensors saved for a backward must not change
+            placed.memory[i] = tensor.detach()
+            tensor.data = model.memory[i]
+        self._placed = model
+
+    def read_back(self) -> None:
+        """Note buffers that user code has assigned anew."""
+        for name, slots in self._buffer_slots.items():
+            self._placed.buffers[name] = slots[0].get()
+
+    def show(self, reference: bool) -> None:
+        """Put the reference into the place of model 0 in the module, or model 0 again."""
+        own, self.shown = self.own, None
+        if reference:
+            self.shown = ParallelModel(0)
+            self.shown.parameters, self.shown.memory = own.parameters, own.memory
+            self.shown.buffers = self._mean_buffers()
+        self.put(self.shown or own)
+        for name, parameter in own.parameters.items():
+            centre = self.reference[name]
+            parameter.data, centre.data = centre.data, parameter.data
+
+
+class ModelTensors:
+    """The tensors of models 1..N-1, of the reference, and of its buffers over groups, as they move between processes.
+
+    Args:
+        models: parallel models; the module shows model 0.
+    """
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._others, self._reference = models.each[1:], models.reference
+        self._shared = {} if models.shared is None else models.shared.buffers
+
+    def held(self, name: str) -> dict[str, Any]:
+        """Return the tensors under a name, those of models with their gradients."""
+        self._models.read_back()
+        found = [model.parameters.get(name, model.buffers.get(name)) for model in self._others]
+        return {
+            "models": [None if t is None else (t.detach(), t.grad) for t in found],
+            "reference": self._reference.get(name),
+            "shared": self._shared.get(name),
+        }
+
+    @torch.no_grad()
+    def put(self, name: str, item: Mapping[str, Any]) -> None:
+        """Store what another process held. The module's own tensor must be there already."""
+        self._models.read_back()
+        if name in self._reference:
+            fill(self._reference[name], item["reference"])
+            self._models._add([name])
+        for model, held in zip(self._others, item["models"], strict=True):
+            if name in self._reference:
+                model.parameters[name] = self._models._leaf(name)
+                model.parameters[name].data, model.parameters[name].grad = held
+            elif name in model.buffers:
+                model.buffers[name] = _alike(model.buffers[name], held[0])
+        if name in self._shared:
+            self._shared[name] = _alike(self._shared[name], item["shared"])
+
+    def drop(self, names: Collection[str]) -> None:
+        """Give up the parameters of these names."""
+        for name in names:
+            if name in self._reference:
+                vacate(self._reference[name])
+                self._models._parameter_slots.pop(name, None)
+                self._models.own.parameters.pop(name, None)
+            for model in self._others:
+                model.parameters.pop(name, None)
+                if isinstance(model.buffers.get(name), nn.Parameter):
+                    vacate(model.buffers[name])
+
+
+class SharedBuffers:
+    """The buffers of the reference, as of the last averaging, if the parallel models are in several groups.
+
+    One group averages its buffers when the reference is shown. That may happen in a single process, so several groups
+    average buffers together with parameters, in which all of them take part.
+
+    Args:
+        buffers: buffers of the module, equal in all groups at the beginning.
+        replica_group: processes in other groups.
+
+    Attributes:
+        buffers: by name: the mean of floating-point and complex buffers, group 0's pipeline 0 for others; sparse ones
+            are this group's.
+    """
+
+    def __init__(self, buffers: Mapping[str, Tensor], replica_group: ReplicaGroup) -> None:
+        self.buffers = {name: _alike(buffer, buffer.detach().clone()) for name, buffer in buffers.items()}
+        self._replica_group = replica_group
+
+    @torch.no_grad()
+    def begin(self, models: Sequence[Mapping[str, Tensor]]) -> Callable[[], None]:
+        """Begin to average the buffers over all groups' models. All processes of the replica group call it.
+
+        Args:
+            models: buffers of each model of this group.
+
+        Returns:
+            A function that waits for the mean and stores it.
+
+        Raises:
+            ConfigurationError: a buffer has changed its shape, which another group may not have done.
+        """
+        sparse = [name for name, centre in self.buffers.items() if not is_strided(centre)]
+        self.buffers |= {name: models[0][name].detach().clone() for name in sparse if not models[0][name].is_meta}
+        here = {n: centre for n, centre in self.buffers.items() if n not in sparse and not centre.is_meta}
+        sums = {name: self._sum(name, centre, models) for name, centre in here.items()}
+        arrive = self._replica_group.begin_sum(list(sums.values()))
+        count = len(models) * self._replica_group.count
+
+        @torch.no_grad()
+        def end() -> None:
+            arrive()
+            for name, centre in here.items():
+                change = sums[name]
+                if _has_mean(centre):
+                    change = torch.where(change == 0, centre, centre + change / count)
+                self.buffers[name] = _alike(centre, change.to(centre.dtype))
+
+        return end
+
+    def _sum(self, name: str, centre: Tensor, models: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        for model in models:
+            if model[name].shape != centre.shape:
+                raise ConfigurationError(
+                    f"buffer '{name}' had the shape {tuple(centre.shape)} and has {tuple(model[name].shape)} now, but "
+                    "groups of processes average buffers; use one group (num_stages as many as devices), or a buffer "
+                    "of a fixed shape"
+                )
+        if not _has_mean(centre):  # group 0's value: the other groups add zero
+            found = models[0][name].to(torch.int64)
+            return found if self._replica_group.number == 0 else torch.zeros_like(found)
+        return sum((_deviation(model[name], centre) for model in models), torch.zeros_like(*wide([centre])))
+
+
+def _deviation(tensor: Tensor, centre: Tensor) -> Tensor:
+    """Return tensor - centre in at least single precision; 0 where they are equal, also where both are infinite."""
+    tensor, centre = wide((tensor.detach(), centre.detach()))
+    return torch.where(tensor == centre, torch.zeros_like(centre), tensor - centre)
+
+
+def _has_mean(buffer: Tensor) -> bool:
+    """Return whether models average a buffer."""
+    return is_strided(buffer) and (buffer.is_floating_point() or buffer.is_complex())
+
+
+def _alike(tensor: Tensor, contents: Tensor) -> Tensor:
+    """Return contents as a frozen parameter or as a buffer, whichever the tensor is."""
+    return nn.Parameter(contents.detach(), requires_grad=False) if isinstance(tensor, nn.Parameter) else contents

@@ -29,13 +29,12 @@ is zero as before, so the reference stays their mean, and differences between gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_avgpipe.averaging.averaging_step import chunks, wide
-from lightning_avgpipe.averaging.late_sums import LateSums
 from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.errors import ScheduleError
 
@@ -68,7 +67,11 @@ class StaggeredAveraging:
         self._alpha, self._outer_lr = alpha, outer_lr
         self._next = 0
         self._known = [tensor.detach().clone() for tensor in self._reference]
-        self._sums = None if replica_group is None else LateSums(reference, replica_group)
+        self._replica_group = replica_group
+        # what this group's models add in this iteration, and did in the last one: the latter, summed over the groups
+        several = [] if replica_group is None else wide(reference)
+        self._moves, self._sums = ([torch.zeros_like(tensor) for tensor in several] for _ in range(2))
+        self._arrive: Callable[[], None] | None = None  # ends the sum that began last
 
     @torch.no_grad()
     def end(self, number: int) -> None:
@@ -82,12 +85,12 @@ class StaggeredAveraging:
         """
         if number != self._next:
             raise ScheduleError(f"model {number} ends its iteration, but it is the turn of model {self._next}")
-        count = len(self._models)
+        count, alone = len(self._models), self._replica_group is None
         self._next = (number + 1) % count
-        if number == 0 and self._sums is None:  # the previous iteration has ended for all models
+        if number == 0 and alone:  # the previous iteration has ended for all models
             torch._foreach_copy_(self._known, self._reference)
         own = *self._models[number], self._known
-        for (model, began, known), centres in chunks(own, self._reference if self._sums is None else self._sums.moves):
+        for (model, began, known), centres in chunks(own, self._reference if alone else self._moves):
             wide_model, wide_began, wide_centres = wide(model), wide(began), wide(centres)
             delta = torch._foreach_sub(wide_model, wide_began)
             torch._foreach_add_(wide_model, delta, alpha=self._outer_lr - 1.0)
@@ -96,16 +99,30 @@ class StaggeredAveraging:
             torch._foreach_copy_(model, wide_model)
             torch._foreach_copy_(centres, wide_centres)
             torch._foreach_copy_(began, model)
-        if self._next == 0 and self._sums is not None:
-            self._sums.tell(self._known)
+        if self._next == 0 and self._replica_group is not None:
+            self._tell(self._replica_group)
 
+    def _tell(self, replica_group: ReplicaGroup) -> None:
+        """Begin to sum this iteration's moves over the groups, once all models of this group have ended it."""
+        self.catch_up()
+        # the moves of other groups in this iteration are not known yet
+        torch._foreach_copy_(self._known, torch._foreach_add(wide(self._reference), self._moves))
+        self._sums, self._moves = self._moves, self._sums
+        torch._foreach_zero_(self._moves)
+        self._arrive = replica_group.begin_sum(self._sums)
+
+    @torch.no_grad()
     def catch_up(self) -> None:
         """Wait for the sums of the last iteration that has ended here, so that the reference is the mean of all models.
 
         Later results do not depend on whether this method is called.
         """
-        if self._sums is not None:
-            self._sums.catch_up()
+        if self._arrive is None or self._replica_group is None:
+            return
+        self._arrive()
+        self._arrive = None
+        torch._foreach_div_(self._sums, float(self._replica_group.count))
+        torch._foreach_copy_(self._reference, torch._foreach_add(wide(self._reference), self._sums))
 
     @torch.no_grad()
     def settle(self) -> None:

@@ -12,12 +12,12 @@ from lightning_avgpipe.engine.microbatch import fewest_samples
 from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.planning.memory_limit import MemoryLimit
 from lightning_avgpipe.schedule import picture
-from lightning_avgpipe.strategy import checks, rolling_choice
+from lightning_avgpipe.strategy import checks, rolling
 from lightning_avgpipe.strategy.options import ALLOWED, MEMORY
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.profiler import Profiler
 from lightning_avgpipe.strategy.rehearsal import rehearsing
-from lightning_avgpipe.strategy.rolling import RollingIterations
+from lightning_avgpipe.strategy.rolling import RollingOrder
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.tuning import PREDICTORS, TUNED, Result, Setting, candidates, microbatch_counts, search
 from lightning_avgpipe.tuning.picture import draw
@@ -203,7 +203,7 @@ class AvgPipeTuner(Callback):
             raise ConfigurationError(f"{timed}, but rolling ones overlap; use refine=0, or Averaging(rolling=False)")
         if strategy.options.averaging.rolling == "auto" and self._options.refine:
             strategy.rolls = False
-            rolling_choice.tell(timed)
+            rolling.tell(timed)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note whether anything, such as ``configure_optimizers``, has asked for the number of iterations."""
@@ -291,7 +291,7 @@ class AvgPipeTuner(Callback):
             if profile is not None:
                 fitting = [m for m in counts if m > profiler.too_few]
                 settings = candidates(profile, given.max_num_pipelines, fitting, schedule=schedule, rolling=rolling)
-                limit = run.around.memory_per_stage(given.memory_limit)
+                limit = run.context.memory_per_stage(given.memory_limit)
                 found = search(profile, settings, limit, PREDICTORS[given.predictor], given.samples_factor).to_json()
             result = Result.from_json(cluster.world.broadcast(found))
             if given.refine:
@@ -361,7 +361,8 @@ def _run(strategy: AvgPipeStrategy) -> PipelineRun:
 
 def _rolling(run: PipelineRun) -> bool | Literal["auto"]:
     """Return whether several pipelines roll, now that the step has been captured. Every process calls it."""
-    if not isinstance(run.iterations, RollingIterations) or not run.configuration.rolls or run.iterations.give_way():
+    order = run.iterations.order
+    if not isinstance(order, RollingOrder) or not order.in_turn or order.give_way():
         return False
     return run.configuration.options.averaging.rolling
 

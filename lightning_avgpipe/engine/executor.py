@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from lightning_avgpipe.capture.wire_format import Format
-from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.channel import Inbox
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.message import Message, compressed, decompressed
 from lightning_avgpipe.comm.transport import Ends
 from lightning_avgpipe.comm.waits import Waits
@@ -94,27 +94,24 @@ class Lane:
     def run_next(self, observers: Sequence[Observer] = ()) -> None:
         """Run the next action and send its output."""
         with self.stage.on_stream():
-            self._run_next(observers)
-
-    def _run_next(self, observers: Sequence[Observer]) -> None:
-        if self.place is not None:
-            self.place()
-        inbox = self._inbox()
-        if self.takes is not None and inbox is not None:
-            takes, self.takes = self.takes, None
-            takes(inbox.get())
-            return
-        action = self.actions.popleft()
-        if self.turns is not None:
-            self.turns.popleft()
-        message = decompressed(inbox.get()) if inbox is not None else None
-        work = Work(self.stage.program.stage, self.task.key.pipeline, action, message, self.stage.results)
-        do: Callable[[], Message | None] = partial(self._do, action, message)
-        for observer in reversed(observers):
-            do = partial(observer.perform, work, do)
-        output = do()
-        if output is not None:
-            self._send(output, action.kind.produces == "forward", observers)
+            if self.place is not None:
+                self.place()
+            inbox = self._inbox()
+            if self.takes is not None and inbox is not None:
+                takes, self.takes = self.takes, None
+                takes(inbox.get())
+                return
+            action = self.actions.popleft()
+            if self.turns is not None:
+                self.turns.popleft()
+            message = decompressed(inbox.get()) if inbox is not None else None
+            work = Work(self.stage.program.stage, self.task.key.pipeline, action, message, self.stage.results)
+            do: Callable[[], Message | None] = partial(self.stage.perform, action, self.task, message)
+            for observer in reversed(observers):
+                do = partial(observer.perform, work, do)
+            output = do()
+            if output is not None:
+                self._send(output, action.kind.produces == "forward", observers)
 
     def _send(self, message: Message, forward: bool, observers: Sequence[Observer]) -> None:
         outbox = self.ends.to_next if forward else self.ends.to_previous
@@ -138,10 +135,6 @@ class Lane:
             waits.until(values.ready, f"waits for what stage {self.stage.program.stage} is to drop")
             values.get()
 
-    def _do(self, action: Action, message: Message | None) -> Message | None:
-        with alone():
-            return self.stage.perform(action, self.task, message)
-
     def _consumes(self, action: Action) -> str | None:
         """Return the direction of the action's input; None without one, as for a forward behind frozen layers."""
         consumes = action.kind.consumes
@@ -152,62 +145,53 @@ class Lane:
         return None if consumes is None else self.ends.values if consumes == "forward" else self.ends.gradients
 
 
-@dataclass(frozen=True)
-class IterationContext:
-    """The environment in which an iteration runs.
-
-    Attributes:
-        waits: waits of this process for others, with their time limit.
-        rank: rank of this process, for messages.
-        observers: observers of the iteration, each within those before it.
-        oldest_first: whether lanes may be in different iterations.
-    """
-
-    waits: Waits
-    rank: int
-    observers: tuple[Observer, ...] = ()
-    oldest_first: bool = False
-
-
-def execute(lanes: Sequence[Lane], context: IterationContext, until: Callable[[], bool] = bool) -> None:
+def execute(
+    lanes: Sequence[Lane],
+    cluster: Cluster,
+    observers: Sequence[Observer] = (),
+    oldest_first: bool = False,
+    until: Callable[[], bool] = bool,
+) -> None:
     """Run the actions of all lanes.
 
     Args:
         lanes: lanes with their actions.
-        context: environment of the iteration.
+        cluster: cluster of the processes.
+        observers: observers of the iteration, each within those before it.
+        oldest_first: whether lanes may be in different iterations.
         until: return whether to stop before all actions are done; asked between two actions.
     Raises:
         Exception: user code failed; a note names stage, rank and action.
         StageError: user code raised StopIteration in an action.
         PeerError: nothing arrived in time, a channel broke, or another process has failed.
     """
+    waits, rank = cluster.waits, cluster.world.rank
+    order: Callable[[Lane], Any] = Lane.seniority if oldest_first else Lane.urgency
     with host_kept():
-        _execute(lanes, context, until)
+        while not until() and (pending := [lane for lane in lanes if lane.actions]):
+            runnable = [lane for lane in pending if lane.ready()]
+            if not runnable:
+                _wait_for(pending, waits, observers)
+                continue
+            waits.watch.check()
+            lane = min(runnable, key=order)
+            action = lane.actions[0]
+            waits.watch.doing = f"runs {action} of stage {_stage(lane)}"
+            try:
+                lane.run_next(observers)
+            except StopIteration as error:  # a loop outside would take it for the end of its data
+                raise StageError(f"{_place(lane, rank)} failed in {action}: StopIteration: {error}") from error
+            except Exception as error:
+                error.add_note(f"{_place(lane, rank)} failed in {action}")
+                raise
+        waits.watch.doing = ""
 
 
-def _execute(lanes: Sequence[Lane], context: IterationContext, until: Callable[[], bool]) -> None:
-    waits, watch, rank = context.waits, context.waits.watch, context.rank
-    order: Callable[[Lane], Any] = Lane.seniority if context.oldest_first else Lane.urgency
-    while not until() and (pending := [lane for lane in lanes if lane.actions]):
-        runnable = [lane for lane in pending if lane.ready()]
-        if not runnable:
-            with contextlib.ExitStack() as waiting:
-                for observer in context.observers:
-                    waiting.enter_context(observer.waiting(_waits(pending)))
-                waits.until(lambda: any(lane.ready() for lane in pending), lambda: _waits(pending))
-            continue
-        watch.check()
-        lane = min(runnable, key=order)
-        action = lane.actions[0]
-        watch.doing = f"runs {action} of stage {_stage(lane)}"
-        try:
-            lane.run_next(context.observers)
-        except StopIteration as error:  # a loop outside would take it for the end of its data
-            raise StageError(f"{_place(lane, rank)} failed in {action}: StopIteration: {error}") from error
-        except Exception as error:
-            error.add_note(f"{_place(lane, rank)} failed in {action}")
-            raise
-    watch.doing = ""
+def _wait_for(lanes: Sequence[Lane], waits: Waits, observers: Sequence[Observer]) -> None:
+    with contextlib.ExitStack() as waiting:
+        for observer in observers:
+            waiting.enter_context(observer.waiting(_waits(lanes)))
+        waits.until(lambda: any(lane.ready() for lane in lanes), lambda: _waits(lanes))
 
 
 def _place(lane: Lane, rank: int) -> str:

@@ -17,10 +17,9 @@ from lightning_avgpipe.comm.channel import MemoryChannel
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.execution import Execution, OwnStream
-from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
+from lightning_avgpipe.engine.executor import Lane, execute
 from lightning_avgpipe.engine.forward_only import Freezing
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs, Keeping
-from lightning_avgpipe.engine.loaded_step import LoadedStep
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.stage import Stage, check_runnable
 from lightning_avgpipe.engine.task import Task
@@ -48,6 +47,41 @@ class Outcome:
     results: list[Any] | None
     skipped: frozenset[int]
     count: int
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """A step function that can be run by this process.
+
+    Attributes:
+        graph: call graph of the step.
+        cuts: positions of the K-1 cuts.
+        stages: stages of this process.
+        copies: parameters that several stages use.
+        leaves: rank -> names of the tensors of a batch that the process needs; empty if unknown.
+        freezing: record of the stages that have nothing to train.
+        keeping: decides which kept outputs of frozen layers are used; None: none are kept.
+        doubles: stages whose input values are forwarded to the next stage -> their weights, on both processes.
+        of_units: attributes that units of all stages change.
+        wires: in which formats values and gradients travel on each hop, shape ``(K-1,)``; none: as they are.
+    """
+
+    graph: CallGraph
+    cuts: Sequence[int]
+    stages: Sequence[Stage]
+    copies: TiedParameters
+    leaves: Mapping[int, frozenset[str]]
+    freezing: Freezing
+    keeping: Keeping | None
+    doubles: Mapping[int, Double]
+    of_units: OwnAttributes
+    wires: Sequence[Format | None] = ()
+
+    @property
+    def own(self) -> list[OwnAttributes]:
+        """The own attributes of each stage: of doubles first, then of the stages here, last of all units."""
+        doubles = (stage.double.module.attributes for stage in self.stages if stage.double is not None)
+        return [*doubles, *(stage.module.attributes for stage in self.stages), self.of_units]
 
 
 class Pipeline:
@@ -261,6 +295,80 @@ class Pipeline:
         return Outcome(results, frozenset(last.skipped), len(numbers))
 
 
+class Engine:
+    """Runs iterations of the pipelines of a cluster in one loop, interleaved as their inputs arrive.
+
+    Args:
+        cluster: cluster of the pipelines.
+        step: name of the step function, which the pipelines have loaded.
+        observers: observers of the iterations, each within those before it.
+        rolls: whether each pipeline begins its next iteration when it has ended one here, so that pipelines are in
+            iterations that differ by at most one. A step that changes attributes cannot be run so: pipelines would see
+            each other's values.
+    """
+
+    def __init__(self, cluster: Cluster, step: str, observers: Iterable[Observer] = (), rolls: bool = False) -> None:
+        self._cluster = cluster
+        self._step = step
+        self._observers = tuple(observers)
+        self._rolls = rolls
+        self._begun: dict[int, tuple[Pipeline, Schedule, list[Lane]]] = {}
+
+    def begin(self, pipelines: Sequence[Pipeline], schedules: Sequence[Schedule], tasks: Sequence[Task]) -> None:
+        """Begin an iteration of these pipelines, whose models are ready for it; nothing runs yet.
+
+        Args:
+            pipelines: pipelines that are not in an iteration.
+            schedules: one schedule for each pipeline.
+            tasks: one task for each pipeline, with the pipeline's number in its key.
+        Raises:
+            ScheduleError: a schedule has actions that stages cannot run, or forwards values past stages while
+                iterations roll.
+        """
+        stage_map = self._cluster.stage_map
+        for schedule in schedules:
+            check_runnable(schedule)
+            check_hosted(schedule, [*map(stage_map.owner, range(stage_map.num_stages))])
+            if self._rolls and schedule.relays:
+                raise ScheduleError(
+                    f"the schedule {schedule.name!r} has values pass stages, whose weights go on before each "
+                    "iteration: iterations cannot roll; use Averaging(rolling=False), or another schedule"
+                )
+        for pipeline, schedule, task in zip(pipelines, schedules, tasks, strict=True):
+            assert pipeline.number not in self._begun
+            lanes = pipeline.lanes(self._step, schedule, task, self._observers)
+            self._begun[pipeline.number] = pipeline, schedule, lanes
+
+    def finish(self, numbers: Sequence[int]) -> list[Outcome]:
+        """Run actions of all pipelines until the iterations of some have ended here; return the outcomes of these."""
+        ending = [self._begun[n] for n in numbers]
+        lanes = [lane for _, _, lanes in self._begun.values() for lane in lanes]
+        own = [lane for _, _, lanes in ending for lane in lanes]
+        with intercepting():
+            execute(lanes, self._cluster, self._observers, self._rolls, lambda: not any(lane.actions for lane in own))
+        for pipeline, _, _ in ending:
+            pipeline.end()
+        for observer in self._observers:
+            observer.agree(self._cluster.world)
+        outcomes = [
+            pipeline.outcome(self._step, schedule) for pipeline, schedule, _ in map(self._begun.__getitem__, numbers)
+        ]
+        self._forget(numbers, channels=not self._rolls)  # channels may hold messages of the next iteration
+        return outcomes
+
+    def clear(self) -> None:
+        """Drop all iterations that have begun in this process, also after an error."""
+        for pipeline, _, _ in self._begun.values():
+            pipeline.end()
+        self._forget([*self._begun])
+
+    def _forget(self, numbers: Sequence[int], channels: bool = True) -> None:
+        for n in numbers:
+            pipeline, _, lanes = self._begun.pop(n)
+            clear(lanes, channels)
+            pipeline.steps[self._step].own[-1].end()
+
+
 def run_together(
     pipelines: Sequence[Pipeline],
     step: str,
@@ -268,52 +376,27 @@ def run_together(
     tasks: Sequence[Task],
     observers: Iterable[Observer] = (),
 ) -> list[Outcome]:
-    """Run one iteration of several pipelines of a cluster, interleaved as their inputs arrive.
-
-    Args:
-        pipelines: pipelines that have loaded the step.
-        step: name of the step function.
-        schedules: one schedule for each pipeline.
-        tasks: one task for each pipeline, with the pipeline's number in its key.
-        observers: observers of the iteration, each within those before it.
-    Returns:
-        One for each pipeline.
-    Raises:
-        ScheduleError: a schedule has actions that stages cannot run.
-    """
-    cluster = pipelines[0].cluster
-    for schedule in schedules:
-        check_runnable(schedule)
-        check_hosted(schedule, [*map(cluster.stage_map.owner, range(cluster.stage_map.num_stages))])
-    context = IterationContext(cluster.waits, cluster.world.rank, tuple(observers))
-    lanes = [
-        lane
-        for pipeline, schedule, task in zip(pipelines, schedules, tasks, strict=True)
-        for lane in pipeline.lanes(step, schedule, task, context.observers)
-    ]
+    """Run one iteration of several pipelines of a cluster to its end; the arguments are those of :class:`Engine`."""
+    engine = Engine(pipelines[0].cluster, step, observers)
+    engine.begin(pipelines, schedules, tasks)
     try:
-        try:
-            with intercepting():
-                execute(lanes, context)
-        finally:
-            for pipeline in pipelines:
-                pipeline.end()
-        for observer in context.observers:
-            observer.agree(cluster.world)
-        return [pipeline.outcome(step, schedule) for pipeline, schedule in zip(pipelines, schedules, strict=True)]
+        return engine.finish([pipeline.number for pipeline in pipelines])
     finally:
-        clear(lanes)
-        for pipeline in pipelines:
-            pipeline.steps[step].own[-1].end()
+        engine.clear()
         added = [obj for pipeline in pipelines[1:] for own in pipeline.steps[step].own[-2:] for obj in own.added()]
         for own in (own for pipeline in pipelines for own in pipeline.steps[step].own):
             own.accept(added)
 
 
-def clear(lanes: Sequence[Lane]) -> None:
-    """Drop all that is left of an iteration that has ended, also by an error."""
+def clear(lanes: Sequence[Lane], channels: bool = True) -> None:
+    """Drop all that is left of an iteration that has ended, also by an error.
+
+    Args:
+        lanes: lanes of the iteration.
+        channels: whether channels within this process are emptied too.
+    """
     for lane in lanes:
         lane.stage.clear()
-        for end in (lane.ends.values, lane.ends.gradients):
+        for end in (lane.ends.values, lane.ends.gradients) if channels else ():
             if isinstance(end, MemoryChannel):
                 end.clear()

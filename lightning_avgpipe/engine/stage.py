@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.snapshot import Attributes
+from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.codec import pickled
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.attributes import OwnAttributes
@@ -128,7 +129,7 @@ class Stage:
         Returns:
             The message that it sends; None if it sends none.
         """
-        with _profiled(f"avgpipe::{action}"):
+        with _profiled(f"avgpipe::{action}"), alone():
             return _HANDLERS[action.kind](self, task, action.micro_batch, message)
 
     def _forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:

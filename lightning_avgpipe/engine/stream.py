@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
+from lightning_avgpipe.engine.executor import Lane, execute
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.engine.pipeline import Outcome, Pipeline, clear
 from lightning_avgpipe.engine.stage import Stage
@@ -113,7 +113,6 @@ class Stream(Observer):
             observers: observers of this batch.
         """
         cluster, known = self._pipeline.cluster, self.known
-        context = IterationContext(cluster.waits, cluster.world.rank, (self, *observers))
         self._kept.pop(self.batch, None)
         rows = [row_of_batch(place, self.batch, known) for place in self._places]
         if not self._lanes:
@@ -128,7 +127,7 @@ class Stream(Observer):
         self._runs, self._forwards_of = True, None
         try:
             with intercepting(), torch.enable_grad():
-                execute(self._lanes, context)
+                execute(self._lanes, cluster, (self, *observers))
             self._forwards_of = known
         finally:
             self._runs = False

@@ -1,91 +1,111 @@
-"""Iterations that overlap: micro-batches of the next batches run before Lightning's loop comes to these batches."""
+"""Iterations that overlap: micro-batches of the next batches run before Lightning's loop comes to these batches.
+
+Such a step sees the trainer's counters as they will be, and must not read what is not known yet.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from lightning_avgpipe.capture.graph import changed_in_common
+from torch import nn
+
+from lightning_avgpipe.capture.graph import CallGraph, changed_in_common
+from lightning_avgpipe.capture.outside import outside, variable
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
-from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.foresight import AheadWatch, Progress
-from lightning_avgpipe.strategy.iteration import Finish, Iterations
+from lightning_avgpipe.strategy.iteration import STEP, Iteration, as_it_will_be
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.lightning import ModelCheckpoint, _Stateful
+from lightning_avgpipe.utils.lightning import ModelCheckpoint, _Stateful, pl
+from lightning_avgpipe.utils.object_state import Variable
+from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.torch_compat import version_of
 
-STEP = "training_step"
+if TYPE_CHECKING:
+    from lightning_avgpipe.strategy.loop import Iterations
+
+# Attributes of the trainer that are known only when the batch before has ended.
+_NOT_YET = (
+    "optimizers", "lr_scheduler_configs", "callback_metrics", "logged_metrics", "progress_bar_metrics", "is_last_batch",
+)  # fmt: skip
+# Models take turns in recurrent layers, which keep their weights in lists too.
+_IGNORED = frozenset(vars(pl.LightningModule())) | {"_flat_weights", "_flat_weight_refs"}
 
 
-@dataclass(kw_only=True)
-class BatchRead:
-    """A batch that was read, while it is on its way through the stages.
+class Overlap:
+    """What orders need whose iterations begin before Lightning's loop comes to their batches.
 
-    Attributes:
-        batches: batch of each pipeline, on the device.
-        number: number of the iteration, on which random numbers depend.
-        rest: other arguments of the step.
-        progress: the trainer's counters as they will be for this batch; None once Lightning's loop has come to it.
-        finish: function that the last stage calls with results; None before it is known.
-    """
+    It keeps the iterations that were read ahead, and checks that steps which run before their turn find what they would
+    find in their turn.
 
-    batches: Sequence[Any]
-    number: int
-    rest: tuple[Any, ...]
-    progress: Progress | None
-    finish: Finish | None = None
-
-    def __post_init__(self) -> None:
-        self._versions = [(t, version_of(t)) for t in tree.tensors(list(self.batches)) if not t.is_inference()]
-
-    @property
-    def changed(self) -> bool:
-        """Whether user code has changed a batch since it was read."""
-        return any(version_of(tensor) != version for tensor, version in self._versions)
-
-
-@dataclass(kw_only=True)
-class AheadIterations(Iterations):
-    """Iterations that may begin before Lightning's loop comes to their batches.
+    Args:
+        loop: runs iterations.
 
     Attributes:
-        batches: brings batches to the device.
-        broken: called when an iteration fails in which some models or stages have stepped and others have not.
+        option: option that lets steps run early, for messages.
+        instead: option with which they do not, for messages.
+        coming: iterations that were read ahead, in order.
+        checked: whether the captured step has been found to allow overlaps.
     """
 
-    batches: Batches
-    broken: Callable[[], None]
+    def __init__(self, loop: Iterations) -> None:
+        self.option, self.instead = loop.configuration.options.overlap
+        self.coming: deque[Iteration] = deque()
+        self.checked = False
+        self._loop = loop
+        self._trainer, self._module = loop.trainer, loop.module
+        self._noted = ""  # message on what a step has read that is not known yet; empty: nothing
+        self._view: Any = None
+        self._modules: list[pl.LightningModule] = []
+        self._read: dict[str, Variable] = {}
+        self._held: dict[str, Objects] = {}
+        self._graph: CallGraph | None = None
+        self._settles = False  # the batch runs from which the step was captured
+        self._trained: frozenset[str] = frozenset()  # parameters that were trained at :meth:`begin`
 
-    def __post_init__(self) -> None:
-        self._option, self._instead = self.configuration.options.overlap
-        self._foresight = AheadWatch(self.trainer, self._option, self._instead)
-        self._checked = False
+    # -- iterations that were read ahead -------------------------------------------------------------------------------
 
-    def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
-        """Drain the pipeline, then run a step without backward; see :meth:`Iterations.evaluate`."""
-        self.drain()
-        return super().evaluate(step, batch, *rest)
+    def take(self, batches: Sequence[Any], rest: tuple[Any, ...]) -> Iteration:
+        """Return the iteration of these batches, to which Lightning's loop has come: one read ahead, or a new one.
 
-    def _calling(self, step: str) -> AbstractContextManager[None]:
-        # with rolling="auto" nothing runs early before the first iteration has shown whether the step allows it
-        self._foresight.only_notes = self.configuration.is_open and not self._checked
-        return self._foresight.guarding() if step == STEP and self._overlaps else contextlib.nullcontext()
+        Raises:
+            StepChangedError: the batch is not the one that was read ahead.
+        """
+        iteration = self.coming.popleft() if self.coming else self._loop.made(STEP, batches, rest)
+        if iteration.batches[0] is not batches[0] or iteration.changed:
+            raise StepChangedError(
+                "a batch that has been read ahead, and may have run in part, was changed or left out by a hook; with "
+                f"{self.option} change batches in on_after_batch_transfer, or use {self.instead}"
+            )
+        iteration.progress = None
+        return iteration
 
-    @property
-    def _overlaps(self) -> bool:
-        """Whether iterations of this run may overlap."""
-        return self.configuration.rolls and self.models.num_models > 1
+    def next(self, rest: tuple[Any, ...], ahead: int = 1) -> Iteration | None:
+        """Return a later iteration; None at the end of the data. Every process gets the same.
 
-    @property
-    def _trained_now(self) -> frozenset[str]:
-        return self.deployment.pipeline.steps[STEP].freezing.trained
+        Args:
+            rest: other arguments of the step that runs now.
+            ahead: number of iterations until then; those before it have been read.
+        """
+        if len(self.coming) < ahead:
+            batches = self._loop.batches.next(ahead)
+            if not batches:
+                return None
+            iteration = self._loop.made(STEP, batches, rest, ahead)
+            iteration.versions = [(t, version_of(t)) for t in tree.tensors(batches) if not t.is_inference()]
+            self.coming.append(iteration)
+        return self.coming[ahead - 1]
 
-    def _may_go_on(self) -> bool:
+    def leave(self) -> None:
+        """Put back the batches that were read ahead."""
+        self.coming.clear()
+        self._loop.batches.put_back()
+
+    def may_go_on(self) -> bool:
         """Return whether the next batch may begin early: no validation, checkpoint or end of epoch comes before it."""
-        trainer, loop, fetcher = self.trainer, self.trainer.fit_loop.epoch_loop, self.trainer.fit_loop._data_fetcher
+        trainer, loop, fetcher = self._trainer, self._trainer.fit_loop.epoch_loop, self._trainer.fit_loop._data_fetcher
         assert fetcher is not None
         steps = trainer.global_step + 1
         checkpoints = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
@@ -96,49 +116,145 @@ class AheadIterations(Iterations):
             or trainer.received_sigterm
             or loop._should_check_val_fx(fetcher)
             or any(c._every_n_train_steps and steps % c._every_n_train_steps == 0 for c in checkpoints)
-            or self.configuration.asked
-            or self.deployment.replans
+            or self._loop.configuration.asked
+            or self._loop.deployment.replans
         )
 
-    def _check_graph(self) -> None:
+    def check_graph(self, against: str = "") -> None:
         """Check that the step changes nothing that overlapping batches share, and that its data may be read ahead.
 
+        Args:
+            against: what else stands against it.
         Raises:
             ConfigurationError: names what stands against it.
         """
-        if found := self._against():
+        if found := self.against() or against:
             raise ConfigurationError(found)
-        self._checked = True
+        self.checked = True
 
-    def _against(self) -> str:
+    def against(self) -> str:
         """Return why iterations of a captured step must not overlap; empty if they may."""
-        if self._foresight.noted:
-            return self._foresight.noted
-        loader = self.trainer.fit_loop._combined_loader
+        if self._noted:
+            return self._noted
+        loader = self._trainer.fit_loop._combined_loader
         saving = [one for one in ([] if loader is None else loader.flattened) if isinstance(one, _Stateful)]
         if saving:
             return (
-                f"{self._option} reads ahead, but the {type(saving[0]).__name__} saves its position in checkpoints, "
-                f"which would then be ahead of the training; use a dataloader without state_dict, or {self._instead}"
+                f"{self.option} reads ahead, but the {type(saving[0]).__name__} saves its position in checkpoints, "
+                f"which would then be ahead of the training; use a dataloader without state_dict, or {self.instead}"
             )
-        if what := changed_in_common(self.deployment.pipeline.graph(STEP)):
+        if what := changed_in_common(self._loop.deployment.pipeline.graph(STEP)):
             return (
-                f"{type(self._module).__name__}.{STEP} changes {what}, but with {self._option} micro-batches of two "
+                f"{type(self._module).__name__}.{STEP} changes {what}, but with {self.option} micro-batches of two "
                 "batches run at the same time, and would see it in an order that the timing decides; leave that to a "
-                f"hook that looks at the outputs (on_train_batch_end), or use {self._instead}"
+                f"hook that looks at the outputs (on_train_batch_end), or use {self.instead}"
             )
         return ""
 
-    def others_trained(self) -> ConfigurationError:
-        """Return the error for a hook that has frozen or unfrozen parameters too late."""
-        return ConfigurationError(
-            f"a hook has changed which parameters of {type(self._module).__name__} are trained when micro-batches of "
-            f"the next batch had run already; with {self._option} do so in on_train_epoch_start"
-        )
+    # -- what steps find that run before their turn --------------------------------------------------------------------
 
-    def other_batch(self) -> StepChangedError:
-        """Return the error for a batch that is not the one that was read ahead."""
-        return StepChangedError(
-            "a batch that has been read ahead, and may have run in part, was changed or left out by a hook; with "
-            f"{self._option} change batches in on_after_batch_transfer, or use {self._instead}"
-        )
+    @contextlib.contextmanager
+    def calling(self, iteration: Iteration) -> Iterator[None]:
+        """Within this context a step runs, whichever batch Lightning's loop is at.
+
+        The step must not read what the trainer does not know yet if the step is early. Reading it is refused whether
+        the step is early or not, so that errors do not depend on the timing.
+        """
+        if self._view is None:
+            self._view = self._made_view()
+            modules = self._module.modules()
+            self._modules = [module for module in modules if isinstance(module, pl.LightningModule)]
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(as_it_will_be(self._trainer, iteration.progress))
+            undo.enter_context(replaced(self._module, "_current_fx_name", STEP))
+            for module in self._modules:
+                undo.enter_context(replaced(module, "_trainer", self._view))
+                undo.enter_context(replaced(module, "optimizers", self._refuse("optimizers()", module.optimizers)))
+            yield
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Within this context a step runs in its turn.
+
+        What the very first one sets for all that follow (an attribute that is made when it is first needed) does not
+        count as a change by a hook. Capture has seen it, and no cut lies between it and those who read it.
+        """
+        unchanged = [name for name in self._held if not self._changed(name)] if self._settles else []
+        yield
+        self._held |= {name: self._hold(name) for name in unchanged if self._changed(name)}
+
+    def begin(self) -> None:
+        """Note the values that a step reads: until the next call hooks must not change them."""
+        module, graph = self._module, self._loop.deployment.pipeline.graph(STEP)
+        if graph is not self._graph:
+            keys = [key for key, _ in graph.reads if key[1] not in _IGNORED and key not in graph.written]
+            self._read = {".".join(filter(None, key)): variable(module, *key) for key in keys} | outside(module)
+        self._held = {name: self._hold(name) for name in self._read}
+        self._graph, self._settles = graph, graph is not self._graph
+        self._trained = self._trained_now
+
+    def check(self) -> None:
+        """Check that hooks have changed nothing that steps read.
+
+        Raises:
+            ConfigurationError: names what has changed.
+        """
+        self._settles = False
+        changed = next(filter(self._changed, self._held), None)
+        if changed is not None:
+            raise ConfigurationError(
+                f"with {self.option} a hook of a batch, or a step after the first, has changed '{changed}', which "
+                "training_step reads, when micro-batches of the next batch may have run already. Change it where the "
+                "pipeline drains (on_train_epoch_start, on_validation_epoch_end), let the step work it out of "
+                f"self.global_step, or use {self.instead}"
+            )
+
+    def check_trained(self, changed: bool = False) -> None:
+        """Check that the same parameters are trained as when the iteration began.
+
+        Args:
+            changed: whether it is known that others are.
+        Raises:
+            ConfigurationError: a hook has frozen or unfrozen parameters too late.
+        """
+        if changed or self._trained != self._trained_now:
+            raise ConfigurationError(
+                f"a hook has changed which parameters of {type(self._module).__name__} are trained when "
+                f"micro-batches of the next batch had run already; with {self.option} do so in on_train_epoch_start"
+            )
+
+    @property
+    def _trained_now(self) -> frozenset[str]:
+        return self._loop.deployment.pipeline.steps[STEP].freezing.trained
+
+    def _hold(self, name: str) -> Objects:
+        return Objects((self._read[name],), opaque=True)
+
+    def _changed(self, name: str) -> bool:
+        return any(not isinstance(found, nn.Parameter) for found in self._held[name].changed())
+
+    def _made_view(self) -> Any:
+        """Return a view of the trainer that refuses to tell what is not known yet."""
+        kind = type(self._trainer)
+        refused = {
+            name: property(self._refuse(f"trainer.{name}", lambda _, name=name: getattr(self._trainer, name)))
+            for name in _NOT_YET
+        }
+        view: Any = object.__new__(type(kind.__name__, (kind,), {**refused, "__module__": kind.__module__}))
+        object.__setattr__(view, "__dict__", vars(self._trainer))
+        return view
+
+    def _refuse(self, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            why = (
+                f"training_step reads {name}, which with {self.option} is not known yet when a part of the step runs, "
+                "while the batch before still goes on; read it in on_train_batch_start or on_train_batch_end, or use "
+                f"{self.instead}"
+            )
+            # with rolling="auto" nothing runs early before the first iteration has shown whether the step allows it
+            if self.checked or not self._loop.configuration.is_open:
+                raise ConfigurationError(why)
+            self._noted = self._noted or why
+            return read(*args, **kwargs)
+
+        return refuse

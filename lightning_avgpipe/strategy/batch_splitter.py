@@ -6,17 +6,16 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.loss import LossWeight, uneven_targets, weighted
 from lightning_avgpipe.engine.microbatch import MicroBatch, fewest_samples, split, split_with, whole
 from lightning_avgpipe.engine.sample_layout import Seen
 from lightning_avgpipe.errors import BatchError
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.configuration import Configuration
+from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.data import expected_now
 from lightning_avgpipe.strategy.options import SplitBatch
 from lightning_avgpipe.training.replicas import weighing
-from lightning_avgpipe.utils.lightning import RunningStage, pl, rank_zero_warn
+from lightning_avgpipe.utils.lightning import RunningStage, rank_zero_warn
 
 _LOOKED_AT = 8  # number of training batches in which ignored targets are looked for
 
@@ -25,16 +24,13 @@ class BatchSplitter:
     """Splits the batches of one run of the trainer.
 
     Args:
-        trainer: trainer of the run.
-        cluster: the connected processes.
-        configuration: the strategy's options as they are now.
+        context: trainer, connection and options of the run.
         batches: batches of the run.
     """
 
-    def __init__(self, trainer: pl.Trainer, cluster: Cluster, configuration: Configuration, batches: Batches) -> None:
-        self._trainer = trainer
-        self._cluster = cluster
-        self._configuration = configuration
+    def __init__(self, context: RunContext, batches: Batches) -> None:
+        self._trainer, self._cluster, self._configuration = context.trainer, context.cluster, context.configuration
+        self._distributor = context.distributor
         self._batches = batches
         self._seen: dict[tuple[str, int], Seen] = {}
         self._warned: set[str] = set()
@@ -103,7 +99,7 @@ class BatchSplitter:
             ConfigurationError: the batch has changed since it was sent.
             BatchError: the batch cannot be split.
         """
-        self._batches.distributor.check_seal(batch, pipeline)
+        self._distributor.check_seal(batch, pipeline)
         parts = self.parts(batch)
         alone = len(parts) == 1 and self._cluster.stage_map.replicas == 1
         has_loss = self._cluster.stage_map.num_stages - 1 in self._cluster.stages
@@ -137,7 +133,7 @@ class BatchSplitter:
         count, index = self.count, self._batches.dataloader_idx
         if self.own is not None and not self._keeps_whole:
             return split_with(self.own, batch, count)
-        expected = expected_now(trainer, index, changed=not self._batches.distributor.early)
+        expected = expected_now(trainer, index, changed=not self._distributor.early)
         stage = "" if trainer.state.stage is None else trainer.state.stage.value
         first = (stage, index) not in self._seen
         seen = self._seen.setdefault((stage, index), Seen())

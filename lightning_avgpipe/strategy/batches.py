@@ -1,41 +1,351 @@
-"""The batches of an iteration on their way to the device, one for each pipeline."""
+"""The batches of training: a queue of bundles, one batch for every pipeline, from the dataloader to the device.
+
+::
+
+    dataloader    0  1  2  3  4  5  6          7 batches, N = 3 pipelines
+    iteration    |   0   |   1   | 2|          4 ... of the last bundle only pipeline 0 has a batch
+    Lightning     0        3       6           sees the batch of pipeline 0, and counts iterations
+
+Bundles are taken in the order in which they were read. One that was read ahead is moved to the device then, and may be
+put back: it stays in the queue, and is moved again when it is its turn.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 
-from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.strategy.bundles import BundledLoader
-from lightning_avgpipe.strategy.data import Distributor
-from lightning_avgpipe.utils.lightning import move_data_to_device, pl
+from lightning_avgpipe.strategy.context import RunContext
+from lightning_avgpipe.utils.lightning import (
+    CombinedLoader,
+    ProgressBar,
+    RichProgressBar,
+    TQDMProgressBar,
+    convert_inf,
+    move_data_to_device,
+    pl,
+)
+from lightning_avgpipe.utils.patching import nothing, replaced
+
+
+@dataclass
+class _Bundle:
+    """The batches of an iteration.
+
+    Attributes:
+        items: batches as read, with their indices.
+        moved: batches on the device; None: they are moved when it is their turn.
+    """
+
+    items: list[Any]
+    moved: list[Any] | None = None
+
+
+@dataclass
+class _Epoch:
+    """The position of reading in an epoch.
+
+    Attributes:
+        groups: bundles that were read and not taken.
+        given: number of these groups that Lightning has; the others were read ahead.
+        returned: batches that are read again, before any other.
+        iterations: number of iterations that Lightning has a batch of.
+        read: number of batches of these iterations.
+        drawn: number of batches that the dataloader has given.
+        began: whether the first batch was asked for.
+        ended: whether the dataloader has no more.
+        latest: the last batch that Lightning was given.
+    """
+
+    groups: deque[_Bundle] = field(default_factory=deque)
+    given: int = 0
+    returned: deque[Any] = field(default_factory=deque)
+    iterations: int = 0
+    read: int = 0
+    drawn: int = 0
+    began: bool = False
+    ended: bool = False
+    latest: Any = None
+
+    def give_back(self, items: Iterable[Any]) -> None:
+        """Let these batches be read again, in this order."""
+        self.returned.extendleft(reversed(list(items)))
+
+
+class BundledLoader(CombinedLoader):
+    """Yields the first batch of each bundle; :meth:`take` gives all when their iteration begins.
+
+    Lightning may read ahead, so groups are taken in the order in which they were read. Nothing is read beyond a group,
+    so a dataloader that saves its state is never ahead of the training.
+
+    Attributes:
+        when_begun: called once, when the next epoch has begun.
+    """
+
+    _count: Callable[[], int]
+    _any_ends: Callable[[bool], bool] | None
+    _look: Callable[[Any], bool] | None
+    _counts_iterations: bool
+    _done: Callable[[], int]
+    _epoch: _Epoch
+    when_begun: Callable[[], None]
+
+    @classmethod
+    def of(
+        cls,
+        loader: CombinedLoader,
+        count: Callable[[], int],
+        counts_iterations: bool,
+        any_ends: Callable[[bool], bool] | None = None,
+        look: Callable[[Any], bool] | None = None,
+        done: Callable[[], int] = int,
+    ) -> BundledLoader:
+        """Group the batches of a loader.
+
+        Args:
+            loader: loader that Lightning would use; must not be used otherwise from now on.
+            count: returns N, which may change between iterations.
+            counts_iterations: whether ``limits`` are numbers of iterations; else they are numbers of batches.
+            any_ends: returns whether the epoch ends in any group of processes, given whether it ends here; called where
+                lengths are not known.
+            look: is shown the first batch before any other is read, and may change N; called again before each further
+                group until it returns that it has seen enough.
+            done: returns the number of iterations of this epoch that an earlier run has done; called before the first
+                batch.
+        """
+        kind = cls if type(loader) is CombinedLoader else type(cls.__name__, (cls, type(loader)), {})
+        made: BundledLoader = object.__new__(kind)
+        vars(made).update(vars(loader))
+        made._count, made._counts_iterations, made._any_ends = count, counts_iterations, any_ends
+        made._look, made._done = look, done
+        made.when_begun, made._epoch = nothing, _Epoch()
+        return made
+
+    def __iter__(self) -> Any:
+        self._epoch = _Epoch()
+        begun, self.when_begun = self.when_begun, nothing
+        limits = self._limits
+        if limits is not None and self._counts_iterations:
+            self._limits = [limit * self._count() for limit in limits]
+        try:
+            return super().__iter__()
+        finally:
+            self._limits = limits
+            begun()
+
+    def __next__(self) -> Any:
+        epoch = self._epoch
+        if not epoch.began:
+            epoch.iterations = self._done()
+            epoch.read = epoch.drawn = epoch.iterations * self._count()
+        if self._look is not None:
+            self._show(self._look)
+        if self._ends(not self._reads(epoch.given)):
+            raise StopIteration
+        group = epoch.groups[epoch.given].items
+        epoch.read += len(group)
+        epoch.given += 1
+        epoch.iterations += 1
+        epoch.began = True
+        batch, _, dataloader_idx = group[0]
+        epoch.latest = batch if self._look is not None else None
+        return batch, epoch.iterations - 1, dataloader_idx
+
+    def _show(self, look: Callable[[Any], bool]) -> None:
+        """Show a batch to a function that may change N, and complete groups that were read ahead."""
+        epoch = self._epoch
+        batch = epoch.latest
+        if not epoch.began:
+            item = self._next()
+            if self._ends(item is None):
+                return
+            epoch.give_back([item])
+            batch = item[0]
+        if look(batch):
+            self._look = epoch.latest = None
+            for group in islice(epoch.groups, epoch.given):
+                before = len(group.items)
+                self._complete(group.items)
+                epoch.read += len(group.items) - before
+
+    def relimit(self) -> None:
+        """Adapt the group size and the number of batches of an epoch, after N has changed."""
+        epoch = self._epoch
+        while len(epoch.groups) > epoch.given:
+            epoch.give_back(epoch.groups.pop().items)
+        if self._iterator is not None and self._limits is not None and self._counts_iterations:
+            ahead = [limit - epoch.iterations for limit in self._limits]
+            self._iterator.limits = [epoch.read + iterations * self._count() for iterations in ahead]
+
+    def _ends(self, here: bool) -> bool:
+        if self._any_ends is None or self._most < math.inf:
+            return here
+        return self._any_ends(here)
+
+    @property
+    def _most(self) -> float:
+        """The largest number of batches of an epoch, by limits and the dataloader's length; infinite if not known."""
+        try:
+            return super().__len__()
+        except (TypeError, NotImplementedError):
+            return math.inf
+
+    def _next(self) -> Any:
+        epoch = self._epoch
+        if epoch.returned:
+            return epoch.returned.popleft()
+        if not epoch.ended and epoch.drawn < self._most:
+            try:
+                item = super().__next__()
+                epoch.drawn += 1
+                return item
+            except StopIteration:
+                epoch.ended = True
+        return None
+
+    def _complete(self, group: list[Any]) -> None:
+        while len(group) < self._count() and (item := self._next()) is not None:
+            group.append(item)
+
+    def _reads(self, number: int) -> bool:
+        """Read until there is a bundle with this number among those that are not taken; return whether there is."""
+        groups = self._epoch.groups
+        while number >= len(groups):
+            items: list[Any] = []
+            self._complete(items)
+            if not items:
+                return False
+            groups.append(_Bundle(items))
+        return True
+
+    def upcoming(self, ahead: int) -> _Bundle | None:
+        """Return the bundle that is so many after the one taken last; None at the end of the data.
+
+        It is given again in its usual order.
+        """
+        return self._epoch.groups[ahead - 1] if self._reads(ahead - 1) else None
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether the next bundle is on the device already."""
+        groups = self._epoch.groups
+        return bool(groups) and groups[0].moved is not None
+
+    def put_back(self) -> None:
+        """Let bundles that are on the device be moved again when it is their turn."""
+        for group in self._epoch.groups:
+            group.moved = None
+
+    def take(self) -> _Bundle:
+        """Return the bundle of the iteration that begins."""
+        epoch, count = self._epoch, self._count()
+        group = epoch.groups.popleft()
+        epoch.given -= 1
+        epoch.give_back(group.items[count:])  # read for pipelines that are gone by now
+        epoch.read -= len(group.items[count:])
+        del group.items[count:]
+        return group
+
+    def __len__(self) -> int:
+        """Return the number of iterations of this epoch: those read, and what the rest gives with N as it is now."""
+        return self._epoch.iterations + math.ceil((super().__len__() - self._epoch.read) / self._count())
+
+
+@contextlib.contextmanager
+def bundling(
+    trainer: pl.Trainer,
+    count: Callable[[], int],
+    any_ends: Callable[[bool], bool] | None = None,
+    look: Callable[[], Callable[[Any], bool] | None] = lambda: None,
+) -> Iterator[None]:
+    """Within this context the training dataloader is read in groups.
+
+    Args:
+        trainer: trainer that is about to fit.
+        count: returns N.
+        any_ends: see :meth:`BundledLoader.of`.
+        look: returns the ``look`` of :meth:`BundledLoader.of`; called when the dataloader is asked for.
+    """
+    source = trainer.fit_loop._data_source
+    request = source.dataloader
+
+    def dataloader() -> BundledLoader:
+        loader = request()
+        if not isinstance(loader, CombinedLoader):
+            loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning does
+        counts_iterations = isinstance(trainer.limit_train_batches, int)
+        return BundledLoader.of(loader, count, counts_iterations, any_ends, look(), partial(_done, trainer))
+
+    with replaced(source, "dataloader", dataloader):
+        yield
+
+
+def _done(trainer: pl.Trainer) -> int:
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def recount(trainer: pl.Trainer) -> None:
+    """Tell Lightning how many iterations the epoch has, after N has changed."""
+    loop = trainer.fit_loop
+    loader = loop._combined_loader
+    if isinstance(loader, BundledLoader):
+        loader.relimit()
+        loader.when_begun = partial(recount, trainer)  # the next epoch begins with another number
+    if loop._combined_loader is None or loop.max_batches == float("inf"):
+        return
+    length = len(loop._combined_loader)
+    loop.max_batches = length
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.length = length
+    if isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
+    for bar in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(bar, ProgressBar) and bar._trainer is not None:
+            _retotal(bar)
+
+
+def _retotal(bar: ProgressBar) -> None:
+    """Show the number of batches of the running epoch; a bar of another kind reads it by itself."""
+    total = bar.total_train_batches
+    if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
+        bar.train_progress_bar.total = convert_inf(total)
+        bar.train_progress_bar.refresh()
+    elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
+        bar.progress.update(bar.train_progress_bar_id, total=total)
 
 
 class Batches:
     """Brings the reader's batches to every process of a group.
 
     Args:
-        trainer: trainer of the run.
-        cluster: the connected processes.
-        distributor: distributor of the run.
+        context: trainer, connection and options of the run.
 
     Attributes:
-        distributor: distributor of the run.
         dataloader_idx: index of the dataloader of the current batch.
     """
 
-    def __init__(self, trainer: pl.Trainer, cluster: Cluster, distributor: Distributor) -> None:
-        self.distributor = distributor
+    def __init__(self, context: RunContext) -> None:
         self.dataloader_idx = 0
-        self._trainer = trainer
-        self._cluster = cluster
+        self._trainer = context.trainer
+        self._cluster = context.cluster
+        self._distributor = context.distributor
         self._beside: list[Any] = []  # the batches of pipelines 1.. for this iteration
-        self._ahead: deque[list[Any]] = deque()  # the batches of all pipelines, for the next iterations
+        self._converts = False  # whether a batch is converted that Lightning's loop does not convert
+
+    @property
+    def _queue(self) -> BundledLoader | None:
+        """The queue of bundles, while training reads from one."""
+        loader = self._trainer.fit_loop._combined_loader
+        return loader if isinstance(loader, BundledLoader) and self._trainer.training else None
 
     def to_device(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
         """Return pipeline 0's batch on the device, after its transfer hooks, and keep those of the other pipelines.
@@ -43,56 +353,65 @@ class Batches:
         Every process calls it; the reader sends the batches to the others.
         """
         self.dataloader_idx = dataloader_idx
-        loader = self._trainer.fit_loop._combined_loader
-        if self._trainer.training and self._ahead:
-            assert isinstance(loader, BundledLoader)
-            loader.take()
-            batch, *self._beside = self._ahead.popleft()
-            return batch
-        batch = self._moved(batch, device, dataloader_idx, 0)
-        if self._trainer.training and isinstance(loader, BundledLoader):
-            self._beside = [
-                self._moved(self._converted(other), device, dataloader_idx, n)
-                for n, other in enumerate(loader.take(), 1)
-            ]
+        queue = self._queue
+        if queue is None:
+            return self._moved(batch, device, dataloader_idx, 0)
+        bundle = queue.take()
+        if bundle.moved is None:
+            bundle.moved = [self._moved(batch, device, dataloader_idx, 0)]
+            for n, (other, _, _) in enumerate(bundle.items[1:], 1):
+                bundle.moved.append(self._moved(self._converted(other), device, dataloader_idx, n))
+        batch, *self._beside = bundle.moved
         return batch
 
     @property
     def waits_for_its_turn(self) -> bool:
-        """Whether the next batch of training is on the device already."""
-        return bool(self._ahead) and bool(self._trainer.training)
+        """Whether Lightning's loop is about to convert a batch of training that is on the device already."""
+        return not self._converts and self._queue is not None and self._queue.is_moved
 
-    def read_ahead(self) -> list[Any]:
-        """Return the batches of a further iteration of training, on every rank's device; none at the end of the data.
+    def next(self, ahead: int = 1) -> list[Any]:
+        """Return the batches of a later iteration of training, on every rank's device; none at the end of the data.
 
         :meth:`to_device` gives the same batches again when Lightning's loop comes to them. Every process calls it.
+
+        Args:
+            ahead: number of iterations until then.
         """
         loader = self._trainer.fit_loop._combined_loader
         assert isinstance(loader, BundledLoader)
-        batches = loader.upcoming(len(self._ahead))
-        if not batches:
+        bundle = loader.upcoming(ahead)
+        if bundle is None:
             return []
-        self._ahead.append([self._moved(self._converted(batch), None, 0, n) for n, batch in enumerate(batches)])
-        return list(self._ahead[-1])
+        if bundle.moved is None:
+            bundle.moved = [
+                self._moved(self._converted(batch), None, 0, n) for n, (batch, _, _) in enumerate(bundle.items)
+            ]
+        return list(bundle.moved)
 
-    def forget_ahead(self) -> None:
-        """Drop the batches that were read ahead; they are moved to the device again when it is their turn."""
-        self._ahead.clear()
+    def put_back(self) -> None:
+        """Drop what was moved to the device ahead of its turn, and move it again then."""
+        loader = self._trainer.fit_loop._combined_loader
+        if isinstance(loader, BundledLoader):
+            loader.put_back()
 
     def _converted(self, batch: Any) -> Any:
         """Convert a batch as Lightning's loop converts pipeline 0's batch before its transfer."""
-        batch = self._trainer.precision_plugin.convert_input(batch)
-        return self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        self._converts = True
+        try:
+            batch = self._trainer.precision_plugin.convert_input(batch)
+            return self._trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        finally:
+            self._converts = False
 
     def _moved(self, batch: Any, device: torch.device | None, dataloader_idx: int, pipeline: int) -> Any:
         reads = self._cluster.reads
         if reads:
             module, device = self._trainer.lightning_module, device or self._cluster.device
             batch = module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=dataloader_idx)
-        if self._cluster.group.world_size > 1 and not self.distributor.early:
-            batch = self.distributor.pass_on(batch)
+        if self._cluster.group.world_size > 1 and not self._distributor.early:
+            batch = self._distributor.pass_on(batch)
         batch = batch if reads else move_data_to_device(batch, self._cluster.device)
-        return self.distributor.seal(batch, pipeline)
+        return self._distributor.seal(batch, pipeline)
 
     def hand_out(self, batches: Sequence[Any]) -> Any:
         """Give the next training step these batches, which are on the device, one for each pipeline.
@@ -100,7 +419,7 @@ class Batches:
         Returns:
             The batch of pipeline 0, which the step takes as its argument.
         """
-        sealed = [self.distributor.seal(batch, n) for n, batch in enumerate(batches)]
+        sealed = [self._distributor.seal(batch, n) for n, batch in enumerate(batches)]
         self._beside = sealed[1:]
         return sealed[0]
 

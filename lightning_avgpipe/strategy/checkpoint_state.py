@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.averaging.optimizer_clone import unwrapped
+from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection
@@ -213,7 +213,7 @@ class DividedState:
         self._configuration.seed = ours.get("seed", self._configuration.seed)
         if self._schedule_control is not None:
             self._schedule_control.load_state_dict(ours.get("advance"))
-        self._deployment.models.saved.load_later(ours.get("ensemble", {}))
+        self._deployment.models.saved = ours.get("ensemble", {})
 
 
 def take_origin(module: nn.Module, cluster: Cluster, seed: int, before: State) -> Origin | None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
-from lightning_avgpipe.averaging.optimizer_clone import unwrapped
+from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.capture.attributes import is_compiled
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError

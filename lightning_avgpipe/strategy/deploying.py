@@ -1,7 +1,8 @@
-"""The deployment with which a run of the trainer begins, made from the strategy's options."""
+"""The deployment of a run: made from the strategy's options, and given the stages of a step before it first runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
-from lightning_avgpipe.averaging.optimizer_clone import unwrapped
+from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.probe import measure_bandwidth
 from lightning_avgpipe.engine.execution import Compiler, Execution
-from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.engine.forward_only import Freezing
+from lightning_avgpipe.errors import AvgPipeError, ConfigurationError, MicroBatchError, StepChangedError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.costing import Costing
 from lightning_avgpipe.planning.divisible import Divisible
@@ -23,25 +25,30 @@ from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.plan import format_seconds
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.recompute_policy import chosen
+from lightning_avgpipe.schedule import Schedule
+from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.checkpoint_state import DividedState, take_origin
 from lightning_avgpipe.strategy.connection import Connection
+from lightning_avgpipe.strategy.context import RunContext
+from lightning_avgpipe.strategy.iteration import STEP, Iteration
 from lightning_avgpipe.strategy.options import Options
-from lightning_avgpipe.strategy.surroundings import Surroundings
 from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.training.plan_maker import Examples
 from lightning_avgpipe.utils.device import port_of
-from lightning_avgpipe.utils.lightning import rank_zero_info, rank_zero_warn
+from lightning_avgpipe.utils.lightning import TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.store import WeightStore
 
 _PAYS = 0.9  # largest share of the time on one device with which pipelining pays
 _USELESS = 0.9  # share of the time above which one stage leaves nothing to gain from the others
+_SHOWN = 3  # names in a message
 
 
-def deploy(around: Surroundings) -> Deployment:
+def deploy(context: RunContext) -> Deployment:
     """Return the deployment of the trainer's module, not planned yet, and set the seed. Every process calls it."""
-    trainer, cluster, options = around.trainer, around.cluster, around.configuration.options
+    trainer, cluster, options = context.trainer, context.cluster, context.configuration.options
     module = trainer.lightning_module
-    seed = around.configuration.seed = cluster.world.broadcast(torch.initial_seed())  # that of rank 0
+    seed = context.configuration.seed = cluster.world.broadcast(torch.initial_seed())  # that of rank 0
     policy, recompute = options.policy, chosen(module, options.recompute)
     weights = None
     if not policy.drains:
@@ -57,14 +64,14 @@ def deploy(around: Surroundings) -> Deployment:
         updates=Updates(
             policy,
             cluster.stage_map.replicas * (options.shard is not None),
-            around.fitting and around.configuration.rolls,
+            context.fitting and context.configuration.rolls,
         ),
         wire=options.links.wire if cluster.group.world_size > 1 else None,
-        **planned(around),
+        **planned(context),
     )
-    origin = take_origin(module, cluster, seed, around.before)
+    origin = take_origin(module, cluster, seed, context.before)
     parts = module, cluster, planner, lambda: trainer.optimizers, origin, options.averaging, metrics, weights
-    place_by = partial(_bandwidth, cluster, options, around.fitting)
+    place_by = partial(_bandwidth, cluster, options, context.fitting)
     compiler = None if options.compile is False else Compiler({} if options.compile is True else options.compile)
     execution = Execution(recompute, compiler, options.averaging.streams, options.static_step)
     return Deployment(*parts, place_by, options.shard is not None, execution)
@@ -90,12 +97,12 @@ def _bandwidth(cluster: Cluster, options: Options, trains: bool) -> Matrix | Non
     return bandwidth
 
 
-def planned(around: Surroundings) -> dict[str, Any]:
+def planned(context: RunContext) -> dict[str, Any]:
     """Return the attributes of a planner that may change while training runs."""
-    cluster, options = around.cluster, around.configuration.options
+    cluster, options = context.cluster, context.configuration.options
     now = cluster.stage_map.given_stages
     num_stages = now if options.num_stages == "auto" else options.num_stages
-    limit = limit_of(options.memory_limit, cluster.device, around.sharing_stages * num_stages // now)
+    limit = limit_of(options.memory_limit, cluster.device, context.sharing_stages * num_stages // now)
     return {"num_stages": num_stages, "split_points": options.split_points, "memory_limit": limit}
 
 
@@ -110,13 +117,16 @@ def give_back(deployment: Deployment, connection: Connection, state: DividedStat
         state.end()
 
 
-def announce(plan: Plan, cluster: Cluster, shards: bool = False) -> None:
+def announce(plan: Plan, cluster: Cluster, shards: bool = False, splitter: BatchSplitter | None = None) -> None:
     """Print a plan on rank 0, with hints where pipelining does not pay or a step may fail.
+
+    Warn of state that micro-batches or replicas share.
 
     Args:
         plan: the plan.
         cluster: the connected processes.
         shards: whether replicas divide the optimizer states.
+        splitter: splits batches; None: they are not split.
     """
     stage_map = cluster.stage_map
     groups = f", {stage_map.replicas} replicas" if stage_map.replicas > 1 else ""
@@ -148,3 +158,126 @@ def announce(plan: Plan, cluster: Cluster, shards: bool = False) -> None:
             "micro-batch makes it call units of an earlier stage again, or some that the first micro-batch did not "
             "reach; to be sure of it, keep what it calls on one stage, with split_points or a smaller num_stages"
         )
+    if splitter is not None and plan.graph.carried and splitter.count > 1 and not splitter.chooses:
+        splitter.warn_once(
+            f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
+            "micro-batch, that is to other samples of the same batch, and must fit each of them; with "
+            "num_microbatches=1 it goes from batch to batch, as on one device"
+        )
+    counts = stage_map.stage_replicas
+    shared = [n for k, stage in enumerate(plan.stages) if counts and counts[k] > 1 for n in stage.states]
+    if shared:
+        rank_zero_warn(
+            f"{plan.graph.step} changes '{shared[0]}'"
+            + (f" and {len(shared) - 1} other buffers" if len(shared) > 1 else "")
+            + f" on stages with replicas={list(counts)}: each replica does so for its own micro-batches, and what "
+            "the first one has is kept"
+        )
+
+
+class Preparation:
+    """The preparation of steps in one run of the trainer: captures them, and makes their stages.
+
+    Args:
+        context: trainer, connection and options of the run.
+        deployment: deployment of the module on processes.
+        splitter: splits batches.
+    """
+
+    def __init__(self, context: RunContext, deployment: Deployment, splitter: BatchSplitter) -> None:
+        self._trainer, self._cluster = context.trainer, context.cluster
+        self._deployment = deployment
+        self._splitter = splitter
+        self._agreed_in: int | None = None  # epoch of the last agreement
+
+    def _optional(self, iteration: Iteration) -> bool:
+        """Return whether a step that does not suit micro-batches may have whole batches."""
+        return len(iteration.works[0]) > 1 and self._splitter.chooses
+
+    def prepare(self, iteration: Iteration, run: Callable[..., Any], schedule: Schedule, trained: int) -> bool:
+        """Make the stages of a step, if there are none; return whether there is a new plan that stays.
+
+        Every process calls it.
+
+        Args:
+            iteration: first iteration of the step.
+            run: calls the step function with the first micro-batch, given its arguments.
+            schedule: schedule of pipeline 0.
+            trained: number of pipelines that will train.
+        Raises:
+            MicroBatchError: the step cannot be captured on a micro-batch; whole batches can be tried.
+        """
+        step, works = iteration.step, iteration.works
+        decides = step == STEP or self._trainer.state.fn != TrainerFn.FITTING
+        size, total = works[0][0].size, sum(part.size for part in works[0])
+        args = [(part.data, *iteration.rest) for parts in works for part in parts]
+        try:
+            return self._deployment.prepare(
+                Examples(step, run, args, self._optional(iteration)), decides, schedule, trained
+            )
+        except MicroBatchError as error:
+            raise MicroBatchError(
+                f"{step} fails on {size} of the {total} samples of a batch: {error}"
+            ) from error.__cause__
+        except Exception as error:
+            if size < total and not isinstance(error, AvgPipeError):  # an error of the user's code
+                error.add_note(
+                    f"it was given {size} of the {total} samples of a batch; a step that needs all of them at once "
+                    "trains with num_microbatches=1"
+                )
+            raise
+
+    def check(self, iteration: Iteration) -> bool:
+        """Return whether there are stages that can run a step.
+
+        Raises:
+            MicroBatchError: the captured step does not suit micro-batches; whole batches can be tried.
+        """
+        step, works = iteration.step, iteration.works
+        if step not in self._deployment.pipeline.steps:
+            return False
+        graph = self._deployment.pipeline.graph(step)
+        if self._optional(iteration) and graph.carried:
+            raise MicroBatchError(
+                f"'{graph.carried[0]}', which {step} keeps for the next time, would go to other samples of the same "
+                "batch"
+            )
+        if self._optional(iteration) and not graph.finite:
+            size, total = works[0][0].size, sum(part.size for part in works[0])
+            raise MicroBatchError(f"its loss is no finite number on {size} of the {total} samples of a batch")
+        return True
+
+    def agree_on_trained(self) -> Freezing:
+        """Return what training trains and freezes now; check once per epoch that it is the same on all processes.
+
+        Every process calls it.
+
+        Raises:
+            StepChangedError: processes differ; the error names some of the parameters.
+        """
+        step, epoch = self._deployment.pipeline.steps[STEP], self._trainer.current_epoch
+        freezing = step.freezing
+        if epoch != self._agreed_in:
+            _compare([*self._cluster.world.exchange_objects(freezing.trained)])
+            self._agreed_in = epoch
+            if step.keeping is not None:
+                step.keeping.outputs.begin_epoch()
+        return freezing
+
+
+def _compare(trained: Sequence[frozenset[str]]) -> None:
+    """Check that all processes train the same parameters.
+
+    Args:
+        trained: names of the parameters that each rank trains.
+    """
+    differing = sorted(frozenset.union(*trained) - frozenset.intersection(*trained))
+    if not differing:
+        return
+    ranks = [rank for rank, names in enumerate(trained) if differing[0] in names]
+    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    raise StepChangedError(
+        f"{', '.join(map(repr, differing[:_SHOWN]))}{more}: requires_grad differs between processes, the first is "
+        f"trained on rank {', '.join(map(str, ranks))} of {len(trained)} only. Freeze and unfreeze on every process: "
+        "in a hook of a callback, not only if is_global_zero, and by what is the same everywhere"
+    )

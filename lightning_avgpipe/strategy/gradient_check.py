@@ -1,64 +1,34 @@
-"""The check of gradients before a step: a model with an infinite or NaN gradient does not step."""
+"""The check of gradients before a step, and Lightning's report of their norms over all stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from lightning_avgpipe.averaging.finite import first_nonfinite, has_nonfinite, may_have_nonfinite
+from lightning_avgpipe.averaging.checks import first_nonfinite, has_nonfinite, may_have_nonfinite
+from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import NonFiniteError
-from lightning_avgpipe.utils.lightning import pl, rank_zero_warn
+from lightning_avgpipe.strategy.context import RunContext
+from lightning_avgpipe.utils.lightning import grad_norm, rank_zero_warn
 
-
-class SteppingModels(Protocol):
-    """The models that a group of processes trains."""
-
-    @property
-    def num_models(self) -> int:
-        """The number of models in all groups."""
-
-    @property
-    def stepping(self) -> int:
-        """The number of models of this group that have had a batch since gradients were cleared, at least 1."""
-
-    def gradients(self, number: int) -> dict[str, Tensor]:
-        """Return the gradients of one model that this process holds, by full name."""
-
-    def restart(self, number: int, like: int | None) -> None:
-        """Reset a model and clear its gradients; ``like`` is the number of a model that steps, or None."""
-
-
-class OneModel:
-    """The module itself, as the only model."""
-
-    num_models = stepping = 1
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-
-    def gradients(self, number: int) -> dict[str, Tensor]:
-        """Return the gradients by full name."""
-        return {name: p.grad for name, p in self._module.named_parameters() if p.grad is not None}
-
-    def restart(self, number: int, like: int | None) -> None:
-        """Clear the gradients."""
-        for parameter in self._module.parameters():
-            parameter.grad = None
+if TYPE_CHECKING:
+    from lightning_avgpipe.strategy.parallel_models import ParallelModels
 
 
 class GradientCheck:
     """Checks gradients once they are complete, before clipping and before the optimizer's step.
 
     Args:
-        trainer: trainer of the run.
-        cluster: the connected processes.
-        wanted: the strategy's option ``on_nonfinite``.
-        models: models that step.
+        context: trainer, connection and options of the run.
+        models: models that step; None: the module is the only one.
 
     Attributes:
         apart: whether stages step one after the other, so that each process checks its own gradients.
@@ -66,14 +36,13 @@ class GradientCheck:
         skipped_models: how often a model was left out.
     """
 
-    def __init__(self, trainer: pl.Trainer, cluster: Cluster, wanted: str | None, models: SteppingModels) -> None:
+    def __init__(self, context: RunContext, models: ParallelModels | None = None) -> None:
         self.apart = False
         self.left_out: list[int] = []
         self.skipped_models = 0
-        self._trainer = trainer
-        self._cluster = cluster
-        self._wanted = wanted
-        self._models = models
+        self._trainer, self._cluster = context.trainer, context.cluster
+        self._wanted = context.configuration.options.averaging.on_nonfinite
+        self._module, self._models = context.module, models
 
     def after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that runs this one and then checks the gradients, if that is wanted.
@@ -82,7 +51,7 @@ class GradientCheck:
         """
         wanted = self._wanted
         if wanted == "auto":
-            wanted = None if self._models.num_models == 1 else "raise"
+            wanted = None if self._num_models == 1 else "raise"
         plugin = self._trainer.precision_plugin
         scaled = any(isinstance(value, GradScaler) and value.is_enabled() for value in vars(plugin).values())
         self.left_out = []
@@ -99,13 +68,36 @@ class GradientCheck:
 
         return run
 
+    @property
+    def _num_models(self) -> int:
+        return 1 if self._models is None else self._models.num_models
+
+    @property
+    def _ensemble(self) -> Ensemble | None:
+        return None if self._models is None else self._models.ensemble
+
+    def _gradients(self, number: int) -> dict[str, Tensor]:
+        """Return the gradients of one model that this process holds, by full name."""
+        ensemble = self._ensemble
+        parameters = dict(self._module.named_parameters()) if ensemble is None else ensemble.models.parameters(number)
+        return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+
+    def _restart(self, number: int, like: int | None) -> None:
+        """Reset one of several models to the reference, or clear the gradients of the only one."""
+        if self._ensemble is not None:
+            self._ensemble.restart(number, like)
+            return
+        for parameter in self._module.parameters():
+            parameter.grad = None
+
     def _check(self, skip: bool) -> None:
         """Check the gradients of all models of a group. Every process of the group calls it.
 
         Raises:
             NonFiniteError: a gradient is infinite or NaN, and ``skip`` is False.
         """
-        gradients = [self._models.gradients(n) for n in range(self._models.stepping)]
+        stepping = 1 if self._models is None else self._models.stepping
+        gradients = [self._gradients(n) for n in range(stepping)]
         found = torch.stack([may_have_nonfinite(named.values(), self._cluster.device) for named in gradients]).cpu()
         for n in found.nonzero().flatten().tolist():
             found[n] = has_nonfinite(gradients[n].values())
@@ -118,7 +110,7 @@ class GradientCheck:
         self.left_out = bad
         like = next((n for n in range(len(gradients)) if n not in bad), None)
         for n in bad:
-            self._models.restart(n, like)
+            self._restart(n, like)
         self.skipped_models += len(bad)
         if self._cluster.world.rank == 0:
             self._tell(bad)
@@ -131,7 +123,7 @@ class GradientCheck:
         """
         if self._wanted is None:
             return
-        gradients = self._models.gradients(number)
+        gradients = self._gradients(number)
         if may_have_nonfinite(gradients.values(), self._cluster.device).item():
             name = first_nonfinite(gradients)
             if name is not None:
@@ -152,7 +144,7 @@ class GradientCheck:
         """
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
         name = next(name for name in reversed(names) if name is not None)
-        several = self._models.num_models > 1
+        several = self._num_models > 1
         group = f" of group {self._cluster.group_number}" if self._cluster.stage_map.num_groups > 1 else ""
         which = f"pipeline {number}{group}, " if several else ""
         spared = "the reference model" if several else "the model"
@@ -171,3 +163,38 @@ class GradientCheck:
         )
         for logger in trainer.loggers:
             logger.log_metrics({"avgpipe/skipped_models": self.skipped_models}, step=trainer.global_step)
+
+
+# Lightning's own function, which stays as it is while the code of grad_norm is replaced.
+_of_process = FunctionType(grad_norm.__code__, grad_norm.__globals__, grad_norm.__name__, grad_norm.__defaults__)
+
+
+@contextlib.contextmanager
+def reports_over_stages(cluster: Cluster) -> Iterator[None]:
+    """Within this context ``grad_norm`` reports the gradients of all processes. Each must call it equally often."""
+    code, attributes = grad_norm.__code__, dict(vars(grad_norm))
+    grad_norm.__code__ = _redirected.__code__
+    grad_norm.over_stages = partial(norms_over_stages, cluster)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        grad_norm.__code__, grad_norm.__dict__ = code, attributes
+
+
+def norms_over_stages(
+    cluster: Cluster, module: nn.Module, norm_type: float | int | str, group_separator: str
+) -> dict[str, Tensor]:
+    """Return what ``grad_norm`` returns, for the gradients of all processes, on the host. Every process calls it."""
+    prefix = "_".join(("grad", str(float(norm_type)), "norm"))
+    own = {name: norm.cpu() for name, norm in _of_process(module, norm_type, group_separator).items()}
+    found = {name: norm for norms in cluster.group.exchange_objects(own) for name, norm in norms.items()}
+    names = (f"{prefix}{group_separator}{name}" for name, _ in module.named_parameters())
+    norms = {name: found[name] for name in names if name in found}
+    if norms:
+        norms[f"{prefix}_total"] = torch.tensor(list(norms.values()), device="cpu").norm(float(norm_type))
+    return norms
+
+
+def _redirected(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> Any:
+    # its code takes the place of that of grad_norm, which finds itself in its own file
+    return grad_norm.over_stages(module, norm_type, group_separator)  # type: ignore[attr-defined]

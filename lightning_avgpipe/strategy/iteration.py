@@ -1,431 +1,212 @@
-"""An iteration of the pipeline: all forwards and backwards for the micro-batches of a batch."""
+"""An iteration of the pipeline, and the order in which iterations follow one another.
+
+The order is the seam for pipelines that do not drain after each iteration.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from lightning_avgpipe.comm.alone import alone
-from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.engine.loss import loss_in, trainable_loss
-from lightning_avgpipe.engine.microbatch import MicroBatch, mean, merge
-from lightning_avgpipe.engine.pipeline import Outcome, Pipeline, run_together
-from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.schedule import Schedule, build
-from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
-from lightning_avgpipe.strategy.configuration import Configuration
-from lightning_avgpipe.strategy.parallel_models import ParallelModels
-from lightning_avgpipe.strategy.preparation import Preparation, Works
-from lightning_avgpipe.strategy.schedule_control import ScheduleControl
-from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.training.replicas import sharing_last
-from lightning_avgpipe.utils import tree
+from lightning_avgpipe.engine.microbatch import MicroBatch
+from lightning_avgpipe.engine.pipeline import Outcome
 from lightning_avgpipe.utils.lightning import pl
-from lightning_avgpipe.utils.random_streams import RandomKey, host_lent
-from lightning_avgpipe.verify import Verifier
-from lightning_avgpipe.verify.plain import quiet
-from lightning_avgpipe.weights.initialisation import on_meta
+from lightning_avgpipe.utils.torch_compat import version_of
 
+if TYPE_CHECKING:
+    from lightning_avgpipe.strategy.loop import Iterations
+
+STEP = "training_step"
+
+Works = Sequence[Sequence[MicroBatch]]  # micro-batches, by pipeline
 Finish = Callable[[int, int, Any], Tensor | None]  # (pipeline, micro-batch, result) -> what the backward begins with
 
 
-@dataclass(kw_only=True)
-class Iterations:
-    """Runs the steps of one run of the trainer.
+@dataclass(frozen=True)
+class Progress:
+    """Counters of a trainer as they will be in a later iteration.
 
     Attributes:
-        trainer: trainer of the run.
-        cluster: the connected processes.
-        configuration: the strategy's options as they are now.
-        deployment: deployment of the module on processes.
-        preparation: captures steps and makes their stages.
-        splitter: splits batches.
-        models: the models that are trained.
-        schedule_control: gives an iteration of training its schedule.
-        verifier: compares the first iterations with plain ones; None if there is no verification.
-        zero_grad: clears the gradients of the training step that runs now; None if they accumulate.
+        values: (object, name of its attribute, value) for each counter.
     """
 
-    trainer: pl.Trainer
-    cluster: Cluster
-    configuration: Configuration
-    deployment: Deployment
-    preparation: Preparation
-    splitter: BatchSplitter
-    models: ParallelModels
-    schedule_control: ScheduleControl
-    verifier: Verifier | None = None
-    zero_grad: Callable[[], None] | None = None
+    values: tuple[tuple[Any, str, Any], ...]
+
+    @classmethod
+    def after_steps(cls, trainer: pl.Trainer, count: int = 1) -> Progress:
+        """Return the counters of a later iteration, given the trainer within the step of an iteration.
+
+        Args:
+            trainer: the trainer.
+            count: number of iterations until then.
+        """
+        loop = trainer.fit_loop.epoch_loop
+        batches, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
+        counted: list[tuple[Any, str]] = [(loop, "_batches_that_stepped")]
+        counted += [(p, name) for p in (batches.total, batches.current) for name in ("ready", "started")]
+        counted += [(p, name) for p in (batches.total, batches.current) for name in ("processed", "completed")]
+        counted += [(p, name) for p in (steps.total, steps.current) for name in ("ready", "completed")]
+        return cls(tuple((owner, name, getattr(owner, name) + count) for owner, name in counted))
+
+
+@contextlib.contextmanager
+def as_it_will_be(trainer: pl.Trainer, progress: Progress | None) -> Iterator[None]:
+    """Within this context the trainer's counters are those of ``progress``; None leaves them."""
+    if progress is None:
+        yield
+        return
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in progress.values]
+    for owner, name, value in progress.values:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+@dataclass(kw_only=True)
+class Iteration:
+    """A batch for each pipeline, while it is on its way through the stages.
+
+    Attributes:
+        step: name of the step function.
+        context: context of the precision plugin for the step.
+        batches: batch of each pipeline, on the device.
+        works: their micro-batches, by pipeline.
+        weighed: waits for the micro-batches' weights over all replicas, and returns the micro-batches with them.
+        rest: other arguments of the step.
+        number: number of the iteration, on which random numbers depend.
+        first: number of this group's first pipeline among those of all groups, and of its first micro-batch among those
+            of all replicas. Groups train on batches of their own, but evaluate the same.
+        trains: whether there is a backward.
+        progress: the trainer's counters as they will be for this batch; None once Lightning's loop has come to it.
+        finish: function that the last stage calls with results; None: there is no backward, or it is not known yet.
+        entries: values that steps have logged; None: they are those of the batch that has begun in the log.
+        outcomes: outcomes of the pipelines that have ended.
+        loss: loss that the hooks of backwards are given.
+        begun: numbers of the pipelines that have begun the iteration, where iterations overlap.
+        first_loss: loss of the first micro-batch that ran early, for a hook that is called later.
+        kept: by pipeline, contents of buffers before the iteration began early.
+        versions: tensors of batches that were read ahead, with their versions.
+    """
+
+    step: str
+    context: Callable[[], Any]
+    batches: Sequence[Any]
+    works: Works
+    weighed: Callable[[], Works]
+    rest: tuple[Any, ...]
+    number: int
+    first: tuple[int, int]
+    trains: bool = True
+    progress: Progress | None = None
+    finish: Finish | None = None
+    entries: list[Any] | None = None
+    outcomes: list[Outcome] = field(default_factory=list)
+    loss: Tensor | None = None
+    begun: set[int] = field(default_factory=set)
+    first_loss: Tensor | None = None
+    kept: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     @property
-    def _module(self) -> pl.LightningModule:
-        return self.trainer.lightning_module
+    def changed(self) -> bool:
+        """Whether user code has changed a batch since it was read ahead."""
+        return any(version_of(tensor) != version for tensor, version in self.versions)
 
-    @contextlib.contextmanager
-    def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:
-        """Within this context a training step clears the gradients where Lightning does: before its first backward."""
-        # gradients are cleared once, also if the step fails on micro-batches and runs again on the whole batch
-        self.zero_grad = None if zero_grad is None else functools.cache(zero_grad)
-        try:
-            yield
-        finally:
-            self.zero_grad = None
+    def begin_backward(self, n: int, i: int, result: Any) -> Tensor | None:
+        """Return what the backward of a micro-batch begins with. Called on the last stage, which runs none early."""
+        assert self.finish is not None
+        return self.finish(n, i, result)
 
-    # -- steps -------------------------------------------------------------------------------------------------------
 
-    def train(self, batches: Sequence[Any], *rest: Any) -> Any:
-        """Run all forwards and backwards of a batch for each pipeline.
+class IterationOrder:
+    """Flush: all pipelines drain, step and average together, and then begin the next iteration.
+
+    Other orders override what differs. Every process of a run has the same order.
+
+    Args:
+        loop: runs iterations.
+    """
+
+    def __init__(self, loop: Iterations) -> None:
+        self.loop = loop
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether iterations of this run may overlap now."""
+        return False
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether parallel models step one after the other, by :meth:`step_in_turn`."""
+        return False
+
+    def train(self, batches: Sequence[Any], rest: tuple[Any, ...]) -> Any:
+        """Run an iteration of training until the optimizer of pipeline 0 may step.
 
         A micro-batch for which the step returns None has no backward. With none left the batch is skipped.
 
+        Args:
+            batches: batch of each pipeline.
+            rest: other arguments of the step.
         Returns:
             What the step would have returned for the first batch, detached; None if it is skipped.
         Raises:
             MicroBatchError: the step cannot be captured on a micro-batch; whole batches can be tried. All processes
                 raise it.
         """
-        if self.zero_grad is not None and self.deployment.arrange(batches):
-            self.schedule_control.begin_again()
-        works = [self.splitter.split(part, n) for n, part in enumerate(batches)]
-        weighed = self.splitter.weighing(works)
-        # Lightning's weight averaging passes over the data once more without training
-        trains = not self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
-        finish = self._finish(weighed, self._clear_now())
-        context = self.trainer.precision_plugin.train_step_context
-        outcomes = self._run("training_step", context, works, rest, finish if trains else None, whole=batches[0])
-        models, works = self.models, weighed()
-        if not outcomes:  # the step skips the whole batch, and has not been captured yet
-            models.skipped = frozenset(range(len(works)))
+        loop, models = self.loop, self.loop.models
+        loop.arrange(batches)
+        iteration, steps = loop.made(STEP, batches, rest), not loop.accumulates
+        iteration.trains = not loop.passes
+        iteration.finish = loop.finish(iteration, loop.clear_now())
+        ran = loop.run(iteration)
+        iteration.works = iteration.weighed()
+        if not ran:
             return None
-        skipped = [len(found.skipped) == found.count for found in outcomes]
-        if trains and self.schedule_control.choice.frozen and self.cluster.group.world_size > 1:
-            skipped = self.cluster.control.publish(skipped)  # no gradient tells the first stages
-        models.skipped = frozenset(n for n, is_skipped in enumerate(skipped) if is_skipped)
-        nothing = torch.zeros((), device=self.cluster.device)
-        result: Any = {"loss": nothing}
-        if outcomes[0].results is not None:
-            result = self._merged(outcomes[0].results, works[0])
-            if result is None and self.cluster.stage_map.replicas > 1:  # other replicas may have a loss
-                result = {"loss": nothing}
-        if trains:
-            if not self.trainer.fit_loop._should_accumulate():
-                self.deployment.models.sum_copied_gradients()
-            fed = models.synchronise(len(works), steps=not self.trainer.fit_loop._should_accumulate())
-        with context():
-            self.models.step_log.issue()
-        if trains:
-            if self.verifier is not None:
-                self.verifier.compare()
+        models.skipped = loop.skipped(iteration, [len(of.skipped) == of.count for of in iteration.outcomes])
+        result = loop.result(iteration)
+        if iteration.trains:
+            if steps:
+                loop.deployment.models.sum_copied_gradients()
+            fed = models.synchronise(len(iteration.works), steps)
+        with iteration.context():
+            models.step_log.issue()
+        if iteration.trains:
+            if loop.verifier is not None:
+                loop.verifier.compare()
+            assert iteration.loss is not None
             for n in range(fed):
-                models.after_backward(n, nothing if result is None else loss_in(result))
+                models.after_backward(n, iteration.loss)
         return None if 0 in models.skipped else result
 
-    def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
-        """Run a step without backward; return the merged result on the last stage's rank, None elsewhere.
-
-        Raises:
-            MicroBatchError: the step cannot be captured on a micro-batch; see :meth:`train`.
-        """
-        contexts = {"validation_step": "val_step_context", "test_step": "test_step_context"}
-        context = getattr(self.trainer.precision_plugin, contexts.get(step, "predict_step_context"))
-        parts = self.splitter.split(batch, weighs=step != "predict_step" and self.splitter.loss_weight is not None)
-        (outcome,) = self._run(step, context, [parts], rest, None)
-        return None if outcome.results is None else merge(outcome.results, *self.splitter.counts(parts))
-
-    def _clear_now(self) -> Callable[[], None] | None:
-        """Clear the gradients at once where that cannot wait; else return what clears them after the first forward."""
-        zero_grad = self.zero_grad
-        waits = self.models.num_models == 1 and self.cluster.rank == 0 and not self.deployment.replans
-        if zero_grad is None or waits:
-            return zero_grad
-        # other ranks have no result to wait for, and with several models the module may show another one by then
-        self.models.clear_gradients()
-        zero_grad()
-        return None
-
-    def _finish(
-        self,
-        weighed: Callable[[], Works],
-        zero_grad: Callable[[], None] | None,
-        tells: Callable[[Tensor], bool] = lambda loss: True,
-    ) -> Finish:
-        """Return the function that the last stage calls with the result of a micro-batch.
-
-        Args:
-            weighed: returns the micro-batches by pipeline, with their weights.
-            zero_grad: called after the first forward; None: nothing is to be cleared.
-            tells: is shown the first loss, and returns whether the hooks of a backward are called then.
-        """
-        module, precision = self._module, self.trainer.precision_plugin
-        averages = self.configuration.options.loss_reduction == "mean"
-        accumulate = self.trainer.accumulate_grad_batches
-        started: list[None] = []
-
-        def finish(n: int, i: int, result: Any) -> Tensor | None:
-            if i == 0 and zero_grad is not None:  # after a forward, as on one device, and before all backwards
-                with host_lent():
-                    zero_grad()
-            weight = weighed()[n][i].weight
-            if result is None or (averages and not weight):  # a mean over nothing is not a number
-                self.models.replicas.check_trains(i)
-                return None
-            loss = trainable_loss(result)
-            if accumulate > 1:
-                loss = loss / accumulate
-            # the hooks of a batch are called once, with the first micro-batch's loss, since no other is known by then
-            first = n == 0 and not started and tells(loss)
-            with host_lent() if first else quiet(self.trainer, "on_before_backward"):
-                loss = precision.pre_backward(loss, module)
-            if n == 0:
-                started.append(None)
-            return loss * weight if averages and weight != 1.0 else loss
-
-        return finish
-
-    # -- micro-batches -----------------------------------------------------------------------------------------------
-
-    def _verifying(self) -> Verifier | None:
-        """Return the verifier of this iteration, and let it begin; None if the iteration is not verified."""
-        if self.verifier is None or not self.verifier.active:
-            return None
-        self.verifier.watch()
-        return self.verifier
-
-    def _first_numbers(self, num_pipelines: int) -> tuple[int, int]:
-        """Return the numbers of this group's first pipeline, and of its first micro-batch of a batch.
-
-        Groups train on batches of their own, but evaluate the same; replicas have further micro-batches of a batch.
-        """
-        team, replica = divmod(self.cluster.group_number, self.cluster.stage_map.replicas)
-        each = self.configuration.options.microbatches(self.cluster.stage_map.given_stages)
-        return team * num_pipelines, replica * each
-
-    def _run(
-        self,
-        step: str,
-        context: Callable[[], Any],
-        works: Works,
-        rest: Sequence[Any],
-        finish: Finish | None,
-        whole: Any = None,
-    ) -> list[Outcome]:
-        """Run the micro-batches of one pipeline or several; return nothing if a first batch is skipped altogether.
-
-        Args:
-            step: name of the step function.
-            context: context of the precision plugin for the step.
-            works: micro-batches by pipeline.
-            rest: other arguments of the step.
-            finish: see :meth:`_finish`; None: there is no backward.
-            whole: the batch of the first pipeline, in one piece.
-        """
-        training, trains = step == "training_step", finish is not None
-        num_pipelines = self.configuration.num_pipelines
-        first, before = self._first_numbers(num_pipelines) if training else (0, 0)
-        verifier = self._verifying() if trains else None
-        run = partial(self._micro_batch, step, context, works, first, before)
-        asked = self._schedule(works[0], trains)
-        if not self.preparation.prepare(step, run, works, rest, asked, num_pipelines if training else 1):
-            self._run_skipped(step, context, works, run, rest)
-            return []
-        if training:
-            self._freeze(trains)
-        schedules = [self._schedule(parts, trains, self.deployment.plan) for parts in works]
-        known = self._known(works, schedules[0], num_pipelines) if training and trains else frozenset()
-        pipelines = self.models.pipelines_for(step, len(works))
-        self.models.step_log.begin(sum(map(len, works)))
-        iteration = self._number(step)
-        if verifier is not None and finish is not None:
-            finish = verifier.begin(works, rest, iteration, finish, whole)
-        tasks = [
-            Task(
-                partial(run, n),
-                [(part.data, *rest) for part in parts],
-                None if finish is None else partial(finish, n),
-                RandomKey(self.configuration.seed, iteration, first + n, before),
-                known,
-                partial(self._around, step, context, works, first, before, n),
-            )
-            for n, parts in enumerate(works)
-        ]
-        outcomes = self._execute(step, works, pipelines, schedules, tasks)
-        with context():  # which may decide the type of a number
-            self.models.step_log.tell_groups() if training else self.models.step_log.issue()
-        return self._of_replicas(outcomes) if training else outcomes
-
-    def _execute(
-        self,
-        step: str,
-        works: Works,
-        pipelines: Sequence[Pipeline],
-        schedules: Sequence[Schedule],
-        tasks: Sequence[Task],
-    ) -> list[Outcome]:
-        """Run the tasks of all pipelines."""
-        plan, ensemble = self.deployment.plan, self.deployment.models.ensemble
-        num_pipelines = self.configuration.num_pipelines
-        assert plan is not None
-        trains = tasks[0].trains
-        steps = trains and not self.trainer.fit_loop._should_accumulate()
-        own = self.models.replicas.observers(schedules[0], num_pipelines, steps) if trains else []
-        with self.schedule_control.iteration(tasks[0], works, plan, schedules[0], num_pipelines):
-            try:
-                outcomes = run_together(pipelines, step, schedules, tasks, [*own, *self.schedule_control.observers])
-            finally:
-                if ensemble is not None:
-                    ensemble.place(0)
-        return outcomes
-
-    def _of_replicas(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Return the outcomes of all replicas of the last stage together, if there are any. All of them call it."""
-        replicas = sharing_last(self.cluster)
-        if replicas is None:
-            return outcomes
-        there = [replace(o, results=tree.map_tensors(lambda t: t.detach().cpu(), o.results)) for o in outcomes]
-        together = []
-        for found in zip(*replicas.exchange_objects(there), strict=True):
-            by_number = zip(*(outcome.results for outcome in found if outcome.results is not None), strict=True)
-            results = [next((result for result in of if result is not None), None) for of in by_number]
-            here = tree.map_tensors(lambda t: t.to(self.cluster.device), results)
-            skipped = frozenset().union(*(outcome.skipped for outcome in found))
-            together.append(Outcome(here, skipped, sum(outcome.count for outcome in found)))
-        return together
-
-    def _freeze(self, trains: bool) -> None:
-        """Agree on which stages have nothing to train, and let them run forwards only. Every process calls it."""
-        freezing = self.preparation.agree_on_trained()
-        if trains:
-            self.schedule_control.freeze(freezing.stages)
-
-    def _known(self, works: Works, schedule: Schedule, num_pipelines: int) -> frozenset[int]:
-        """Return the micro-batches with kept outputs of the frozen layers: their forwards begin after these layers.
-
-        Every process calls it.
-        """
-        keeping = self.deployment.pipeline.steps["training_step"].keeping
-        if keeping is None:
-            return frozenset()
-        if num_pipelines > 1:
-            keeping.outputs.stop(f"{num_pipelines} pipelines train, and outputs are kept for one")
-            return frozenset()
-        found = keeping.known([(part.data, part.size) for part in works[0]], schedule)
-        # memory is measured in an iteration in which everything runs
-        return frozenset() if self.schedule_control.measures(works, num_pipelines) else found
-
-    def _micro_batch(
-        self,
-        step: str,
-        context: Callable[[], Any],
-        works: Works,
-        first: int,
-        before: int,
-        n: int,
-        i: int,
-        *args: Any,
-    ) -> Any:
-        """Call the step function with a micro-batch; for the arguments see :meth:`_around`."""
-        with self._around(step, context, works, first, before, n, i):
-            return getattr(self._module, step)(*args)
-
-    @contextlib.contextmanager
-    def _around(
-        self,
-        step: str,
-        context: Callable[[], Any],
-        works: Works,
-        first: int,
-        before: int,
-        n: int,
-        i: int,
-        into: list[Any] | None = None,
-    ) -> Iterator[None]:
-        """Within this context the step function is called with a micro-batch.
-
-        Args:
-            step: name of the step function.
-            context: context of the precision plugin for the step.
-            works: micro-batches by pipeline.
-            first: number of pipeline 0 among the pipelines of all teams.
-            before: number of the batch's micro-batches on replicas before this one.
-            n: number of the pipeline.
-            i: number of the micro-batch.
-            into: collects the logged values; None: the values of the batch that has begun.
-        """
-        part, weight = works[n][i], self.splitter.log_weight(works[n][i], works[n])
-        position = first + n, before + i
-        with self._calling(step), context(), self.models.step_log.micro_batch(part.size, position, weight, into):
-            yield
-
-    def _calling(self, step: str) -> AbstractContextManager[None]:
-        """Return a context within which a step function is called."""
+    def calling(self, iteration: Iteration) -> AbstractContextManager[None]:
+        """Return a context within which a step function is called with a micro-batch."""
         return contextlib.nullcontext()
 
-    def drain(self) -> None:
-        """Do nothing: no later batch has begun."""
-
-    def leave(self, together: bool = True) -> None:
-        """Do nothing: no batch was read ahead."""
+    def step_in_turn(self, step: Callable[[int], object]) -> None:
+        """End the iteration for the pipelines 1.., one after the other; ``step`` steps the optimizers of one."""
+        raise NotImplementedError
 
     def stepped(self) -> None:
-        """Do nothing after the optimizers have stepped."""
+        """Go on after the optimizers have stepped."""
 
-    def _run_skipped(
-        self, step: str, context: Callable[[], Any], works: Works, run: Callable[..., Any], rest: Sequence[Any]
-    ) -> None:
-        """Run a batch that trains nothing, before the step is captured, for what the step changes and logs.
+    def drain(self) -> None:
+        """Drain the pipelines: models, buffers and channels are as after the last batch. Every process calls it.
 
-        The step runs on every process, as on one device, so that attributes stay the same everywhere: it may count.
+        An iteration that has begun early is discarded, and runs again.
         """
-        if on_meta(self._module):  # no process has the whole module
-            return
-        self.models.step_log.begin(sum(map(len, works)))
-        with alone():
-            for n, parts in enumerate(works):
-                for i, part in enumerate(parts):
-                    if self.cluster.rank == 0:
-                        run(n, i, part.data, *rest)
-                        continue
-                    with context():
-                        getattr(self._module, step)(part.data, *rest)
-        with context():
-            if step == "training_step":
-                self.models.step_log.tell_groups()
-            self.models.step_log.issue()
 
-    def _schedule(self, parts: Sequence[MicroBatch], trains: bool, plan: Plan | None = None) -> Schedule:
-        if not trains:
-            return build("forward", self.cluster.stage_map.num_stages, len(parts))
-        return self.schedule_control.schedule(parts, self.configuration.num_pipelines, plan)
+    def leave(self, together: bool = True) -> None:
+        """Drop the batches that were read ahead: the epoch ends, or batches change.
 
-    def _merged(self, outputs: list[Any], parts: Sequence[MicroBatch]) -> Any:
-        """Return the merged result of the micro-batches that were not skipped; None if all were."""
-        kept = [(output, part) for output, part in zip(outputs, parts, strict=True) if output is not None]
-        if not kept:
-            return None
-        detached = [tree.map_tensors(Tensor.detach, output) for output, _ in kept]
-        losses, (sizes, weights) = [loss_in(output) for output in detached], self.splitter.counts([p for _, p in kept])
-        adds = self.configuration.options.loss_reduction == "sum"
-        loss = torch.stack(losses).sum(0) if adds else mean(losses, weights)
-        if not all(isinstance(output, Mapping) for output in detached):
-            return loss
-        merged = {}
-        for name in dict.fromkeys(name for output in detached for name in output):
-            having = [(o[name], s, w) for o, s, w in zip(detached, sizes, weights, strict=True) if name in o]
-            merged[name] = merge(*map(list, zip(*having, strict=True)))
-        return {**merged, "loss": loss}
-
-    def _number(self, step: str) -> int:
-        """Return a number that no other batch of this step function has, and that stays when a run resumes."""
-        if step == "training_step":
-            # completed batches are counted, since an interrupted one runs again after a resume
-            return 1 + int(self.trainer.fit_loop.epoch_loop.batch_progress.total.completed)
-        return int(self.trainer._active_loop.batch_progress.total.ready)  # type: ignore[union-attr]
+        Args:
+            together: whether every process calls it; else the channels are not used any more.
+        """

@@ -12,16 +12,15 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_avgpipe.averaging.optimizer_clone import parameters_in
+from lightning_avgpipe.averaging.optimizers import parameters_in
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
-from lightning_avgpipe.strategy.ahead import AheadIterations
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.grad_norms import reports_over_stages
+from lightning_avgpipe.strategy.gradient_check import reports_over_stages
+from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog, looking_on
 from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
-from lightning_avgpipe.strategy.loop import PipelineOptimization
 from lightning_avgpipe.strategy.metric_objects import local_metrics
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
@@ -116,25 +115,14 @@ def known_at_epoch_end(trainer: pl.Trainer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def optimizing(trainer: pl.Trainer, optimization: PipelineOptimization) -> Iterator[None]:
-    """Within this context the optimization of a batch is an iteration of the pipeline."""
-    loop = trainer.fit_loop.epoch_loop
-    loop.automatic_optimization = optimization
-    try:
-        yield
-    finally:
-        loop.automatic_optimization = optimization.detach()
-
-
-@contextlib.contextmanager
-def rolling(trainer: pl.Trainer, iterations: AheadIterations, batches: Batches) -> Iterator[None]:
+def overlapping(trainer: pl.Trainer, order: IterationOrder, batches: Batches) -> Iterator[None]:
     """Within this context no iteration overlaps the end of an epoch, and a batch is moved to the device once."""
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
     run, before_transfer = loop.run, module._on_before_batch_transfer
 
     def run_epoch(*args: Any, **kwargs: Any) -> None:
         run(*args, **kwargs)
-        iterations.leave()
+        order.leave()
 
     def on_before_batch_transfer(batch: Any, dataloader_idx: int = 0) -> Any:
         return batch if batches.waits_for_its_turn else before_transfer(batch, dataloader_idx)

@@ -1,103 +1,418 @@
-"""The pipeline's replacement of Lightning's optimization of a batch."""
+"""The loop of training: takes a batch, runs all forwards and backwards, and lets Lightning step and go on.
+
+::
+
+    Lightning's optimization   PipelineOptimization.run .. closure          optimizer's step, averaging
+    order that flushes         take, run all pipelines to their end    all step
+    order that overlaps        take, run until pipeline 0 has ended    0 steps; then each later one ends, steps, begins
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch import Tensor
 
-from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.strategy.iteration import Iterations
-from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
-from lightning_avgpipe.utils.lightning import Closure, ClosureResult, _AutomaticOptimization, call
+from lightning_avgpipe.comm.alone import alone
+from lightning_avgpipe.engine.loss import loss_in, trainable_loss
+from lightning_avgpipe.engine.microbatch import MicroBatch, mean, merge
+from lightning_avgpipe.engine.pipeline import Outcome, run_together
+from lightning_avgpipe.engine.task import Task
+from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.schedule import Schedule, build
+from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
+from lightning_avgpipe.strategy.batches import Batches, recount
+from lightning_avgpipe.strategy.context import RunContext
+from lightning_avgpipe.strategy.deploying import Preparation, announce, planned
+from lightning_avgpipe.strategy.iteration import STEP, Finish, Iteration, IterationOrder, Progress
+from lightning_avgpipe.strategy.parallel_models import ParallelModels
+from lightning_avgpipe.strategy.schedule_control import ScheduleControl
+from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.training.replicas import sharing_last
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.lightning import pl
+from lightning_avgpipe.utils.random_streams import RandomKey, host_lent
+from lightning_avgpipe.verify import Verifier
+from lightning_avgpipe.verify.plain import quiet
+from lightning_avgpipe.weights.initialisation import on_meta
+
+_CONTEXTS = {STEP: "train_step_context", "validation_step": "val_step_context", "test_step": "test_step_context"}
 
 
-class _PipelineClosure(Closure):
-    """A closure that runs an iteration: forwards and backwards in the order of the schedule."""
-
-    @torch.enable_grad()
-    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        result = self._step_fn()
-        if result.closure_loss is None:
-            self.warning_cache.warn(
-                "`training_step` returned `None` for all micro-batches of a batch, which is skipped. If this was on "
-                "purpose, ignore this warning"
-            )
-        return result
-
-
-class PipelineOptimization(_AutomaticOptimization):
-    """Replaces Lightning's automatic optimization: one optimizer step per iteration of the pipeline.
-
-    Accumulation, clipping, precision and the optimizer's hooks stay Lightning's.
+class Iterations:
+    """Runs the steps of one run of the trainer.
 
     Args:
-        original: Lightning's own optimization.
-        cluster: the connected processes.
-        iterations: runs the steps.
-        observed: whether user code may look at the weights between steps.
-        end_iteration: called at the end of an iteration.
+        context: trainer, connection and options of the run.
+        batches: batches of the run.
+        deployment: deployment of the module on processes.
+        models: the models that are trained.
+        schedule_control: gives an iteration of training its schedule.
+
+    Attributes:
+        order: order in which iterations follow one another.
+        splitter: splits batches.
+        verifier: compares the first iterations with plain ones; None if there is no verification.
+        zero_grad: clears the gradients of the training step that runs now; None if they accumulate.
+        plan: plan of the stages that training uses; None before the first batch.
     """
+
+    verifier: Verifier | None = None
+    zero_grad: Callable[[], None] | None = None
+    plan: Plan | None = None
 
     def __init__(
         self,
-        original: _AutomaticOptimization,
-        cluster: Cluster,
-        iterations: Iterations,
-        observed: bool,
-        end_iteration: Callable[[], None],
+        context: RunContext,
+        batches: Batches,
+        deployment: Deployment,
+        models: ParallelModels,
+        schedule_control: ScheduleControl,
     ) -> None:
-        super().__init__(original.trainer)
-        self.optim_progress = original.optim_progress
-        self._replaced = (original,)  # in a tuple: a loop saves the progress of loops among its attributes
-        self._cluster = cluster
-        self._iterations = iterations
-        self._observed = observed
-        self._end_iteration = end_iteration
+        self.context = context
+        self.trainer, self.cluster, self.configuration = context.trainer, context.cluster, context.configuration
+        self.batches = batches
+        self.deployment = deployment
+        self.models = models
+        self.schedule_control = schedule_control
+        self.splitter = BatchSplitter(context, batches)
+        self.order = IterationOrder(self)
+        self._preparation = Preparation(context, deployment, self.splitter)
 
-    def detach(self) -> _AutomaticOptimization:
-        """Return the optimization that this one replaced, with the progress of this one."""
-        self._replaced[0].optim_progress = self.optim_progress
-        return self._replaced[0]
+    @property
+    def module(self) -> pl.LightningModule:
+        """The module that is trained."""
+        return self.trainer.lightning_module
 
-    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        """Run one iteration; the loss and the metrics are known on every rank afterwards."""
-        self._cluster.control.expect()
-        result = super().run(optimizer, batch_idx, kwargs)
-        schedule_control, connector = self._iterations.schedule_control, self.trainer._logger_connector
-        decided = schedule_control.finish()
-        if isinstance(connector, SyncedLoggerConnector):  # several processes
-            news: Any = None
-            if self._cluster.world.rank == 0:
-                news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
-            # advances are decided in each group
-            news, decided = self._cluster.control.relay(news, decided)
-            connector.accept(news["metrics"])
-            if news["loss"] is not None:
-                result = {**result, "loss": news["loss"]}
-        # only now, since the other stages wait for rank 0's news
-        if self._observed:
-            self._iterations.models.finish_averaging()
-        schedule_control.accept(decided)
-        schedule_control.log(self.trainer)
-        self._end_iteration()
+    @property
+    def accumulates(self) -> bool:
+        """Whether the optimizers do not step after this iteration."""
+        return bool(self.trainer.fit_loop._should_accumulate())
+
+    @property
+    def passes(self) -> bool:
+        """Whether Lightning passes over the data without training, as its weight averaging does once more."""
+        return bool(self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward)
+
+    @contextlib.contextmanager
+    def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:
+        """Within this context a training step clears the gradients where Lightning does: before its first backward."""
+        # gradients are cleared once, also if the step fails on micro-batches and runs again on the whole batch
+        self.zero_grad = None if zero_grad is None else functools.cache(zero_grad)
+        try:
+            yield
+        finally:
+            self.zero_grad = None
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
+        """Run a step without backward; return the merged result on the last stage's rank, None elsewhere.
+
+        Raises:
+            MicroBatchError: the step cannot be captured on a micro-batch; see :meth:`IterationOrder.train`.
+        """
+        self.order.drain()
+        iteration = self.made(step, [batch], rest)
+        iteration.trains = False
+        self.run(iteration)
+        (outcome,) = iteration.outcomes
+        return None if outcome.results is None else merge(outcome.results, *self.splitter.counts(iteration.works[0]))
+
+    def end_iteration(self) -> None:
+        """Apply the changes that were asked for within the iteration."""
+        if self.configuration.asked:
+            self.order.leave()
+        changed = self.configuration.take_over(self.cluster)
+        choice = self.schedule_control.choice
+        if "advance" in changed:
+            choice.fix(changed["advance"])
+        if changed.keys() & {"num_stages", "split_points"}:
+            self.deployment.replan(**planned(self.context))
+        wanted = choice.take_wanted()
+        if wanted is not None:
+            self.order.leave()
+            self.deployment.replan(wanted)
+        if "num_pipelines" in changed and self.context.fitting:
+            recount(self.trainer)
+
+    # -- parts of an iteration, from which orders compose theirs -------------------------------------------------------
+
+    def arrange(self, batches: Sequence[Any]) -> None:
+        """Arrange the processes for a new plan, if one was asked for, before a step that clears gradients."""
+        if self.zero_grad is not None and self.deployment.arrange(batches):
+            self.schedule_control.begin_again()
+
+    def made(self, step: str, batches: Sequence[Any], rest: tuple[Any, ...], ahead: int = 0) -> Iteration:
+        """Return an iteration of batches that are on the device, one for each pipeline.
+
+        Args:
+            step: name of the step function.
+            batches: batches of the pipelines.
+            rest: other arguments of the step that runs now: ``batch_idx``, if the step takes it.
+            ahead: number of iterations until this one.
+        """
+        training, configuration, stage_map = step == STEP, self.configuration, self.cluster.stage_map
+        weighs = training or (step != "predict_step" and self.splitter.loss_weight is not None)
+        works = [self.splitter.split(one, n, weighs) for n, one in enumerate(batches)]
+        team, replica = divmod(self.cluster.group_number, stage_map.replicas)
+        first = team * configuration.num_pipelines, replica * configuration.options.microbatches(stage_map.given_stages)
+        return Iteration(
+            step=step,
+            context=getattr(self.trainer.precision_plugin, _CONTEXTS.get(step, "predict_step_context")),
+            batches=batches,
+            works=works,
+            weighed=self.splitter.weighing(works) if training else lambda: works,
+            rest=tuple(index + ahead for index in rest) if ahead else rest,
+            number=self._number(step) + ahead,
+            first=first if training else (0, 0),
+            progress=Progress.after_steps(self.trainer, ahead) if ahead else None,
+        )
+
+    def clear_now(self) -> Callable[[], None] | None:
+        """Clear the gradients at once where that cannot wait; else return what clears them after the first forward."""
+        zero_grad = self.zero_grad
+        waits = self.models.num_models == 1 and self.cluster.rank == 0 and not self.deployment.replans
+        if zero_grad is None or waits:
+            return zero_grad
+        # other ranks have no result to wait for, and with several models the module may show another one by then
+        self.models.clear_gradients()
+        zero_grad()
+        return None
+
+    def finish(
+        self,
+        iteration: Iteration,
+        zero_grad: Callable[[], None] | None = None,
+        tells: Callable[[Tensor], bool] = lambda loss: True,
+    ) -> Finish:
+        """Return the function that the last stage calls with the result of a micro-batch.
+
+        Args:
+            iteration: the iteration.
+            zero_grad: called after the first forward; None: nothing is to be cleared.
+            tells: is shown the first loss, and returns whether the hooks of a backward are called then.
+        """
+        module, precision = self.module, self.trainer.precision_plugin
+        averages = self.configuration.options.loss_reduction == "mean"
+        accumulate = self.trainer.accumulate_grad_batches
+        started: list[None] = []
+
+        def finish(n: int, i: int, result: Any) -> Tensor | None:
+            if i == 0 and zero_grad is not None:  # after a forward, as on one device, and before all backwards
+                with host_lent():
+                    zero_grad()
+            weight = iteration.weighed()[n][i].weight
+            if result is None or (averages and not weight):  # a mean over nothing is not a number
+                self.models.replicas.check_trains(i)
+                return None
+            loss = trainable_loss(result)
+            if accumulate > 1:
+                loss = loss / accumulate
+            # the hooks of a batch are called once, with the first micro-batch's loss, since no other is known by then
+            first = n == 0 and not started and tells(loss)
+            with host_lent() if first else quiet(self.trainer, "on_before_backward"):
+                loss = precision.pre_backward(loss, module)
+            if n == 0:
+                started.append(None)
+            return loss * weight if averages and weight != 1.0 else loss
+
+        return finish
+
+    def prepare(self, iteration: Iteration) -> bool:
+        """Make the stages of a step, if there are none; return whether it can run. Every process calls it.
+
+        Without stages a first batch is skipped altogether: it trains nothing, and runs for what it changes and logs.
+        """
+        schedule = self.schedule(iteration.works[0], iteration.trains)
+        trained = self.configuration.num_pipelines if iteration.step == STEP else 1
+        stages = self.cluster.stage_map.num_stages
+        made = self._preparation.prepare(iteration, partial(self._call, iteration, 0, 0), schedule, trained)
+        if made or self.cluster.stage_map.num_stages != stages:
+            self.schedule_control.begin_again()
+        if made:  # the plan stays
+            self.plan = self.deployment.plan
+            assert self.plan is not None
+            announce(self.plan, self.cluster, self.configuration.options.shard is not None, self.splitter)
+        if self._preparation.check(iteration):
+            return True
+        self._run_skipped(iteration)
+        self.models.skipped = frozenset(range(len(iteration.works)))
+        return False
+
+    def run(self, iteration: Iteration) -> bool:
+        """Run the micro-batches of all pipelines; return whether there was anything to run."""
+        step, works, training, trains = iteration.step, iteration.works, iteration.step == STEP, iteration.trains
+        num_pipelines, control = self.configuration.num_pipelines, self.schedule_control
+        verifier = self.verifier if trains and self.verifier is not None and self.verifier.active else None
+        if verifier is not None:
+            verifier.watch()
+        if not self.prepare(iteration):
+            return False
+        if training:
+            self.freeze(trains)
+        plan = self.deployment.plan
+        assert plan is not None
+        schedules = [self.schedule(parts, trains, plan) for parts in works]
+        known = self._known(works, schedules[0], num_pipelines) if training and trains else frozenset()
+        pipelines = self.models.pipelines_for(step, len(works))
+        self.models.step_log.begin(sum(map(len, works)))
+        if verifier is not None:
+            assert iteration.finish is not None
+            iteration.finish = verifier.begin(
+                works, iteration.rest, iteration.number, iteration.finish, iteration.batches[0]
+            )
+        tasks = [self.task(iteration, n, known) for n in range(len(works))]
+        ensemble = self.deployment.models.ensemble
+        own = self.models.replicas.observers(schedules[0], num_pipelines, not self.accumulates) if trains else []
+        with control.iteration(tasks[0], works, plan, schedules[0], num_pipelines):
+            try:
+                iteration.outcomes = run_together(pipelines, step, schedules, tasks, [*own, *control.observers])
+            finally:
+                if ensemble is not None:
+                    ensemble.place(0)
+        with iteration.context():  # which may decide the type of a number
+            self.models.step_log.tell_groups() if training else self.models.step_log.issue()
+        if training:
+            iteration.outcomes = self._of_replicas(iteration.outcomes)
+        return True
+
+    def task(self, iteration: Iteration, n: int, known: frozenset[int] = frozenset()) -> Task:
+        """Return the work of one pipeline in an iteration.
+
+        Args:
+            iteration: the iteration.
+            n: number of the pipeline.
+            known: micro-batches with kept outputs of frozen layers.
+        """
+        pipeline, before = iteration.first
+        return Task(
+            partial(self._call, iteration, n),
+            [(part.data, *iteration.rest) for part in iteration.works[n]],
+            partial(iteration.begin_backward, n) if iteration.trains else None,
+            RandomKey(self.configuration.seed, iteration.number, pipeline + n, before),
+            known,
+            partial(self._around, iteration, n),
+        )
+
+    def _call(self, iteration: Iteration, n: int, i: int, *args: Any) -> Any:
+        """Call the step function with micro-batch i of pipeline n."""
+        with self._around(iteration, n, i):
+            return getattr(self.module, iteration.step)(*args)
+
+    @contextlib.contextmanager
+    def _around(self, iteration: Iteration, n: int, i: int) -> Iterator[None]:
+        """Within this context the step function is called with a micro-batch."""
+        part, (pipeline, before) = iteration.works[n][i], iteration.first
+        weight = self.splitter.log_weight(part, iteration.works[n])
+        logs = self.models.step_log.micro_batch(part.size, (pipeline + n, before + i), weight, iteration.entries)
+        with self.order.calling(iteration), iteration.context(), logs:
+            yield
+
+    def freeze(self, trains: bool) -> None:
+        """Agree on which stages have nothing to train, and let them run forwards only. Every process calls it."""
+        freezing = self._preparation.agree_on_trained()
+        if trains:
+            self.schedule_control.freeze(freezing.stages)
+
+    def skipped(self, iteration: Iteration, skipped: list[bool]) -> frozenset[int]:
+        """Return the numbers of the pipelines whose batch has no loss, given what this process knows of each."""
+        if iteration.trains and self.schedule_control.choice.frozen and self.cluster.group.world_size > 1:
+            skipped = self.cluster.control.publish(skipped)  # no gradient tells the first stages
+        return frozenset(n for n, is_skipped in enumerate(skipped) if is_skipped)
+
+    def result(self, iteration: Iteration) -> Any:
+        """Return the merged result of pipeline 0, None if all its micro-batches were skipped; note the loss."""
+        nothing, results = torch.zeros((), device=self.cluster.device), iteration.outcomes[0].results
+        result = {"loss": nothing} if results is None else self._merged(results, iteration.works[0])
+        if result is None and self.cluster.stage_map.replicas > 1:  # other replicas may have a loss
+            result = {"loss": nothing}
+        iteration.loss = nothing if result is None else loss_in(result)
         return result
 
-    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
-        """Run the step as Lightning does, except that all processes may skip a batch together."""
-        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
-        self.trainer.strategy.post_training_step()
-        return ClosureResult.from_training_step_output(output, self.trainer.accumulate_grad_batches)
+    def schedule(self, parts: Sequence[MicroBatch], trains: bool, plan: Plan | None = None) -> Schedule:
+        """Return the schedule of a pipeline with these micro-batches."""
+        if not trains:
+            return build("forward", self.cluster.stage_map.num_stages, len(parts))
+        return self.schedule_control.schedule(parts, self.configuration.num_pipelines, plan)
 
-    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
-        step: Callable[[], ClosureResult] = self._make_step_fn(kwargs)
-        zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
+    def _of_replicas(self, outcomes: list[Outcome]) -> list[Outcome]:
+        """Return the outcomes of all replicas of the last stage together, if there are any. All of them call it."""
+        replicas = sharing_last(self.cluster)
+        if replicas is None:
+            return outcomes
+        there = [replace(o, results=tree.map_tensors(lambda t: t.detach().cpu(), o.results)) for o in outcomes]
+        together = []
+        for found in zip(*replicas.exchange_objects(there), strict=True):
+            by_number = zip(*(outcome.results for outcome in found if outcome.results is not None), strict=True)
+            results = [next((result for result in of if result is not None), None) for of in by_number]
+            here = tree.map_tensors(lambda t: t.to(self.cluster.device), results)
+            skipped = frozenset().union(*(outcome.skipped for outcome in found))
+            together.append(Outcome(here, skipped, sum(outcome.count for outcome in found)))
+        return together
 
-        def run() -> ClosureResult:
-            with self._iterations.clearing_gradients(zero_grad):
-                return step()
+    def _known(self, works: Sequence[Sequence[MicroBatch]], schedule: Schedule, num_pipelines: int) -> frozenset[int]:
+        """Return the micro-batches with kept outputs of the frozen layers: their forwards begin after these layers.
 
-        return _PipelineClosure(step_fn=run)
+        Every process calls it.
+        """
+        keeping = self.deployment.pipeline.steps["training_step"].keeping
+        if keeping is None:
+            return frozenset()
+        if num_pipelines > 1:
+            keeping.outputs.stop(f"{num_pipelines} pipelines train, and outputs are kept for one")
+            return frozenset()
+        found = keeping.known([(part.data, part.size) for part in works[0]], schedule)
+        # memory is measured in an iteration in which everything runs
+        return frozenset() if self.schedule_control.measures(works, num_pipelines) else found
+
+    def _run_skipped(self, iteration: Iteration) -> None:
+        """Run a batch that trains nothing, before the step is captured, for what the step changes and logs.
+
+        The step runs on every process, as on one device, so that attributes stay the same everywhere: it may count.
+        """
+        if on_meta(self.module):  # no process has the whole module
+            return
+        self.models.step_log.begin(sum(map(len, iteration.works)))
+        with alone():
+            for n, parts in enumerate(iteration.works):
+                for i, part in enumerate(parts):
+                    if self.cluster.rank == 0:
+                        self._call(iteration, n, i, part.data, *iteration.rest)
+                        continue
+                    with iteration.context():
+                        getattr(self.module, iteration.step)(part.data, *iteration.rest)
+        with iteration.context():
+            if iteration.step == STEP:
+                self.models.step_log.tell_groups()
+            self.models.step_log.issue()
+
+    def _merged(self, outputs: list[Any], parts: Sequence[MicroBatch]) -> Any:
+        """Return the merged result of the micro-batches that were not skipped; None if all were."""
+        kept = [(output, part) for output, part in zip(outputs, parts, strict=True) if output is not None]
+        if not kept:
+            return None
+        detached = [tree.map_tensors(Tensor.detach, output) for output, _ in kept]
+        losses, (sizes, weights) = [loss_in(output) for output in detached], self.splitter.counts([p for _, p in kept])
+        adds = self.configuration.options.loss_reduction == "sum"
+        loss = torch.stack(losses).sum(0) if adds else mean(losses, weights)
+        if not all(isinstance(output, Mapping) for output in detached):
+            return loss
+        merged = {}
+        for name in dict.fromkeys(name for output in detached for name in output):
+            having = [(o[name], s, w) for o, s, w in zip(detached, sizes, weights, strict=True) if name in o]
+            merged[name] = merge(*map(list, zip(*having, strict=True)))
+        return {**merged, "loss": loss}
+
+    def _number(self, step: str) -> int:
+        """Return a number that no other batch of this step function has, and that stays when a run resumes."""
+        if step == STEP:
+            # completed batches are counted, since an interrupted one runs again after a resume
+            return 1 + int(self.trainer.fit_loop.epoch_loop.batch_progress.total.completed)
+        return int(self.trainer._active_loop.batch_progress.total.ready)  # type: ignore[union-attr]

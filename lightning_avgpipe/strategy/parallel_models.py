@@ -1,4 +1,4 @@
-"""Parallel models in a run of the trainer: their optimizers, averaging, and which of them the module shows."""
+"""Parallel models in a run of the trainer: their optimizers, averaging, synchronous copies, and which one is shown."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
-from lightning_avgpipe.averaging.optimizer_clone import unwrapped
-from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.engine.observer import Observers
+from lightning_avgpipe.averaging.optimizers import unwrapped
+from lightning_avgpipe.engine.observer import Observer, Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.strategy.configuration import Configuration
-from lightning_avgpipe.strategy.gradient_check import GradientCheck, OneModel
+from lightning_avgpipe.schedule import Schedule, in_turn
+from lightning_avgpipe.strategy.context import RunContext
+from lightning_avgpipe.strategy.gradient_check import GradientCheck
+from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog
-from lightning_avgpipe.strategy.replica_sync import ReplicaSync
 from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.training.gradient_sums import GradientSums
+from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
+from lightning_avgpipe.training.statistics_sharing import StatisticsSharing
 from lightning_avgpipe.utils.lightning import is_overridden, pl, rank_zero_info
 from lightning_avgpipe.utils.patching import replaced
-
-InTurn = Callable[[Callable[[int], object]], None]  # ends pipelines in turn; its argument steps one
 
 
 class ParallelModels:
     """The N parallel models of a group in one run of the trainer. With one model nothing is averaged.
 
     Args:
-        trainer: trainer of the run.
-        cluster: the connected processes.
-        configuration: the strategy's options as they are now.
+        context: trainer, connection and options of the run.
         deployment: deployment of the module on processes.
         step_log: log of the run.
         observers: observers of iterations.
@@ -47,27 +47,15 @@ class ParallelModels:
         fed: number of pipelines that have had a batch since gradients were cleared.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        cluster: Cluster,
-        configuration: Configuration,
-        deployment: Deployment,
-        step_log: StepLog,
-        observers: Observers,
-    ) -> None:
-        self.check = GradientCheck(trainer, cluster, configuration.options.averaging.on_nonfinite, self)
+    def __init__(self, context: RunContext, deployment: Deployment, step_log: StepLog, observers: Observers) -> None:
+        self.check = GradientCheck(context, self)
         self.skipped: frozenset[int] = frozenset()
-        self._trainer = trainer
-        self._cluster = cluster
-        self._configuration = configuration
+        self._trainer, self._cluster, self._configuration = context.trainer, context.cluster, context.configuration
         self._deployment = deployment
         self.step_log = step_log
         self._observers = observers
         self.fed = 0
-        replicated = configuration.options.replicated(cluster.stage_map.replicas)
-        normalises = replicated and trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
-        self.replicas = ReplicaSync(trainer.lightning_module, cluster, deployment.models, observers, normalises)
+        self.replicas = ReplicaSync(context, deployment.models, observers)
 
     @property
     def num_models(self) -> int:
@@ -79,22 +67,9 @@ class ParallelModels:
         """The number of models of this group that have had a batch since gradients were cleared, at least 1."""
         return max(1, self.fed)
 
-    def gradients(self, number: int) -> dict[str, torch.Tensor]:
-        """Return the gradients of one model that this process holds, by full name."""
-        ensemble = self._ensemble
-        if ensemble is not None:
-            return {name: p.grad for name, p in ensemble.models.parameters(number).items() if p.grad is not None}
-        return OneModel(self._module).gradients(number)
-
-    def restart(self, number: int, like: int | None) -> None:
-        """Reset one of several models to the reference, or clear the gradients of the only one."""
-        if self._ensemble is not None:
-            self._ensemble.restart(number, like)
-        else:
-            OneModel(self._module).restart(number, like)
-
     @property
-    def _ensemble(self) -> Ensemble | None:
+    def ensemble(self) -> Ensemble | None:
+        """The parallel models of this group; None if there is one model."""
         return self._deployment.models.ensemble
 
     @property
@@ -113,7 +88,7 @@ class ParallelModels:
         deployment.models.show_reference(False)
         if deployment.models.ensemble is not None:
             deployment.models.ensemble.checksums.check(deployment.models.ensemble.models.size - 1)
-        saved = deployment.models.saved.count
+        saved = deployment.models.num_saved
         pipelines = deployment.models.train(self._configuration.num_pipelines)
         if saved is not None and (saved or 1) != self.num_models:
             self._tell_restart(saved)
@@ -145,23 +120,23 @@ class ParallelModels:
         if not number:
             self._trainer.precision_plugin.post_backward(loss, self._module)
             return
-        assert self._ensemble is not None
-        with self._ensemble.placed(number), self.step_log.muted():
+        assert self.ensemble is not None
+        with self.ensemble.placed(number), self.step_log.muted():
             self._trainer.precision_plugin.post_backward(loss, self._module)
 
     def clear_gradients(self) -> None:
         """Clear the gradients of pipelines 1..; Lightning clears those of pipeline 0."""
         self.fed = 0
-        if self._ensemble is not None:
-            for replica in self._ensemble.models.replicas[1:]:
-                replica.clear_gradients()
+        if self.ensemble is not None:
+            for model in self.ensemble.models.each[1:]:
+                model.clear_gradients()
 
     # -- the optimizers' step ----------------------------------------------------------------------------------------
 
     def optimizer_step(
         self,
         own: Callable[..., Any],
-        turns: Callable[[], InTurn | None],
+        order: IterationOrder,
         optimizer: Optimizer,
         closure: Callable[[], Any],
         model: Any,
@@ -171,7 +146,7 @@ class ParallelModels:
 
         Args:
             own: steps pipeline 0's optimizer.
-            turns: returns what lets pipelines end and step one after the other; None: they have ended together.
+            order: order of the iterations, by which pipelines may end and step one after the other.
             optimizer: optimizer of pipeline 0.
             closure: runs an iteration.
             model: module that is trained.
@@ -182,7 +157,7 @@ class ParallelModels:
             with contextlib.nullcontext() if shards is None else shards.stepping(optimizer):
                 return own(optimizer, self.check.after(closure), model, **kwargs)
         results: list[Any] = []
-        in_turn = turns()
+        in_turn = order.in_turn
 
         def run() -> Any:
             if results:  # the other pipelines have no batches left, and their models are not at this one's weights
@@ -191,18 +166,17 @@ class ParallelModels:
                     f"per step, but with {self.num_models} parallel models one evaluation serves the optimizers of "
                     "all; use an optimizer that evaluates it once, such as SGD or AdamW, or num_pipelines=1"
                 )
-            results.append((closure if in_turn is not None else self.check.after(closure))())
+            results.append((closure if in_turn else self.check.after(closure))())
             return results[-1]
 
         with _noticing(optimizer) as steps:
             result = own(optimizer, run, model, **kwargs)
-        in_turn = turns()  # asked again, since the first iteration may have decided
-        if self._ensemble is not None and in_turn is not None:
-            ensemble = self._ensemble
-            in_turn(lambda n: self._step_other(ensemble, n, results, kwargs))
+        ensemble = self.ensemble
+        if ensemble is not None and order.in_turn:  # asked again, since the first iteration may have decided
+            order.step_in_turn(lambda n: self._step_other(ensemble, n, results, kwargs))
             ensemble.mark(bool(self._trainer.is_last_batch))
-        elif self._ensemble is not None:
-            self._step_others(self._ensemble, results, bool(steps), kwargs)
+        elif ensemble is not None:
+            self._step_others(ensemble, results, bool(steps), kwargs)
         return result
 
     def _step_others(self, ensemble: Ensemble, results: list[Any], stepped: bool, kwargs: dict[str, Any]) -> None:
@@ -231,20 +205,20 @@ class ParallelModels:
 
     def finish_averaging(self) -> None:
         """Wait for the models of other groups now; otherwise the next step waits when it begins."""
-        ensemble = self._ensemble
+        ensemble = self.ensemble
         if ensemble is not None and ensemble.averager.is_under_way:
             self._finish_averaging()
             ensemble.mark(bool(self._trainer.is_last_batch))
 
     def _finish_averaging(self) -> None:
-        ensemble = self._ensemble
+        ensemble = self.ensemble
         if ensemble is not None and ensemble.averager.is_under_way:
             with self._observers.activity("averaging"):
                 ensemble.averager.finish()
 
     def together_with(self, optimizer: Optimizer) -> list[Optimizer]:
         """Return the optimizers of other pipelines that step in this iteration, given an optimizer of pipeline 0."""
-        ensemble = self._ensemble
+        ensemble = self.ensemble
         if ensemble is None or not any(optimizer is known for known in self._trainer.optimizers):
             return []
         stepping = (n for n in range(1, self.fed) if n not in self.skipped)
@@ -258,7 +232,7 @@ class ParallelModels:
         Raises:
             ConfigurationError: there is no pipeline with this number, or nothing is trained yet.
         """
-        ensemble = self._ensemble
+        ensemble = self.ensemble
         if number is None:
             return self._deployment.models.showing_reference()
         check_number(number, 1 if ensemble is None else ensemble.models.size)
@@ -266,6 +240,97 @@ class ParallelModels:
             return contextlib.nullcontext()
         ensemble.checksums.forget()
         return ensemble.placed(number)
+
+
+class ReplicaSync:
+    """The synchronisation of the replicas of a group's models in one run of the trainer; nothing without replicas.
+
+    Args:
+        context: trainer, connection and options of the run.
+        models: models that are trained.
+        observers: observers of iterations.
+    """
+
+    def __init__(self, context: RunContext, models: ParallelPipelines, observers: Observers) -> None:
+        self._module = context.module
+        self._cluster = context.cluster
+        self._models = models
+        self._observers = observers
+        self._gradient_sums: GradientSums | None = None
+        replicated = context.configuration.options.replicated(context.cluster.stage_map.replicas)
+        synced = replicated and context.trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
+        self._statistics = StatisticsSharing(context.cluster) if synced else None  # of sync_batchnorm
+
+    def agree(self, count: int, skipped: frozenset[int], num_pipelines: int, steps: bool) -> tuple[int, frozenset[int]]:
+        """Agree which models had a batch, and which of these had no loss. Every process calls it.
+
+        Args:
+            count: number of pipelines that had a batch here.
+            skipped: numbers of those whose batch had no loss here.
+            num_pipelines: N.
+            steps: whether gradients are complete, and are summed over replicas now.
+        Returns:
+            The number of pipelines that had a batch on any replica, and the numbers of those whose batch had no loss.
+        """
+        replicas = self._cluster.replicas
+        if replicas is None:
+            return count, skipped
+        votes = torch.zeros(2, num_pipelines, dtype=torch.int32, device="cpu")
+        votes[0, :count] = 1
+        votes[1, [n for n in range(count) if n not in skipped]] = 1
+        if steps:
+            with self._observers.activity("averaging"):
+                votes = self._sums().finish(self._summed(num_pipelines), votes)
+        else:
+            replicas.members.sum(votes)
+        fed, trained = votes.bool().tolist()
+        replicas.copy([t for n in range(num_pipelines) for t in self._models.changed_by_steps(n)])
+        return sum(fed), frozenset(n for n in range(sum(fed)) if not trained[n])
+
+    def check_trains(self, micro_batch: int) -> None:
+        """Raise, where a micro-batch has no loss, if replicas normalise together: all would need its backward."""
+        if self._statistics is not None:
+            raise ConfigurationError(
+                f"micro-batch {micro_batch} has no loss (the step returned None, or its weight is 0), and with "
+                "sync_batchnorm=True other replicas would wait for its backward; return a loss of zero that depends on "
+                "the outputs (0.0 * outputs.sum()), or remove sync_batchnorm"
+            )
+
+    def observers(self, schedule: Schedule, num_pipelines: int, steps: bool) -> list[Observer]:
+        """Return the observers of an iteration of training, which come before all others. Every process calls it.
+
+        Args:
+            schedule: schedule of pipeline 0.
+            num_pipelines: N.
+            steps: whether gradients are complete after the iteration.
+        """
+        statistics = [] if self._statistics is None else self._statistics.observers(schedule)
+        if self._cluster.replicas is None or not steps:
+            return statistics
+        sums, stage_map = self._sums(), self._cluster.stage_map
+        if num_pipelines > 1:  # the gradients of all pipelines are on the same parameters
+            sums.watch({}, {})
+        else:
+            rows = {k: in_turn(schedule.rows[k], *stage_map.share(k, self._cluster.rank)) for k in self._cluster.stages}
+            sums.watch(self._summed(1), rows)
+        return [sums, *statistics]
+
+    def _sums(self) -> GradientSums:
+        """Return the gradient sums of the replicas that there are now."""
+        replicas = self._cluster.replicas
+        assert replicas is not None
+        if self._gradient_sums is None or self._gradient_sums.replicas is not replicas:
+            self._gradient_sums = GradientSums(replicas)
+        return self._gradient_sums
+
+    def _summed(self, models: int) -> dict[str, nn.Parameter]:
+        """Return the parameters whose gradients replicas sum, of a number of models."""
+        copied, ensemble = self._models.summed_with_copies, self._models.ensemble
+        if ensemble is not None:
+            own = [ensemble.models.parameters(n) for n in range(models)]
+        else:
+            own = [{name: p for name, p in self._module.named_parameters() if not p.is_meta}] * models
+        return {f"{n}.{name}": p for n, of in enumerate(own) for name, p in of.items() if name not in copied}
 
 
 def check_number(number: int, size: int) -> None:

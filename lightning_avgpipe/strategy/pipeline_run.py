@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -16,31 +17,25 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import MicroBatchError, PartitionError, StageError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.halving import Halving
+from lightning_avgpipe.strategy import asynchronous, rolling
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.advisor import Advisor
 from lightning_avgpipe.strategy.aftermath import hooks_with_results
-from lightning_avgpipe.strategy.ahead import AheadIterations
-from lightning_avgpipe.strategy.asynchronous import AsynchronousIterations
-from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.bundles import recount
 from lightning_avgpipe.strategy.checkpoint_state import DividedState
-from lightning_avgpipe.strategy.deploying import announce, deploy, give_back, planned
+from lightning_avgpipe.strategy.context import Own, RunContext
+from lightning_avgpipe.strategy.deploying import deploy, give_back
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
-from lightning_avgpipe.strategy.iteration import Iterations
+from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog
-from lightning_avgpipe.strategy.loop import PipelineOptimization
+from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
+from lightning_avgpipe.strategy.loop import Iterations
 from lightning_avgpipe.strategy.metric_objects import tell_device
-from lightning_avgpipe.strategy.parallel_models import InTurn, ParallelModels
-from lightning_avgpipe.strategy.preparation import Preparation
-from lightning_avgpipe.strategy.rolling import RollingIterations
-from lightning_avgpipe.strategy.run import Own
-from lightning_avgpipe.strategy.run_holdings import RunHoldings
-from lightning_avgpipe.strategy.schedule_control import ScheduleControl
-from lightning_avgpipe.strategy.surroundings import Surroundings
+from lightning_avgpipe.strategy.parallel_models import ParallelModels
+from lightning_avgpipe.strategy.schedule_control import RunHoldings, ScheduleControl
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
-from lightning_avgpipe.utils.lightning import RunningStage, rank_zero_warn
+from lightning_avgpipe.utils.lightning import Closure, ClosureResult, RunningStage, _AutomaticOptimization, call
 from lightning_avgpipe.verify import Subject, request
 from lightning_avgpipe.verify.verdicts import Verdicts
 
@@ -53,14 +48,18 @@ _STEPS = {
 }
 
 
+# Each returns the order of iterations of a run that trains, or None if another one is to do so; systems add theirs.
+ORDERS: list[Callable[[Iterations], IterationOrder | None]] = [asynchronous.order, rolling.order]
+
+
 class PipelineRun:
     """A run of the trainer whose steps are iterations of a pipeline.
 
     Args:
-        around: trainer, connection and options of the run.
+        context: trainer, connection and options of the run.
 
     Attributes:
-        around: trainer, connection and options of the run.
+        context: trainer, connection and options of the run.
         cluster: the connected processes.
         configuration: the strategy's options as they are now.
         batches: brings batches to the device.
@@ -68,19 +67,17 @@ class PipelineRun:
         models: the models that are trained.
         iterations: runs the steps.
         state: the state that checkpoints save and load.
-        plan: the plan of the stages; None before the first batch.
     """
 
-    plan: Plan | None = None
     deployment: Deployment
     models: ParallelModels
     iterations: Iterations
     state: DividedState
 
-    def __init__(self, around: Surroundings) -> None:
-        self.around = around
-        self.cluster, self.configuration = around.cluster, around.configuration
-        self.batches = Batches(around.trainer, around.cluster, around.distributor)
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
+        self.cluster, self.configuration = context.cluster, context.configuration
+        self.batches = Batches(context)
         self._undo = contextlib.ExitStack()
         self._changes = contextlib.ExitStack()  # changes in Lightning and the module that this process can undo alone
 
@@ -89,65 +86,47 @@ class PipelineRun:
         """The check of gradients before a step."""
         return self.models.check
 
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the stages that training uses; None before the first batch."""
+        return self.iterations.plan if hasattr(self, "iterations") else None
+
     # -- set-up and teardown -----------------------------------------------------------------------------------------
 
     def setup(self, own: Own) -> None:
         """Construct the parts of the run; the plan is made when the first batch is there."""
-        around, trainer, cluster, configuration = self.around, self.around.trainer, self.cluster, self.configuration
-        module, options, fitting = trainer.lightning_module, configuration.options, around.fitting
-        splitter, observers = BatchSplitter(trainer, cluster, configuration, self.batches), Observers()
+        context, trainer, cluster, configuration = self.context, self.context.trainer, self.cluster, self.configuration
+        module, options, fitting, observers = context.module, configuration.options, context.fitting, Observers()
         own(trainer)
-        deployment = self.deployment = deploy(around)
+        deployment = self.deployment = deploy(context)
         step_log = StepLog(module, cluster.leaders if cluster.rank == 0 else None, partial(sharing_last, cluster))
-        self.models = ParallelModels(trainer, cluster, configuration, deployment, step_log, observers)
+        self.models = ParallelModels(context, deployment, step_log, observers)
         schedule_control = ScheduleControl(
-            options.order, cluster, around.memory_per_stage, module, observers, RunHoldings(around, deployment.models)
+            options.order, cluster, context.memory_per_stage, module, observers, RunHoldings(context, deployment.models)
         )
-        self.state = DividedState(around.before, configuration, deployment, schedule_control)
+        self.state = DividedState(context.before, configuration, deployment, schedule_control)
         self.models.check.apart = fitting and not options.policy.drains
-        preparation = Preparation(
-            trainer=trainer, cluster=cluster, deployment=deployment, splitter=splitter, replanned=self._replanned
-        )
-        self.iterations = self._kind_of_iterations(fitting)(
-            trainer=trainer, cluster=cluster, configuration=configuration, deployment=deployment, splitter=splitter,
-            preparation=preparation, models=self.models, schedule_control=schedule_control,
-        )  # fmt: skip
-        if isinstance(self.iterations, AheadIterations):
-            self.state.settle = self.iterations.drain
-            self._undo.enter_context(changes.rolling(trainer, self.iterations, self.batches))
+        loop = self.iterations = Iterations(context, self.batches, deployment, self.models, schedule_control)
+        order = next(filter(None, (make(loop) for make in ORDERS)), None) if fitting else None
+        if order is not None:
+            loop.order, self.state.settle = order, order.drain
+            self._undo.enter_context(changes.overlapping(trainer, order, self.batches))
         if fitting and (asked := Request.found()) is not None:
             trainer.callbacks.append(Advisor(asked, cluster))  # type: ignore[attr-defined]
         if fitting and options.replicated(cluster.stage_map.replicas):
             request.refuse(options.verify, "with replicas each has but a share of the batch that counts")
-        elif fitting and (options.verifies or not self._why_no_witness()):
-            verifier = self.iterations.verifier = request.verifier(self._subject(), options.verify)
+        elif fitting and (options.verifies or not (options.compile or order is not None)):
+            # else nothing is verified unless the user asks for it: units are compiled, or iterations overlap
+            verifier = loop.verifier = request.verifier(self._subject(), options.verify)
             if verifier is not None:
                 self._undo.callback(verifier.close)
         self._adapt(fitting)
-        self._undo.callback(give_back, deployment, around.connection, self.state)
-        self._undo.callback(lambda: self.iterations.leave(together=not around.connection.failed))
-
-    def _kind_of_iterations(self, fitting: bool) -> Any:
-        options = self.configuration.options
-        if fitting and not options.policy.drains:
-            return partial(AsynchronousIterations, batches=self.batches, broken=self._break)
-        rolls = fitting and self.configuration.can_roll
-        return partial(RollingIterations, batches=self.batches, broken=self._break) if rolls else Iterations
-
-    def _why_no_witness(self) -> str:
-        """Return why the first steps are not verified unless the user asks for it; empty if they are."""
-        options = self.configuration.options
-        if isinstance(self.iterations, AheadIterations):
-            return "iterations overlap"
-        return "its units are compiled" if options.compile else ""
-
-    def _break(self) -> None:
-        """Mark the run as failed: some models or stages have stepped and others have not."""
-        self.around.connection.failed = True
+        self._undo.callback(give_back, deployment, context.connection, self.state)
+        self._undo.callback(lambda: loop.order.leave(together=not context.connection.failed))
 
     def _subject(self) -> Subject:
         return Subject(
-            trainer=self.around.trainer,
+            trainer=self.context.trainer,
             cluster=self.cluster,
             deployment=self.deployment,
             step_log=self.models.step_log,
@@ -157,8 +136,8 @@ class PipelineRun:
             loss_is_mean=self.configuration.options.loss_reduction == "mean",
             loss_weight=lambda: self.iterations.splitter.loss_weight,
             showing=self.models.showing,
-            observed=changes.looks_between_steps(self.around.trainer),
-            acting=changes.acts_in_steps(self.around.trainer),
+            observed=changes.looks_between_steps(self.context.trainer),
+            acting=changes.acts_in_steps(self.context.trainer),
             undo_changes=self._changes.close,
             options=self.configuration.options.shared,
             verdicts=Verdicts(self.configuration.options.cache_directory),
@@ -166,54 +145,22 @@ class PipelineRun:
 
     def _adapt(self, fitting: bool) -> None:
         """Change Lightning for a pipeline, until teardown."""
-        trainer, cluster = self.around.trainer, self.cluster
+        trainer, cluster = self.context.trainer, self.cluster
         enter = self._undo.enter_context(self._changes).enter_context
         deployment, several = self.deployment, cluster.world.world_size > 1
         enter(changes.observing(trainer, self.models.step_log, cluster.leaders))
         if fitting:
-            optimization = PipelineOptimization(
-                trainer.fit_loop.epoch_loop.automatic_optimization, cluster, self.iterations,
-                changes.looks_between_steps(trainer), self.end_iteration,
-            )  # fmt: skip
-            enter(changes.optimizing(trainer, optimization))
+            enter(PipelineOptimization(self.iterations, changes.looks_between_steps(trainer)).installed())
             enter(changes.showing_reference(trainer, deployment))
         if fitting or several:
             enter(changes.scaling(trainer, cluster, self.models.together_with))
         if not several:
             return
-        enter(changes.several_processes(trainer, cluster, deployment, self.batches.distributor.early))
+        enter(changes.several_processes(trainer, cluster, deployment, self.context.distributor.early))
         if cluster.group.world_size > 1:
             enter(hooks_with_results(trainer, cluster, deployment))
             enter(changes.clipping(trainer, cluster))
         enter(changes.known_at_epoch_end(trainer))
-
-    def _replanned(self, stays: bool) -> None:
-        self.iterations.schedule_control.begin_again()
-        if stays:
-            self._announce()
-
-    def _announce(self) -> None:
-        """Print the final plan, and warn of state that micro-batches or replicas share."""
-        plan = self.plan = self.deployment.plan
-        assert plan is not None
-        announce(plan, self.cluster, self.configuration.options.shard is not None)
-        splitter = self.iterations.splitter
-        if plan.graph.carried and splitter.count > 1 and not splitter.chooses:
-            splitter.warn_once(
-                f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
-                "micro-batch, that is to other samples of the same batch, and must fit each of them; with "
-                "num_microbatches=1 it goes from batch to batch, as on one device"
-            )
-
-        counts = self.cluster.stage_map.stage_replicas
-        shared = [n for k, stage in enumerate(plan.stages) if counts and counts[k] > 1 for n in stage.states]
-        if shared:
-            rank_zero_warn(
-                f"{plan.graph.step} changes '{shared[0]}'"
-                + (f" and {len(shared) - 1} other buffers" if len(shared) > 1 else "")
-                + f" on stages with replicas={list(counts)}: each replica does so for its own micro-batches, and what "
-                "the first one has is kept"
-            )
 
     def end_training(self) -> None:
         """Compare what is still to be verified, after the last batch."""
@@ -229,25 +176,25 @@ class PipelineRun:
         if self.plan is None:  # nothing has run
             return
         request.end_of_run(self.iterations.verifier)
-        if any(isinstance(c, Advisor) and c.done for c in self.around.trainer.callbacks):  # type: ignore[attr-defined]
+        if any(isinstance(c, Advisor) and c.done for c in self.context.trainer.callbacks):  # type: ignore[attr-defined]
             raise SystemExit(0)
 
     def model_to_device(self, own: Own) -> None:
         """Set the device of modules and metric objects; weights stay until it is known which stage needs which."""
-        tell_device(self.around.trainer.lightning_module, self.cluster.device)
+        tell_device(self.context.module, self.cluster.device)
 
     # -- batches and steps -------------------------------------------------------------------------------------------
 
     def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
         """Return pipeline 0's batch on the device, after its transfer hooks, and keep those of the other pipelines."""
-        if self.around.trainer.training:
+        if self.context.trainer.training:
             self.end_iteration()  # the iteration has not ended if a hook has skipped its batch
             self.configuration.in_iteration = True
         return self.batches.to_device(batch, device, dataloader_idx)
 
     def needs(self, batch: Any, rank: int) -> frozenset[str] | None:
         """Return the names of a batch's tensors that a process needs; None is all of them."""
-        stage, splitter, stage_map = self.around.trainer.state.stage, self.iterations.splitter, self.cluster.stage_map
+        stage, splitter, stage_map = self.context.trainer.state.stage, self.iterations.splitter, self.cluster.stage_map
         if self.configuration.options.links.send_batch == "all" or splitter.own is not None or stage is None:
             return None
         if splitter.loss_weight is not None and rank in stage_map.ranks(stage_map.num_stages - 1):
@@ -260,25 +207,25 @@ class PipelineRun:
         Raises:
             StageError: the step has raised StopIteration.
         """
-        try:
-            return self._step(name, *args)
-        except StopIteration as error:
-            raise StageError(
-                f"{type(self.around.trainer.lightning_module).__name__}.{name} raises StopIteration ({error}), which "
-                "Lightning's loop takes for the end of the data: the epoch would end without a word. Catch it where "
-                "next() is called, or give next() a default"
-            ) from error
-
-    def _step(self, name: str, *args: Any) -> Any:
         batch, *rest = args
         if name == "training_step":
-            run = partial(self.iterations.train, self.batches.take(batch), *rest)
+            run = partial(self.iterations.order.train, self.batches.take(batch), tuple(rest))
         else:
             run = partial(self.iterations.evaluate, name, batch, *rest)
         try:
-            return run()
-        except MicroBatchError as found:
-            reason = str(found)
+            try:
+                return run()
+            except MicroBatchError as found:
+                reason = str(found)
+            return self._on_whole_batch(name, run, reason)
+        except StopIteration as error:
+            raise StageError(
+                f"{type(self.context.module).__name__}.{name} raises StopIteration ({error}), which Lightning's loop "
+                "takes for the end of the data: the epoch would end without a word. Catch it where next() is called, "
+                "or give next() a default"
+            ) from error
+
+    def _on_whole_batch(self, name: str, run: Callable[[], Any], reason: str) -> Any:
         self.iterations.splitter.keep_whole()
         try:
             result = run()
@@ -297,30 +244,13 @@ class PipelineRun:
         """Run the closure, and step the optimizers of all parallel models."""
         verifier = self.iterations.verifier
         with contextlib.nullcontext() if verifier is None else verifier.stepping():
-            result = self.models.optimizer_step(own, self._turns, optimizer, closure, model, **kwargs)
-            self.iterations.stepped()
+            result = self.models.optimizer_step(own, self.iterations.order, optimizer, closure, model, **kwargs)
+            self.iterations.order.stepped()
         return result
-
-    def _turns(self) -> InTurn | None:
-        if isinstance(self.iterations, RollingIterations) and self.configuration.rolls:
-            return self.iterations.step_in_turn
-        return None
 
     def end_iteration(self) -> None:
         """Apply the changes that were asked for within the iteration."""
-        if self.configuration.asked:
-            self.iterations.leave()
-        changed = self.configuration.take_over(self.cluster)
-        if "advance" in changed:
-            self.iterations.schedule_control.choice.fix(changed["advance"])
-        if changed.keys() & {"num_stages", "split_points"}:
-            self.deployment.replan(**planned(self.around))
-        wanted = self.iterations.schedule_control.choice.take_wanted()
-        if wanted is not None:
-            self.iterations.leave()
-            self.deployment.replan(wanted)
-        if "num_pipelines" in changed and self.around.fitting:
-            recount(self.around.trainer)
+        self.iterations.end_iteration()
 
     def _check_sharing(self, plan: Plan, counts: Sequence[int]) -> None:
         if counts[-1] > 1 and self.models.step_log.batch_values.trained:
@@ -330,8 +260,91 @@ class PipelineRun:
 
     def halve(self) -> None:
         """Allow the next plans to have fewer stages, which replicas share. Every process calls it."""
-        self.deployment.halve(Halving(self.around.memory_per_stage(), self._check_sharing))
+        self.deployment.halve(Halving(self.context.memory_per_stage(), self._check_sharing))
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
         """Return a context within which the module is the model of one pipeline; None: the reference."""
         return self.models.showing(number)
+
+
+class _PipelineClosure(Closure):
+    """A closure that runs an iteration: forwards and backwards in the order of the schedule."""
+
+    iterations: Iterations
+    zero_grad: Callable[[], None] | None
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        with self.iterations.clearing_gradients(self.zero_grad):
+            result = self._step_fn()
+        if result.closure_loss is None:
+            self.warning_cache.warn(
+                "`training_step` returned `None` for all micro-batches of a batch, which is skipped. If this was on "
+                "purpose, ignore this warning"
+            )
+        return result
+
+
+class PipelineOptimization(_AutomaticOptimization):
+    """Replaces Lightning's automatic optimization: one optimizer step per iteration of the pipeline.
+
+    Accumulation, clipping, precision and the optimizer's hooks stay Lightning's.
+
+    Args:
+        iterations: runs the steps.
+        observed: whether user code may look at the weights between steps.
+    """
+
+    def __init__(self, iterations: Iterations, observed: bool) -> None:
+        super().__init__(iterations.trainer)
+        original = self.trainer.fit_loop.epoch_loop.automatic_optimization
+        self.optim_progress = original.optim_progress
+        self._replaced = (original,)  # in a tuple: a loop saves the progress of loops among its attributes
+        self._iterations = iterations
+        self._observed = observed
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within this context the optimization of a batch is an iteration of the pipeline."""
+        loop = self.trainer.fit_loop.epoch_loop
+        loop.automatic_optimization = self
+        try:
+            yield
+        finally:
+            (loop.automatic_optimization,) = self._replaced
+            loop.automatic_optimization.optim_progress = self.optim_progress
+
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        """Run one iteration; the loss and the metrics are known on every rank afterwards."""
+        cluster = self._iterations.cluster
+        cluster.control.expect()
+        result = super().run(optimizer, batch_idx, kwargs)
+        schedule_control, connector = self._iterations.schedule_control, self.trainer._logger_connector
+        decided = schedule_control.finish()
+        if isinstance(connector, SyncedLoggerConnector):  # several processes
+            news: Any = None
+            if cluster.world.rank == 0:
+                news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
+            # advances are decided in each group
+            news, decided = cluster.control.relay(news, decided)
+            connector.accept(news["metrics"])
+            if news["loss"] is not None:
+                result = {**result, "loss": news["loss"]}
+        # only now, since the other stages wait for rank 0's news
+        if self._observed:
+            self._iterations.models.finish_averaging()
+        schedule_control.accept(decided)
+        schedule_control.log(self.trainer)
+        self._iterations.end_iteration()
+        return result
+
+    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
+        """Run the step as Lightning does, except that all processes may skip a batch together."""
+        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+        self.trainer.strategy.post_training_step()
+        return ClosureResult.from_training_step_output(output, self.trainer.accumulate_grad_batches)
+
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+        closure = _PipelineClosure(step_fn=self._make_step_fn(kwargs))
+        closure.iterations, closure.zero_grad = self._iterations, self._make_zero_grad_fn(batch_idx, optimizer)
+        return closure

@@ -24,7 +24,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.averaging_step import average
-from lightning_avgpipe.averaging.optimizer_clone import unwrapped
+from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.capture.snapshot import unchanged, untouched
 from lightning_avgpipe.comm.probe import ClockOffset
 from lightning_avgpipe.engine.accounting import Footprint
@@ -37,9 +37,8 @@ from lightning_avgpipe.planning.model_memory import Holding, holdings
 from lightning_avgpipe.schedule import Kind, Schedule
 from lightning_avgpipe.strategy.data import has_transfer_hooks
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
-from lightning_avgpipe.strategy.run_holdings import RunHoldings
 from lightning_avgpipe.strategy.schedule_choice import Order
-from lightning_avgpipe.strategy.schedule_control import ScheduleControl
+from lightning_avgpipe.strategy.schedule_control import RunHoldings, ScheduleControl
 from lightning_avgpipe.tuning import Setting
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import DummyLogger, pl
@@ -88,7 +87,7 @@ class _Trials(ScheduleControl):
         with self.observers.having(*([] if meter is None else [meter])):
             yield
         if meter is not None:
-            trainer, stages = self._holdings.around.trainer, self._cluster.stages
+            trainer, stages = self._holdings.context.trainer, self._cluster.stages
             optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
             held = holdings(plan, stages, trainer.lightning_module, optimizers, self.captured)
             self.kept = {k: Kept(found, held[k]) for k, found in meter.finish(held).items()}
@@ -232,7 +231,7 @@ class Rehearsal:
     @property
     def have_streams(self) -> bool:
         """Whether each of several pipelines has a stream of its own."""
-        return self.pipeline.deployment.models.streams.can_be(self.pipeline.deployment.pipeline.graph("training_step"))
+        return self.pipeline.deployment.models.have_streams
 
     @property
     def _optimizers(self) -> list[Optimizer]:
@@ -240,7 +239,7 @@ class Rehearsal:
 
     def _trials(self, setting: Setting) -> _Trials:
         run, order = self.pipeline, Order(setting.schedule, setting.advance)
-        observers, held = run.iterations.schedule_control.observers, RunHoldings(run.around, run.deployment.models)
+        observers, held = run.iterations.schedule_control.observers, RunHoldings(run.context, run.deployment.models)
         trials = _Trials(order, run.cluster, lambda: math.inf, self._module, observers, held)
         trials.captured = self.captured
         return trials
@@ -257,7 +256,7 @@ class Rehearsal:
         self._module._current_fx_name = "training_step"
         kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
         _, *rest = kwargs.values()
-        run.iterations.train(run.batches.take(batch), *rest)
+        run.iterations.order.train(run.batches.take(batch), tuple(rest))
 
     def _clear_gradients(self) -> None:
         self.pipeline.models.clear_gradients()

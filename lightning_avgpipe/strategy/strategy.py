@@ -24,24 +24,28 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.schedule.versions import PipeOptim
-from lightning_avgpipe.strategy import checks, combinations, compat, launch, rolling_choice
-from lightning_avgpipe.strategy.bundles import bundling
+from lightning_avgpipe.strategy import checks, combinations, compat, launch, rolling
+from lightning_avgpipe.strategy.batches import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
 from lightning_avgpipe.strategy.checkpoint_state import State, WholeState
 from lightning_avgpipe.strategy.combinations import Facts
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection
-from lightning_avgpipe.strategy.data import Distributor, batches_wanted, has_transfer_hooks, mirror
-from lightning_avgpipe.strategy.data_sharding import check_alike, sharing
+from lightning_avgpipe.strategy.context import RunContext
+from lightning_avgpipe.strategy.data import (
+    Distributor,
+    batches_wanted,
+    check_alike,
+    has_transfer_hooks,
+    mirror,
+    sharing,
+)
 from lightning_avgpipe.strategy.options import ALLOWED, Options, PolicyName, ScheduleName, SplitBatch
 from lightning_avgpipe.strategy.peers import Peers
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.reconfiguration import check_changes
-from lightning_avgpipe.strategy.run import PassthroughRun, Run
 from lightning_avgpipe.strategy.signals import ending_together, saving_what_is_whole
-from lightning_avgpipe.strategy.surroundings import Surroundings
-from lightning_avgpipe.strategy.whole import why_whole
-from lightning_avgpipe.strategy.whole_run import WholeRun
+from lightning_avgpipe.strategy.whole_run import PassthroughRun, WholeRun, why_whole
 from lightning_avgpipe.utils.allowed import Count, Duration, Natural, TensorName, documented, duration, suggesting_names
 from lightning_avgpipe.utils.lightning import (
     CheckpointIO,
@@ -59,6 +63,10 @@ from lightning_avgpipe.utils.lightning import (
 from lightning_avgpipe.verify import request
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import explain, to_host
+
+# A run of the trainer, from its set-up until the next one begins. The strategy's methods call its methods of the same
+# name, and give them Lightning's method as ``own``.
+Run = PipelineRun | WholeRun | PassthroughRun
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -522,11 +530,11 @@ class AvgPipeStrategy(ParallelStrategy):
                 rank_zero_info(f"{type(module).__name__} {why}: its steps run whole, not in micro-batches")
         if fitting and self.tuner is None:  # a tuner would change which options have an effect
             combinations.without_effect(options, Facts(self.num_models, self.num_stages, self.world_size))
-        around = Surroundings(trainer, self._connection, self._configuration, self._before, self._distributor)
+        context = RunContext(trainer, self._connection, self._configuration, self._before, self._distributor)
         if self.passthrough:
             if fitting:
                 request.nothing_to_verify(options.verify)
-            return PassthroughRun(around)
+            return PassthroughRun(context)
         checks.trainer(trainer, self.world_size, self.num_pipelines)
         everywhere = self.cluster.world.gather_objects((str(trainer.ckpt_path or ""), options.shared))
         checks.same_checkpoint([path for path, _ in everywhere])
@@ -536,11 +544,11 @@ class AvgPipeStrategy(ParallelStrategy):
             if fitting:
                 checks.synchronised(trainer, options, self.cluster.stage_map)
                 ways = self.num_stages, self.num_groups, self.tuner is not None
-                self._configuration.can_roll = rolling_choice.can_roll(trainer, options, self.cluster, *ways)
+                self._configuration.can_roll = rolling.can_roll(trainer, options, self.cluster, *ways)
                 checks.sharding(options, self.num_models, self.replicas, tuned=self.tuner is not None)
-            return PipelineRun(around)
+            return PipelineRun(context)
         request.refuse(options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
-        return WholeRun(around)
+        return WholeRun(context)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Build the optimizers over all parameters; states of other stages are dropped when the plan is made."""

@@ -1,58 +1,184 @@
-"""A run of the trainer whose steps run whole, on several processes that each hold a part of the module."""
+"""Runs of steps that cannot be split into micro-batches, and run whole, as they are written.
+
+In one process such steps run as on one device. On several processes each holds a part of the module, and all of them
+run the same steps in lockstep.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_avgpipe.averaging.optimizers import parameters_in
+from lightning_avgpipe.capture.tracer import intercepting
+from lightning_avgpipe.comm.alone import alone
+from lightning_avgpipe.engine.exchange import Exchange
+from lightning_avgpipe.engine.lockstep import Lockstep
+from lightning_avgpipe.errors import AvgPipeError
+from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory_limit import limit_of
 from lightning_avgpipe.planning.model_memory import memory_of, state_copies
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.checkpoint_state import DividedState
+from lightning_avgpipe.strategy.checkpoint_state import DividedState, State
+from lightning_avgpipe.strategy.context import Own, RunContext
 from lightning_avgpipe.strategy.deploying import announce, deploy, give_back
-from lightning_avgpipe.strategy.run import Own, PassthroughRun
-from lightning_avgpipe.strategy.surroundings import Surroundings
-from lightning_avgpipe.strategy.whole import WholeSteps
+from lightning_avgpipe.strategy.gradient_check import GradientCheck
+from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
+from lightning_avgpipe.strategy.metric_objects import BatchValues, local_metrics
+from lightning_avgpipe.strategy.parallel_models import check_number
+from lightning_avgpipe.training.gradient_norm import norms_over_stages
+from lightning_avgpipe.utils.lightning import is_overridden, is_param_in_hook_signature, pl
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.weights.by_size import divide_by_size
 
+# Hooks of the LightningModule in which it may call its submodules or look at their weights.
+_HOOKS = (
+    *(
+        f"on_{stage}{what}_{when}"
+        for stage in ("train", "validation", "test", "predict")
+        for what in ("", "_epoch", "_batch")
+        for when in ("start", "end")
+    ),
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+)
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
-class WholeRun(PassthroughRun):
-    """A run of the trainer in which all processes run whole steps in lockstep; its plan tells who owns what."""
 
-    def __init__(self, around: Surroundings) -> None:
-        super().__init__(around)
-        self._batches = Batches(around.trainer, around.cluster, around.distributor)
-        self._steps = WholeSteps(around.trainer, around.cluster, self._divide)
+def why_whole(module: pl.LightningModule) -> str | None:
+    """Return why the steps of a module run whole; None if a pipeline may run them.
+
+    A pipeline decides when a backward or an optimizer runs, and which samples a step sees. The steps of a module that
+    decides this itself run as they are written.
+    """
+    if not module.automatic_optimization:
+        return "uses manual optimization, in which training_step itself runs backwards and optimizers"
+    if is_overridden("backward", module):
+        return "overrides backward()"
+    for name in _STEPS:
+        step = getattr(module, name)
+        own = getattr(step, "__func__", step)
+        if callable(step) and is_param_in_hook_signature(own, "dataloader_iter", explicit=True):
+            return f"takes dataloader_iter in {name}, which reads batches itself"
+    return None
+
+
+class PassthroughRun:
+    """A run in which everything is as with Lightning's own strategy for one device.
+
+    It has one process, with one stage and one micro-batch or steps that run whole.
+
+    Args:
+        context: trainer, connection and options of the run.
+    """
+
+    plan: Plan | None = None
+    state: State
+
+    def __init__(self, context: RunContext) -> None:
+        self.state = context.before
+        self.check = GradientCheck(context)
+        self._context = context
+
+    def setup(self, own: Own) -> None:
+        """Call Lightning's own set-up."""
+        own(self._context.trainer)
+
+    def model_to_device(self, own: Own) -> None:
+        """Give contents to everything on meta, and move the module to the device."""
+        self._context.before.fill()
+        own()
+
+    def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
+        """Move the batch with its transfer hooks."""
+        return own(batch, device, dataloader_idx)
+
+    def needs(self, batch: Any, rank: int) -> frozenset[str] | None:
+        """Return None: all tensors of a batch are needed."""
+        return None
+
+    def step(self, name: str, own: Own, *args: Any, **kwargs: Any) -> Any:
+        """Run Lightning's own step."""
+        return own(*args, **kwargs)
+
+    def optimizer_step(
+        self, own: Own, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
+    ) -> Any:
+        """Run Lightning's own optimizer step, unless a gradient is infinite or NaN."""
+        return own(optimizer, self.check.after(closure), model, **kwargs)
+
+    def end_iteration(self) -> None:
+        """Apply the changes that were asked for."""
+        self._context.configuration.take_over(self._context.cluster)
+
+    def showing(self, number: int | None) -> AbstractContextManager[None]:
+        """Return a context within which the module is the only model, which is also the reference."""
+        check_number(number or 0, 1)
+        return contextlib.nullcontext()
+
+    def teardown(self) -> None:
+        """Do nothing."""
+
+
+class WholeRun:
+    """A run of the trainer in which all processes run whole steps in lockstep; its plan tells who owns what.
+
+    Args:
+        context: trainer, connection and options of the run.
+
+    Attributes:
+        state: the state that checkpoints save and load.
+        plan: the plan of who owns what; None before the first step.
+        check: check of gradients before a step.
+    """
+
+    plan: Plan | None = None
+    state: State
+
+    def __init__(self, context: RunContext) -> None:
+        self.state = context.before
+        self.check = GradientCheck(context)
+        self._context, self._trainer, self._cluster = context, context.trainer, context.cluster
+        self._module = context.module
+        self._batches = Batches(context)
+        self._lockstep: Lockstep | None = None
         self._undo = contextlib.ExitStack()
 
     def setup(self, own: Own) -> None:
         """Prepare the run; the module is divided with the first step."""
-        around, enter = self._around, self._undo.enter_context
-        trainer, cluster = around.trainer, around.cluster
+        context, trainer, cluster, enter = self._context, self._trainer, self._cluster, self._undo.enter_context
         own(trainer)
-        deployment = self._deployment = deploy(around)
-        state = self.state = DividedState(around.before, around.configuration, deployment, None)
-        enter(self._steps.adapted())
+        deployment = self._deployment = deploy(context)
+        state = self.state = DividedState(context.before, context.configuration, deployment, None)
+        enter(self._adapted())
         enter(changes.scaling(trainer, cluster, lambda optimizer: []))
-        enter(changes.several_processes(trainer, cluster, deployment, around.distributor.early))
+        enter(changes.several_processes(trainer, cluster, deployment, context.distributor.early))
         enter(changes.known_at_epoch_end(trainer))
-        self._undo.callback(give_back, deployment, around.connection, state)
+        self._undo.callback(give_back, deployment, context.connection, state)
+
+    @property
+    def _metrics(self) -> list[Metric]:
+        return [m for m in self._module.modules() if isinstance(m, Metric)]
 
     def _divide(self) -> dict[str, int]:
         """Divide the module by the size of its parts; return parameter or buffer -> rank of its owner."""
-        trainer, options, cluster = self._around.trainer, self._around.configuration.options, self._around.cluster
-        module = trainer.lightning_module
-        held = memory_of(module, build("afab", 1, 1), state_copies(trainer.optimizers), 0).held
-        limit = limit_of(options.memory_limit, cluster.device, self._around.sharing_stages)
-        metrics = [m for m in module.modules() if isinstance(m, Metric)]
-        self.plan = divide_by_size(module, cluster.stage_map.num_stages, held, options.split_points, limit, metrics)
+        options, cluster, module = self._context.configuration.options, self._cluster, self._module
+        held = memory_of(module, build("afab", 1, 1), state_copies(self._trainer.optimizers), 0).held
+        limit = limit_of(options.memory_limit, cluster.device, self._context.sharing_stages)
+        num_stages = cluster.stage_map.num_stages
+        self.plan = divide_by_size(module, num_stages, held, options.split_points, limit, self._metrics)
         owner = self._deployment.place_parameters(self.plan)
         announce(self.plan, cluster)
         return owner
@@ -68,16 +194,137 @@ class WholeRun(PassthroughRun):
         """Return the reader's batch on every rank's device, after its transfer hooks."""
         return self._batches.to_device(batch, device, dataloader_idx)
 
+    def needs(self, batch: Any, rank: int) -> frozenset[str] | None:
+        """Return None: all tensors of a batch are needed."""
+        return None
+
+    def end_iteration(self) -> None:
+        """Apply the changes that were asked for."""
+        self._context.configuration.take_over(self._cluster)
+
+    def showing(self, number: int | None) -> AbstractContextManager[None]:
+        """Return a context within which the module is the only model, which is also the reference."""
+        check_number(number or 0, 1)
+        return contextlib.nullcontext()
+
+    # -- lockstep ----------------------------------------------------------------------------------------------------
+
+    @property
+    def lockstep(self) -> Lockstep:
+        """The lockstep of all processes. Every process makes the first access together, which divides the module."""
+        if self._lockstep is None:
+            owner, exchange = self._divide(), Exchange(self._cluster)
+            self._lockstep = Lockstep(self._module, exchange, owner, self._metrics)
+        return self._lockstep
+
+    @contextlib.contextmanager
+    def _adapted(self) -> Iterator[None]:
+        """Within this context trainer and module are changed as lockstep needs it."""
+        module, loop = self._module, self._trainer.fit_loop.epoch_loop
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(intercepting())
+            undo.enter_context(replaced(module, "log", functools.partial(self._log, module.log)))
+            undo.enter_context(replaced(module, "clip_gradients", functools.partial(self._clip, module.clip_gradients)))
+            undo.enter_context(local_metrics(self._metrics, BatchValues(), self._cluster.leaders, lambda: False))
+            for optimization in (loop.automatic_optimization, loop.manual_optimization):
+                undo.enter_context(replaced(optimization, "run", functools.partial(self._run, optimization.run)))
+            for name in _HOOKS:
+                if is_overridden(name, module):
+                    undo.enter_context(replaced(module, name, self._together(name, getattr(module, name))))
+            for each in (*self._trainer.optimizers, *self._trainer.strategy._lightning_optimizers):
+                clear = self._apart(each.zero_grad)  # type: ignore[attr-defined]
+                undo.enter_context(replaced(each, "zero_grad", clear))
+            for optimizer in self._trainer.optimizers:
+                undo.enter_context(replaced(optimizer, "step", self._stepping(optimizer)))
+            yield
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
     def step(self, name: str, own: Own, *args: Any, **kwargs: Any) -> Any:
         """Run a step in lockstep; in training the whole optimization of a batch already is."""
-        return own(*args, **kwargs) if name == "training_step" else self._steps.run(name, own, *args)
+        if name == "training_step":
+            return own(*args, **kwargs)
+        with self.lockstep.running(name, speaks=False), alone():
+            return own(*args)
+
+    def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run one batch of training in lockstep; all processes know the metrics of rank 0 afterwards."""
+        with self.lockstep.running("training_step", speaks=False), alone():
+            result = run(*args, **kwargs)
+        connector = self._trainer._logger_connector
+        if isinstance(connector, SyncedLoggerConnector):
+            metrics, _ = self._cluster.control.relay(connector.snapshot(), None)
+            connector.accept(metrics)
+        return result
+
+    def _together(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook that all processes run in lockstep."""
+
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            connector = self._trainer._logger_connector
+            decides = name.endswith("_epoch_end") and not self._trainer.sanity_checking
+            if decides and isinstance(connector, SyncedLoggerConnector):
+                connector.sync()
+            with self.lockstep.running(name), alone():
+                return hook(*args, **kwargs)
+
+        return run
+
+    # -- what each process does for itself -------------------------------------------------------------------------
+
+    def _apart(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.lockstep.quiet():
+                return method(*args, **kwargs)
+
+        return run
 
     def optimizer_step(
         self, own: Own, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
     ) -> Any:
         """Step this process's parameters; the closure runs on all processes in lockstep."""
+        with self.lockstep.quiet():
+            return own(optimizer, self.check.after(self._closed(optimizer, closure)), model, **kwargs)
 
-        def checked(optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-            return own(optimizer, self.check.after(closure), *args, **kwargs)
+    def _stepping(self, optimizer: Optimizer) -> Callable[..., Any]:
+        step = optimizer.step
 
-        return self._steps.optimizer_step(checked, optimizer, closure, model, **kwargs)
+        @functools.wraps(step)
+        def run(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            with self.lockstep.quiet():
+                if closure is not None:
+                    return step(self._closed(optimizer, closure), **kwargs)
+                self.lockstep.agree_on_gradients(parameters_in(optimizer))
+                return step(**kwargs)
+
+        return run
+
+    def _closed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            with self.lockstep.again():
+                result = closure()
+            self.lockstep.agree_on_gradients(parameters_in(optimizer))
+            return result
+
+        return run
+
+    def _clip(self, clip: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Clip by the norm over all processes."""
+        with self.lockstep.quiet(), norms_over_stages(parameters_in(optimizer), self._cluster):
+            return clip(optimizer, *args, **kwargs)
+
+    def _log(self, log: Callable[..., Any], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Log on rank 0; the value may be held by another process."""
+        lockstep = self._lockstep
+        if lockstep is not None and lockstep.joint.runs:
+            raise AvgPipeError(
+                f"self.log({name!r}) is called inside a submodule that one process runs; return the value and log it "
+                "in the step"
+            )
+        if lockstep is not None and lockstep.follows and isinstance(value, Tensor):
+            value = lockstep.contents(value)
+        if self._cluster.rank == 0:
+            with contextlib.nullcontext() if lockstep is None else lockstep.quiet():
+                log(name, value, *args, **kwargs)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.averaging.optimizer_clone import clone_optimizer, unwrapped
+from lightning_avgpipe.averaging.optimizers import clone_optimizer, unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.patching import replaced

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
+from lightning_avgpipe.capture.graph import changed_in_common
 from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import ReplicaGroup
-from lightning_avgpipe.engine.execution import Execution
+from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.training.pipeline_streams import PipelineStreams
 from lightning_avgpipe.training.state import full_ensemble_state, load_ensemble_state
 from lightning_avgpipe.utils.device import port_of
+from lightning_avgpipe.utils.lightning import rank_zero_info
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.torch_compat import address
 
@@ -38,8 +38,8 @@ class ParallelPipelines:
         ensemble: the parallel models, from the first step of training on; None if there is one model.
         pipelines: pipelines by the number of their model.
         has_trained: whether a step of training has begun.
-        saved: models of a checkpoint that are still to be loaded.
-        streams: streams of the pipelines.
+        saved: state of a checkpoint's models that is still to be loaded; None if there is none. It is loaded when as
+            many models begin to train; with another number all of them start from the reference.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class ParallelPipelines:
         self._first = first
         self._make = make
         self._execution = execution
-        self.streams = PipelineStreams(port_of(cluster.device), execution.streams)
-        self.saved = SavedModels()
+        self.saved: Mapping[str, Any] | None = None
+        self._await_streams = False  # whether pipelines get streams after their first step
 
     def train(self, num_pipelines: int) -> list[Pipeline]:
         """Return N pipelines for a step of training, which must be prepared. Every process calls it."""
         self.has_trained = True
         if num_pipelines == self._cluster.stage_map.num_teams == 1:
             self.dissolve()
-            self.saved = SavedModels()
+            self.saved = None
             return self.pipelines
         begins = self.ensemble is None
         if self.ensemble is None:
@@ -74,7 +74,9 @@ class ParallelPipelines:
             self.ensemble = self._make(self._cluster.replica_group, changed, self._written())
         ensemble = self.ensemble
         stale = ensemble.follow(num_pipelines)
-        self.saved.load(ensemble)
+        if self.saved is not None and self.num_saved == ensemble.models.total:
+            load_ensemble_state(ensemble, self.saved)
+        self.saved = None
         if stale or begins or len(self.pipelines) < num_pipelines:
             self._cluster.transport.widen(num_pipelines)
             self._first.place = partial(ensemble.place, 0)
@@ -93,10 +95,40 @@ class ParallelPipelines:
             for pipeline in others:
                 pipeline.load_like(self._first, "training_step")
             ensemble.place(0)
-            self.streams.wait(self.pipelines)
-        else:
-            self.streams.give(self.pipelines)
+            self._begin_streams()
+        elif self._await_streams:
+            self._await_streams = False
+            for pipeline in self.pipelines:
+                pipeline.stream = OwnStream(port_of(self._cluster.device))
         return self.pipelines
+
+    @property
+    def num_saved(self) -> int | None:
+        """The number of models of a checkpoint that are still to be loaded; None if there is nothing to load."""
+        return None if self.saved is None else len(self.saved.get("models", ()))
+
+    # -- streams ------------------------------------------------------------------------------------------------------
+
+    @property
+    def have_streams(self) -> bool:
+        """Whether each of several pipelines has a stream of its own: the user asked for it and the step allows it."""
+        return self._execution.streams and not self._against_streams
+
+    @property
+    def _against_streams(self) -> str:
+        """Why pipelines cannot have streams, or an empty string: shared objects must be changed in one order."""
+        port, graph = port_of(self._cluster.device), self._first.graph("training_step")
+        if not port.runs_ahead:
+            return f"{port.device.type} has no streams"
+        common = changed_in_common(graph)
+        return f"{graph.step} changes {common}" if common else ""
+
+    def _begin_streams(self) -> None:
+        """Let new pipelines share one stream for their first step, in which a step may make objects that it keeps."""
+        several = len(self.pipelines) > 1
+        self._first.stream, self._await_streams = None, several and self.have_streams
+        if self._execution.streams and several and not self._await_streams:
+            rank_zero_info(f"Averaging(streams=True): pipelines take turns, since {self._against_streams}")
 
     def only_first(self) -> None:
         """Drop all pipelines but the first, for a new plan. The others are made when they train next."""
@@ -181,38 +213,9 @@ class ParallelPipelines:
     def trying(self) -> Iterator[None]:
         """Let parallel models be made on trial within this context, and restore the saved models afterwards."""
         before = self.saved, self.has_trained
-        self.saved = SavedModels()
+        self.saved = None
         try:
             yield
         finally:
             self.dissolve(average=False)
             self.saved, self.has_trained = before
-
-
-@dataclass
-class SavedModels:
-    """The parallel models of a checkpoint, which are loaded when models begin to train.
-
-    Attributes:
-        state: state of the models; None if there is nothing to load.
-    """
-
-    state: Mapping[str, Any] | None = None
-
-    @property
-    def count(self) -> int | None:
-        """The number of saved models; None if there is nothing to load."""
-        return None if self.state is None else len(self.state.get("models", ()))
-
-    def load_later(self, state: Mapping[str, Any]) -> None:
-        """Keep the state until models begin to train."""
-        self.state = state
-
-    def load(self, ensemble: Ensemble) -> None:
-        """Load the saved models into an ensemble, if it has as many models, and drop the state.
-
-        With another number of models all of them start from the reference.
-        """
-        if self.state is not None and self.count == ensemble.models.total:
-            load_ensemble_state(ensemble, self.state)
-        self.state = None

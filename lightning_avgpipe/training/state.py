@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
-from lightning_avgpipe.averaging.optimizer_clone import parameters_in
+from lightning_avgpipe.averaging.optimizers import parameters_in
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.errors import ConfigurationError

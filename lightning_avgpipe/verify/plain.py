@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
-from lightning_avgpipe.averaging.optimizer_clone import unwrapped
+from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.capture.snapshot import random_state
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.alone import alone

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.averaging.optimizer_clone import parameters_in, unwrapped
+from lightning_avgpipe.averaging.optimizers import parameters_in, unwrapped
 from lightning_avgpipe.engine.loss import loss_in
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.errors import ConfigurationError, VerificationError

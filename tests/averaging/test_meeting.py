@@ -17,7 +17,7 @@ from lightning_avgpipe.averaging.averaging_step import AveragingStep, average
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.comm.control import ControlChannel
-from lightning_avgpipe.strategy.loop import PipelineOptimization
+from lightning_avgpipe.strategy.pipeline_run import PipelineOptimization
 from tests import processes
 from tests.averaging.models import Batches, Net, assert_equal, state
 from tests.models import loader

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_avgpipe.averaging.optimizer_clone import clone_optimizer, follow
+from lightning_avgpipe.averaging.optimizers import clone_optimizer, follow
 
 
 class Own(torch.optim.SGD):

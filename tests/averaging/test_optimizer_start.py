@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.averaging.optimizer_start import load_states, states_of_group_0
+from lightning_avgpipe.averaging.optimizers import load_states, states_of_group_0
 
 
 class Sibling:

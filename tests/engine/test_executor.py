@@ -13,7 +13,7 @@ import torch
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap, names
-from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
+from lightning_avgpipe.engine.executor import Lane, execute
 from lightning_avgpipe.engine.observer import MemoryGuard, Observer, Work
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import MemoryShortage, PeerError, StageError
@@ -88,7 +88,7 @@ def iterate(cluster: Cluster, schedule: Schedule = SCHEDULE, pipelines: int = 1,
             row = in_turn(schedule.rows[stage], *cluster.stage_map.share(stage, cluster.rank))
             lane.begin(row, observers, turns.get(stage))
             lanes.append(lane)
-    execute(lanes, IterationContext(cluster.waits, cluster.world.rank, tuple(observers)))
+    execute(lanes, cluster, tuple(observers))
     return lanes
 
 

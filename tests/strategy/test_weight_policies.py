@@ -222,6 +222,24 @@ def test_hooks_and_logs_come_as_without(policy: str, count: int) -> None:
     assert found[0] == found[1]
 
 
+class Halved(Chain):
+    """Changes each batch on its way to the device."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, target = batch
+        return x / 2, target
+
+
+def test_each_of_several_batches_read_ahead_goes_through_its_transfer_hooks() -> None:
+    found = []
+    for kind, factor in ((Halved, 1.0), (Chain, 0.5)):
+        torch.manual_seed(2)
+        module = kind(Recurrent, PLAIN_SGD)
+        fit(module, Batches([(x * factor, y) for x, y in batches(8, 1)]), "stash", 1, max_epochs=1)
+        found.append(dict(module.named_parameters()))
+    assert_equal(*found)
+
+
 @pytest.mark.parametrize("policy", ["stash", pytest.param("pipeoptim", marks=SLOW)])
 def test_what_is_not_foreseen_drains_as_what_is(policy: str, tmp_path: Path) -> None:
     """With batch norm, whose statistics run ahead, and dropout."""

@@ -1,14 +1,8 @@
-"""Checksums: they detect hooks that change the weights of pipeline 0 between steps, the only weights that hooks see.
-
-A hook that clamps weights after each step would leave all other models unchanged, without an error. Most hooks act from
-the beginning on, or at the end of an epoch. So checksums are taken after the first steps and after the last one of an
-epoch, and compared when the next step begins. The checksum of a tensor is two numbers: its sum, and the sum of its
-bits.
-"""
+"""Checks of parallel models between steps: hooks that change one model only, and infinite or NaN values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -21,7 +15,12 @@ _FIRST = 2  # number of first steps after which checksums are taken
 
 
 class Checksums:
-    """The checksums of one model's weights.
+    """Detects hooks that change the weights of pipeline 0 between steps, the only weights that hooks see.
+
+    A hook that clamps weights after each step would leave all other models unchanged, without an error. Most hooks act
+    from the beginning on, or at the end of an epoch. So checksums are taken after the first steps and after the last
+    one of an epoch, and compared when the next step begins. The checksum of a tensor is two numbers: its sum, and the
+    sum of its bits.
 
     Args:
         weights: weights that hooks see between steps, by name; the mapping is read at each check.
@@ -80,3 +79,34 @@ def _sums(weights: Mapping[str, Tensor]) -> Tensor:
         total = numbers.sum(dtype=torch.float64).view(torch.int64)
         found.append(torch.stack([total, words(numbers).sum(dtype=torch.int64)]))
     return torch.stack(found)
+
+
+def may_have_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return a scalar tensor on the device: 0 if surely no tensor has an infinite or NaN element, 1 if one may have.
+
+    It reads each tensor once, takes about as long as clipping, and does not wait for the device. Squares of very large
+    numbers are infinite too, so a result of 1 must be confirmed by :func:`has_nonfinite`.
+    """
+    by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        dense = _dense(tensor)
+        by_type.setdefault((dense.dtype, dense.device), []).append(dense)
+    found = torch.zeros((), device=device)
+    for alike in by_type.values():
+        norms = torch.stack(torch._foreach_norm(alike, 2))  # a nonfinite element makes the norm nonfinite
+        found = torch.maximum(found, (~torch.isfinite(norms)).any().to(device, found.dtype))
+    return found
+
+
+def has_nonfinite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether a tensor has an infinite or NaN element."""
+    return not all(bool(torch.isfinite(_dense(tensor)).all()) for tensor in tensors)
+
+
+def first_nonfinite(named: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the first tensor that has an infinite or NaN element; None if there is none."""
+    return next((name for name, tensor in named.items() if has_nonfinite([tensor])), None)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.coalesce().values() if tensor.is_sparse else tensor

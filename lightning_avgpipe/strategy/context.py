@@ -1,8 +1,10 @@
-"""The surroundings of a run of the trainer: what exists when the run begins."""
+"""The context of a run of the trainer: what exists when the run begins, and is passed to its parts as one value."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.planning.memory_limit import MemoryLimit, limit_of
@@ -13,11 +15,13 @@ from lightning_avgpipe.strategy.data import Distributor
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import TrainerFn, pl
 
+Own = Callable[..., Any]  # Lightning's own method, where a run has one of the same name
+
 _MOST = 0.9  # share of a device's memory that its stages may use without a limit
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RunContext:
     """The trainer, connection and options of a run, which exist when it begins.
 
     Attributes:
@@ -33,6 +37,11 @@ class Surroundings:
     configuration: Configuration
     before: WholeState
     distributor: Distributor
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The module of the run."""
+        return self.trainer.lightning_module
 
     @property
     def fitting(self) -> bool:

@@ -1,0 +1,198 @@
+"""The optimizers of parallel models: the trainer's own for pipeline 0, and clones of them for the others.
+
+In all groups of processes they begin with the state of group 0's optimizers of pipeline 0.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_avgpipe.averaging.models import Models, ParallelModel
+from lightning_avgpipe.comm.collectives import ReplicaGroup
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.weights.relocation import OptimizerStates
+
+_HOOKS = ("_hooks",)  # endings of the names of an optimizer's hooks
+States = Mapping[int, Mapping[str, Any]]  # of an optimizer, by the position of a parameter among its parameters
+
+
+class ModelOptimizers:
+    """The optimizers of each parallel model.
+
+    Args:
+        own: returns the current optimizers of pipeline 0.
+        models: models that they train.
+        replica_group: processes that hold the parallel models of other groups; None if there are none.
+    """
+
+    def __init__(
+        self, own: Callable[[], Sequence[Optimizer]], models: Models, replica_group: ReplicaGroup | None
+    ) -> None:
+        self._own = own
+        self._models = models
+        self._replica_group = replica_group
+        self._clones: list[list[Optimizer]] = [[]]
+
+    def of(self, number: int) -> list[Optimizer]:
+        """Return the optimizers of pipeline n; for pipeline 0 those of the trainer."""
+        return self._clones[number] if number else list(self._own())
+
+    def resize(self) -> None:
+        """Drop the optimizers of models that have gone, and make those of new models.
+
+        They begin with the state of group 0's pipeline 0, for which all groups call this method.
+        """
+        del self._clones[self._models.size :]
+        if len(self._clones) == self._models.size:
+            return
+        own = self._own()
+        states = None if self._replica_group is None else states_of_group_0(own, self._replica_group)
+        for model in self._models.each[len(self._clones) :]:
+            places = self._places(model)
+            self._clones.append([clone_optimizer(optimizer, places) for optimizer in own])
+            for made, state in zip(self._clones[-1], states or (), strict=False):
+                load_states(made, state)
+
+    def _places(self, model: ParallelModel) -> dict[int, Tensor]:
+        """Return ``id -> tensor`` of the model's tensor for each of the module's own."""
+        return {id(p): model.parameters[name] for name, p in self._models.own.parameters.items()}
+
+    def follow(self, only: Optimizer | None = None) -> None:
+        """Give the clones the current hyper-parameters of pipeline 0's optimizers.
+
+        Args:
+            only: the clone to update; None: all of them.
+        """
+        for model, clones in zip(self._models.each[1:], self._clones[1:], strict=True):
+            if only is None or any(made is only for made in clones):
+                places = self._places(model)
+                for made, optimizer in zip(clones, self._own(), strict=True):
+                    follow(made, optimizer, places)
+
+    def states(self) -> list[OptimizerStates]:
+        """Return the states of the clones, which move with their parameters."""
+        return [
+            OptimizerStates(made, partial(getattr, model, "parameters"))
+            for model, made in zip(self._models.each, self._clones, strict=True)
+        ]
+
+    def check(self, module: nn.Module) -> None:
+        """Check that each model can have a copy of everything that is trained.
+
+        Raises:
+            ConfigurationError: an optimizer trains something that is no parameter of the module.
+        """
+        known = {id(parameter) for parameter in module.parameters()}
+        for optimizer in self._own():
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                if id(parameter) not in known and parameter.requires_grad:
+                    raise ConfigurationError(
+                        f"{type(optimizer).__name__} trains a tensor of shape {tuple(parameter.shape)} that is no "
+                        "parameter of the LightningModule, so parallel models cannot have their own; make it a "
+                        "parameter of a submodule, or use num_pipelines=1"
+                    )
+
+
+def clone_optimizer(optimizer: Optimizer, own: Mapping[int, Tensor]) -> Optimizer:
+    """Return an optimizer like another one, with a copy of its state, for other parameters.
+
+    ``copy.deepcopy`` alone would lose attributes that some classes add, and would copy the objects that hooks are bound
+    to.
+
+    Args:
+        optimizer: optimizer of model 0. A scheduler may have patched its ``step``; that of the clone is not patched.
+        own: parameter that takes the place of each of its parameters, by ``id``; parameters that are missing are
+            shared.
+    """
+    memo: dict[int, Any] = {id(p): own.get(id(p), p) for p in parameters_in(optimizer)}
+    made = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name == "step":
+            continue  # patched by a scheduler, which counts the original's steps
+        vars(made)[name] = copy.copy(value) if name.endswith(_HOOKS) else copy.deepcopy(value, memo)
+    return made
+
+
+def follow(made: Optimizer, optimizer: Optimizer, own: Mapping[int, Tensor]) -> None:
+    """Give a clone the optimizer's current parameter groups: hyper-parameters and new parameters."""
+    made.param_groups[:] = [
+        {**group, "params": [own.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
+    ]
+
+
+def parameters_in(optimizer: Optimizer) -> list[Tensor]:
+    """Return an optimizer's parameters, in the order in which its state numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer within a trainer's wrapper, or the optimizer itself if it is not wrapped."""
+    return getattr(optimizer, "_optimizer", optimizer)
+
+
+class _Described(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+
+
+def states_of_group_0(optimizers: Sequence[Optimizer], replica_group: ReplicaGroup) -> list[States]:
+    """Return copies of the states of group 0's optimizers, one for each optimizer. All processes of the group call it.
+
+    Args:
+        optimizers: optimizers of the same parameters in all groups; their states may differ.
+        replica_group: processes in other groups.
+    """
+    described = replica_group.members.broadcast([_describe(optimizer) for optimizer in optimizers])
+    states: list[States] = []
+    for optimizer, entries in zip(optimizers, described, strict=True):
+        parameters = parameters_in(optimizer)
+        states.append(
+            {i: _filled(optimizer, parameters[i], entry, replica_group.number) for i, entry in entries.items()}
+        )
+    tensors = [v for state in states for entry in state.values() for v in entry.values() if isinstance(v, Tensor)]
+    for on_host in (True, False):  # one message cannot have tensors of both
+        replica_group.copy([tensor for tensor in tensors if tensor.is_cpu == on_host])
+    return states
+
+
+def load_states(optimizer: Optimizer, states: States) -> None:
+    """Replace the states of an optimizer by copies of these."""
+    parameters = parameters_in(optimizer)
+    optimizer.state.clear()
+    for i, entry in states.items():
+        optimizer.state[parameters[i]] = copy.deepcopy(dict(entry))
+
+
+def _describe(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    states = ((i, optimizer.state.get(p)) for i, p in enumerate(parameters_in(optimizer)))
+    return {i: {key: _described(value) for key, value in state.items()} for i, state in states if state}
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Described(tuple(value.shape), value.dtype, value.is_cpu)
+    return value
+
+
+def _filled(optimizer: Optimizer, parameter: Tensor, entry: Mapping[str, Any], group: int) -> dict[str, Any]:
+    """Return the tensors of a state in group 0, and memory for them in other groups."""
+    own: Mapping[str, Any] = optimizer.state.get(parameter, {})
+    return {
+        key: (own[key].detach().clone() if group == 0 else _empty(value, parameter))
+        if isinstance(value, _Described)
+        else value
+        for key, value in entry.items()
+    }
+
+
+def _empty(described: _Described, parameter: Tensor) -> Tensor:
+    device = torch.device("cpu") if described.on_host else parameter.device
+    return torch.empty(described.shape, dtype=described.dtype, device=device)
