@@ -12,9 +12,8 @@ from lightning_avgpipe.engine.sample_layout import Seen
 from lightning_avgpipe.engine.weighting import LossWeight, uneven_targets, weighted
 from lightning_avgpipe.errors import BatchError
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.data import expected_now
-from lightning_avgpipe.strategy.options import SplitBatch
+from lightning_avgpipe.strategy.options import Configuration, SplitBatch
 from lightning_avgpipe.training.replicas import weighing
 from lightning_avgpipe.utils.lightning import RunningStage, pl, rank_zero_warn
 

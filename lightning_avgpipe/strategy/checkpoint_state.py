@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.optimizer_clone import unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection
+from lightning_avgpipe.strategy.options import Configuration
 from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.training.state import (
+from lightning_avgpipe.training.holdings import (
     full_optimizer_state,
     full_state_dict,
     move_state,

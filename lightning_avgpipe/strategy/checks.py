@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_avgpipe.averaging.optimizer_clone import unwrapped
 from lightning_avgpipe.capture.attributes import is_compiled
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError
@@ -21,6 +23,7 @@ from lightning_avgpipe.schedule.own import of_function
 from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.schedule.versions import Place
 from lightning_avgpipe.strategy import combinations
+from lightning_avgpipe.strategy.options import Configuration, Options
 from lightning_avgpipe.training.optimizer_shards import check_separable
 from lightning_avgpipe.utils.lightning import (
     BatchSizeFinder,
@@ -29,11 +32,12 @@ from lightning_avgpipe.utils.lightning import (
     StochasticWeightAveraging,
     is_overridden,
     pl,
+    rank_zero_info,
     refuse_other,
 )
 
 if TYPE_CHECKING:
-    from lightning_avgpipe.strategy.options import Options
+    from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 
 
 def overlapping(
@@ -360,3 +364,90 @@ def same_options(options: Sequence[Mapping[str, Any]]) -> None:
                     f"{name} is {options[0][name]!r} on rank 0, but {value!r} on rank {rank}; give AvgPipeStrategy the "
                     "same options in all processes"
                 )
+
+
+def can_roll(
+    running: pl.Trainer, given: Options, cluster: Cluster, num_stages: int, num_groups: int, tuned: bool
+) -> bool:
+    """Return whether pipelines of this run can roll, as far as that is known before the first batch.
+
+    Every process calls it.
+
+    Args:
+        running: the trainer.
+        given: options of the strategy.
+        cluster: the connected processes.
+        num_stages: K.
+        num_groups: number of groups of processes.
+        tuned: whether a tuner chooses N.
+    Raises:
+        ConfigurationError: batches are to overlap by some option, and cannot.
+    """
+    replicas, rolling = cluster.stage_map.replicas, given.averaging.rolling
+    if rolling != "auto":
+        overlapping(running, given, num_stages, num_groups, replicas, tuned)
+        return rolling
+    overlapping(running, given.rolling_as(False), num_stages, num_groups, replicas, tuned)
+    found = ""
+    try:
+        # even if there is one pipeline now, there may be several later
+        wanted = replace(given.rolling_as(True), num_pipelines=max(2, given.num_pipelines))
+        overlapping(running, wanted, num_stages, num_groups, replicas, tuned)
+    except ConfigurationError as error:
+        found = str(error)
+    return not gives_way(found, cluster)
+
+
+def gives_way(found: str, cluster: Cluster) -> bool:
+    """Return whether pipelines do not roll with ``Averaging(rolling="auto")``, and log why. Every process calls it.
+
+    Args:
+        found: reason against rolling in this process; empty: there is none.
+        cluster: the connected processes.
+    """
+    why = next(filter(None, cluster.world.exchange_objects(found)), "")
+    if why:
+        tell_why_not_rolling(why)
+    return bool(why)
+
+
+def tell_why_not_rolling(why: str) -> None:
+    """Log on rank 0 why pipelines do not roll."""
+    rank_zero_info(f"Averaging(rolling='auto'): pipelines do not roll: {why}")
+
+
+def check_changes(changes: Mapping[str, Any], configuration: Configuration, strategy: AvgPipeStrategy) -> None:
+    """Check that changes can be made.
+
+    Args:
+        changes: option -> value; None: the option stays as it is.
+        configuration: the strategy's options as they are now.
+        strategy: strategy that is asked.
+    Raises:
+        ConfigurationError: a change that cannot be made.
+        PartitionError: a split point that is no submodule.
+    """
+    now, wanted, module = configuration.options, configuration.wanted(changes), strategy.lightning_module
+    layout, num_stages = strategy.device_layout, strategy.num_stages
+    if strategy.whole is not None:
+        raise ConfigurationError(f"reconfigure: {type(module).__name__} {strategy.whole}; its steps run whole")
+    if strategy.passthrough and module is not None:
+        raise ConfigurationError(
+            "reconfigure: with one device, one stage, one micro-batch and one pipeline this run began as with "
+            "strategy='auto', and has no pipeline to change; begin with 2 or more of stages, micro-batches or pipelines"
+        )
+    moves = changes["num_stages"] is not None or changes["split_points"] is not None
+    if moves and (now.shares_stages or now.shard):
+        sharded = " with their parts of the optimizer states" * (now.shard is not None)
+        raise ConfigurationError(
+            f"reconfigure: replicas={now.replicas!r} stay where they are{sharded}, and so do their stages; begin with "
+            "the stages that you want"
+        )
+    if module is not None:
+        trainer(module.trainer, module.trainer.world_size, wanted.num_pipelines)
+        wanted_stages = num_stages if changes["num_stages"] is None else changes["num_stages"]
+        rolling = wanted.rolling_as(configuration.can_roll) if wanted.averaging.rolling == "auto" else wanted
+        overlapping(module.trainer, rolling, wanted_stages, strategy.num_groups, strategy.replicas, tuned=False)
+        stages(wanted_stages, num_stages, layout)
+        schedule(now, wanted_stages, layout.group_size(wanted_stages))
+        split_points(module, wanted.split_points, wanted_stages)

@@ -22,7 +22,7 @@ from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
-from lightning_avgpipe.strategy.configuration import Configuration
+from lightning_avgpipe.strategy.options import Configuration
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.preparation import Preparation, Works
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.strategy.iteration import Iterations
-from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
+from lightning_avgpipe.strategy.log import SyncedLoggerConnector
 from lightning_avgpipe.utils.lightning import Closure, ClosureResult, _AutomaticOptimization, call
 
 

@@ -18,7 +18,6 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.halving import Halving
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.advisor import Advisor
-from lightning_avgpipe.strategy.aftermath import hooks_with_results
 from lightning_avgpipe.strategy.ahead import AheadIterations
 from lightning_avgpipe.strategy.asynchronous import AsynchronousIterations
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
@@ -33,10 +32,10 @@ from lightning_avgpipe.strategy.loop import PipelineOptimization
 from lightning_avgpipe.strategy.metric_objects import tell_device
 from lightning_avgpipe.strategy.parallel_models import InTurn, ParallelModels
 from lightning_avgpipe.strategy.preparation import Preparation
+from lightning_avgpipe.strategy.rank_zero_hooks import hooks_with_results
 from lightning_avgpipe.strategy.rolling import RollingIterations
 from lightning_avgpipe.strategy.run import Own
-from lightning_avgpipe.strategy.run_holdings import RunHoldings
-from lightning_avgpipe.strategy.schedule_control import ScheduleControl
+from lightning_avgpipe.strategy.schedule_control import RunHoldings, ScheduleControl
 from lightning_avgpipe.strategy.surroundings import Surroundings
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last

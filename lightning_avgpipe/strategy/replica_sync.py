@@ -9,9 +9,8 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.observer import Observer, Observers
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import Schedule, in_turn
-from lightning_avgpipe.training.gradient_sums import GradientSums
 from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
-from lightning_avgpipe.training.statistics_sharing import StatisticsSharing
+from lightning_avgpipe.training.replicas import GradientSums, StatisticsSharing
 
 
 class ReplicaSync:

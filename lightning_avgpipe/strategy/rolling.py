@@ -49,9 +49,9 @@ from lightning_avgpipe.engine.rolling_pipelines import RollingPipelines
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.strategy.ahead import STEP as _STEP
 from lightning_avgpipe.strategy.ahead import AheadIterations, BatchRead
+from lightning_avgpipe.strategy.checks import gives_way
 from lightning_avgpipe.strategy.foresight import Progress, as_it_will_be
 from lightning_avgpipe.strategy.preparation import Works
-from lightning_avgpipe.strategy.rolling_choice import gives_way
 from lightning_avgpipe.utils.patching import nothing, replaced
 from lightning_avgpipe.utils.random_streams import RandomKey
 

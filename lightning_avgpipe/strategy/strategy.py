@@ -25,21 +25,18 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.schedule.versions import PipeOptim
-from lightning_avgpipe.strategy import checks, combinations, compat, launch, rolling_choice
+from lightning_avgpipe.strategy import checks, combinations, launch
 from lightning_avgpipe.strategy.bundles import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
 from lightning_avgpipe.strategy.checkpoint_state import State, WholeState
+from lightning_avgpipe.strategy.checks import check_changes
 from lightning_avgpipe.strategy.combinations import Facts
-from lightning_avgpipe.strategy.configuration import Configuration
-from lightning_avgpipe.strategy.connection import Connection
+from lightning_avgpipe.strategy.connection import Connection, Peers, ending_together, saving_what_is_whole
 from lightning_avgpipe.strategy.data import Distributor, batches_wanted, has_transfer_hooks, mirror
 from lightning_avgpipe.strategy.data_sharding import check_alike, sharing
-from lightning_avgpipe.strategy.options import ALLOWED, Options, PolicyName, ScheduleName, SplitBatch
-from lightning_avgpipe.strategy.peers import Peers
+from lightning_avgpipe.strategy.options import ALLOWED, Configuration, Options, PolicyName, ScheduleName, SplitBatch
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
-from lightning_avgpipe.strategy.reconfiguration import check_changes
 from lightning_avgpipe.strategy.run import PassthroughRun, Run
-from lightning_avgpipe.strategy.signals import ending_together, saving_what_is_whole
 from lightning_avgpipe.strategy.surroundings import Surroundings
 from lightning_avgpipe.strategy.whole import why_whole
 from lightning_avgpipe.strategy.whole_run import WholeRun
@@ -52,6 +49,7 @@ from lightning_avgpipe.utils.lightning import (
     Precision,
     TBroadcast,
     TrainerFn,
+    check_private_names,
     pl,
     rank_zero_info,
     rank_zero_only,
@@ -469,7 +467,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Connect the processes; called before the module's own set-up hooks."""
-        compat.check()
+        check_private_names()
         self.checkpoint_io: CheckpointIO = choose_files(self._checkpoint_io, self.save_distributed_checkpoint)
         super().setup_environment()
         if not self.passthrough:
@@ -540,7 +538,7 @@ class AvgPipeStrategy(ParallelStrategy):
             if fitting:
                 checks.synchronised(trainer, options, self.cluster.stage_map)
                 ways = self.num_stages, self.num_groups, self.tuner is not None
-                self._configuration.can_roll = rolling_choice.can_roll(trainer, options, self.cluster, *ways)
+                self._configuration.can_roll = checks.can_roll(trainer, options, self.cluster, *ways)
                 checks.sharding(options, self.num_models, self.replicas, tuned=self.tuner is not None)
             return PipelineRun(around)
         request.refuse(options.verify, f"the steps of {type(module).__name__} run whole: it {why}")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.planning.memory_limit import MemoryLimit, limit_of
 from lightning_avgpipe.strategy.checkpoint_state import WholeState
-from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.data import Distributor
+from lightning_avgpipe.strategy.options import Configuration
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import TrainerFn, pl
 

@@ -22,9 +22,9 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.exchange import Exchange
 from lightning_avgpipe.engine.lockstep import Lockstep
 from lightning_avgpipe.errors import AvgPipeError
-from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
+from lightning_avgpipe.strategy.log import SyncedLoggerConnector
 from lightning_avgpipe.strategy.metric_objects import BatchValues, local_metrics
-from lightning_avgpipe.training.gradient_norm import norms_over_stages
+from lightning_avgpipe.training.gradients import norms_over_stages
 from lightning_avgpipe.utils.lightning import is_overridden, is_param_in_hook_signature, pl
 from lightning_avgpipe.utils.patching import replaced
 

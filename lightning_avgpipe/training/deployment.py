@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError, PartitionError, StepOrderError
@@ -24,14 +25,13 @@ from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.schedule.kinds import Placement
-from lightning_avgpipe.training.arrangement import Arrangement
 from lightning_avgpipe.training.holdings import Holdings
-from lightning_avgpipe.training.kept import check_movable
 from lightning_avgpipe.training.optimizer_shards import OptimizerShards
 from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
 from lightning_avgpipe.training.plan_maker import Examples, PlanMaker
 from lightning_avgpipe.training.replicas import check_shared
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.names import joined, nearest
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.store import WeightStore
@@ -278,3 +278,81 @@ class Deployment:
         """
         with self.models.showing_reference():
             return self.holdings.state_dict() if whole else self.holdings.own_state_dict()
+
+
+Key = tuple[str, str]  # path of a module and name of the attribute; or an empty path and the full name of a variable
+
+
+def check_movable(before: Plan, after: Plan, old: StageMap, new: StageMap, models: int) -> None:
+    """Check that a step reads the same attributes after a relocation as without one.
+
+    The last stage, which never moves, has the right values of attributes that code between units assigns; a process has
+    those that its own units assign. With several models each has its own values, which only its stages have.
+
+    Args:
+        before: plan that training has run with.
+        after: next plan, of the same step.
+        old: stage map of the plan before.
+        new: stage map of the next plan.
+        models: number of models, N.
+
+    Raises:
+        ConfigurationError: attributes would have other values; the message names them.
+    """
+    found = sorted({joined(*key) for key in _staying(before, after, old, new, models)})
+    if found:
+        raise ConfigurationError(
+            f"{before.graph.step} keeps {', '.join(map(repr, found))} for the next batch, which would not move with "
+            "its stage to another process or model. Keep it in a buffer (register_buffer), or leave num_stages and "
+            "split_points as they are while training runs"
+        )
+
+
+def _staying(before: Plan, after: Plan, old: StageMap, new: StageMap, models: int) -> Iterator[Key]:
+    for plan in (before, after):
+        graph, last = plan.graph, plan.cuts[-1] if plan.cuts else 0
+        early = {key for key, position in graph.reads if models > 1 or (old.group_size > 1 and position <= last)}
+        yield from early.intersection((*graph.attributes, *(key for key, _ in graph.holders)))
+    for key in {*before.graph.of_units, *before.graph.written}:
+        if models > 1 or _ranks(before, key[0], old) != _ranks(after, key[0], new):
+            yield key
+
+
+def _ranks(plan: Plan, path: str, stage_map: StageMap) -> set[int]:
+    """Return the ranks that host a module: those of its unit, or of all units in it. An empty path is all units."""
+    stages_of = plan.stages_of
+    above = nearest(path, stages_of)
+    names = [above] if above else [n for n in stages_of if n.startswith(f"{path}.") or not path]
+    return {stage_map.owner(stage) for name in names for stage in stages_of[name]}
+
+
+class Arrangement:
+    """The assignment of stages to the processes of a cluster. Every process calls its methods.
+
+    Args:
+        cluster: cluster before any plan.
+
+    Attributes:
+        planned: stage map of the current plan.
+        placement: placement of several stages on each process, for the next plan.
+        awaits_plan: whether a new plan is to be made with the step that begins.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._given = self.planned = cluster.stage_map
+        self.placement = cluster.stage_map.placement
+        self.awaits_plan = False
+
+    def begin(self, num_stages: int) -> None:
+        """Arrange the processes for ``num_stages`` stages, for which a plan will be made."""
+        self._cluster.rearrange(replace(self._given, num_stages=num_stages, placement=self.placement))
+
+    def placed(self, plan: Plan) -> StageMap:
+        """Return the stage map for a plan."""
+        return self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map
+
+    def follow(self, planned: StageMap) -> None:
+        """Arrange the processes for the stage map of a plan, a new one or the last one again."""
+        self.planned = planned
+        self._cluster.rearrange(planned)

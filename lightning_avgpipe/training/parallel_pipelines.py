@@ -16,8 +16,8 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.training.holdings import full_ensemble_state, load_ensemble_state
 from lightning_avgpipe.training.pipeline_streams import PipelineStreams
-from lightning_avgpipe.training.state import full_ensemble_state, load_ensemble_state
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.torch_compat import address

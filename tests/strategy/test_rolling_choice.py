@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_avgpipe import Averaging, Links
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.strategy.rolling_choice import can_roll
+from lightning_avgpipe.strategy.checks import can_roll
 from tests.averaging.models import Net, assert_equal, state, train
 from tests.models import loader
 from tests.strategy.test_resume import ResumableLoader
