@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_avgpipe.advise.request import Request
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import MicroBatchError, PartitionError, StageError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.halving import Halving
+from lightning_avgpipe.strategy import commands
 from lightning_avgpipe.strategy import lightning_changes as changes
-from lightning_avgpipe.strategy.advisor import Advisor
 from lightning_avgpipe.strategy.ahead import AheadIterations
 from lightning_avgpipe.strategy.asynchronous import AsynchronousIterations
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
@@ -35,13 +34,13 @@ from lightning_avgpipe.strategy.preparation import Preparation
 from lightning_avgpipe.strategy.rank_zero_hooks import hooks_with_results
 from lightning_avgpipe.strategy.rolling import RollingIterations
 from lightning_avgpipe.strategy.run import Own
-from lightning_avgpipe.strategy.schedule_control import RunHoldings, ScheduleControl
+from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.strategy.surroundings import Surroundings
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
 from lightning_avgpipe.utils.lightning import RunningStage, rank_zero_warn
-from lightning_avgpipe.verify import Subject, request
-from lightning_avgpipe.verify.verdicts import Verdicts
+from lightning_avgpipe.verify import Subject
+from lightning_avgpipe.verify.report import Verdicts
 
 _STEPS = {
     RunningStage.TRAINING: "training_step",
@@ -99,9 +98,7 @@ class PipelineRun:
         deployment = self.deployment = deploy(around)
         step_log = StepLog(module, cluster.leaders if cluster.rank == 0 else None, partial(sharing_last, cluster))
         self.models = ParallelModels(trainer, cluster, configuration, deployment, step_log, observers)
-        schedule_control = ScheduleControl(
-            options.order, cluster, around.memory_per_stage, module, observers, RunHoldings(around, deployment.models)
-        )
+        schedule_control = ScheduleControl(options.order, around, deployment.models, observers)
         self.state = DividedState(around.before, configuration, deployment, schedule_control)
         self.models.check.apart = fitting and not options.policy.drains
         preparation = Preparation(
@@ -114,12 +111,12 @@ class PipelineRun:
         if isinstance(self.iterations, AheadIterations):
             self.state.settle = self.iterations.drain
             self._undo.enter_context(changes.rolling(trainer, self.iterations, self.batches))
-        if fitting and (asked := Request.found()) is not None:
-            trainer.callbacks.append(Advisor(asked, cluster))  # type: ignore[attr-defined]
+        if fitting:
+            commands.advise(trainer, cluster)
         if fitting and options.replicated(cluster.stage_map.replicas):
-            request.refuse(options.verify, "with replicas each has but a share of the batch that counts")
+            commands.refuse_to_verify(options.verify, "with replicas each has but a share of the batch that counts")
         elif fitting and (options.verifies or not self._why_no_witness()):
-            verifier = self.iterations.verifier = request.verifier(self._subject(), options.verify)
+            verifier = self.iterations.verifier = commands.verifier(self._subject(), options.verify)
             if verifier is not None:
                 self._undo.callback(verifier.close)
         self._adapt(fitting)
@@ -225,11 +222,8 @@ class PipelineRun:
 
     def end_script(self) -> None:
         """End a script that runs to be verified, or for advice; called after teardown."""
-        if self.plan is None:  # nothing has run
-            return
-        request.end_of_run(self.iterations.verifier)
-        if any(isinstance(c, Advisor) and c.done for c in self.around.trainer.callbacks):  # type: ignore[attr-defined]
-            raise SystemExit(0)
+        if self.plan is not None:  # something has run
+            commands.end_script(self.around.trainer, self.iterations.verifier)
 
     def model_to_device(self, own: Own) -> None:
         """Set the device of modules and metric objects; weights stay until it is known which stage needs which."""

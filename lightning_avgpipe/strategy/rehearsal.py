@@ -39,7 +39,7 @@ from lightning_avgpipe.schedule import Kind, Schedule
 from lightning_avgpipe.strategy.data import has_transfer_hooks
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.schedule_choice import Order
-from lightning_avgpipe.strategy.schedule_control import RunHoldings, ScheduleControl
+from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.tuning import Setting
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import DummyLogger, pl
@@ -84,13 +84,12 @@ class _Trials(ScheduleControl):
         """Within this context a trial iteration runs."""
         if not self.runs:
             raise _Prepared
-        meter = self._holdings.meter(task, plan) if self.metered else None
+        meter = self._meter(task, plan) if self.metered else None
         with self.observers.having(*([] if meter is None else [meter])):
             yield
         if meter is not None:
-            trainer, stages = self._holdings.around.trainer, self._cluster.stages
-            optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
-            held = holdings(plan, stages, trainer.lightning_module, optimizers, self.captured)
+            optimizers = [unwrapped(optimizer) for optimizer in self._around.trainer.optimizers]
+            held = holdings(plan, self._cluster.stages, self._module, optimizers, self.captured)
             self.kept = {k: Kept(found, held[k]) for k, found in meter.finish(held).items()}
 
 
@@ -240,8 +239,8 @@ class Rehearsal:
 
     def _trials(self, setting: Setting) -> _Trials:
         run, order = self.pipeline, Order(setting.schedule, setting.advance)
-        observers, held = run.iterations.schedule_control.observers, RunHoldings(run.around, run.deployment.models)
-        trials = _Trials(order, run.cluster, lambda: math.inf, self._module, observers, held)
+        observers = run.iterations.schedule_control.observers
+        trials = _Trials(order, run.around, run.deployment.models, observers, lambda: math.inf)
         trials.captured = self.captured
         return trials
 

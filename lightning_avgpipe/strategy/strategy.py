@@ -25,7 +25,7 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.schedule.versions import PipeOptim
-from lightning_avgpipe.strategy import checks, combinations, launch
+from lightning_avgpipe.strategy import checks, combinations, commands, launch
 from lightning_avgpipe.strategy.bundles import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
 from lightning_avgpipe.strategy.checkpoint_state import State, WholeState
@@ -57,7 +57,6 @@ from lightning_avgpipe.utils.lightning import (
     reset_seed,
 )
 from lightning_avgpipe.utils.option_types import Count, Duration, Natural, TensorName
-from lightning_avgpipe.verify import request
 from lightning_avgpipe.weights.absence import explain
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import to_host
@@ -527,7 +526,7 @@ class AvgPipeStrategy(ParallelStrategy):
         around = Surroundings(trainer, self._connection, self._configuration, self._before, self._distributor)
         if self.passthrough:
             if fitting:
-                request.nothing_to_verify(options.verify)
+                commands.nothing_to_verify(options.verify)
             return PassthroughRun(around)
         checks.trainer(trainer, self.world_size, self.num_pipelines)
         everywhere = self.cluster.world.gather_objects((str(trainer.ckpt_path or ""), options.shared))
@@ -541,7 +540,7 @@ class AvgPipeStrategy(ParallelStrategy):
                 self._configuration.can_roll = checks.can_roll(trainer, options, self.cluster, *ways)
                 checks.sharding(options, self.num_models, self.replicas, tuned=self.tuner is not None)
             return PipelineRun(around)
-        request.refuse(options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
+        commands.refuse_to_verify(options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
         return WholeRun(around)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
