@@ -23,8 +23,6 @@ from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.plan import format_seconds
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.recompute_policy import chosen
-from lightning_avgpipe.strategy.checkpoint_state import DividedState, take_origin
-from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.options import Options
 from lightning_avgpipe.strategy.surroundings import Surroundings
 from lightning_avgpipe.training.deployment import Deployment
@@ -62,7 +60,7 @@ def deploy(around: Surroundings) -> Deployment:
         wire=options.links.wire if cluster.group.world_size > 1 else None,
         **planned(around),
     )
-    origin = take_origin(module, cluster, seed, around.before)
+    origin = around.state.take_origin(cluster, seed)
     parts = module, cluster, planner, lambda: trainer.optimizers, origin, options.averaging, metrics, weights
     place_by = partial(_bandwidth, cluster, options, around.fitting)
     compiler = None if options.compile is False else Compiler({} if options.compile is True else options.compile)
@@ -99,15 +97,15 @@ def planned(around: Surroundings) -> dict[str, Any]:
     return {"num_stages": num_stages, "split_points": options.split_points, "memory_limit": limit}
 
 
-def give_back(deployment: Deployment, connection: Connection, state: DividedState) -> None:
+def give_back(around: Surroundings, deployment: Deployment) -> None:
     """Give every process the whole module at the end of a run, unless it began on meta or the run has failed."""
     try:
-        if connection.failed:
+        if around.connection.failed:
             deployment.abandon()
         else:
             deployment.restore()
     finally:
-        state.end()
+        around.state.end()
 
 
 def announce(plan: Plan, cluster: Cluster, shards: bool = False) -> None:

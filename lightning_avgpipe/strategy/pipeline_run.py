@@ -22,7 +22,6 @@ from lightning_avgpipe.strategy.asynchronous import AsynchronousIterations
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.bundles import recount
-from lightning_avgpipe.strategy.checkpoint_state import DividedState
 from lightning_avgpipe.strategy.deploying import announce, deploy, give_back, planned
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
 from lightning_avgpipe.strategy.iteration import Iterations
@@ -65,7 +64,6 @@ class PipelineRun:
         deployment: deployment of the module on processes. This and the attributes below exist from :meth:`setup` on.
         models: the models that are trained.
         iterations: runs the steps.
-        state: the state that checkpoints save and load.
         plan: the plan of the stages; None before the first batch.
     """
 
@@ -73,7 +71,6 @@ class PipelineRun:
     deployment: Deployment
     models: ParallelModels
     iterations: Iterations
-    state: DividedState
 
     def __init__(self, around: Surroundings) -> None:
         self.around = around
@@ -99,7 +96,7 @@ class PipelineRun:
         step_log = StepLog(module, cluster.leaders if cluster.rank == 0 else None, partial(sharing_last, cluster))
         self.models = ParallelModels(trainer, cluster, configuration, deployment, step_log, observers)
         schedule_control = ScheduleControl(options.order, around, deployment.models, observers)
-        self.state = DividedState(around.before, configuration, deployment, schedule_control)
+        around.state.begin(deployment, schedule_control)
         self.models.check.apart = fitting and not options.policy.drains
         preparation = Preparation(
             trainer=trainer, cluster=cluster, deployment=deployment, splitter=splitter, replanned=self._replanned
@@ -109,7 +106,7 @@ class PipelineRun:
             preparation=preparation, models=self.models, schedule_control=schedule_control,
         )  # fmt: skip
         if isinstance(self.iterations, AheadIterations):
-            self.state.settle = self.iterations.drain
+            around.state.drain = self.iterations.drain
             self._undo.enter_context(changes.rolling(trainer, self.iterations, self.batches))
         if fitting:
             commands.advise(trainer, cluster)
@@ -120,7 +117,7 @@ class PipelineRun:
             if verifier is not None:
                 self._undo.callback(verifier.close)
         self._adapt(fitting)
-        self._undo.callback(give_back, deployment, around.connection, self.state)
+        self._undo.callback(give_back, around, deployment)
         self._undo.callback(lambda: self.iterations.leave(together=not around.connection.failed))
 
     def _kind_of_iterations(self, fitting: bool) -> Any:

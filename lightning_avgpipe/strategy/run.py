@@ -11,7 +11,6 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.strategy.checkpoint_state import State
 from lightning_avgpipe.strategy.gradient_check import GradientCheck, OneModel
 from lightning_avgpipe.strategy.parallel_models import check_number
 from lightning_avgpipe.strategy.surroundings import Surroundings
@@ -25,13 +24,10 @@ class Run(Protocol):
     Each method is called by the strategy's method of the same name, and ``own`` is Lightning's method.
 
     Attributes:
-        state: state that checkpoints save and load.
         plan: stages with their units, parameters and boundary values; None where there are none, or not yet.
         check: check of gradients before a step.
     """
 
-    @property
-    def state(self) -> State: ...
     @property
     def check(self) -> GradientCheck: ...
     @property
@@ -59,10 +55,8 @@ class PassthroughRun:
     """
 
     plan: Plan | None = None
-    state: State
 
     def __init__(self, around: Surroundings) -> None:
-        self.state = around.before
         wanted, module = around.configuration.options.averaging.on_nonfinite, around.trainer.lightning_module
         self.check = GradientCheck(around.trainer, around.cluster, wanted, OneModel(module))
         self._around = around
@@ -73,7 +67,7 @@ class PassthroughRun:
 
     def model_to_device(self, own: Own) -> None:
         """Give contents to everything on meta, and move the module to the device."""
-        self._around.before.fill()
+        self._around.state.fill()
         own()
 
     def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:

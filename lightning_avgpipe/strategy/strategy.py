@@ -28,7 +28,7 @@ from lightning_avgpipe.schedule.versions import PipeOptim
 from lightning_avgpipe.strategy import checks, combinations, commands, launch
 from lightning_avgpipe.strategy.bundles import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
-from lightning_avgpipe.strategy.checkpoint_state import State, WholeState
+from lightning_avgpipe.strategy.checkpoint_state import CheckpointState
 from lightning_avgpipe.strategy.checks import check_changes
 from lightning_avgpipe.strategy.combinations import Facts
 from lightning_avgpipe.strategy.connection import Connection, Peers, ending_together, saving_what_is_whole
@@ -261,13 +261,13 @@ class AvgPipeStrategy(ParallelStrategy):
         self._connection = Connection(links.backend)
         self._peers: Peers | None = None  # the peers of this process, once it is connected
         self._run: Run | None = None  # the present or last run; None after connect()
-        self._before: WholeState | None = None  # the state before that run
+        self._checkpoints: CheckpointState | None = None  # what they save and load; None before connect()
         self._begun = False
         self._undo = contextlib.ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
         # a trained module refers to its trainer and so to this strategy, and torch.save must be able to save the module
-        ended = dict.fromkeys(("_run", "_before", "_distributor", "_peers", "tuner"))
+        ended = dict.fromkeys(("_run", "_checkpoints", "_distributor", "_peers", "tuner"))
         return {**super().__getstate__(), **ended, "_undo": contextlib.ExitStack()}
 
     # -- processes -----------------------------------------------------------------------------------------------------
@@ -457,9 +457,7 @@ class AvgPipeStrategy(ParallelStrategy):
         super().connect(model)
         self._run, self._begun = None, False
         self._configuration.can_roll, self._configuration.prefers_rolling = False, True
-        self._before = WholeState(
-            model, self._connection, self.save_distributed_checkpoint, self.options.shard is not None
-        )
+        self._checkpoints = CheckpointState(model, self._connection, self._configuration)
         if not self.passthrough and model._trainer is not None:  # without a trainer the module is only to be saved
             saving = saving_what_is_whole(model.trainer, self._connection, lambda: self._begun)
             self._undo.enter_context(saving)
@@ -515,7 +513,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def _make_run(self, trainer: pl.Trainer) -> Run:
         module, options, fitting = self.lightning_module, self.options, trainer.state.fn == TrainerFn.FITTING
-        assert module is not None and self._before is not None
+        assert module is not None
         why = self.whole
         if why is not None:
             checks.whole(module, why, options, self.num_groups)
@@ -523,7 +521,7 @@ class AvgPipeStrategy(ParallelStrategy):
                 rank_zero_info(f"{type(module).__name__} {why}: its steps run whole, not in micro-batches")
         if fitting and self.tuner is None:  # a tuner would change which options have an effect
             combinations.without_effect(options, Facts(self.num_models, self.num_stages, self.world_size))
-        around = Surroundings(trainer, self._connection, self._configuration, self._before, self._distributor)
+        around = Surroundings(trainer, self._connection, self._configuration, self._state, self._distributor)
         if self.passthrough:
             if fitting:
                 commands.nothing_to_verify(options.verify)
@@ -657,11 +655,9 @@ class AvgPipeStrategy(ParallelStrategy):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     @property
-    def _state(self) -> State:
-        """The state of the last run; if none has been set up since the module was connected, that of the module."""
-        state = self._before if self._run is None else self._run.state
-        assert state is not None
-        return state
+    def _state(self) -> CheckpointState:
+        assert self._checkpoints is not None
+        return self._checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return, on rank 0, the weights of all stages; for a distributed checkpoint this process's own.

@@ -15,7 +15,6 @@ from lightning_avgpipe.planning.model_memory import memory_of, state_copies
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.checkpoint_state import DividedState
 from lightning_avgpipe.strategy.deploying import announce, deploy, give_back
 from lightning_avgpipe.strategy.run import Own, PassthroughRun
 from lightning_avgpipe.strategy.surroundings import Surroundings
@@ -38,12 +37,12 @@ class WholeRun(PassthroughRun):
         trainer, cluster = around.trainer, around.cluster
         own(trainer)
         deployment = self._deployment = deploy(around)
-        state = self.state = DividedState(around.before, around.configuration, deployment, None)
+        around.state.begin(deployment)
         enter(self._steps.adapted())
         enter(changes.scaling(trainer, cluster, lambda optimizer: []))
         enter(changes.several_processes(trainer, cluster, deployment, around.distributor.early))
         enter(changes.known_at_epoch_end(trainer))
-        self._undo.callback(give_back, deployment, around.connection, state)
+        self._undo.callback(give_back, around, deployment)
 
     def _divide(self) -> dict[str, int]:
         """Divide the module by the size of its parts; return parameter or buffer -> rank of its owner."""
