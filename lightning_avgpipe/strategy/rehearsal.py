@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,8 +45,8 @@ from lightning_avgpipe.tuning import Setting
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import DummyLogger, pl
 from lightning_avgpipe.utils.patching import nothing, replaced
+from lightning_avgpipe.verify.plain import quiet
 
-_BACKWARD_HOOKS = ("on_before_backward", "on_after_backward")
 _TIMES = 3  # timed repetitions of a step; the first also makes the optimizer states
 _SUMS = 2  # timed sums over tied parameters, which may be large; the first also connects the processes
 
@@ -166,14 +167,10 @@ class Rehearsal:
         """
         own = [p for p in self._module.parameters() if not p.is_meta]
         weights = [p.detach().cpu().clone() for p in own]
-        seconds = [math.inf]
 
         def step() -> None:
-            for _ in range(_TIMES):
-                begin = self._now()
-                for optimizer in self._optimizers:
-                    type(optimizer).step(optimizer)  # without schedulers that count
-                seconds.append(self._now() - begin)
+            for optimizer in self._optimizers:
+                type(optimizer).step(optimizer)  # without schedulers that count
 
         with contextlib.ExitStack() as undo:
             for optimizer in self._optimizers:
@@ -181,28 +178,24 @@ class Rehearsal:
                 for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
                     undo.enter_context(replaced(optimizer, hooks, OrderedDict()))
             try:
-                self._guarded(step, "the optimizer's step")
+                seconds = self._guarded(lambda: self._fastest_s(step), "the optimizer's step")
                 after()
             finally:
                 with torch.no_grad():
                     for parameter, weight in zip(own, weights, strict=True):
                         parameter.copy_(weight)
-        return min(seconds)
+        return seconds
 
     def tied_s(self) -> float:
         """Return the seconds in which stages sum the gradients of the parameters that several of them use.
 
         Call it after an iteration. Every process calls it.
         """
-        plan = self.pipeline.deployment.plan
-        assert plan is not None
-        seconds = [math.inf if plan.copied else 0.0]
-        for _ in range(_SUMS if plan.copied else 0):
-            self.pipeline.cluster.world.barrier("sums over tied parameters, which are timed")
-            begin = self._now()
-            self.pipeline.deployment.models.sum_copied_gradients()
-            seconds.append(self._now() - begin)
-        return min(seconds)
+        deployment, world = self.pipeline.deployment, self.pipeline.cluster.world
+        assert deployment.plan is not None
+        times = _SUMS if deployment.plan.copied else 0
+        wait = partial(world.barrier, "sums over tied parameters, which are timed")
+        return self._fastest_s(deployment.models.sum_copied_gradients, times, wait)
 
     def averaging_s(self) -> float:
         """Return the seconds in which this process averages one model with a reference.
@@ -210,23 +203,30 @@ class Rehearsal:
         Raises:
             MemoryShortage: another model and another reference do not fit the memory of some process.
         """
-        seconds = [math.inf]
 
-        def run() -> None:
+        def run() -> float:
             own = [p.detach() for p in self._module.parameters() if not p.is_meta and p.requires_grad]
             model, centre = [t.clone() for t in own], [t.clone() for t in own]
-            for _ in range(_TIMES):
-                begin = self._now()
-                average([model], centre, 0.5, 1.0, 1)
-                seconds.append(self._now() - begin)
+            return self._fastest_s(lambda: average([model], centre, 0.5, 1.0, 1))
 
-        self._guarded(run, "averaging")
-        return min(seconds)
+        return self._guarded(run, "averaging")
 
-    def _guarded(self, do: Callable[[], None], what: str) -> None:
-        guard = MemoryGuard()
-        guard.run(do, what)
+    def _guarded(self, do: Callable[[], float], what: str) -> float:
+        """Return what a function returns, unless memory runs out in some process."""
+        guard, found = MemoryGuard(), [0.0]
+        guard.run(lambda: found.append(do()), what)
         guard.agree(self.pipeline.cluster.world)
+        return found[-1]
+
+    def _fastest_s(self, do: Callable[[], None], times: int = _TIMES, before: Callable[[], object] = nothing) -> float:
+        """Return the seconds of the fastest of several runs, without what comes before each; 0 if there are none."""
+        seconds = []
+        for _ in range(times):
+            before()
+            begin = self._now()
+            do()
+            seconds.append(self._now() - begin)
+        return min(seconds, default=0.0)
 
     @property
     def have_streams(self) -> bool:
@@ -339,20 +339,17 @@ def _trying(run: PipelineRun, batch: Any) -> Iterator[Any]:
 @contextlib.contextmanager
 def _unheard(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Within this context no callback, logger or hook of a backward is called."""
-    callbacks, loggers = trainer.callbacks, trainer.loggers  # type: ignore[attr-defined]
+    loggers = trainer.loggers
     with contextlib.ExitStack() as undo:
         undo.enter_context(unchanged(trainer.precision_plugin))
         for value in vars(trainer.precision_plugin).values():
             if isinstance(value, GradScaler):
                 undo.enter_context(unchanged(value))
-        for hook in _BACKWARD_HOOKS:
-            undo.enter_context(replaced(module, hook, nothing))
+        undo.enter_context(quiet(trainer, "on_before_backward", "on_after_backward"))
         undo.enter_context(replaced(module, "_current_fx_name", None))
-        trainer.callbacks, trainer.loggers = [], [DummyLogger() for _ in loggers]  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            trainer.callbacks, trainer.loggers = callbacks, loggers  # type: ignore[attr-defined]
+        undo.callback(setattr, trainer, "loggers", loggers)
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        yield
 
 
 @contextlib.contextmanager

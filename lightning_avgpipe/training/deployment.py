@@ -89,7 +89,9 @@ class Deployment:
         self._maker = PlanMaker(module, cluster, planner, self.holdings, optimizers, bandwidth)
         self._final = False
         self.replans = False
-        self._arrangement = Arrangement(cluster)
+        self._given = self._planned = cluster.stage_map  # before any plan, and of the current plan
+        self._placement = cluster.stage_map.placement  # of several stages on each process, for the next plan
+        self._awaits_plan = False  # whether a new plan is to be made with the step that begins
 
     def prepare(self, examples: Examples, decides: bool, schedule: Schedule, num_pipelines: int = 1) -> bool:
         """Make a step function runnable, unless it is. Every process calls it.
@@ -107,11 +109,11 @@ class Deployment:
         Raises:
             MicroBatchError: the step fails on an example, and batches may stay whole. Nothing has changed.
         """
-        if self._arrangement.awaits_plan and examples.name == "training_step":
-            self._arrangement.awaits_plan = False
+        if self._awaits_plan and examples.name == "training_step":
+            self._awaits_plan = False
             if self._divide(examples, True, schedule, num_pipelines):
                 return True
-            self._arrangement.follow(self._arrangement.planned)
+            self._cluster.rearrange(self._planned)
         if examples.name in self.pipeline.steps and (self._final or not decides):
             return False
         if self.plan is None or (decides and not self._final):
@@ -137,12 +139,13 @@ class Deployment:
         if not self.replans:
             return False
         lacks = any(isinstance(leaf, Absent) for batch in batches for leaf in tree.tensors(batch))
-        self._arrangement.awaits_plan = not int(self._cluster.world.sum(torch.tensor(int(lacks), device="cpu")))
-        if self._arrangement.awaits_plan:
+        self._awaits_plan = not int(self._cluster.world.sum(torch.tensor(int(lacks), device="cpu")))
+        if self._awaits_plan:
             if self.models.ensemble is not None:
                 self.models.ensemble.begin_relocation()
-            self._arrangement.begin(self._maker.planner.num_stages)
-        return self._arrangement.awaits_plan
+            num_stages = self._maker.planner.num_stages
+            self._cluster.rearrange(replace(self._given, num_stages=num_stages, placement=self._placement))
+        return self._awaits_plan
 
     def _divide(self, examples: Examples, final: bool, schedule: Schedule, num_pipelines: int) -> bool:
         """Make a plan and carry it out; return whether there is one."""
@@ -152,13 +155,14 @@ class Deployment:
             plan = self._maker.provisional(examples, schedule, num_pipelines)
         if plan is None:
             return False
+        placed = self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map
+        if self._final and self.plan is not None and self.models.has_trained:
+            models = 1 if self.models.ensemble is None else self.models.ensemble.models.size
+            check_movable(self.plan, plan, self._planned, placed, models)
+        self._planned = placed
+        self._cluster.rearrange(placed)
+        check_shared(plan.graph, plan.cuts, self._cluster.stage_map)
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != examples.name]
-        self._follow(plan, others, final, schedule.relays)
-        return True
-
-    def _follow(self, plan: Plan, others: Sequence[CallGraph], final: bool, relays: Collection[int]) -> None:
-        """Divide the module by a plan, and make its step and the other steps runnable."""
-        self._arrange_for(plan)
         begins_alike = not self._final
         self.pipeline.unload()
         self.plan, self._final, self.replans = plan, final, False
@@ -166,17 +170,9 @@ class Deployment:
         self._place()
         if begins_alike:
             self.holdings.begin_alike(plan.copied)
-        self.pipeline.load(plan.graph, plan.cuts, plan.frozen, relays, plan.wires)
+        self.pipeline.load(plan.graph, plan.cuts, plan.frozen, schedule.relays, plan.wires)
         self._load_others(plan, others)
-
-    def _arrange_for(self, plan: Plan) -> None:
-        """Arrange the processes for the stages of a plan, after checking that the step allows it."""
-        placed = self._arrangement.placed(plan)
-        if self._final and self.plan is not None and self.models.has_trained:
-            models = 1 if self.models.ensemble is None else self.models.ensemble.models.size
-            check_movable(self.plan, plan, self._arrangement.planned, placed, models)
-        self._arrangement.follow(placed)
-        check_shared(plan.graph, plan.cuts, self._cluster.stage_map)
+        return True
 
     def _load_others(self, plan: Plan, graphs: Sequence[CallGraph]) -> None:
         """Make other steps runnable, cut like the step that the plan was made for."""
@@ -261,7 +257,7 @@ class Deployment:
                 "training runs; use False, or leave the stages"
             )
         self._maker.change(**changes)
-        self._arrangement.placement = placement or self._arrangement.placement
+        self._placement = placement or self._placement
         self.replans = True
         self.pipeline.need_all("training_step")
 
@@ -324,35 +320,3 @@ def _ranks(plan: Plan, path: str, stage_map: StageMap) -> set[int]:
     above = nearest(path, stages_of)
     names = [above] if above else [n for n in stages_of if n.startswith(f"{path}.") or not path]
     return {stage_map.owner(stage) for name in names for stage in stages_of[name]}
-
-
-class Arrangement:
-    """The assignment of stages to the processes of a cluster. Every process calls its methods.
-
-    Args:
-        cluster: cluster before any plan.
-
-    Attributes:
-        planned: stage map of the current plan.
-        placement: placement of several stages on each process, for the next plan.
-        awaits_plan: whether a new plan is to be made with the step that begins.
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._given = self.planned = cluster.stage_map
-        self.placement = cluster.stage_map.placement
-        self.awaits_plan = False
-
-    def begin(self, num_stages: int) -> None:
-        """Arrange the processes for ``num_stages`` stages, for which a plan will be made."""
-        self._cluster.rearrange(replace(self._given, num_stages=num_stages, placement=self.placement))
-
-    def placed(self, plan: Plan) -> StageMap:
-        """Return the stage map for a plan."""
-        return self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map
-
-    def follow(self, planned: StageMap) -> None:
-        """Arrange the processes for the stage map of a plan, a new one or the last one again."""
-        self.planned = planned
-        self._cluster.rearrange(planned)

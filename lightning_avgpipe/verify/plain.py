@@ -277,15 +277,13 @@ def portable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def quiet(trainer: pl.Trainer, hook: str) -> Iterator[None]:
-    """Within this context a hook of the callbacks and the module is not called."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    trainer.callbacks = []  # type: ignore[attr-defined]
-    try:
-        with replaced(trainer.lightning_module, hook, nothing):
-            yield
-    finally:
-        trainer.callbacks = callbacks  # type: ignore[attr-defined]
+def quiet(trainer: pl.Trainer, *hooks: str) -> Iterator[None]:
+    """Within this context no callback is called, and none of some hooks of the module."""
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(replaced(trainer, "callbacks", []))
+        for hook in hooks:
+            undo.enter_context(replaced(trainer.lightning_module, hook, nothing))
+        yield
 
 
 def _never(fx: str) -> bool:
