@@ -207,6 +207,12 @@ def ending_together(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
     requeue = signals._slurm_sigusr_handler_fn
     requeued: list[bool] = []
 
+    def stop(signum: Any, frame: Any) -> None:  # a signal handler must not wait for what it has interrupted
+        launcher = trainer.strategy.launcher
+        if STOP not in connection.noted and launcher is not None:  # pass the signal on to the processes started here
+            launcher.kill(signum)
+        connection.note(STOP)
+
     def agreed(request: str) -> None:
         if request == STOP:
             signals.received_sigterm = True  # Lightning's loops do the rest
@@ -219,8 +225,8 @@ def ending_together(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
             raise SIGTERMException
 
     with contextlib.ExitStack() as undo:
-        undo.enter_context(replaced(signals, "_sigterm_notifier_fn", partial(_on_sigterm, trainer, connection)))
-        undo.enter_context(replaced(signals, "_slurm_sigusr_handler_fn", partial(_note, connection, REQUEUE)))
+        undo.enter_context(replaced(signals, "_sigterm_notifier_fn", stop))
+        undo.enter_context(replaced(signals, "_slurm_sigusr_handler_fn", lambda *_: connection.note(REQUEUE)))
         epoch_loop = trainer.fit_loop.epoch_loop
         if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
             undo.enter_context(replaced(epoch_loop, "_broadcast_sigterm_tensor", before_batch))
@@ -236,19 +242,6 @@ class _FirstToKnow(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         trainer.strategy.on_exception(exception)
-
-
-def _note(connection: Connection, request: str, signum: Any = None, frame: Any = None) -> None:
-    """Note a request. A signal handler does nothing else, since it must not wait for what it has interrupted."""
-    connection.note(request)
-
-
-def _on_sigterm(trainer: pl.Trainer, connection: Connection, signum: Any, frame: Any) -> None:
-    """Note the signal, and pass it on to the processes that this one has started."""
-    launcher = trainer.strategy.launcher
-    if STOP not in connection.noted and launcher is not None:
-        launcher.kill(signum)
-    _note(connection, STOP)
 
 
 @contextlib.contextmanager
