@@ -24,7 +24,7 @@ from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.schedule.versions import Place
 from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.options import Configuration, Options
-from lightning_avgpipe.training.optimizer_shards import check_separable
+from lightning_avgpipe.training.stepping import check_separable
 from lightning_avgpipe.utils.lightning import (
     BatchSizeFinder,
     GradientAccumulationScheduler,

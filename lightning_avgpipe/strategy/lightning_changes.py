@@ -26,7 +26,7 @@ from lightning_avgpipe.strategy.loop import PipelineOptimization
 from lightning_avgpipe.strategy.metric_objects import local_metrics
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.training.gradients import norms_over_stages, scaling_together
+from lightning_avgpipe.training.stepping import norms_over_stages, scaling_together
 from lightning_avgpipe.utils.lightning import (
     LIGHTNING,
     BaseFinetuning,

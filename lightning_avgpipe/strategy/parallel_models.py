@@ -20,8 +20,8 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.gradient_check import GradientCheck, OneModel
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.strategy.options import Configuration
-from lightning_avgpipe.strategy.replica_sync import ReplicaSync
 from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.training.replicas import ReplicaSync
 from lightning_avgpipe.utils.lightning import is_overridden, pl, rank_zero_info
 from lightning_avgpipe.utils.patching import replaced
 

@@ -24,7 +24,7 @@ from lightning_avgpipe.engine.lockstep import Lockstep
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.strategy.log import SyncedLoggerConnector
 from lightning_avgpipe.strategy.metric_objects import BatchValues, local_metrics
-from lightning_avgpipe.training.gradients import norms_over_stages
+from lightning_avgpipe.training.stepping import norms_over_stages
 from lightning_avgpipe.utils.lightning import is_overridden, is_param_in_hook_signature, pl
 from lightning_avgpipe.utils.patching import replaced
 

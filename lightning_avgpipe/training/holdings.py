@@ -19,7 +19,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.training.optimizer_shards import OptimizerShards
+from lightning_avgpipe.training.stepping import OptimizerShards
 from lightning_avgpipe.utils.tensors import strided_parts, words
 from lightning_avgpipe.weights.belongings import Belongings, ModuleTensors, OptimizerStates, relocate
 from lightning_avgpipe.weights.initialisation import Origin

@@ -11,14 +11,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
+from lightning_avgpipe.capture.graph import CallGraph, changed_in_common
 from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.engine.compiling import Execution
+from lightning_avgpipe.engine.own_stream import OwnStream
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.training.holdings import full_ensemble_state, load_ensemble_state
-from lightning_avgpipe.training.pipeline_streams import PipelineStreams
-from lightning_avgpipe.utils.device import port_of
+from lightning_avgpipe.utils.device import DevicePort, port_of
+from lightning_avgpipe.utils.lightning import rank_zero_info
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.torch_compat import address
 
@@ -216,3 +218,42 @@ class SavedModels:
         if self.state is not None and self.count == ensemble.models.total:
             load_ensemble_state(ensemble, self.state)
         self.state = None
+
+
+class PipelineStreams:
+    """The streams of parallel pipelines, if the user asked for them and the step allows them.
+
+    Args:
+        port: port of the pipelines' device.
+        wanted: whether the user asked for streams.
+    """
+
+    def __init__(self, port: DevicePort, wanted: bool) -> None:
+        self._port = port
+        self._wanted = wanted
+        self._waiting = False
+
+    def can_be(self, graph: CallGraph) -> bool:
+        """Return whether pipelines that run this step get streams."""
+        return self._wanted and not self._against(graph)
+
+    def wait(self, pipelines: Sequence[Pipeline]) -> None:
+        """Let new pipelines share one stream for their first step, in which a step may make objects that it keeps."""
+        graph, several = pipelines[0].graph("training_step"), len(pipelines) > 1
+        pipelines[0].stream, self._waiting = None, several and self.can_be(graph)
+        if self._wanted and several and not self._waiting:
+            rank_zero_info(f"Averaging(streams=True): pipelines take turns, since {self._against(graph)}")
+
+    def give(self, pipelines: Sequence[Pipeline]) -> None:
+        """Give pipelines streams of their own, once they have run a step."""
+        if self._waiting:
+            self._waiting = False
+            for pipeline in pipelines:
+                pipeline.stream = OwnStream(self._port)
+
+    def _against(self, graph: CallGraph) -> str:
+        """Return why pipelines cannot have streams, or an empty string: shared objects must be changed in one order."""
+        if not self._port.runs_ahead:
+            return f"{self._port.device.type} has no streams"
+        common = changed_in_common(graph)
+        return f"{graph.step} changes {common}" if common else ""

@@ -12,29 +12,27 @@ their share of the samples (or other counted units) of all replicas, so the sum 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
-from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.replica_group import ReplicaGroup
 from lightning_avgpipe.comm.routes import all_parties
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.engine.microbatch import MicroBatch
-from lightning_avgpipe.engine.observer import Observer, Work
+from lightning_avgpipe.engine.observer import Observer, Observers
 from lightning_avgpipe.engine.shared_statistics import SharedStatistics
 from lightning_avgpipe.errors import ConfigurationError, PartitionError
-from lightning_avgpipe.planning.problem import BUCKET_BYTES
-from lightning_avgpipe.schedule import BACKWARD, WEIGHT_GRADIENT, Action, Schedule, in_turn
+from lightning_avgpipe.schedule import Schedule, in_turn
+from lightning_avgpipe.training.gradient_sums import GradientSums
+from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
 from lightning_avgpipe.utils.names import joined
-from lightning_avgpipe.utils.torch_compat import version_of
 
 
 def check_shared(graph: CallGraph, cuts: Sequence[int], stage_map: StageMap) -> None:
@@ -108,205 +106,6 @@ def weighing(
         ]
 
     return weighed
-
-
-_DENSE, _SPARSE, _LATE = 0, 1, 2
-
-Named = Mapping[str, nn.Parameter]
-
-
-@dataclass
-class _Sent:
-    """The gradient of a parameter, as it was when its sum began."""
-
-    gradient: Tensor
-    version: int
-    was_missing: bool
-
-    @classmethod
-    def of(cls, parameter: nn.Parameter) -> _Sent:
-        gradient = parameter.grad
-        if gradient is None or gradient.is_sparse:
-            return cls(torch.zeros_like(parameter), 0, gradient is None)
-        return cls(gradient, version_of(gradient), False)
-
-    def still(self, parameter: nn.Parameter) -> bool:
-        """Return whether the parameter's gradient is still the one that was sent."""
-        if self.was_missing:
-            return parameter.grad is None
-        return parameter.grad is self.gradient and version_of(self.gradient) == self.version
-
-
-@dataclass
-class _Bucket:
-    """Parameters whose gradients are summed as one message."""
-
-    parameters: Sequence[nn.Parameter]
-    missing: set[int]  # positions of parameters whose gradient of the last backward has not arrived
-    sent: Sequence[_Sent] = ()
-    end: Callable[[], None] | None = None
-
-    def begin(self, replicas: ReplicaGroup) -> None:
-        self.sent = [_Sent.of(parameter) for parameter in self.parameters]
-        self.end = replicas.begin_sum([sent.gradient for sent in self.sent])
-
-
-class GradientSums(Observer):
-    """The sums of gradients over replicas; all replicas get the same bits.
-
-    Args:
-        replicas: group of the replicas.
-        bucket_bytes: size from which a bucket takes no further parameter.
-
-    Attributes:
-        replicas: as given.
-    """
-
-    def __init__(self, replicas: ReplicaGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.replicas = replicas
-        self._bucket_bytes = bucket_bytes
-        self._spoiled: set[str] = set()  # parameters whose gradients have changed after they were sent
-        self._dealt: Sequence[Sequence[str]] = ()  # names, by bucket; the same in all replicas
-        self._names: Sequence[str] = ()  # of all parameters when the buckets were made
-        self._buckets: Sequence[_Bucket] = ()
-        self._begun = 0
-        self._last: Mapping[int, Action] = {}
-
-    def watch(self, named: Named, rows: Mapping[int, Sequence[Action]]) -> None:
-        """Prepare for an iteration that ends in a step. All replicas call it.
-
-        Args:
-            named: parameters to sum, by name; the same names, in the same order, in all replicas. If they differ from
-                those of the last step, all are summed after the backward.
-            rows: actions of each stage on this process.
-        """
-        dealt = self._dealt if tuple(named) == self._names else ()
-        self._buckets = [_Bucket([named[name] for name in names], set(range(len(names)))) for names in dealt]
-        self._begun = 0
-        self._last = {}
-        for stage, row in rows.items():
-            if backwards := [action for action in row if action.kind in (BACKWARD, WEIGHT_GRADIENT)]:
-                self._last[stage] = backwards[-1]
-
-    def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
-        """Perform an action; in the last backward of a stage, begin the sums of buckets that become complete."""
-        if self._last.get(work.stage) != work.action or not self._buckets:
-            return do()
-        with contextlib.ExitStack() as listening:
-            for bucket in self._buckets:
-                for i, parameter in enumerate(bucket.parameters):
-                    if i in bucket.missing and parameter.requires_grad:
-                        hook = parameter.register_post_accumulate_grad_hook(self._arrival(bucket, i))
-                        listening.callback(hook.remove)
-            return do()
-
-    def _arrival(self, bucket: _Bucket, i: int) -> Callable[[Tensor], None]:
-        def arrived(parameter: Tensor) -> None:
-            bucket.missing.discard(i)
-            if not bucket.missing and bucket.end is None:
-                self._begin_complete()
-
-        return arrived
-
-    @torch.no_grad()
-    def _begin_complete(self, every: bool = False) -> None:
-        while self._begun < len(self._buckets):
-            bucket = self._buckets[self._begun]
-            if bucket.missing and not every:
-                return
-            self._begun += 1
-            bucket.begin(self.replicas)
-
-    def agree(self, processes: Collectives) -> None:
-        """Begin the remaining sums at the end of an iteration, before any other collective of the replicas."""
-        self._begin_complete(every=True)
-
-    @torch.no_grad()
-    def finish(self, named: Named, votes: Tensor) -> Tensor:
-        """Give all replicas the sums of their gradients. All of them call it.
-
-        A missing gradient counts as zero if another replica has one; a parameter without any gradient keeps none.
-
-        Args:
-            named: parameters as of :meth:`watch`; if that was not called, no sum has begun yet.
-            votes: int32 tensor of any shape that is summed in the same message.
-
-        Returns:
-            The sum of votes.
-        """
-        parameters, buckets = list(named.values()), self._buckets
-        self._buckets = ()
-        early = {id(p): sent for bucket in buckets for p, sent in zip(bucket.parameters, bucket.sent, strict=True)}
-        kinds = _kinds(parameters, early)
-        together = self.replicas.members.sum(torch.cat([kinds.flatten(), votes.flatten()]))
-        dense, sparse, late = together[: kinds.numel()].view(kinds.shape).bool().tolist()
-        rest = []
-        for parameter, is_dense, is_sparse, is_late in zip(parameters, dense, sparse, late, strict=True):
-            if is_sparse and is_dense and parameter.grad is not None:
-                parameter.grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-            if not is_dense:
-                continue
-            if not is_late and parameter.grad is None:
-                parameter.grad = early[id(parameter)].gradient
-            elif is_late and id(parameter) in early and parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()  # the early sum overwrites its tensor
-            elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if is_late:
-                rest.append(parameter.grad)
-        for bucket in buckets:
-            assert bucket.end is not None
-            bucket.end()
-        self.replicas.sum(rest)
-        for parameter, is_dense, is_sparse in zip(parameters, dense, sparse, strict=True):
-            if is_sparse and not is_dense:
-                _sum_sparse(parameter, self.replicas)
-        self._spoiled |= {
-            name for (name, p), is_late in zip(named.items(), late, strict=True) if is_late and id(p) in early
-        }
-        suits = zip(named, dense, sparse, strict=True)
-        self._names = tuple(named)
-        suitable = [name for name, d, s in suits if d and not s and name not in self._spoiled]
-        self._dealt = _deal(named, suitable, self._bucket_bytes)
-        return together[kinds.numel() :].view(votes.shape)
-
-
-def _kinds(parameters: Sequence[nn.Parameter], early: Mapping[int, _Sent]) -> Tensor:
-    """Return whether each gradient is dense, is sparse, or is in no sum that has begun, as 0 or 1; shape ``(3, P)``."""
-    kinds = torch.zeros(3, len(parameters), dtype=torch.int32, device="cpu")
-    for i, parameter in enumerate(parameters):
-        if parameter.grad is not None:
-            kinds[_SPARSE if parameter.grad.is_sparse else _DENSE, i] = 1
-        sent = early.get(id(parameter))
-        kinds[_LATE, i] = sent is None or not sent.still(parameter)
-    return kinds
-
-
-def _deal(named: Named, names: Sequence[str], bucket_bytes: int) -> list[list[str]]:
-    """Divide names into buckets, the last first. The result is the same in all replicas."""
-    dealt: list[list[str]] = []
-    kind, size = None, 0
-    for name in reversed(names):
-        parameter = named[name]
-        if kind != parameter.dtype or size >= bucket_bytes:
-            dealt.append([])
-            kind, size = parameter.dtype, 0
-        dealt[-1].append(name)
-        size += parameter.numel() * parameter.element_size()
-    return dealt
-
-
-def _sum_sparse(parameter: nn.Parameter, replicas: ReplicaGroup) -> None:
-    """Sum a sparse gradient: the replicas exchange rows with their numbers."""
-    gradient = parameter.grad
-    mine: tuple[Tensor, Tensor] | None = None
-    if gradient is not None:
-        gradient = gradient.coalesce()
-        mine = gradient.indices().cpu(), gradient.values().cpu()
-    found = [rows for rows in replicas.members.exchange_objects(mine) if rows is not None]
-    indices, values = (torch.cat(parts, dim) for parts, dim in zip(zip(*found, strict=True), (1, 0), strict=True))
-    total = torch.sparse_coo_tensor(indices, values, parameter.shape, device=parameter.device).coalesce()
-    parameter.grad = total.to(parameter.dtype)
 
 
 _WHAT = "batch normalisation"
@@ -393,3 +192,96 @@ def meets(schedule: Schedule, counts: tuple[int, ...]) -> bool:
                 row.pop(0)
                 moved = True
     return not any(rows)
+
+
+class ReplicaSync:
+    """The synchronisation of the replicas of a group's models in one run of the trainer; nothing without replicas.
+
+    Args:
+        module: module that is trained.
+        cluster: the connected processes.
+        models: models that are trained.
+        observers: observers of iterations.
+        normalises: whether replicas normalise batches together (sync_batchnorm).
+    """
+
+    def __init__(
+        self, module: nn.Module, cluster: Cluster, models: ParallelPipelines, observers: Observers, normalises: bool
+    ) -> None:
+        self._module = module
+        self._cluster = cluster
+        self._models = models
+        self._observers = observers
+        self._gradient_sums: GradientSums | None = None
+        self._statistics = StatisticsSharing(cluster) if normalises else None
+
+    def agree(self, count: int, skipped: frozenset[int], num_pipelines: int, steps: bool) -> tuple[int, frozenset[int]]:
+        """Agree which models had a batch, and which of these had no loss. Every process calls it.
+
+        Args:
+            count: number of pipelines that had a batch here.
+            skipped: numbers of those whose batch had no loss here.
+            num_pipelines: N.
+            steps: whether gradients are complete, and are summed over replicas now.
+        Returns:
+            The number of pipelines that had a batch on any replica, and the numbers of those whose batch had no loss.
+        """
+        replicas = self._cluster.replicas
+        if replicas is None:
+            return count, skipped
+        votes = torch.zeros(2, num_pipelines, dtype=torch.int32, device="cpu")
+        votes[0, :count] = 1
+        votes[1, [n for n in range(count) if n not in skipped]] = 1
+        if steps:
+            with self._observers.activity("averaging"):
+                votes = self._sums().finish(self._summed(num_pipelines), votes)
+        else:
+            replicas.members.sum(votes)
+        fed, trained = votes.bool().tolist()
+        replicas.copy([t for n in range(num_pipelines) for t in self._models.changed_by_steps(n)])
+        return sum(fed), frozenset(n for n in range(sum(fed)) if not trained[n])
+
+    def check_trains(self, micro_batch: int) -> None:
+        """Raise, where a micro-batch has no loss, if replicas normalise together: all would need its backward."""
+        if self._statistics is not None:
+            raise ConfigurationError(
+                f"micro-batch {micro_batch} has no loss (the step returned None, or its weight is 0), and with "
+                "sync_batchnorm=True other replicas would wait for its backward; return a loss of zero that depends on "
+                "the outputs (0.0 * outputs.sum()), or remove sync_batchnorm"
+            )
+
+    def observers(self, schedule: Schedule, num_pipelines: int, steps: bool) -> list[Observer]:
+        """Return the observers of an iteration of training, which come before all others. Every process calls it.
+
+        Args:
+            schedule: schedule of pipeline 0.
+            num_pipelines: N.
+            steps: whether gradients are complete after the iteration.
+        """
+        statistics = [] if self._statistics is None else self._statistics.observers(schedule)
+        if self._cluster.replicas is None or not steps:
+            return statistics
+        sums, stage_map = self._sums(), self._cluster.stage_map
+        if num_pipelines > 1:  # the gradients of all pipelines are on the same parameters
+            sums.watch({}, {})
+        else:
+            rows = {k: in_turn(schedule.rows[k], *stage_map.share(k, self._cluster.rank)) for k in self._cluster.stages}
+            sums.watch(self._summed(1), rows)
+        return [sums, *statistics]
+
+    def _sums(self) -> GradientSums:
+        """Return the gradient sums of the replicas that there are now."""
+        replicas = self._cluster.replicas
+        assert replicas is not None
+        if self._gradient_sums is None or self._gradient_sums.replicas is not replicas:
+            self._gradient_sums = GradientSums(replicas)
+        return self._gradient_sums
+
+    def _summed(self, models: int) -> dict[str, nn.Parameter]:
+        """Return the parameters whose gradients replicas sum, of a number of models."""
+        copied, ensemble = self._models.summed_with_copies, self._models.ensemble
+        if ensemble is not None:
+            own = [ensemble.models.parameters(n) for n in range(models)]
+        else:
+            own = [{name: p for name, p in self._module.named_parameters() if not p.is_meta}] * models
+        return {f"{n}.{name}": p for n, of in enumerate(own) for name, p in of.items() if name not in copied}

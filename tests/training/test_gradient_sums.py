@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.engine.observer import Work
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action
-from lightning_avgpipe.training.replicas import GradientSums
+from lightning_avgpipe.training.gradient_sums import GradientSums
 
 ROW = (Action(FORWARD, 0), Action(FORWARD, 1), Action(BACKWARD, 0), Action(BACKWARD, 1))
 

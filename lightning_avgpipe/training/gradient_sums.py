@@ -1,0 +1,228 @@
+"""Sums of gradients over replicas, which begin while the last backward still computes.
+
+::
+
+    backward of the last micro-batch    layer 3   layer 2   layer 1   layer 0
+    sums of buckets                            3  --------- 2,1 ----------- 0 ------
+
+In the first step all gradients are summed after the backward. Parameters that had dense gradients are then divided into
+buckets, the last parameters first, as backwards reach them. In later steps the sum of a bucket begins once it has all
+its gradients, in the order of buckets, which is the same in all replicas. Where a later step differs from the first
+one, gradients are summed after the backward. No result depends on which sums have begun early, except for the order in
+which three or more replicas add.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.replica_group import ReplicaGroup
+from lightning_avgpipe.engine.observer import Observer, Work
+from lightning_avgpipe.planning.problem import BUCKET_BYTES
+from lightning_avgpipe.schedule import BACKWARD, WEIGHT_GRADIENT, Action
+from lightning_avgpipe.utils.torch_compat import version_of
+
+_DENSE, _SPARSE, _LATE = 0, 1, 2
+
+Named = Mapping[str, nn.Parameter]
+
+
+@dataclass
+class _Sent:
+    """The gradient of a parameter, as it was when its sum began."""
+
+    gradient: Tensor
+    version: int
+    was_missing: bool
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> _Sent:
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse:
+            return cls(torch.zeros_like(parameter), 0, gradient is None)
+        return cls(gradient, version_of(gradient), False)
+
+    def still(self, parameter: nn.Parameter) -> bool:
+        """Return whether the parameter's gradient is still the one that was sent."""
+        if self.was_missing:
+            return parameter.grad is None
+        return parameter.grad is self.gradient and version_of(self.gradient) == self.version
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose gradients are summed as one message."""
+
+    parameters: Sequence[nn.Parameter]
+    missing: set[int]  # positions of parameters whose gradient of the last backward has not arrived
+    sent: Sequence[_Sent] = ()
+    end: Callable[[], None] | None = None
+
+    def begin(self, replicas: ReplicaGroup) -> None:
+        self.sent = [_Sent.of(parameter) for parameter in self.parameters]
+        self.end = replicas.begin_sum([sent.gradient for sent in self.sent])
+
+
+class GradientSums(Observer):
+    """The sums of gradients over replicas; all replicas get the same bits.
+
+    Args:
+        replicas: group of the replicas.
+        bucket_bytes: size from which a bucket takes no further parameter.
+
+    Attributes:
+        replicas: as given.
+    """
+
+    def __init__(self, replicas: ReplicaGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.replicas = replicas
+        self._bucket_bytes = bucket_bytes
+        self._spoiled: set[str] = set()  # parameters whose gradients have changed after they were sent
+        self._dealt: Sequence[Sequence[str]] = ()  # names, by bucket; the same in all replicas
+        self._names: Sequence[str] = ()  # of all parameters when the buckets were made
+        self._buckets: Sequence[_Bucket] = ()
+        self._begun = 0
+        self._last: Mapping[int, Action] = {}
+
+    def watch(self, named: Named, rows: Mapping[int, Sequence[Action]]) -> None:
+        """Prepare for an iteration that ends in a step. All replicas call it.
+
+        Args:
+            named: parameters to sum, by name; the same names, in the same order, in all replicas. If they differ from
+                those of the last step, all are summed after the backward.
+            rows: actions of each stage on this process.
+        """
+        dealt = self._dealt if tuple(named) == self._names else ()
+        self._buckets = [_Bucket([named[name] for name in names], set(range(len(names)))) for names in dealt]
+        self._begun = 0
+        self._last = {}
+        for stage, row in rows.items():
+            if backwards := [action for action in row if action.kind in (BACKWARD, WEIGHT_GRADIENT)]:
+                self._last[stage] = backwards[-1]
+
+    def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
+        """Perform an action; in the last backward of a stage, begin the sums of buckets that become complete."""
+        if self._last.get(work.stage) != work.action or not self._buckets:
+            return do()
+        with contextlib.ExitStack() as listening:
+            for bucket in self._buckets:
+                for i, parameter in enumerate(bucket.parameters):
+                    if i in bucket.missing and parameter.requires_grad:
+                        hook = parameter.register_post_accumulate_grad_hook(self._arrival(bucket, i))
+                        listening.callback(hook.remove)
+            return do()
+
+    def _arrival(self, bucket: _Bucket, i: int) -> Callable[[Tensor], None]:
+        def arrived(parameter: Tensor) -> None:
+            bucket.missing.discard(i)
+            if not bucket.missing and bucket.end is None:
+                self._begin_complete()
+
+        return arrived
+
+    @torch.no_grad()
+    def _begin_complete(self, every: bool = False) -> None:
+        while self._begun < len(self._buckets):
+            bucket = self._buckets[self._begun]
+            if bucket.missing and not every:
+                return
+            self._begun += 1
+            bucket.begin(self.replicas)
+
+    def agree(self, processes: Collectives) -> None:
+        """Begin the remaining sums at the end of an iteration, before any other collective of the replicas."""
+        self._begin_complete(every=True)
+
+    @torch.no_grad()
+    def finish(self, named: Named, votes: Tensor) -> Tensor:
+        """Give all replicas the sums of their gradients. All of them call it.
+
+        A missing gradient counts as zero if another replica has one; a parameter without any gradient keeps none.
+
+        Args:
+            named: parameters as of :meth:`watch`; if that was not called, no sum has begun yet.
+            votes: int32 tensor of any shape that is summed in the same message.
+
+        Returns:
+            The sum of votes.
+        """
+        parameters, buckets = list(named.values()), self._buckets
+        self._buckets = ()
+        early = {id(p): sent for bucket in buckets for p, sent in zip(bucket.parameters, bucket.sent, strict=True)}
+        kinds = _kinds(parameters, early)
+        together = self.replicas.members.sum(torch.cat([kinds.flatten(), votes.flatten()]))
+        dense, sparse, late = together[: kinds.numel()].view(kinds.shape).bool().tolist()
+        rest = []
+        for parameter, is_dense, is_sparse, is_late in zip(parameters, dense, sparse, late, strict=True):
+            if is_sparse and is_dense and parameter.grad is not None:
+                parameter.grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            if not is_dense:
+                continue
+            if not is_late and parameter.grad is None:
+                parameter.grad = early[id(parameter)].gradient
+            elif is_late and id(parameter) in early and parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()  # the early sum overwrites its tensor
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if is_late:
+                rest.append(parameter.grad)
+        for bucket in buckets:
+            assert bucket.end is not None
+            bucket.end()
+        self.replicas.sum(rest)
+        for parameter, is_dense, is_sparse in zip(parameters, dense, sparse, strict=True):
+            if is_sparse and not is_dense:
+                _sum_sparse(parameter, self.replicas)
+        self._spoiled |= {
+            name for (name, p), is_late in zip(named.items(), late, strict=True) if is_late and id(p) in early
+        }
+        suits = zip(named, dense, sparse, strict=True)
+        self._names = tuple(named)
+        suitable = [name for name, d, s in suits if d and not s and name not in self._spoiled]
+        self._dealt = _deal(named, suitable, self._bucket_bytes)
+        return together[kinds.numel() :].view(votes.shape)
+
+
+def _kinds(parameters: Sequence[nn.Parameter], early: Mapping[int, _Sent]) -> Tensor:
+    """Return whether each gradient is dense, is sparse, or is in no sum that has begun, as 0 or 1; shape ``(3, P)``."""
+    kinds = torch.zeros(3, len(parameters), dtype=torch.int32, device="cpu")
+    for i, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            kinds[_SPARSE if parameter.grad.is_sparse else _DENSE, i] = 1
+        sent = early.get(id(parameter))
+        kinds[_LATE, i] = sent is None or not sent.still(parameter)
+    return kinds
+
+
+def _deal(named: Named, names: Sequence[str], bucket_bytes: int) -> list[list[str]]:
+    """Divide names into buckets, the last first. The result is the same in all replicas."""
+    dealt: list[list[str]] = []
+    kind, size = None, 0
+    for name in reversed(names):
+        parameter = named[name]
+        if kind != parameter.dtype or size >= bucket_bytes:
+            dealt.append([])
+            kind, size = parameter.dtype, 0
+        dealt[-1].append(name)
+        size += parameter.numel() * parameter.element_size()
+    return dealt
+
+
+def _sum_sparse(parameter: nn.Parameter, replicas: ReplicaGroup) -> None:
+    """Sum a sparse gradient: the replicas exchange rows with their numbers."""
+    gradient = parameter.grad
+    mine: tuple[Tensor, Tensor] | None = None
+    if gradient is not None:
+        gradient = gradient.coalesce()
+        mine = gradient.indices().cpu(), gradient.values().cpu()
+    found = [rows for rows in replicas.members.exchange_objects(mine) if rows is not None]
+    indices, values = (torch.cat(parts, dim) for parts, dim in zip(zip(*found, strict=True), (1, 0), strict=True))
+    total = torch.sparse_coo_tensor(indices, values, parameter.shape, device=parameter.device).coalesce()
+    parameter.grad = total.to(parameter.dtype)
