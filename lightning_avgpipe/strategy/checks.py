@@ -248,29 +248,37 @@ def split_points(module: nn.Module, names: Sequence[str] | None, num_stages: int
 
 def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> None:
     """Check the trainer's options and callbacks, for several processes and parallel models."""
-    if world_size > 1 or num_pipelines > 1:
-        for callback in running.callbacks:  # type: ignore[attr-defined]
+    several, parallel = world_size > 1, num_pipelines > 1
+    models = f"num_pipelines={num_pipelines} trains parallel ones"
+    alone = f"is not supported on {world_size} processes yet; remove it, or use one (devices=1)"
+    refused: list[tuple[bool, Any, str]] = [
+        (
+            parallel,
+            (StochasticWeightAveraging, *weight_averaging()),
+            f"averages the weights of one model, but {models}, whose reference is an average already; remove it, or use "
+            "num_pipelines=1",
+        ),
+        (
+            parallel,
+            ModelPruning,
+            f"puts other parameters into the layers of one model, but {models}; remove it, or use num_pipelines=1",
+        ),
+        (several, BatchSizeFinder, f"restarts training in ways that the stages cannot follow together, and {alone}"),
+        (several, ModelPruning, f"puts other parameters into layers of which each process holds a part, and {alone}"),
+    ]
+    for callback in running.callbacks:  # type: ignore[attr-defined]
+        if several or parallel:
             refuse_other(type(callback).__name__, callback)
-    if num_pipelines > 1:
-        _one_model_only(running, num_pipelines)
-    if world_size == 1:
+        for applies, kinds, why in refused:
+            if applies and isinstance(callback, kinds):
+                raise ConfigurationError(f"{type(callback).__name__} {why}")
+    if not several:
         return
-    if num_pipelines > 1 and running.strategy._layer_sync is not None:  # type: ignore[attr-defined]
+    if parallel and running.strategy._layer_sync is not None:  # type: ignore[attr-defined]
         raise ConfigurationError(
             "sync_batchnorm=True makes the replicas of a stage wait for each other within an action, and "
             f"num_pipelines={num_pipelines} runs actions as they come; use num_pipelines=1, or remove it"
         )
-    refused: list[tuple[type, str]] = [
-        (BatchSizeFinder, "restarts training in ways that the stages cannot follow together"),
-        (ModelPruning, "puts other parameters into layers of which each process holds a part"),
-    ]
-    for callback in running.callbacks:  # type: ignore[attr-defined]
-        for kind, why in refused:
-            if isinstance(callback, kind):
-                raise ConfigurationError(
-                    f"{type(callback).__name__} {why}, and is not supported on {world_size} processes yet; remove it, "
-                    "or use one (devices=1)"
-                )
     averaged = any(isinstance(c, weight_averaging()) for c in running.callbacks)  # type: ignore[attr-defined]
     if averaged and running.strategy.save_distributed_checkpoint:  # type: ignore[attr-defined]
         raise ConfigurationError(
@@ -317,51 +325,29 @@ def synchronised(running: pl.Trainer, given: Options, stage_map: StageMap) -> No
             )
 
 
-def _one_model_only(running: pl.Trainer, num_pipelines: int) -> None:
-    for callback in running.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (StochasticWeightAveraging, *weight_averaging())):
-            raise ConfigurationError(
-                f"{type(callback).__name__} averages the weights of one model, but num_pipelines={num_pipelines} "
-                "trains parallel ones, whose reference is an average already; remove it, or use num_pipelines=1"
-            )
-        if isinstance(callback, ModelPruning):
-            raise ConfigurationError(
-                f"{type(callback).__name__} puts other parameters into the layers of one model, but "
-                f"num_pipelines={num_pipelines} trains parallel ones; remove it, or use num_pipelines=1"
-            )
-
-
 def weight_averaging() -> tuple[type, ...]:
     """Return the type of callback that keeps an average of the weights, which Lightning has since 2.6; else nothing."""
     found = getattr(pl.callbacks, "WeightAveraging", None)
     return () if found is None else (found,)
 
 
-def same_checkpoint(paths: Sequence[str]) -> None:
-    """Check that all ranks have loaded the same checkpoint, or none.
+def same_everywhere(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Check that all ranks have loaded the same checkpoint, or none, and were given the same options.
 
     Args:
-        paths: path on each rank; empty if none was loaded.
+        found: path of the checkpoint, empty if none was loaded, and options by name, on each rank.
     """
-    for rank, path in enumerate(paths):
-        if path != paths[0]:
+    first, options = found[0]
+    for rank, (path, given) in enumerate(found):
+        if path != first:
             raise ConfigurationError(
-                f"rank 0 has loaded {paths[0] or 'no checkpoint'}, rank {rank} {path or 'no checkpoint'}; put "
+                f"rank 0 has loaded {first or 'no checkpoint'}, rank {rank} {path or 'no checkpoint'}; put "
                 "checkpoints where all processes see them, or give ckpt_path as a path"
             )
-
-
-def same_options(options: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all ranks were given the same options.
-
-    Args:
-        options: name -> value, for each rank.
-    """
-    for rank, given in enumerate(options):
         for name, value in given.items():
-            if value != options[0][name]:
+            if value != options[name]:
                 raise ConfigurationError(
-                    f"{name} is {options[0][name]!r} on rank 0, but {value!r} on rank {rank}; give AvgPipeStrategy the "
+                    f"{name} is {options[name]!r} on rank 0, but {value!r} on rank {rank}; give AvgPipeStrategy the "
                     "same options in all processes"
                 )
 

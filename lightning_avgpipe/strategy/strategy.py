@@ -527,9 +527,7 @@ class AvgPipeStrategy(ParallelStrategy):
                 commands.nothing_to_verify(options.verify)
             return PassthroughRun(around)
         checks.trainer(trainer, self.world_size, self.num_pipelines)
-        everywhere = self.cluster.world.gather_objects((str(trainer.ckpt_path or ""), options.shared))
-        checks.same_checkpoint([path for path, _ in everywhere])
-        checks.same_options([shared for _, shared in everywhere])
+        checks.same_everywhere(self.cluster.world.gather_objects((str(trainer.ckpt_path or ""), options.shared)))
         checks.contents(module)
         if why is None:
             if fitting:
