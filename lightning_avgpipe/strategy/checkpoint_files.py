@@ -83,21 +83,15 @@ def choose_files(io: CheckpointIO | None, distributed: bool) -> CheckpointIO:
     Raises:
         ConfigurationError: the user has chosen another, which ``distributed`` checkpoints would not use.
     """
-    chosen = _with_local_files(io)
+    chosen = LocalCheckpointIO() if io is None or type(io) is TorchCheckpointIO else io
+    if isinstance(io, _WrappingCheckpointIO):
+        io.checkpoint_io = LocalCheckpointIO()  # which it takes only if it was built without one
     if distributed and type(chosen) is not LocalCheckpointIO:
         raise ConfigurationError(
             "save_distributed_checkpoint=True writes with torch.distributed.checkpoint and would not use "
             f"{type(chosen).__name__}; remove the plugin, or the option"
         )
     return chosen
-
-
-def _with_local_files(io: CheckpointIO | None) -> CheckpointIO:
-    if io is None or type(io) is TorchCheckpointIO:
-        return LocalCheckpointIO()
-    if isinstance(io, _WrappingCheckpointIO):
-        io.checkpoint_io = LocalCheckpointIO()  # which it takes only if it was built without one
-    return io
 
 
 # -- shards ----------------------------------------------------------------------------------------------------------

@@ -255,8 +255,8 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> Non
         (
             parallel,
             (StochasticWeightAveraging, *weight_averaging()),
-            f"averages the weights of one model, but {models}, whose reference is an average already; remove it, or use "
-            "num_pipelines=1",
+            f"averages the weights of one model, but {models}, whose reference is an average already; remove it, or "
+            "use num_pipelines=1",
         ),
         (
             parallel,

@@ -25,6 +25,7 @@ from lightning_avgpipe.comm.codec import as_bytes
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import is_overridden, pl
+from lightning_avgpipe.utils.names import joined, listed
 from lightning_avgpipe.utils.object_state import Variable
 from lightning_avgpipe.utils.objects import Objects, assign
 from lightning_avgpipe.utils.patching import replaced
@@ -40,7 +41,6 @@ _LARGEST = 2**20  # most bytes that are sent of an attribute that a step reads o
 _LARGE = 2**16  # most bytes that are sent of any other attribute, which may grow with every batch
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule())) - {"training"}
 _MISSING = object()
-_SHOWN = 3  # names in a message
 
 Key = tuple[str, str]  # path of a module, name of the attribute or buffer
 
@@ -195,9 +195,8 @@ class _Writes(TorchDispatchMode):
         lost = sorted((self.found | given) & set(elsewhere))
         if not lost:
             return
-        more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
         raise StepChangedError(
-            f"{hook}() runs on rank 0 only and changes {', '.join(map(repr, lost[:_SHOWN]))}{more}, which other "
+            f"{hook}() runs on rank 0 only and changes {listed([*map(repr, lost)])}, which other "
             "processes hold, so that it would not change there. Change weights, and buffers that a step changes, in a "
             "hook that every process runs: on_train_batch_start, on_before_zero_grad, or one of a Callback"
         )
@@ -248,7 +247,7 @@ class _Attributes:
             value = now.get(key, _MISSING)
             before = self._held.get(key, _MISSING)
             reaches = changed and Objects([value], opaque=True).reach(changed)
-            if before is value and not reaches and _full_name(key) not in written:
+            if before is value and not reaches and joined(*key) not in written:
                 continue
             must = key in needed
             try:
@@ -257,7 +256,7 @@ class _Attributes:
                 if not must:
                     continue  # no other process reads the attribute
                 raise StepChangedError(
-                    f"{hook}() runs on rank 0 only and changes '{_full_name(key)}', which steps "
+                    f"{hook}() runs on rank 0 only and changes '{joined(*key)}', which steps "
                     f"read on other processes too, but it cannot be sent there: {error}. Change it in a hook that "
                     "every process runs, such as on_train_epoch_start or on_train_batch_start"
                 ) from error
@@ -270,10 +269,6 @@ class _Attributes:
         if buffer.tell() > most:
             raise pickle.PicklingError(f"it has {buffer.tell()} bytes, and {most} at most are sent")
         return buffer.getvalue()
-
-
-def _full_name(key: Key) -> str:
-    return ".".join(part for part in key if part)
 
 
 def _flags(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -787,16 +787,12 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @contextlib.contextmanager
     def _showing(self, asked: str, number: int | None) -> Iterator[nn.Module]:
-        module = self._connected_module(asked)
-        with contextlib.nullcontext() if self._run is None else self._run.showing(number):
-            yield module
-
-    def _connected_module(self, asked: str) -> nn.Module:
         if self.lightning_module is None:
             raise ConfigurationError(
                 f"{asked}: there is no model before trainer.fit(model); call it in a hook of training"
             )
-        return self.lightning_module
+        with contextlib.nullcontext() if self._run is None else self._run.showing(number):
+            yield self.lightning_module
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

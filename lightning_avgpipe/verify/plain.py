@@ -128,7 +128,7 @@ class PlainTraining:
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
         trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
         trainer.fit_loop.epoch_loop._results = self._logged  # type: ignore[assignment]
-        trainer._logger_connector.should_reset_tensors = _never  # type: ignore[method-assign]
+        trainer._logger_connector.should_reset_tensors = lambda fx: False  # type: ignore[method-assign]
         self._logged.listen(module)
 
     def iterate(self, batch: Batch) -> Traces:
@@ -284,10 +284,6 @@ def quiet(trainer: pl.Trainer, *hooks: str) -> Iterator[None]:
         for hook in hooks:
             undo.enter_context(replaced(trainer.lightning_module, hook, nothing))
         yield
-
-
-def _never(fx: str) -> bool:
-    return False
 
 
 class _Logged:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_avgpipe.utils.lightning import pl
+from lightning_avgpipe.utils.names import listed
 
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_avgpipe", "torchmetrics", "builtins", "abc")
 _log = logging.getLogger(__name__)
@@ -116,9 +117,7 @@ class Tally:
         text += f"; {' and '.join(rounded)} up to rounding" if rounded else ""
         omitted = sorted(self.omitted)
         if self.unknown:
-            names, more = sorted(self.unknown)[:_SHOWN], len(self.unknown) - _SHOWN
-            shown = f"{', '.join(map(repr, names))}{f' and {more} more' if more > 0 else ''}"
-            omitted.append(f"{len(self.unknown)} attributes ({shown})")
+            omitted.append(f"{len(self.unknown)} attributes ({listed([*map(repr, sorted(self.unknown))], _SHOWN)})")
         return text + (f"; not compared: {', '.join(omitted)}" if omitted else "")
 
 
