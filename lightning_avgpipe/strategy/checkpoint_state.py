@@ -153,7 +153,7 @@ class CheckpointState:
         self._configuration.seed = ours.get("seed", self._configuration.seed)
         if self._schedule_control is not None:
             self._schedule_control.load_state_dict(ours.get("advance"))
-        deployment.models.saved.load_later(ours.get("ensemble", {}))
+        deployment.models.saved = ours.get("ensemble", {})
 
     def take_origin(self, cluster: Cluster, seed: int) -> Origin | None:
         """Return the origin of the contents of parameters and buffers on meta; None if there are none.

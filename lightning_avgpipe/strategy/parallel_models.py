@@ -113,7 +113,7 @@ class ParallelModels:
         deployment.models.show_reference(False)
         if deployment.models.ensemble is not None:
             deployment.models.ensemble.checksums.check(deployment.models.ensemble.models.size - 1)
-        saved = deployment.models.saved.count
+        saved = deployment.models.num_saved
         pipelines = deployment.models.train(self._configuration.num_pipelines)
         if saved is not None and (saved or 1) != self.num_models:
             self._tell_restart(saved)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,7 +39,7 @@ class ParallelPipelines:
         ensemble: the parallel models, from the first step of training on; None if there is one model.
         pipelines: pipelines by the number of their model.
         has_trained: whether a step of training has begun.
-        saved: models of a checkpoint that are still to be loaded.
+        saved: state of the models of a checkpoint, which is loaded when models begin to train; None: nothing is.
         streams: streams of the pipelines.
     """
 
@@ -61,14 +60,14 @@ class ParallelPipelines:
         self._make = make
         self._execution = execution
         self.streams = PipelineStreams(port_of(cluster.device), execution.streams)
-        self.saved = SavedModels()
+        self.saved: Mapping[str, Any] | None = None
 
     def train(self, num_pipelines: int) -> list[Pipeline]:
         """Return N pipelines for a step of training, which must be prepared. Every process calls it."""
         self.has_trained = True
         if num_pipelines == self._cluster.stage_map.num_teams == 1:
             self.dissolve()
-            self.saved = SavedModels()
+            self.saved = None
             return self.pipelines
         begins = self.ensemble is None
         if self.ensemble is None:
@@ -76,7 +75,9 @@ class ParallelPipelines:
             self.ensemble = self._make(self._cluster.replica_group, changed, self._written())
         ensemble = self.ensemble
         stale = ensemble.follow(num_pipelines)
-        self.saved.load(ensemble)
+        if self.num_saved == ensemble.models.total:  # with another number all models start from the reference
+            load_ensemble_state(ensemble, self.saved or {})
+        self.saved = None
         if stale or begins or len(self.pipelines) < num_pipelines:
             self._cluster.channels.transport.widen(num_pipelines)
             self._first.place = partial(ensemble.place, 0)
@@ -151,6 +152,11 @@ class ParallelPipelines:
         """
         return None if self.ensemble is None else full_ensemble_state(self.ensemble, self._cluster, answers)
 
+    @property
+    def num_saved(self) -> int | None:
+        """The number of models of a checkpoint that are still to be loaded; None if there is nothing to load."""
+        return None if self.saved is None else len(self.saved.get("models", ()))
+
     def dissolve(self, average: bool = True) -> None:
         """Continue with one model, the reference. Every process calls it.
 
@@ -183,41 +189,12 @@ class ParallelPipelines:
     def trying(self) -> Iterator[None]:
         """Let parallel models be made on trial within this context, and restore the saved models afterwards."""
         before = self.saved, self.has_trained
-        self.saved = SavedModels()
+        self.saved = None
         try:
             yield
         finally:
             self.dissolve(average=False)
             self.saved, self.has_trained = before
-
-
-@dataclass
-class SavedModels:
-    """The parallel models of a checkpoint, which are loaded when models begin to train.
-
-    Attributes:
-        state: state of the models; None if there is nothing to load.
-    """
-
-    state: Mapping[str, Any] | None = None
-
-    @property
-    def count(self) -> int | None:
-        """The number of saved models; None if there is nothing to load."""
-        return None if self.state is None else len(self.state.get("models", ()))
-
-    def load_later(self, state: Mapping[str, Any]) -> None:
-        """Keep the state until models begin to train."""
-        self.state = state
-
-    def load(self, ensemble: Ensemble) -> None:
-        """Load the saved models into an ensemble, if it has as many models, and drop the state.
-
-        With another number of models all of them start from the reference.
-        """
-        if self.state is not None and self.count == ensemble.models.total:
-            load_ensemble_state(ensemble, self.state)
-        self.state = None
 
 
 class PipelineStreams:

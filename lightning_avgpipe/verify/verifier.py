@@ -25,7 +25,7 @@ from lightning_avgpipe.utils.lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.tensors import as_tensor
 from lightning_avgpipe.verify.fingerprint import Difference, fingerprint, first_difference, how_different, usual_size
-from lightning_avgpipe.verify.plain import Batch, PlainTraining, Settings, Traces, after_step, portable
+from lightning_avgpipe.verify.plain import Batch, PlainTraining, Traces, after_step, portable
 from lightning_avgpipe.verify.plain_draws import Captured
 from lightning_avgpipe.verify.report import Tally, advice, key_of
 from lightning_avgpipe.verify.state import aliases, attributes, state_of
@@ -159,8 +159,7 @@ class Verifier:
         """Train plainly in a child, until the child is ended."""
         subject = self._subject
         subject.undo_changes()
-        settings = Settings(subject.loss_is_mean, subject.loss_weight(), subject.cluster.device)
-        plain = PlainTraining(subject.trainer, settings)
+        plain = PlainTraining(subject.trainer, subject.loss_is_mean, subject.loss_weight(), subject.cluster.device)
         while True:
             forked.send(connection, plain.iterate(forked.receive(connection)))
 
