@@ -256,7 +256,7 @@ def replacing(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     host, process = platform.node(), os.getpid()
-    new, previous = (_beside(target, f"{host}-{process}.{what}") for what in ("saving", "previous"))
+    new, previous = (_hidden_path(target, f"{host}-{process}.{what}") for what in ("saving", "previous"))
     for left in target.parent.glob(".*.saving"):
         if left == new or _is_abandoned(left, host):
             _remove(left)
@@ -317,7 +317,7 @@ def _moved_away(target: Path) -> list[Path]:
     return sorted(target.parent.glob(f".{glob.escape(target.name)}.*.previous"))
 
 
-def _beside(target: Path, what: str) -> Path:
+def _hidden_path(target: Path, what: str) -> Path:
     """Return a hidden path in the target's folder, so that no reader takes it for a checkpoint."""
     return target.with_name(f".{target.name}.{what}")
 

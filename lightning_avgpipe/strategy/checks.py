@@ -23,6 +23,7 @@ from lightning_avgpipe.schedule.own import of_function
 from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.schedule.versions import Place
 from lightning_avgpipe.strategy import combinations
+from lightning_avgpipe.strategy.combinations import Facts
 from lightning_avgpipe.strategy.options import Configuration, Options
 from lightning_avgpipe.training.stepping import check_separable
 from lightning_avgpipe.utils.lightning import (
@@ -40,12 +41,10 @@ if TYPE_CHECKING:
     from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 
 
-def overlapping(
-    running: pl.Trainer, given: Options, num_stages: int, num_groups: int, replicas: int, tuned: bool
-) -> None:
+def overlapping(running: pl.Trainer, given: Options, run: Facts) -> None:
     """Check that batches of this run may overlap, if weight versions or rolling pipelines are asked for."""
     versions = not given.policy.drains
-    single = given.num_pipelines == 1 and num_groups == 1 and not tuned
+    single = given.num_pipelines == 1 and run.num_groups == 1 and not run.tuned
     if not versions and (given.averaging.rolling is not True or single):
         return
     option, instead = given.overlap
@@ -55,24 +54,24 @@ def overlapping(
             f"{option} with precision={plugin.precision!r}: a loss scaler skips the steps of all models and stages "
             f"together; use 'bf16-mixed', {use}"
         )
-    if num_groups > 1 and (versions or replicas > 1):
+    if run.num_groups > 1 and (versions or run.replicas > 1):
         raise ConfigurationError(
-            f"{option} with {num_groups} groups of processes ({'parallel models or ' * versions}replicas), which do a "
+            f"{option} with {run.num_groups} groups of processes ({'parallel models or ' * versions}replicas), which do a "
             f"part of each step together; use one group{' and num_pipelines' * (not versions)}, {use}"
         )
-    if num_groups > 1 and tuned:
+    if run.num_groups > 1 and run.tuned:
         raise ConfigurationError(
-            f"{option} with AvgPipeTuner in {num_groups} groups of processes, which wait for each other while it "
+            f"{option} with AvgPipeTuner in {run.num_groups} groups of processes, which wait for each other while it "
             f"measures; remove it, {use}"
         )
-    if tuned and versions:
+    if run.tuned and versions:
         raise ConfigurationError(f"{option} with AvgPipeTuner, which times iterations one by one; remove it, {use}")
     if getattr(running, "_val_check_time_interval", None) is not None:
         raise ConfigurationError(
             f"{option} and val_check_interval as a time: give it as a number of batches or a fraction, {use}"
         )
     if versions:
-        _versions(running, given, num_stages, option, use)
+        _versions(running, given, run.num_stages, option, use)
     else:
         _rolling(running, use)
 
@@ -104,13 +103,13 @@ def _rolling(running: pl.Trainer, use: str) -> None:
                 )
 
 
-def sharding(given: Options, num_models: int, replicas: int, tuned: bool) -> None:
+def sharding(given: Options, run: Facts) -> None:
     """Check that the processes of this run can divide optimizer states, if ``shard`` asks for it."""
-    alone = replicas == 1 and not given.shares_stages
-    if given.shard is not None and (num_models > 1 or tuned or alone):
-        found = "AvgPipeTuner, which tries several models"
-        if num_models > 1 or alone:
-            found = f"{num_models} parallel models" if num_models > 1 else "one replica"
+    alone = run.replicas == 1 and not given.shares_stages
+    if given.shard is not None and (run.num_models > 1 or run.tuned or alone):
+        found = "one replica" if alone else "AvgPipeTuner, which tries several models"
+        if run.num_models > 1:
+            found = f"{run.num_models} parallel models"
         raise ConfigurationError(
             f"shard={given.shard!r} with {found}: it is for replicas of one model, which divide what one would hold; "
             "use replicas=2 or more, one group, one pipeline and no tuner, or leave shard out"
@@ -352,9 +351,7 @@ def same_everywhere(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
                 )
 
 
-def can_roll(
-    running: pl.Trainer, given: Options, cluster: Cluster, num_stages: int, num_groups: int, tuned: bool
-) -> bool:
+def can_roll(running: pl.Trainer, given: Options, cluster: Cluster, run: Facts) -> bool:
     """Return whether pipelines of this run can roll, as far as that is known before the first batch.
 
     Every process calls it.
@@ -363,22 +360,20 @@ def can_roll(
         running: the trainer.
         given: options of the strategy.
         cluster: the connected processes.
-        num_stages: K.
-        num_groups: number of groups of processes.
-        tuned: whether a tuner chooses N.
+        run: facts about the run.
     Raises:
         ConfigurationError: batches are to overlap by some option, and cannot.
     """
-    replicas, rolling = cluster.stage_map.replicas, given.averaging.rolling
+    rolling = given.averaging.rolling
     if rolling != "auto":
-        overlapping(running, given, num_stages, num_groups, replicas, tuned)
+        overlapping(running, given, run)
         return rolling
-    overlapping(running, given.rolling_as(False), num_stages, num_groups, replicas, tuned)
+    overlapping(running, given.rolling_as(False), run)
     found = ""
     try:
         # even if there is one pipeline now, there may be several later
         wanted = replace(given.rolling_as(True), num_pipelines=max(2, given.num_pipelines))
-        overlapping(running, wanted, num_stages, num_groups, replicas, tuned)
+        overlapping(running, wanted, run)
     except ConfigurationError as error:
         found = str(error)
     return not gives_way(found, cluster)
@@ -433,7 +428,7 @@ def check_changes(changes: Mapping[str, Any], configuration: Configuration, stra
         trainer(module.trainer, module.trainer.world_size, wanted.num_pipelines)
         wanted_stages = num_stages if changes["num_stages"] is None else changes["num_stages"]
         rolling = wanted.rolling_as(configuration.can_roll) if wanted.averaging.rolling == "auto" else wanted
-        overlapping(module.trainer, rolling, wanted_stages, strategy.num_groups, strategy.replicas, tuned=False)
+        overlapping(module.trainer, rolling, replace(strategy.facts, num_stages=wanted_stages, tuned=False))
         stages(wanted_stages, num_stages, layout)
         schedule(now, wanted_stages, layout.group_size(wanted_stages))
         split_points(module, wanted.split_points, wanted_stages)

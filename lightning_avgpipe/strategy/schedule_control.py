@@ -240,9 +240,9 @@ class ScheduleControl:
             return None
         ensemble = self._models.ensemble if works else None
         others = range(1, 1 if ensemble is None else ensemble.models.size)
-        beside = [] if ensemble is None else [t for n in others for t in ensemble.tensors(n).values()]
+        of_others = [] if ensemble is None else [t for n in others for t in ensemble.tensors(n).values()]
         batches = tree.tensors((tuple(map(tuple, task.args)), [part.data for parts in works for part in parts]))
-        return HostMeter([*module.parameters(), *module.buffers(), *beside, *batches])
+        return HostMeter([*module.parameters(), *module.buffers(), *of_others, *batches])
 
     def _footprints(
         self, meter: Meter, plan: Plan, schedule: Schedule, num_microbatches: int, num_pipelines: int

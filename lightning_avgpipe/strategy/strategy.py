@@ -432,6 +432,12 @@ class AvgPipeStrategy(ParallelStrategy):
         return self.options.save_distributed_checkpoint
 
     @property
+    def facts(self) -> Facts:
+        """The facts about this run on which the effect of options depends."""
+        tuned = self.tuner is not None
+        return Facts(self.num_models, self.num_stages, self.world_size, self.num_groups, self.replicas, tuned)
+
+    @property
     def passthrough(self) -> bool:
         """Whether there is nothing to pipeline: one process, with nothing to divide or with steps that run whole.
 
@@ -520,7 +526,7 @@ class AvgPipeStrategy(ParallelStrategy):
             if not self._undivided:
                 rank_zero_info(f"{type(module).__name__} {why}: its steps run whole, not in micro-batches")
         if fitting and self.tuner is None:  # a tuner would change which options have an effect
-            combinations.without_effect(options, Facts(self.num_models, self.num_stages, self.world_size))
+            combinations.without_effect(options, self.facts)
         around = Surroundings(trainer, self._connection, self._configuration, self._state, self._distributor)
         if self.passthrough:
             if fitting:
@@ -532,9 +538,8 @@ class AvgPipeStrategy(ParallelStrategy):
         if why is None:
             if fitting:
                 checks.synchronised(trainer, options, self.cluster.stage_map)
-                ways = self.num_stages, self.num_groups, self.tuner is not None
-                self._configuration.can_roll = checks.can_roll(trainer, options, self.cluster, *ways)
-                checks.sharding(options, self.num_models, self.replicas, tuned=self.tuner is not None)
+                self._configuration.can_roll = checks.can_roll(trainer, options, self.cluster, self.facts)
+                checks.sharding(options, self.facts)
             return PipelineRun(around)
         commands.refuse_to_verify(options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
         return WholeRun(around)

@@ -358,10 +358,10 @@ def load_present_state(optimizer: Optimizer, states: Mapping[int, Any]) -> None:
     for number, state in states.items():
         parameter = parameters[number]
         if not parameter.is_meta:
-            optimizer.state[parameter] = {name: _beside(parameter, name, value) for name, value in state.items()}
+            optimizer.state[parameter] = {name: _copied_for(parameter, name, value) for name, value in state.items()}
 
 
-def _beside(parameter: Tensor, name: str, value: Any) -> Any:
+def _copied_for(parameter: Tensor, name: str, value: Any) -> Any:
     """Copy a state's entry to where ``Optimizer.load_state_dict`` would put it; the step counter keeps its device."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)

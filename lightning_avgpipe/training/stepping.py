@@ -282,10 +282,10 @@ def _tried(optimizer: Optimizer, together: bool) -> Tensor:
             vars(made)[name] = OrderedDict()
     made.state.clear()
     made.param_groups[:] = [{**group, "params": [to]} for (group, _), to in zip(groups, small, strict=True)]
-    first, beside = small[0], nn.Parameter(like(small[0]))
-    made.param_groups[0]["params"].append(beside)
+    first, further = small[0], nn.Parameter(like(small[0]))
+    made.param_groups[0]["params"].append(further)
     for _ in range(_TRIED_STEPS):
-        for parameter in (first, beside, *small[1:]):
+        for parameter in (first, further, *small[1:]):
             gradient = like(parameter)  # always drawn, so that both runs draw the same numbers
             parameter.grad = gradient if together or parameter is first else None
         made.step()

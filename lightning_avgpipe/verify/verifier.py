@@ -294,7 +294,7 @@ class Verifier:
                 self._held_then = self._held_now()
             self._collect()
             if self.active:
-                self._settle(0.0)
+                self._compare_arrived(0.0)
             else:
                 self._end()
 
@@ -325,19 +325,19 @@ class Verifier:
         Every process calls it.
         """
         if not self._asked:
-            self._settle(0.0)
+            self._compare_arrived(0.0)
             return
-        text = self._settle(None)
+        text = self._compare_arrived(None)
         self.succeeded = True
         self._done(text)
 
     def _wait(self) -> None:
         """Wait for the children: without limit if the user asked for verification, else as long as patience lasts."""
         begin = time.monotonic()
-        self._settle(None if self._asked else self._patience_s)
+        self._compare_arrived(None if self._asked else self._patience_s)
         self._patience_s = max(0.0, self._patience_s - (time.monotonic() - begin))
 
-    def _settle(self, timeout_s: float | None) -> str:
+    def _compare_arrived(self, timeout_s: float | None) -> str:
         """Compare what the children send within a time.
 
         Args:
