@@ -56,8 +56,8 @@ def overlapping(running: pl.Trainer, given: Options, run: Facts) -> None:
         )
     if run.num_groups > 1 and (versions or run.replicas > 1):
         raise ConfigurationError(
-            f"{option} with {run.num_groups} groups of processes ({'parallel models or ' * versions}replicas), which do a "
-            f"part of each step together; use one group{' and num_pipelines' * (not versions)}, {use}"
+            f"{option} with {run.num_groups} groups of processes ({'parallel models or ' * versions}replicas), which "
+            f"do a part of each step together; use one group{' and num_pipelines' * (not versions)}, {use}"
         )
     if run.num_groups > 1 and run.tuned:
         raise ConfigurationError(

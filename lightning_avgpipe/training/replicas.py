@@ -111,64 +111,6 @@ def weighing(
 _WHAT = "batch normalisation"
 
 
-class StatisticsSharing:
-    """A provider of observers that share statistics of batch normalisation among replicas.
-
-    Args:
-        cluster: cluster with open channels, one stage on each process.
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._connected: StageMap | None = None
-        self._observers: list[Observer] = []
-        self._checked: set[tuple[str, int]] = set()
-
-    def observers(self, schedule: Schedule) -> list[Observer]:
-        """Return the observers of an iteration of training. Every process calls it.
-
-        Raises:
-            ConfigurationError: replicas have different numbers of micro-batches, or would wait for each other forever.
-        """
-        stage_map = self._cluster.stage_map
-        if self._connected != stage_map:
-            replicas = [replace(p, what=_WHAT) for p in all_parties(stage_map) if p.what == "replicas"]
-            members = self._cluster.connect(replicas, f"for {_WHAT}")
-            self._observers = [] if members is None else [SharedStatistics(members, stage_map.shares_devices)]
-            self._connected = stage_map
-            self._checked.clear()
-        self._check(schedule, stage_map)
-        return self._observers
-
-    def _check(self, schedule: Schedule, stage_map: StageMap) -> None:
-        number = schedule.num_microbatches
-        key = schedule.name, number
-        if stage_map.stage_replicas and key not in self._checked:
-            counts = stage_map.stage_replicas
-            if any(number % count for count in counts):
-                raise ConfigurationError(
-                    f"sync_batchnorm=True normalises over the micro-batches that replicas={list(counts)} have at the "
-                    f"same time, and {number} micro-batches do not divide by these; use another num_microbatches, and "
-                    "drop_last=True where the last batch of an epoch has fewer"
-                )
-            if not meets(schedule, counts):
-                raise ConfigurationError(
-                    f"sync_batchnorm=True with replicas={list(counts)}: in the schedule {schedule.name!r} replicas "
-                    "would wait for each other for ever, as stages do not divide micro-batches alike; use "
-                    "schedule='afab', or as many replicas of each stage"
-                )
-            self._checked.add(key)
-        if stage_map.replicas > 1:
-            assert self._cluster.replicas is not None
-            numbers = self._cluster.replicas.members.exchange_objects(number)
-            if len(set(numbers)) > 1:
-                raise ConfigurationError(
-                    f"sync_batchnorm=True normalises over the micro-batches that replicas have at the same time, and "
-                    f"the batches of the replicas were split into {', '.join(map(str, numbers))} micro-batches; let "
-                    "their data loaders give batches of equal size (drop_last=True)"
-                )
-
-
 def meets(schedule: Schedule, counts: tuple[int, ...]) -> bool:
     """Return whether all actions can run if those of the replicas of a stage begin and end together.
 
@@ -213,7 +155,10 @@ class ReplicaSync:
         self._models = models
         self._observers = observers
         self._gradient_sums: GradientSums | None = None
-        self._statistics = StatisticsSharing(cluster) if normalises else None
+        self._normalises = normalises
+        self._connected: StageMap | None = None  # for batch normalisation
+        self._statistics: list[Observer] = []
+        self._checked: set[tuple[str, int]] = set()
 
     def agree(self, count: int, skipped: frozenset[int], num_pipelines: int, steps: bool) -> tuple[int, frozenset[int]]:
         """Agree which models had a batch, and which of these had no loss. Every process calls it.
@@ -243,7 +188,7 @@ class ReplicaSync:
 
     def check_trains(self, micro_batch: int) -> None:
         """Raise, where a micro-batch has no loss, if replicas normalise together: all would need its backward."""
-        if self._statistics is not None:
+        if self._normalises:
             raise ConfigurationError(
                 f"micro-batch {micro_batch} has no loss (the step returned None, or its weight is 0), and with "
                 "sync_batchnorm=True other replicas would wait for its backward; return a loss of zero that depends on "
@@ -257,17 +202,60 @@ class ReplicaSync:
             schedule: schedule of pipeline 0.
             num_pipelines: N.
             steps: whether gradients are complete after the iteration.
+        Raises:
+            ConfigurationError: replicas normalise together, and cannot with this schedule.
         """
-        statistics = [] if self._statistics is None else self._statistics.observers(schedule)
+        if self._normalises:
+            self._share_statistics(schedule)
         if self._cluster.replicas is None or not steps:
-            return statistics
+            return self._statistics
         sums, stage_map = self._sums(), self._cluster.stage_map
         if num_pipelines > 1:  # the gradients of all pipelines are on the same parameters
             sums.watch({}, {})
         else:
             rows = {k: in_turn(schedule.rows[k], *stage_map.share(k, self._cluster.rank)) for k in self._cluster.stages}
             sums.watch(self._summed(1), rows)
-        return [sums, *statistics]
+        return [sums, *self._statistics]
+
+    def _share_statistics(self, schedule: Schedule) -> None:
+        """Connect the replicas of each stage for batch normalisation, and check that they can run a schedule."""
+        stage_map = self._cluster.stage_map
+        if self._connected != stage_map:
+            replicas = [replace(p, what=_WHAT) for p in all_parties(stage_map) if p.what == "replicas"]
+            members = self._cluster.connect(replicas, f"for {_WHAT}")
+            self._statistics = [] if members is None else [SharedStatistics(members, stage_map.shares_devices)]
+            self._connected = stage_map
+            self._checked.clear()
+        self._check_normalising(schedule, stage_map)
+
+    def _check_normalising(self, schedule: Schedule, stage_map: StageMap) -> None:
+        """Raise if replicas have different numbers of micro-batches, or would wait for each other forever."""
+        number = schedule.num_microbatches
+        key = schedule.name, number
+        if stage_map.stage_replicas and key not in self._checked:
+            counts = stage_map.stage_replicas
+            if any(number % count for count in counts):
+                raise ConfigurationError(
+                    f"sync_batchnorm=True normalises over the micro-batches that replicas={list(counts)} have at the "
+                    f"same time, and {number} micro-batches do not divide by these; use another num_microbatches, and "
+                    "drop_last=True where the last batch of an epoch has fewer"
+                )
+            if not meets(schedule, counts):
+                raise ConfigurationError(
+                    f"sync_batchnorm=True with replicas={list(counts)}: in the schedule {schedule.name!r} replicas "
+                    "would wait for each other for ever, as stages do not divide micro-batches alike; use "
+                    "schedule='afab', or as many replicas of each stage"
+                )
+            self._checked.add(key)
+        if stage_map.replicas > 1:
+            assert self._cluster.replicas is not None
+            numbers = self._cluster.replicas.members.exchange_objects(number)
+            if len(set(numbers)) > 1:
+                raise ConfigurationError(
+                    f"sync_batchnorm=True normalises over the micro-batches that replicas have at the same time, and "
+                    f"the batches of the replicas were split into {', '.join(map(str, numbers))} micro-batches; let "
+                    "their data loaders give batches of equal size (drop_last=True)"
+                )
 
     def _sums(self) -> GradientSums:
         """Return the gradient sums of the replicas that there are now."""
