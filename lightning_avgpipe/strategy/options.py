@@ -36,8 +36,8 @@ from lightning_avgpipe.utils.allowed import (
     optional,
     whole,
 )
-from lightning_avgpipe.utils.durations import DURATION
 from lightning_avgpipe.utils.lightning import rank_zero_warn
+from lightning_avgpipe.utils.option_types import DURATION
 
 _MICROBATCHES_PER_STAGE = 4
 # these may differ between processes

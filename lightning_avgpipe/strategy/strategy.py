@@ -41,7 +41,6 @@ from lightning_avgpipe.strategy.surroundings import Surroundings
 from lightning_avgpipe.strategy.whole import why_whole
 from lightning_avgpipe.strategy.whole_run import WholeRun
 from lightning_avgpipe.utils.allowed import documented, suggesting_names
-from lightning_avgpipe.utils.durations import duration
 from lightning_avgpipe.utils.lightning import (
     CheckpointIO,
     ClusterEnvironment,
@@ -56,7 +55,7 @@ from lightning_avgpipe.utils.lightning import (
     refuse_other,
     reset_seed,
 )
-from lightning_avgpipe.utils.option_types import Count, Duration, Natural, TensorName
+from lightning_avgpipe.utils.option_types import Count, Duration, Natural, TensorName, duration
 from lightning_avgpipe.weights.absence import explain
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import to_host

@@ -30,7 +30,7 @@ from lightning_avgpipe.averaging import options as averaging
 from lightning_avgpipe.comm import options as links
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError, PartitionError
 from lightning_avgpipe.strategy.options import ALLOWED, Options
-from lightning_avgpipe.utils.durations import duration
+from lightning_avgpipe.utils.option_types import duration
 from tests import processes
 from tests.commands import run
 from tests.models import MLP, loader
