@@ -351,6 +351,9 @@ def same_everywhere(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
                 )
 
 
+# -- whether parallel pipelines roll -----------------------------------------------------------------------------------
+
+
 def can_roll(running: pl.Trainer, given: Options, cluster: Cluster, run: Facts) -> bool:
     """Return whether pipelines of this run can roll, as far as that is known before the first batch.
 
@@ -395,6 +398,9 @@ def gives_way(found: str, cluster: Cluster) -> bool:
 def tell_why_not_rolling(why: str) -> None:
     """Log on rank 0 why pipelines do not roll."""
     rank_zero_info(f"Averaging(rolling='auto'): pipelines do not roll: {why}")
+
+
+# -- while training runs -----------------------------------------------------------------------------------------------
 
 
 def check_changes(changes: Mapping[str, Any], configuration: Configuration, strategy: AvgPipeStrategy) -> None:

@@ -190,6 +190,9 @@ class Connection:
         return votes == self.cluster.world.world_size if unanimously else votes > 0
 
 
+# -- all processes end together ----------------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def ending_together(trainer: pl.Trainer, connection: Connection) -> Iterator[None]:
     """Within this context, the whole run of a trainer, no process ends or goes on alone.
@@ -276,6 +279,9 @@ def saving_what_is_whole(trainer: pl.Trainer, connection: Connection, begun: Cal
 
     with replaced(trainer, "save_checkpoint", save_checkpoint):
         yield
+
+
+# -- data-parallel peers -----------------------------------------------------------------------------------------------
 
 
 class Peers:

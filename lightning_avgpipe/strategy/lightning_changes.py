@@ -297,6 +297,9 @@ def _pass_on(batch: Any, dataloader_idx: int = 0) -> Any:
     return batch
 
 
+# -- norms that user code asks for -------------------------------------------------------------------------------------
+
+
 # Lightning's own function, which stays as it is while the code of grad_norm is replaced.
 _of_process = FunctionType(grad_norm.__code__, grad_norm.__globals__, grad_norm.__name__, grad_norm.__defaults__)
 

@@ -354,6 +354,9 @@ def _reduce(values: list[Any], sizes: list[float], reduce_fx: Any) -> Any:
     return values[-1] if result is None else result  # Lightning refuses the name, with an explanation
 
 
+# -- metrics on all ranks ----------------------------------------------------------------------------------------------
+
+
 class SyncedLoggerConnector(_LoggerConnector):
     """A logger connector that on every rank knows the metrics of rank 0, where the loss is.
 

@@ -262,6 +262,9 @@ class Options:
         return _MICROBATCHES_PER_STAGE * together if together > 1 else 1
 
 
+# -- while training runs -----------------------------------------------------------------------------------------------
+
+
 class Configuration:
     """Options that may change between two iterations of training.
 

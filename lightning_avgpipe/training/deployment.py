@@ -276,6 +276,9 @@ class Deployment:
             return self.holdings.state_dict() if whole else self.holdings.own_state_dict()
 
 
+# -- values that steps keep for the next batch, besides weights and buffers, and that do not move ----------------------
+
+
 Key = tuple[str, str]  # path of a module and name of the attribute; or an empty path and the full name of a variable
 
 

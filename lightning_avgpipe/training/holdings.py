@@ -221,6 +221,9 @@ def _sum_of_bits(tensor: Tensor) -> int:
     return sum(int(words(part).sum(dtype=torch.int64)) for part in parts)
 
 
+# -- checkpoints of all stages, as one process would write them --------------------------------------------------------
+
+
 def full_state_dict(module: nn.Module, cluster: Cluster, owner: Mapping[str, int]) -> dict[str, Any]:
     """Return on rank 0 the state dict of the whole module; on other ranks their own, with other stages on meta."""
     state = module.state_dict()

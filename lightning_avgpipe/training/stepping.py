@@ -82,6 +82,9 @@ def global_norm(
     return torch.linalg.vector_norm((norms[0, present] / norms[1, present]).to(dtype), norm_type)
 
 
+# -- the loss scale ----------------------------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def scaling_together(
     scaler: GradScaler, cluster: Cluster, others: Callable[[Optimizer], Sequence[Optimizer]] = lambda optimizer: ()
@@ -141,6 +144,9 @@ class _Agreement:
             return
         self._waiting = []
         self._update(*args)
+
+
+# -- shards of optimizer states ----------------------------------------------------------------------------------------
 
 
 _TRIED_STEPS = 3

@@ -113,6 +113,9 @@ def refuse_other(name: str, thing: object) -> None:
         )
 
 
+# -- what is used although it is not public ----------------------------------------------------------------------------
+
+
 _TRAINER, _LOOPS, _FABRIC = f"{pl.__name__}.trainer", f"{pl.__name__}.loops", f"{fabric.__name__}.utilities"
 _DISTRIBUTED = f"{_FABRIC}.distributed"
 _LOGGING = f"{_TRAINER}.connectors.logger_connector.logger_connector._LoggerConnector"

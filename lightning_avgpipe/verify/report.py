@@ -87,6 +87,9 @@ def _code(code: types.CodeType) -> Iterator[bytes]:
             yield repr(constant).encode()
 
 
+# -- what was compared -------------------------------------------------------------------------------------------------
+
+
 _SHOWN = 5  # names in the text
 
 
@@ -119,6 +122,9 @@ class Tally:
         if self.unknown:
             omitted.append(f"{len(self.unknown)} attributes ({listed([*map(repr, sorted(self.unknown))], _SHOWN)})")
         return text + (f"; not compared: {', '.join(omitted)}" if omitted else "")
+
+
+# -- likely causes -----------------------------------------------------------------------------------------------------
 
 
 _STATE = (
