@@ -583,9 +583,7 @@ class AvgPipeStrategy(ParallelStrategy):
         """Tell the other processes, unless all have agreed to end here."""
         explain(exception, self._lightning_module)
         self._connection.fail(exception)
-        if isinstance(
-            exception, PeerError
-        ):  # says what happened to another process; where this one waited tells nothing
+        if isinstance(exception, PeerError):  # of another process; where this one waited tells nothing
             exception.__traceback__ = exception.__cause__ = exception.__context__ = None
 
     def teardown(self) -> None:
