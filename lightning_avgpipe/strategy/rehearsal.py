@@ -268,6 +268,7 @@ class Rehearsal:
         return time.perf_counter()
 
 
+@dataclass(frozen=True)
 class BusyRecording:
     """The record of one process in a trial iteration.
 
@@ -276,9 +277,8 @@ class BusyRecording:
         processor_s: (stage, kind of action) -> seconds of the processor.
     """
 
-    def __init__(self, recording: Recording, processor_s: dict[tuple[int, Kind], float]) -> None:
-        self.recording = recording
-        self.processor_s = processor_s
+    recording: Recording
+    processor_s: dict[tuple[int, Kind], float]
 
     @property
     def span_s(self) -> float:
