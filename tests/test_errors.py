@@ -222,12 +222,12 @@ def test_lightning_cli_builds_the_strategy() -> None:
 
 
 def test_ranks_that_load_different_checkpoints_are_an_error() -> None:
-    checks.same_checkpoint(["", ""])
-    checks.same_checkpoint(["a.ckpt", "a.ckpt"])
+    checks.same_everywhere([("", {}), ("", {})])
+    checks.same_everywhere([("a.ckpt", {}), ("a.ckpt", {})])
     with pytest.raises(
         ConfigurationError, match=r"rank 0 has loaded last\.ckpt, rank 1 no checkpoint; put checkpoints"
     ):
-        checks.same_checkpoint(["last.ckpt", ""])
+        checks.same_everywhere([("last.ckpt", {}), ("", {})])
 
 
 def test_without_errors_nothing_is_refused() -> None:

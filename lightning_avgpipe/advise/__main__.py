@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Sequence
 
-from lightning_avgpipe.advise.request import Request
 from lightning_avgpipe.utils.script import add_script, at_least_one, before_script, report_of
 
 
@@ -18,8 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 if there is advice, otherwise 1.
     """
     options = _parser().parse_args(before_script(sys.argv[1:] if arguments is None else arguments))
-    devices, megabits = tuple(options.devices), tuple(options.megabits)
-    advice, code = report_of(options, lambda report: Request(devices, megabits, report).environment())
+    advice, code = report_of(options, "advise", devices=options.devices, megabits=options.megabits)
     if advice is not None:
         print(advice)
         return 0

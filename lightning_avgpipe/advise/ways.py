@@ -100,18 +100,12 @@ def _stage_costs(units: SppCosts, begins: Sequence[int], rate: float) -> StageCo
     )
 
 
-def advice(
-    units: SppCosts,
-    num_microbatches: int,
-    devices: Sequence[int],
-    megabits: Sequence[float],
-    samples_factor: SamplesFactor = None,
-) -> str:
+def advice(units: SppCosts, num_microbatches: int, devices: Sequence[int], megabits: Sequence[float]) -> str:
     """Return a table with ddp, the best single pipeline and the best parallel models for each devices and rate."""
     lines = [f"{'devices':>7} {'Mbit/s':>8}  {'batch':>9} {'ddp / it':>8}  strategy"]
     for count in devices:
         for rate in megabits:
-            found = ways(units, num_microbatches, count, rate, samples_factor)
+            found = ways(units, num_microbatches, count, rate)
             ddp_s = next(way.batch_s for way in found if way.strategy == '"ddp"')
             kinds = dict.fromkeys((_kind(way) for way in found), True)  # ordered, the fastest first
             for kind in kinds:

@@ -12,7 +12,7 @@ from lightning_avgpipe.engine.microbatch import fewest_samples
 from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.planning.memory_limit import MemoryLimit
 from lightning_avgpipe.schedule import picture
-from lightning_avgpipe.strategy import checks, rolling
+from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.strategy.options import ALLOWED, MEMORY
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.profiler import Profiler
@@ -203,7 +203,7 @@ class AvgPipeTuner(Callback):
             raise ConfigurationError(f"{timed}, but rolling ones overlap; use refine=0, or Averaging(rolling=False)")
         if strategy.options.averaging.rolling == "auto" and self._options.refine:
             strategy.rolls = False
-            rolling.tell(timed)
+            checks.tell_why_not_rolling(timed)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note whether anything, such as ``configure_optimizers``, has asked for the number of iterations."""

@@ -83,21 +83,15 @@ def choose_files(io: CheckpointIO | None, distributed: bool) -> CheckpointIO:
     Raises:
         ConfigurationError: the user has chosen another, which ``distributed`` checkpoints would not use.
     """
-    chosen = _with_local_files(io)
+    chosen = LocalCheckpointIO() if io is None or type(io) is TorchCheckpointIO else io
+    if isinstance(io, _WrappingCheckpointIO):
+        io.checkpoint_io = LocalCheckpointIO()  # which it takes only if it was built without one
     if distributed and type(chosen) is not LocalCheckpointIO:
         raise ConfigurationError(
             "save_distributed_checkpoint=True writes with torch.distributed.checkpoint and would not use "
             f"{type(chosen).__name__}; remove the plugin, or the option"
         )
     return chosen
-
-
-def _with_local_files(io: CheckpointIO | None) -> CheckpointIO:
-    if io is None or type(io) is TorchCheckpointIO:
-        return LocalCheckpointIO()
-    if isinstance(io, _WrappingCheckpointIO):
-        io.checkpoint_io = LocalCheckpointIO()  # which it takes only if it was built without one
-    return io
 
 
 # -- shards ----------------------------------------------------------------------------------------------------------
@@ -262,7 +256,7 @@ def replacing(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     host, process = platform.node(), os.getpid()
-    new, previous = (_beside(target, f"{host}-{process}.{what}") for what in ("saving", "previous"))
+    new, previous = (_hidden_path(target, f"{host}-{process}.{what}") for what in ("saving", "previous"))
     for left in target.parent.glob(".*.saving"):
         if left == new or _is_abandoned(left, host):
             _remove(left)
@@ -323,7 +317,7 @@ def _moved_away(target: Path) -> list[Path]:
     return sorted(target.parent.glob(f".{glob.escape(target.name)}.*.previous"))
 
 
-def _beside(target: Path, what: str) -> Path:
+def _hidden_path(target: Path, what: str) -> Path:
     """Return a hidden path in the target's folder, so that no reader takes it for a checkpoint."""
     return target.with_name(f".{target.name}.{what}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.capture.attributes import is_compiled
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError
 from lightning_avgpipe.planning.divisible import Divisible
@@ -20,7 +22,9 @@ from lightning_avgpipe.schedule.builders import of_function
 from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.schedule.versions import Place
 from lightning_avgpipe.strategy import combinations
-from lightning_avgpipe.training.optimizer_shards import check_separable
+from lightning_avgpipe.strategy.combinations import Facts
+from lightning_avgpipe.strategy.options import Configuration, Options
+from lightning_avgpipe.training.stepping import check_separable
 from lightning_avgpipe.utils.lightning import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
@@ -28,19 +32,18 @@ from lightning_avgpipe.utils.lightning import (
     StochasticWeightAveraging,
     is_overridden,
     pl,
+    rank_zero_info,
     refuse_other,
 )
 
 if TYPE_CHECKING:
-    from lightning_avgpipe.strategy.options import Options
+    from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 
 
-def overlapping(
-    running: pl.Trainer, given: Options, num_stages: int, num_groups: int, replicas: int, tuned: bool
-) -> None:
+def overlapping(running: pl.Trainer, given: Options, run: Facts) -> None:
     """Check that batches of this run may overlap, if weight versions or rolling pipelines are asked for."""
     versions = not given.policy.drains
-    single = given.num_pipelines == 1 and num_groups == 1 and not tuned
+    single = given.num_pipelines == 1 and run.num_groups == 1 and not run.tuned
     if not versions and (given.averaging.rolling is not True or single):
         return
     option, instead = given.overlap
@@ -50,24 +53,24 @@ def overlapping(
             f"{option} with precision={plugin.precision!r}: a loss scaler skips the steps of all models and stages "
             f"together; use 'bf16-mixed', {use}"
         )
-    if num_groups > 1 and (versions or replicas > 1):
+    if run.num_groups > 1 and (versions or run.replicas > 1):
         raise ConfigurationError(
-            f"{option} with {num_groups} groups of processes ({'parallel models or ' * versions}replicas), which do a "
-            f"part of each step together; use one group{' and num_pipelines' * (not versions)}, {use}"
+            f"{option} with {run.num_groups} groups of processes ({'parallel models or ' * versions}replicas), which "
+            f"do a part of each step together; use one group{' and num_pipelines' * (not versions)}, {use}"
         )
-    if num_groups > 1 and tuned:
+    if run.num_groups > 1 and run.tuned:
         raise ConfigurationError(
-            f"{option} with AvgPipeTuner in {num_groups} groups of processes, which wait for each other while it "
+            f"{option} with AvgPipeTuner in {run.num_groups} groups of processes, which wait for each other while it "
             f"measures; remove it, {use}"
         )
-    if tuned and versions:
+    if run.tuned and versions:
         raise ConfigurationError(f"{option} with AvgPipeTuner, which times iterations one by one; remove it, {use}")
     if getattr(running, "_val_check_time_interval", None) is not None:
         raise ConfigurationError(
             f"{option} and val_check_interval as a time: give it as a number of batches or a fraction, {use}"
         )
     if versions:
-        _versions(running, given, num_stages, option, use)
+        _versions(running, given, run.num_stages, option, use)
     else:
         _rolling(running, use)
 
@@ -99,13 +102,13 @@ def _rolling(running: pl.Trainer, use: str) -> None:
                 )
 
 
-def sharding(given: Options, num_models: int, replicas: int, tuned: bool) -> None:
+def sharding(given: Options, run: Facts) -> None:
     """Check that the processes of this run can divide optimizer states, if ``shard`` asks for it."""
-    alone = replicas == 1 and not given.shares_stages
-    if given.shard is not None and (num_models > 1 or tuned or alone):
-        found = "AvgPipeTuner, which tries several models"
-        if num_models > 1 or alone:
-            found = f"{num_models} parallel models" if num_models > 1 else "one replica"
+    alone = run.replicas == 1 and not given.shares_stages
+    if given.shard is not None and (run.num_models > 1 or run.tuned or alone):
+        found = "one replica" if alone else "AvgPipeTuner, which tries several models"
+        if run.num_models > 1:
+            found = f"{run.num_models} parallel models"
         raise ConfigurationError(
             f"shard={given.shard!r} with {found}: it is for replicas of one model, which divide what one would hold; "
             "use replicas=2 or more, one group, one pipeline and no tuner, or leave shard out"
@@ -243,29 +246,37 @@ def split_points(module: nn.Module, names: Sequence[str] | None, num_stages: int
 
 def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> None:
     """Check the trainer's options and callbacks, for several processes and parallel models."""
-    if world_size > 1 or num_pipelines > 1:
-        for callback in running.callbacks:  # type: ignore[attr-defined]
+    several, parallel = world_size > 1, num_pipelines > 1
+    models = f"num_pipelines={num_pipelines} trains parallel ones"
+    alone = f"is not supported on {world_size} processes yet; remove it, or use one (devices=1)"
+    refused: list[tuple[bool, Any, str]] = [
+        (
+            parallel,
+            (StochasticWeightAveraging, *weight_averaging()),
+            f"averages the weights of one model, but {models}, whose reference is an average already; remove it, or "
+            "use num_pipelines=1",
+        ),
+        (
+            parallel,
+            ModelPruning,
+            f"puts other parameters into the layers of one model, but {models}; remove it, or use num_pipelines=1",
+        ),
+        (several, BatchSizeFinder, f"restarts training in ways that the stages cannot follow together, and {alone}"),
+        (several, ModelPruning, f"puts other parameters into layers of which each process holds a part, and {alone}"),
+    ]
+    for callback in running.callbacks:  # type: ignore[attr-defined]
+        if several or parallel:
             refuse_other(type(callback).__name__, callback)
-    if num_pipelines > 1:
-        _one_model_only(running, num_pipelines)
-    if world_size == 1:
+        for applies, kinds, why in refused:
+            if applies and isinstance(callback, kinds):
+                raise ConfigurationError(f"{type(callback).__name__} {why}")
+    if not several:
         return
-    if num_pipelines > 1 and running.strategy._layer_sync is not None:  # type: ignore[attr-defined]
+    if parallel and running.strategy._layer_sync is not None:  # type: ignore[attr-defined]
         raise ConfigurationError(
             "sync_batchnorm=True makes the replicas of a stage wait for each other within an action, and "
             f"num_pipelines={num_pipelines} runs actions as they come; use num_pipelines=1, or remove it"
         )
-    refused: list[tuple[type, str]] = [
-        (BatchSizeFinder, "restarts training in ways that the stages cannot follow together"),
-        (ModelPruning, "puts other parameters into layers of which each process holds a part"),
-    ]
-    for callback in running.callbacks:  # type: ignore[attr-defined]
-        for kind, why in refused:
-            if isinstance(callback, kind):
-                raise ConfigurationError(
-                    f"{type(callback).__name__} {why}, and is not supported on {world_size} processes yet; remove it, "
-                    "or use one (devices=1)"
-                )
     averaged = any(isinstance(c, weight_averaging()) for c in running.callbacks)  # type: ignore[attr-defined]
     if averaged and running.strategy.save_distributed_checkpoint:  # type: ignore[attr-defined]
         raise ConfigurationError(
@@ -312,50 +323,117 @@ def synchronised(running: pl.Trainer, given: Options, stage_map: StageMap) -> No
             )
 
 
-def _one_model_only(running: pl.Trainer, num_pipelines: int) -> None:
-    for callback in running.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (StochasticWeightAveraging, *weight_averaging())):
-            raise ConfigurationError(
-                f"{type(callback).__name__} averages the weights of one model, but num_pipelines={num_pipelines} "
-                "trains parallel ones, whose reference is an average already; remove it, or use num_pipelines=1"
-            )
-        if isinstance(callback, ModelPruning):
-            raise ConfigurationError(
-                f"{type(callback).__name__} puts other parameters into the layers of one model, but "
-                f"num_pipelines={num_pipelines} trains parallel ones; remove it, or use num_pipelines=1"
-            )
-
-
 def weight_averaging() -> tuple[type, ...]:
     """Return the type of callback that keeps an average of the weights, which Lightning has since 2.6; else nothing."""
     found = getattr(pl.callbacks, "WeightAveraging", None)
     return () if found is None else (found,)
 
 
-def same_checkpoint(paths: Sequence[str]) -> None:
-    """Check that all ranks have loaded the same checkpoint, or none.
+def same_everywhere(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Check that all ranks have loaded the same checkpoint, or none, and were given the same options.
 
     Args:
-        paths: path on each rank; empty if none was loaded.
+        found: path of the checkpoint, empty if none was loaded, and options by name, on each rank.
     """
-    for rank, path in enumerate(paths):
-        if path != paths[0]:
+    first, options = found[0]
+    for rank, (path, given) in enumerate(found):
+        if path != first:
             raise ConfigurationError(
-                f"rank 0 has loaded {paths[0] or 'no checkpoint'}, rank {rank} {path or 'no checkpoint'}; put "
+                f"rank 0 has loaded {first or 'no checkpoint'}, rank {rank} {path or 'no checkpoint'}; put "
                 "checkpoints where all processes see them, or give ckpt_path as a path"
             )
-
-
-def same_options(options: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all ranks were given the same options.
-
-    Args:
-        options: name -> value, for each rank.
-    """
-    for rank, given in enumerate(options):
         for name, value in given.items():
-            if value != options[0][name]:
+            if value != options[name]:
                 raise ConfigurationError(
-                    f"{name} is {options[0][name]!r} on rank 0, but {value!r} on rank {rank}; give AvgPipeStrategy the "
+                    f"{name} is {options[name]!r} on rank 0, but {value!r} on rank {rank}; give AvgPipeStrategy the "
                     "same options in all processes"
                 )
+
+
+# -- whether parallel pipelines roll -----------------------------------------------------------------------------------
+
+
+def can_roll(running: pl.Trainer, given: Options, cluster: Cluster, run: Facts) -> bool:
+    """Return whether pipelines of this run can roll, as far as that is known before the first batch.
+
+    Every process calls it.
+
+    Args:
+        running: the trainer.
+        given: options of the strategy.
+        cluster: the connected processes.
+        run: facts about the run.
+    Raises:
+        ConfigurationError: batches are to overlap by some option, and cannot.
+    """
+    rolling = given.averaging.rolling
+    if rolling != "auto":
+        overlapping(running, given, run)
+        return rolling
+    overlapping(running, given.rolling_as(False), run)
+    found = ""
+    try:
+        # even if there is one pipeline now, there may be several later
+        wanted = replace(given.rolling_as(True), num_pipelines=max(2, given.num_pipelines))
+        overlapping(running, wanted, run)
+    except ConfigurationError as error:
+        found = str(error)
+    return not gives_way(found, cluster)
+
+
+def gives_way(found: str, cluster: Cluster) -> bool:
+    """Return whether pipelines do not roll with ``Averaging(rolling="auto")``, and log why. Every process calls it.
+
+    Args:
+        found: reason against rolling in this process; empty: there is none.
+        cluster: the connected processes.
+    """
+    why = next(filter(None, cluster.world.exchange_objects(found)), "")
+    if why:
+        tell_why_not_rolling(why)
+    return bool(why)
+
+
+def tell_why_not_rolling(why: str) -> None:
+    """Log on rank 0 why pipelines do not roll."""
+    rank_zero_info(f"Averaging(rolling='auto'): pipelines do not roll: {why}")
+
+
+# -- while training runs -----------------------------------------------------------------------------------------------
+
+
+def check_changes(changes: Mapping[str, Any], configuration: Configuration, strategy: AvgPipeStrategy) -> None:
+    """Check that changes can be made.
+
+    Args:
+        changes: option -> value; None: the option stays as it is.
+        configuration: the strategy's options as they are now.
+        strategy: strategy that is asked.
+    Raises:
+        ConfigurationError: a change that cannot be made.
+        PartitionError: a split point that is no submodule.
+    """
+    now, wanted, module = configuration.options, configuration.wanted(changes), strategy.lightning_module
+    layout, num_stages = strategy.device_layout, strategy.num_stages
+    if strategy.whole is not None:
+        raise ConfigurationError(f"reconfigure: {type(module).__name__} {strategy.whole}; its steps run whole")
+    if strategy.passthrough and module is not None:
+        raise ConfigurationError(
+            "reconfigure: with one device, one stage, one micro-batch and one pipeline this run began as with "
+            "strategy='auto', and has no pipeline to change; begin with 2 or more of stages, micro-batches or pipelines"
+        )
+    moves = changes["num_stages"] is not None or changes["split_points"] is not None
+    if moves and (now.shares_stages or now.shard):
+        sharded = " with their parts of the optimizer states" * (now.shard is not None)
+        raise ConfigurationError(
+            f"reconfigure: replicas={now.replicas!r} stay where they are{sharded}, and so do their stages; begin with "
+            "the stages that you want"
+        )
+    if module is not None:
+        trainer(module.trainer, module.trainer.world_size, wanted.num_pipelines)
+        wanted_stages = num_stages if changes["num_stages"] is None else changes["num_stages"]
+        rolling = wanted.rolling_as(configuration.can_roll) if wanted.averaging.rolling == "auto" else wanted
+        overlapping(module.trainer, rolling, replace(strategy.facts, num_stages=wanted_stages, tuned=False))
+        stages(wanted_stages, num_stages, layout)
+        schedule(now, wanted_stages, layout.group_size(wanted_stages))
+        split_points(module, wanted.split_points, wanted_stages)

@@ -95,11 +95,17 @@ class Facts:
         num_models: number of parallel models in all groups.
         num_stages: K.
         num_processes: number of processes in all groups.
+        num_groups: number of groups of processes.
+        replicas: number of groups that train the same models.
+        tuned: whether a tuner chooses N.
     """
 
     num_models: int
     num_stages: int
     num_processes: int
+    num_groups: int
+    replicas: int
+    tuned: bool
 
 
 @dataclass(frozen=True)

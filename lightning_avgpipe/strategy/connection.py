@@ -1,4 +1,14 @@
-"""The connection of the strategy's processes, from the set-up of the environment to teardown."""
+"""The connection of the strategy's processes, from the set-up of the environment to teardown.
+
+All processes end together, after an exception or a signal. Processes with the same place in all groups are
+data-parallel peers, for ``self.all_gather``, ``strategy.reduce`` and ``self.log(sync_dist=True)``::
+
+    group 0     rank 1     rank 0        trains on samples 0 2 4 ..
+    group 1     rank 3     rank 2        trains on samples 1 3 5 ..
+                peers      peers
+
+Groups train parallel models, or are replicas. Processes of one group work on the same batch, so they are no peers.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +21,31 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.process_groups import ProcessGroups
-from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
-from lightning_avgpipe.comm.watch import STOP
+from lightning_avgpipe.comm.topology import DeviceLayout, Party, StageMap
+from lightning_avgpipe.comm.watch import REQUEUE, STOP
+from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import checks, launch
 from lightning_avgpipe.strategy.options import Options
 from lightning_avgpipe.utils import parent
 from lightning_avgpipe.utils.device import backends, connects_hosts, device_backend, port_of
-from lightning_avgpipe.utils.lightning import ClusterEnvironment, SIGTERMException, _init_dist_connection
-from lightning_avgpipe.utils.patching import nothing
+from lightning_avgpipe.utils.lightning import (
+    Callback,
+    ClusterEnvironment,
+    SIGTERMException,
+    TrainerStatus,
+    _all_gather_ddp_if_available,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+    pl,
+    rank_zero_warn,
+)
+from lightning_avgpipe.utils.patching import nothing, replaced
+from lightning_avgpipe.utils.tensors import reduced, reduction_name
 
 T = TypeVar("T")
 
@@ -161,3 +185,191 @@ class Connection:
             return decision
         votes = int(self.cluster.world.sum(torch.tensor(int(decision), device="cpu")))
         return votes == self.cluster.world.world_size if unanimously else votes > 0
+
+
+# -- all processes end together ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ending_together(trainer: pl.Trainer, connection: Connection) -> Iterator[None]:
+    """Within this context, the whole run of a trainer, no process ends or goes on alone.
+
+    A signal may reach any process at any time. It is only noted; all processes learn of it with the same message from
+    rank 0, and obey at the same batch. So a checkpoint that is saved then is complete, although it takes all processes.
+    Lightning would act at once in each process, and would ask all of them before every batch whether rank 0 has a
+    signal.
+
+    Args:
+        trainer: trainer of the run.
+        connection: connection of the processes.
+    """
+    signals = trainer._signal_connector
+    requeue = signals._slurm_sigusr_handler_fn
+    requeued: list[bool] = []
+
+    def stop(signum: Any, frame: Any) -> None:  # a signal handler must not wait for what it has interrupted
+        launcher = trainer.strategy.launcher
+        if STOP not in connection.noted and launcher is not None:  # pass the signal on to the processes started here
+            launcher.kill(signum)
+        connection.note(STOP)
+
+    def agreed(request: str) -> None:
+        if request == STOP:
+            signals.received_sigterm = True  # Lightning's loops do the rest
+
+    def before_batch() -> None:
+        if connection.agreed(REQUEUE) and not requeued:
+            requeued.append(True)
+            requeue(0, None)  # type: ignore[arg-type]
+        if trainer.received_sigterm:
+            raise SIGTERMException
+
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(replaced(signals, "_sigterm_notifier_fn", stop))
+        undo.enter_context(replaced(signals, "_slurm_sigusr_handler_fn", lambda *_: connection.note(REQUEUE)))
+        epoch_loop = trainer.fit_loop.epoch_loop
+        if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
+            undo.enter_context(replaced(epoch_loop, "_broadcast_sigterm_tensor", before_batch))
+        first = _FirstToKnow()
+        trainer.callbacks.insert(0, first)  # type: ignore[attr-defined]
+        undo.callback(trainer.callbacks.remove, first)  # type: ignore[attr-defined]
+        undo.enter_context(connection.listening(agreed))
+        yield
+
+
+class _FirstToKnow(Callback):
+    """A callback that reports an exception before other callbacks react to it together with all processes."""
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        trainer.strategy.on_exception(exception)
+
+
+@contextlib.contextmanager
+def saving_what_is_whole(trainer: pl.Trainer, connection: Connection, begun: Callable[[], bool]) -> Iterator[None]:
+    """Within this context, from the start of a run on, no checkpoint replaces a better one after a failure.
+
+    A callback that saves in ``on_exception`` would do that: before training has begun the module may not even have the
+    weights that the run was to resume from, and after a failure of some process there is no whole model.
+
+    Args:
+        trainer: trainer of the run.
+        connection: connection of the processes.
+        begun: returns whether training has begun in this run.
+    """
+    save = trainer.save_checkpoint
+
+    def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> None:
+        ended = trainer.state.status == TrainerStatus.INTERRUPTED
+        if connection.failed:
+            rank_zero_warn(
+                f"No checkpoint is saved to {filepath} after the failure: each process holds a part of the model only, "
+                "and the processes did not stop at the same iteration. Save regularly "
+                "(ModelCheckpoint(every_n_train_steps=...)), and resume from the last checkpoint"
+            )
+        elif ended and not begun():
+            rank_zero_warn(
+                f"No checkpoint is saved to {filepath}: the run ended before training began, and what may be there "
+                "from a run before is as it was"
+            )
+        else:
+            save(filepath, *args, **kwargs)
+
+    with replaced(trainer, "save_checkpoint", save_checkpoint):
+        yield
+
+
+# -- data-parallel peers -----------------------------------------------------------------------------------------------
+
+
+class Peers:
+    """The processes with the same place in all groups; each trains on a part of the data.
+
+    A process that has no peers gets its own values back, unchanged, as on one device. In evaluation no process has
+    peers, since every group evaluates all data: a sum over groups would count each sample several times.
+
+    All processes construct this object at the same time. Peers have a process group of their own, so that messages of
+    user code cannot mix with the messages of training.
+
+    Args:
+        trainer: trainer of the run.
+        cluster: the connected processes.
+        in_step: returns whether a step runs now, and no hook.
+    """
+
+    def __init__(self, trainer: pl.Trainer, cluster: Cluster, in_step: Callable[[], bool]) -> None:
+        self._trainer = trainer
+        self._in_step = in_step
+        layout = cluster.stage_map.layout
+        self._members = None
+        if len(layout) > 1:
+            self._members = cluster.connect([Party("peers", ranks) for ranks in zip(*layout, strict=True)], "peers")
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of all peers, in the order of groups.
+
+        Args:
+            tensor: tensor of this process.
+            group: a process group that user code has made, which is used instead; None, or that of all processes: the
+                peers.
+            sync_grads: whether gradients flow back; refused over peers, since a hook has no backward.
+        Raises:
+            ConfigurationError: a training step calls it, or wants gradients.
+        """
+        if _is_own(group):
+            return _all_gather_ddp_if_available(tensor, group, sync_grads)
+        if sync_grads and tensor.requires_grad and self._are_several("all_gather(sync_grads=True)"):
+            raise ConfigurationError(
+                "all_gather(sync_grads=True) over groups of processes: a hook has no backward that would pass it; "
+                "use sync_grads=False"
+            )
+        gathered = self._gathered(tensor, "all_gather")
+        return tensor if gathered is None else gathered
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce the tensors of all peers; what is no tensor stays as it is.
+
+        Args:
+            tensor: tensor of this process.
+            group: see :meth:`all_gather`.
+            reduce_op: a name, such as "mean" or "sum", or an operation of torch.distributed.
+        Raises:
+            ConfigurationError: a training step calls it, or there is no such operation.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if _is_own(group):
+            return _sync_ddp_if_available(tensor, group, reduce_op)
+        gathered = self._gathered(tensor, "reduce")
+        if gathered is None:
+            return tensor
+        result = reduced(gathered, reduction_name(reduce_op))
+        if result is None:
+            raise ConfigurationError(
+                f"strategy.reduce(reduce_op={reduce_op!r}): must be 'mean', 'sum', 'min', 'max' or 'product'"
+            )
+        return result
+
+    def _gathered(self, tensor: Tensor, what: str) -> Tensor | None:
+        """Stack the tensors of all peers; None if there are no peers."""
+        if self._members is None or not self._are_several(what):
+            return None
+        found = self._members.exchange_objects(tensor.detach().cpu())
+        return torch.stack([one.to(tensor.device) for one in found])
+
+    def _are_several(self, what: str) -> bool:
+        """Return whether there are peers now; raise if a step asks for them."""
+        if self._members is None or not self._trainer.training:
+            return False
+        if self._in_step():
+            raise ConfigurationError(
+                f"{type(self._trainer.lightning_module).__name__}.training_step calls {what}, and "
+                f"{self._members.world_size} groups of processes train on data of their own: groups do not wait for "
+                "each other in the midst of a pipeline, and a step sees a micro-batch. Gather in on_train_batch_end or "
+                "on_train_epoch_end instead, or use self.log, which goes over all groups by itself"
+            )
+        return True
+
+
+def _is_own(group: Any) -> bool:
+    """Return whether a process group is one that user code has made."""
+    return group is not None and group is not dist.group.WORLD

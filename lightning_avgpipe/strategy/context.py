@@ -8,10 +8,10 @@ from typing import Any
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.planning.memory_limit import MemoryLimit, limit_of
-from lightning_avgpipe.strategy.checkpoint_state import WholeState
-from lightning_avgpipe.strategy.configuration import Configuration
+from lightning_avgpipe.strategy.checkpoint_state import CheckpointState
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.data import Distributor
+from lightning_avgpipe.strategy.options import Configuration
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import TrainerFn, pl
 
@@ -28,14 +28,14 @@ class RunContext:
         trainer: trainer of the run.
         connection: connection of the processes.
         configuration: the strategy's options as they are now.
-        before: state before the run.
+        state: what checkpoints save and load.
         distributor: distributor of batches.
     """
 
     trainer: pl.Trainer
     connection: Connection
     configuration: Configuration
-    before: WholeState
+    state: CheckpointState
     distributor: Distributor
 
     @property

@@ -27,8 +27,6 @@ from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.recompute_policy import chosen
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
-from lightning_avgpipe.strategy.checkpoint_state import DividedState, take_origin
-from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.iteration import STEP, Iteration
 from lightning_avgpipe.strategy.options import Options
@@ -69,7 +67,7 @@ def deploy(context: RunContext) -> Deployment:
         wire=options.links.wire if cluster.group.world_size > 1 else None,
         **planned(context),
     )
-    origin = take_origin(module, cluster, seed, context.before)
+    origin = context.state.take_origin(cluster, seed)
     parts = module, cluster, planner, lambda: trainer.optimizers, origin, options.averaging, metrics, weights
     place_by = partial(_bandwidth, cluster, options, context.fitting)
     compiler = None if options.compile is False else Compiler({} if options.compile is True else options.compile)
@@ -106,15 +104,15 @@ def planned(context: RunContext) -> dict[str, Any]:
     return {"num_stages": num_stages, "split_points": options.split_points, "memory_limit": limit}
 
 
-def give_back(deployment: Deployment, connection: Connection, state: DividedState) -> None:
+def give_back(context: RunContext, deployment: Deployment) -> None:
     """Give every process the whole module at the end of a run, unless it began on meta or the run has failed."""
     try:
-        if connection.failed:
+        if context.connection.failed:
             deployment.abandon()
         else:
             deployment.restore()
     finally:
-        state.end()
+        context.state.end()
 
 
 def announce(plan: Plan, cluster: Cluster, shards: bool = False, splitter: BatchSplitter | None = None) -> None:

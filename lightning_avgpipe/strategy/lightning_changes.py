@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import FunctionType
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -17,20 +20,18 @@ from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.gradient_check import reports_over_stages
 from lightning_avgpipe.strategy.iteration import IterationOrder
-from lightning_avgpipe.strategy.log import StepLog, looking_on
-from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
+from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, looking_on
 from lightning_avgpipe.strategy.metric_objects import local_metrics
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.training.gradient_norm import norms_over_stages
-from lightning_avgpipe.training.loss_scale import scaling_together
+from lightning_avgpipe.training.stepping import norms_over_stages, scaling_together
 from lightning_avgpipe.utils.lightning import (
     LIGHTNING,
     BaseFinetuning,
     BasePredictionWriter,
     LambdaCallback,
+    grad_norm,
     is_overridden,
     pl,
     result,
@@ -282,3 +283,41 @@ def _has_hooks(owner: object, base: type, names: Sequence[str]) -> bool:
 
 def _pass_on(batch: Any, dataloader_idx: int = 0) -> Any:
     return batch
+
+
+# -- norms that user code asks for -------------------------------------------------------------------------------------
+
+
+# Lightning's own function, which stays as it is while the code of grad_norm is replaced.
+_of_process = FunctionType(grad_norm.__code__, grad_norm.__globals__, grad_norm.__name__, grad_norm.__defaults__)
+
+
+@contextlib.contextmanager
+def reports_over_stages(cluster: Cluster) -> Iterator[None]:
+    """Within this context ``grad_norm`` reports the gradients of all processes. Each must call it equally often."""
+    code, attributes = grad_norm.__code__, dict(vars(grad_norm))
+    grad_norm.__code__ = _redirected.__code__
+    grad_norm.over_stages = partial(_grad_norm_over_stages, cluster)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        grad_norm.__code__, grad_norm.__dict__ = code, attributes
+
+
+def _grad_norm_over_stages(
+    cluster: Cluster, module: nn.Module, norm_type: float | int | str, group_separator: str
+) -> dict[str, Tensor]:
+    """Return what ``grad_norm`` returns, for the gradients of all processes, on the host. Every process calls it."""
+    prefix = "_".join(("grad", str(float(norm_type)), "norm"))
+    own = {name: norm.cpu() for name, norm in _of_process(module, norm_type, group_separator).items()}
+    found = {name: norm for norms in cluster.group.exchange_objects(own) for name, norm in norms.items()}
+    names = (f"{prefix}{group_separator}{name}" for name, _ in module.named_parameters())
+    norms = {name: found[name] for name in names if name in found}
+    if norms:
+        norms[f"{prefix}_total"] = torch.tensor(list(norms.values()), device="cpu").norm(float(norm_type))
+    return norms
+
+
+def _redirected(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> Any:
+    # its code takes the place of that of grad_norm, which finds itself in its own file
+    return grad_norm.over_stages(module, norm_type, group_separator)  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.utils.lightning import pl
+from lightning_avgpipe.utils.patching import replaced
 
 
 class BatchValues:
@@ -128,21 +129,17 @@ def local_metrics(
 
         return observed
 
-    saved = [(metric, dict(vars(metric))) for metric in metrics]
-    for metric in metrics:
-        metric.distributed_available_fn = lambda: leaders.world_size > 1 and training()
-        metric.dist_sync_fn = gather
-        object.__setattr__(metric, "update", seen(metric, _observed(metric.update)))
-        object.__setattr__(metric, "forward", seen(metric, _observed(_noted(metric, metric.forward, values))))
-    try:
+    with contextlib.ExitStack() as undo:
+        for metric in metrics:
+            instead = {
+                "distributed_available_fn": lambda: leaders.world_size > 1 and training(),
+                "dist_sync_fn": gather,
+                "update": seen(metric, _observed(metric.update)),
+                "forward": seen(metric, _observed(_noted(metric, metric.forward, values))),
+            }
+            for name, function in instead.items():
+                undo.enter_context(replaced(metric, name, function))
         yield
-    finally:
-        for metric, attributes in saved:
-            for name in ("forward", "update", "distributed_available_fn", "dist_sync_fn"):
-                if name in attributes:
-                    object.__setattr__(metric, name, attributes[name])
-                else:
-                    vars(metric).pop(name, None)
 
 
 def tell_device(module: nn.Module, device: torch.device) -> None:

@@ -12,32 +12,34 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_avgpipe.advise.request import Request
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import MicroBatchError, PartitionError, StageError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.halving import Halving
-from lightning_avgpipe.strategy import asynchronous, rolling
+from lightning_avgpipe.strategy import asynchronous, commands, rolling
 from lightning_avgpipe.strategy import lightning_changes as changes
-from lightning_avgpipe.strategy.advisor import Advisor
-from lightning_avgpipe.strategy.aftermath import hooks_with_results
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.checkpoint_state import DividedState
 from lightning_avgpipe.strategy.context import Own, RunContext
 from lightning_avgpipe.strategy.deploying import deploy, give_back
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
 from lightning_avgpipe.strategy.iteration import IterationOrder
-from lightning_avgpipe.strategy.log import StepLog
-from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
+from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector
 from lightning_avgpipe.strategy.loop import Iterations
 from lightning_avgpipe.strategy.metric_objects import tell_device
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
-from lightning_avgpipe.strategy.schedule_control import RunHoldings, ScheduleControl
+from lightning_avgpipe.strategy.rank_zero_hooks import hooks_with_results
+from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
-from lightning_avgpipe.utils.lightning import Closure, ClosureResult, RunningStage, _AutomaticOptimization, call
-from lightning_avgpipe.verify import Subject, request
-from lightning_avgpipe.verify.verdicts import Verdicts
+from lightning_avgpipe.utils.lightning import (
+    Closure,
+    ClosureResult,
+    RunningStage,
+    _AutomaticOptimization,
+    call,
+)
+from lightning_avgpipe.verify import Subject
+from lightning_avgpipe.verify.report import Verdicts
 
 _STEPS = {
     RunningStage.TRAINING: "training_step",
@@ -66,13 +68,12 @@ class PipelineRun:
         deployment: deployment of the module on processes. This and the attributes below exist from :meth:`setup` on.
         models: the models that are trained.
         iterations: runs the steps.
-        state: the state that checkpoints save and load.
+        plan: the plan of the stages; None before the first batch.
     """
 
     deployment: Deployment
     models: ParallelModels
     iterations: Iterations
-    state: DividedState
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
@@ -101,27 +102,25 @@ class PipelineRun:
         deployment = self.deployment = deploy(context)
         step_log = StepLog(module, cluster.leaders if cluster.rank == 0 else None, partial(sharing_last, cluster))
         self.models = ParallelModels(context, deployment, step_log, observers)
-        schedule_control = ScheduleControl(
-            options.order, cluster, context.memory_per_stage, module, observers, RunHoldings(context, deployment.models)
-        )
-        self.state = DividedState(context.before, configuration, deployment, schedule_control)
+        schedule_control = ScheduleControl(options.order, context, deployment.models, observers)
+        context.state.begin(deployment, schedule_control)
         self.models.check.apart = fitting and not options.policy.drains
         loop = self.iterations = Iterations(context, self.batches, deployment, self.models, schedule_control)
         order = next(filter(None, (make(loop) for make in ORDERS)), None) if fitting else None
         if order is not None:
-            loop.order, self.state.settle = order, order.drain
+            loop.order, context.state.drain = order, order.drain
             self._undo.enter_context(changes.overlapping(trainer, order, self.batches))
-        if fitting and (asked := Request.found()) is not None:
-            trainer.callbacks.append(Advisor(asked, cluster))  # type: ignore[attr-defined]
+        if fitting:
+            commands.advise(trainer, cluster)
         if fitting and options.replicated(cluster.stage_map.replicas):
-            request.refuse(options.verify, "with replicas each has but a share of the batch that counts")
+            commands.refuse_to_verify(options.verify, "with replicas each has but a share of the batch that counts")
         elif fitting and (options.verifies or not (options.compile or order is not None)):
             # else nothing is verified unless the user asks for it: units are compiled, or iterations overlap
-            verifier = loop.verifier = request.verifier(self._subject(), options.verify)
+            verifier = loop.verifier = commands.verifier(self._subject(), options.verify)
             if verifier is not None:
                 self._undo.callback(verifier.close)
         self._adapt(fitting)
-        self._undo.callback(give_back, deployment, context.connection, self.state)
+        self._undo.callback(give_back, context, deployment)
         self._undo.callback(lambda: loop.order.leave(together=not context.connection.failed))
 
     def _subject(self) -> Subject:
@@ -173,11 +172,8 @@ class PipelineRun:
 
     def end_script(self) -> None:
         """End a script that runs to be verified, or for advice; called after teardown."""
-        if self.plan is None:  # nothing has run
-            return
-        request.end_of_run(self.iterations.verifier)
-        if any(isinstance(c, Advisor) and c.done for c in self.context.trainer.callbacks):  # type: ignore[attr-defined]
-            raise SystemExit(0)
+        if self.plan is not None:  # something has run
+            commands.end_script(self.context.trainer, self.iterations.verifier)
 
     def model_to_device(self, own: Own) -> None:
         """Set the device of modules and metric objects; weights stay until it is known which stage needs which."""

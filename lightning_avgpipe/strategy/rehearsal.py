@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,13 +39,13 @@ from lightning_avgpipe.schedule import Kind, Schedule
 from lightning_avgpipe.strategy.data import has_transfer_hooks
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.schedule_choice import Order
-from lightning_avgpipe.strategy.schedule_control import RunHoldings, ScheduleControl
+from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.tuning import Setting
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import DummyLogger, pl
 from lightning_avgpipe.utils.patching import nothing, replaced
+from lightning_avgpipe.verify.plain import quiet
 
-_BACKWARD_HOOKS = ("on_before_backward", "on_after_backward")
 _TIMES = 3  # timed repetitions of a step; the first also makes the optimizer states
 _SUMS = 2  # timed sums over tied parameters, which may be large; the first also connects the processes
 
@@ -83,13 +84,12 @@ class _Trials(ScheduleControl):
         """Within this context a trial iteration runs."""
         if not self.runs:
             raise _Prepared
-        meter = self._holdings.meter(task, plan) if self.metered else None
+        meter = self._meter(task, plan) if self.metered else None
         with self.observers.having(*([] if meter is None else [meter])):
             yield
         if meter is not None:
-            trainer, stages = self._holdings.context.trainer, self._cluster.stages
-            optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
-            held = holdings(plan, stages, trainer.lightning_module, optimizers, self.captured)
+            optimizers = [unwrapped(optimizer) for optimizer in self._context.trainer.optimizers]
+            held = holdings(plan, self._cluster.stages, self._module, optimizers, self.captured)
             self.kept = {k: Kept(found, held[k]) for k, found in meter.finish(held).items()}
 
 
@@ -166,14 +166,10 @@ class Rehearsal:
         """
         own = [p for p in self._module.parameters() if not p.is_meta]
         weights = [p.detach().cpu().clone() for p in own]
-        seconds = [math.inf]
 
         def step() -> None:
-            for _ in range(_TIMES):
-                begin = self._now()
-                for optimizer in self._optimizers:
-                    type(optimizer).step(optimizer)  # without schedulers that count
-                seconds.append(self._now() - begin)
+            for optimizer in self._optimizers:
+                type(optimizer).step(optimizer)  # without schedulers that count
 
         with contextlib.ExitStack() as undo:
             for optimizer in self._optimizers:
@@ -181,28 +177,24 @@ class Rehearsal:
                 for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
                     undo.enter_context(replaced(optimizer, hooks, OrderedDict()))
             try:
-                self._guarded(step, "the optimizer's step")
+                seconds = self._guarded(lambda: self._fastest_s(step), "the optimizer's step")
                 after()
             finally:
                 with torch.no_grad():
                     for parameter, weight in zip(own, weights, strict=True):
                         parameter.copy_(weight)
-        return min(seconds)
+        return seconds
 
     def tied_s(self) -> float:
         """Return the seconds in which stages sum the gradients of the parameters that several of them use.
 
         Call it after an iteration. Every process calls it.
         """
-        plan = self.pipeline.deployment.plan
-        assert plan is not None
-        seconds = [math.inf if plan.copied else 0.0]
-        for _ in range(_SUMS if plan.copied else 0):
-            self.pipeline.cluster.world.barrier("sums over tied parameters, which are timed")
-            begin = self._now()
-            self.pipeline.deployment.models.sum_copied_gradients()
-            seconds.append(self._now() - begin)
-        return min(seconds)
+        deployment, world = self.pipeline.deployment, self.pipeline.cluster.world
+        assert deployment.plan is not None
+        times = _SUMS if deployment.plan.copied else 0
+        wait = partial(world.barrier, "sums over tied parameters, which are timed")
+        return self._fastest_s(deployment.models.sum_copied_gradients, times, wait)
 
     def averaging_s(self) -> float:
         """Return the seconds in which this process averages one model with a reference.
@@ -210,23 +202,30 @@ class Rehearsal:
         Raises:
             MemoryShortage: another model and another reference do not fit the memory of some process.
         """
-        seconds = [math.inf]
 
-        def run() -> None:
+        def run() -> float:
             own = [p.detach() for p in self._module.parameters() if not p.is_meta and p.requires_grad]
             model, centre = [t.clone() for t in own], [t.clone() for t in own]
-            for _ in range(_TIMES):
-                begin = self._now()
-                average([model], centre, 0.5, 1.0, 1)
-                seconds.append(self._now() - begin)
+            return self._fastest_s(lambda: average([model], centre, 0.5, 1.0, 1))
 
-        self._guarded(run, "averaging")
-        return min(seconds)
+        return self._guarded(run, "averaging")
 
-    def _guarded(self, do: Callable[[], None], what: str) -> None:
-        guard = MemoryGuard()
-        guard.run(do, what)
+    def _guarded(self, do: Callable[[], float], what: str) -> float:
+        """Return what a function returns, unless memory runs out in some process."""
+        guard, found = MemoryGuard(), [0.0]
+        guard.run(lambda: found.append(do()), what)
         guard.agree(self.pipeline.cluster.world)
+        return found[-1]
+
+    def _fastest_s(self, do: Callable[[], None], times: int = _TIMES, before: Callable[[], object] = nothing) -> float:
+        """Return the seconds of the fastest of several runs, without what comes before each; 0 if there are none."""
+        seconds = []
+        for _ in range(times):
+            before()
+            begin = self._now()
+            do()
+            seconds.append(self._now() - begin)
+        return min(seconds, default=0.0)
 
     @property
     def have_streams(self) -> bool:
@@ -239,8 +238,8 @@ class Rehearsal:
 
     def _trials(self, setting: Setting) -> _Trials:
         run, order = self.pipeline, Order(setting.schedule, setting.advance)
-        observers, held = run.iterations.schedule_control.observers, RunHoldings(run.context, run.deployment.models)
-        trials = _Trials(order, run.cluster, lambda: math.inf, self._module, observers, held)
+        observers = run.iterations.schedule_control.observers
+        trials = _Trials(order, run.context, run.deployment.models, observers, lambda: math.inf)
         trials.captured = self.captured
         return trials
 
@@ -268,6 +267,7 @@ class Rehearsal:
         return time.perf_counter()
 
 
+@dataclass(frozen=True)
 class BusyRecording:
     """The record of one process in a trial iteration.
 
@@ -276,9 +276,8 @@ class BusyRecording:
         processor_s: (stage, kind of action) -> seconds of the processor.
     """
 
-    def __init__(self, recording: Recording, processor_s: dict[tuple[int, Kind], float]) -> None:
-        self.recording = recording
-        self.processor_s = processor_s
+    recording: Recording
+    processor_s: dict[tuple[int, Kind], float]
 
     @property
     def span_s(self) -> float:
@@ -339,20 +338,17 @@ def _trying(run: PipelineRun, batch: Any) -> Iterator[Any]:
 @contextlib.contextmanager
 def _unheard(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Within this context no callback, logger or hook of a backward is called."""
-    callbacks, loggers = trainer.callbacks, trainer.loggers  # type: ignore[attr-defined]
+    loggers = trainer.loggers
     with contextlib.ExitStack() as undo:
         undo.enter_context(unchanged(trainer.precision_plugin))
         for value in vars(trainer.precision_plugin).values():
             if isinstance(value, GradScaler):
                 undo.enter_context(unchanged(value))
-        for hook in _BACKWARD_HOOKS:
-            undo.enter_context(replaced(module, hook, nothing))
+        undo.enter_context(quiet(trainer, "on_before_backward", "on_after_backward"))
         undo.enter_context(replaced(module, "_current_fx_name", None))
-        trainer.callbacks, trainer.loggers = [], [DummyLogger() for _ in loggers]  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            trainer.callbacks, trainer.loggers = callbacks, loggers  # type: ignore[attr-defined]
+        undo.callback(setattr, trainer, "loggers", loggers)
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        yield
 
 
 @contextlib.contextmanager

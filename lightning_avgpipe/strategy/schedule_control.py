@@ -12,30 +12,36 @@ every iteration anyway, so all change the advance at the same iteration.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+import logging
+import statistics
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from torch import nn
-
-from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.probe import Stopwatch
 from lightning_avgpipe.engine.accounting import DeviceMeter, Footprint, HostMeter, Meter
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.planning.model_memory import holdings_of_models, with_doubles
-from lightning_avgpipe.schedule import Schedule
-from lightning_avgpipe.schedule.adaptive import IterationShape
-from lightning_avgpipe.strategy.advance_control import AdvanceControl, Decisions, Ran
+from lightning_avgpipe.schedule import Action, Schedule, in_turn, peak_stash
+from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decision, IterationShape
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.schedule_choice import Order, ScheduleChoice
 from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
-from lightning_avgpipe.utils.lightning import pl
+from lightning_avgpipe.utils.lightning import pl, rank_zero_warn
+
+_log = logging.getLogger(__name__)
+
+# (shape, advance) for each new decision, and (stage, peak bytes) for each new measurement; None if nothing is new.
+Decisions = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]] | None
+# (number, seconds) for each iteration; (number, stage, footprint values) for each measurement of memory.
+Report = tuple[Sequence[tuple[int, float]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -95,15 +101,13 @@ class ScheduleControl:
 
     Args:
         order: order of actions, as asked for.
-        cluster: the connected processes, with the stages that each hosts.
-        memory_limit: returns the bytes that no stage may exceed now.
-        module: module that is trained.
+        context: trainer, connection and options of the run.
+        models: models that are trained.
         observers: observers of each iteration, to which meters are added.
-        holdings: memory that the stages of this process hold in any case.
+        memory_limit: returns the bytes that no stage may exceed now; None: as the options say.
 
     Attributes:
         choice: builds the schedules.
-        advances: chooses the advance, on rank 0.
         observers: observers of each iteration.
         peaks: stage -> bytes at its peak, as measured last; of all stages, on all ranks.
     """
@@ -111,21 +115,28 @@ class ScheduleControl:
     def __init__(
         self,
         order: Order,
-        cluster: Cluster,
-        memory_limit: Callable[[], float],
-        module: nn.Module,
+        context: RunContext,
+        models: ParallelPipelines,
         observers: Observers,
-        holdings: RunHoldings,
+        memory_limit: Callable[[], float] | None = None,
     ) -> None:
-        self.choice = ScheduleChoice(order, cluster, memory_limit, module)
-        self.advances = AdvanceControl(cluster, self.choice)
+        self._context, self._models, self._cluster = context, models, context.cluster
+        self._module = context.trainer.lightning_module
+        self.choice = ScheduleChoice(order, self._cluster, memory_limit or context.memory_per_stage, self._module)
         self.observers = observers
         self.peaks: dict[int, int] = {}
-        self._cluster = cluster
-        self._holdings = holdings
-        self._shapes: dict[IterationShape, _Known] = defaultdict(_Known)
-        self._measured = _Measured(Stopwatch(cluster.device))
+        self._stopwatch = Stopwatch(self._cluster.device)
+        self._number = 0  # of the last iteration of training
+        self._follows = False  # whether nothing else has run since that iteration
+        self._measured: list[Any] = []  # (number of the iteration, stage, footprint values), until they are reported
         self._loaded: dict[str, Any] | None = None
+        self._shapes: dict[IterationShape, _Known] = defaultdict(_Known)
+        # on rank 0
+        self._controller: AdaptiveAdvance | None = None
+        self._ran: dict[int, _Ran] = {}  # by number, until all have reported
+        self._peaks: dict[int, int] = {}
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self._unlogged: Decision | None = None
 
     def schedule(self, parts: Sequence[MicroBatch], num_pipelines: int = 1, plan: Plan | None = None) -> Schedule:
         """Return the schedule of a pipeline with these micro-batches, for the next iteration of training.
@@ -149,17 +160,9 @@ class ScheduleControl:
         if self.choice.plan is not None:  # a loaded state was meant for that plan
             self._loaded = None
         self.choice.follow(None)
-        self.advances = AdvanceControl(self._cluster, self.choice)
-        self.peaks.clear()
-        self._shapes.clear()
-
-    def _take(self, plan: Plan, num_microbatches: int) -> None:
-        """Follow the plan of an iteration, and begin with the advance that its costs ask for."""
-        if plan is self.choice.plan or not self.choice.depends_on_plan:
-            return
-        self.choice.follow(plan)
-        if self.choice.adapts:
-            self.advances.begin(self.choice.first_advance(num_microbatches), self._loaded)
+        self._controller = self._unlogged = None
+        for known in (self.peaks, self._shapes, self._ran, self._peaks, self._recent):
+            known.clear()
 
     def measures(self, works: Sequence[Sequence[MicroBatch]], num_pipelines: int) -> bool:
         """Return whether the memory of such an iteration will be measured; all ranks return the same."""
@@ -184,9 +187,8 @@ class ScheduleControl:
             schedule: schedule of pipeline 0.
             num_pipelines: N. Memory is measured when all pipelines have a batch.
         """
-        measured = self._measured
         if not task.trains:
-            measured.follows = False
+            self._follows = False
             yield
             return
         shape = self._shape(works[0], num_pipelines)
@@ -195,35 +197,45 @@ class ScheduleControl:
         self._take(plan, len(works[0]))
         meter = None
         if self.measures(works, num_pipelines):
-            meter = self._holdings.meter(task, plan, works)
+            meter = self._meter(task, plan, works)
             known.metered.add(advance)
-        measured.number += 1
-        lap = measured.stopwatch.lap(measured.number) if self.choice.adapts else contextlib.nullcontext()
+        self._number += 1
+        lap = self._stopwatch.lap(self._number) if self.choice.adapts else contextlib.nullcontext()
         with self.observers.having(*([] if meter is None else [meter])), lap:
             yield
         if meter is not None:
-            found = self._holdings.footprints(meter, plan, schedule, len(works[0]), num_pipelines)
-            measured.footprints += [(measured.number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
+            found = self._footprints(meter, plan, schedule, len(works[0]), num_pipelines)
+            self._measured += [(self._number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
         size = sum(part.size for work in works for part in work)
         known.largest = max(size, known.largest)
-        ordinary = measured.follows and meter is None and not [*self.observers] and size == known.largest
-        measured.follows = True
+        ordinary = self._follows and meter is None and not [*self.observers] and size == known.largest
+        self._follows = True
         if self._cluster.rank == 0:
             if self.choice.adapts or meter is not None:
-                self.advances.note(measured.number, Ran(shape, advance, ordinary))
-            if self.choice.adapts and meter is None:
-                self.advances.estimate(plan, shape, schedule)
+                self._ran[self._number] = _Ran(shape, advance, ordinary)
+            if self.choice.adapts and meter is None and not known.footprints:
+                known.footprints = self._estimated(plan, schedule)
+
+    def _take(self, plan: Plan, num_microbatches: int) -> None:
+        """Follow the plan of an iteration, and begin with the advance that its costs ask for."""
+        choice = self.choice
+        if plan is choice.plan or not choice.depends_on_plan:
+            return
+        choice.follow(plan)
+        if choice.adapts:
+            first, limit = choice.first_advance(num_microbatches), choice.memory_limit()
+            self._controller = AdaptiveAdvance(first, self.predicted, limit, choice.warm_up)
+            if self._loaded is not None:  # it applies after the first iteration, when it is known what fits the memory
+                self._controller.load_state_dict(self._loaded)
 
     def finish(self) -> Decisions:
         """Report what was measured after an iteration; on rank 0, return the decisions. Every rank calls it."""
-        measured = self._measured
-        if not self.choice.adapts and not measured.footprints:
+        if not self.choice.adapts and not self._measured:
             return None  # all ranks return here
-        report, measured.footprints = (measured.stopwatch.finished(), measured.footprints), []
+        report, self._measured = (self._stopwatch.finished(), self._measured), []
         for rank, reported in self._cluster.control.report(report):
-            self.advances.take(rank, reported)
-        chosen = {shape: known.advance for shape, known in self._shapes.items()}
-        return self.advances.decide(chosen, self.peaks) if self._cluster.rank == 0 else None
+            self._note(rank, reported)
+        return self._decide() if self._cluster.rank == 0 else None
 
     def accept(self, news: Decisions) -> None:
         """Apply rank 0's decisions. Every rank calls it after the same iteration."""
@@ -236,9 +248,14 @@ class ScheduleControl:
         """Log the last decision, at the next step at which metrics are logged."""
         if not trainer.loggers or not trainer._logger_connector.should_update_logs:
             return
-        if trainer.fit_loop._should_accumulate() or not (metrics := self.advances.metrics()):
+        if trainer.fit_loop._should_accumulate() or self._unlogged is None:
             return
-        metrics["avgpipe/peak_memory_bytes"] = float(max(self.peaks.values(), default=0))
+        metrics = {
+            "avgpipe/advance": float(self._unlogged.advance),
+            "avgpipe/iteration_s": statistics.median(self._recent),
+            "avgpipe/peak_memory_bytes": float(max(self.peaks.values(), default=0)),
+        }
+        self._unlogged = None
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
@@ -251,11 +268,120 @@ class ScheduleControl:
         elements = max((tensor.numel() for tensor in tree.tensors(first.data)), default=0) // max(1, first.size)
         return IterationShape(len(parts), num_pipelines, self._cluster.stage_map.num_stages, elements.bit_length())
 
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def _meter(self, task: Task, plan: Plan, works: Sequence[Sequence[MicroBatch]] = ()) -> Meter | None:
+        """Return a meter for the memory of an iteration; None where it cannot be measured.
+
+        On the host that is a plan without measured costs, since its step may not bear being measured.
+
+        Args:
+            task: task of pipeline 0.
+            plan: plan of the step.
+            works: micro-batches of every pipeline; given where each pipeline has a model of its own.
+        """
+        device, module = self._cluster.device, self._module
+        if port_of(device).memory.is_counted:
+            return DeviceMeter(device)
+        if not plan.measured:
+            return None
+        ensemble = self._models.ensemble if works else None
+        others = range(1, 1 if ensemble is None else ensemble.models.size)
+        of_others = [] if ensemble is None else [t for n in others for t in ensemble.tensors(n).values()]
+        batches = tree.tensors((tuple(map(tuple, task.args)), [part.data for parts in works for part in parts]))
+        return HostMeter([*module.parameters(), *module.buffers(), *of_others, *batches])
+
+    def _footprints(
+        self, meter: Meter, plan: Plan, schedule: Schedule, num_microbatches: int, num_pipelines: int
+    ) -> dict[int, Footprint]:
+        """Return what each stage has kept in an iteration, given what it holds for all parallel models."""
+        cluster, configuration, ensemble = self._cluster, self._context.configuration, self._models.ensemble
+        rolls = configuration.rolls
+        held = holdings_of_models(
+            plan, cluster.stages, self._module, self._context.trainer.optimizers, num_microbatches, num_pipelines,
+            cluster.stage_map.num_teams, configuration.options.policy, rolling=rolls,
+            meeting=rolls and ensemble is not None and ensemble.averager.takes_turns,
+        )  # fmt: skip
+        return meter.finish(with_doubles(held, plan, schedule, self._module, num_pipelines))
+
+    def _estimated(self, plan: Plan, schedule: Schedule) -> dict[int, Footprint]:
+        """Return the plan's estimates, where memory is not measured; they were made for this schedule."""
+        found = {}
+        for k, (stage, flights) in enumerate(zip(plan.stages, peak_stash(schedule), strict=True)):
+            stash = (stage.memory.stash + stage.memory.boundary) // flights if flights else 0
+            found[k] = Footprint.estimated(stage.memory.held, stash, self._row(schedule, k))
+        return found
+
+    def predicted(self, shape: IterationShape, advance: int) -> list[float]:
+        """Return on rank 0 the peak of each stage in bytes, if iterations of a measured shape had this advance."""
+        schedule, footprints = self.choice.schedule(shape, advance), self._shapes[shape].footprints
+        return [footprints[k].predicted(self._row(schedule, k)) for k in range(shape.num_stages)]
+
+    def _row(self, schedule: Schedule, stage: int) -> Sequence[Action]:
+        """Return the actions of a stage, or of its first replica."""
+        return in_turn(schedule[stage], 0, len(self._cluster.stage_map.ranks(stage)))
+
+    # -- rank 0 decides ----------------------------------------------------------------------------------------------
+
+    def _note(self, rank: int, report: Report) -> None:
+        """Note the measurements that a rank has reported, maybe of an earlier iteration."""
+        times, footprints = report
+        for number, seconds in times:
+            if number in self._ran:  # else the iteration ran with an earlier plan
+                self._ran[number].times[rank] = seconds
+        for number, stage, *values in footprints:
+            if number not in self._ran:
+                continue
+            replica, _ = self._cluster.stage_map.share(stage, rank)
+            if replica == 0:  # other replicas have as many micro-batches, or one less
+                self._shapes[self._ran[number].shape].footprints[stage] = Footprint(*values)
+            self._peaks[stage] = max(values[0], self._peaks.get(stage, 0)) if replica else values[0]
+
+    def _decide(self) -> Decisions:
+        """Return what is new for all ranks, from the iterations that every rank has reported."""
+        while self._ran and len(next(iter(self._ran.values())).times) == self._cluster.group.world_size:
+            self._observe(self._ran.pop(next(iter(self._ran))))
+        if self._controller is not None:
+            for shape, known in self._shapes.items():
+                if known.decided is None and len(known.footprints) == shape.num_stages:
+                    known.decided = self._first(self._controller, shape)
+        decided = ((shape, known.decided) for shape, known in self._shapes.items() if known.decided != known.advance)
+        new = tuple((*astuple(shape), advance) for shape, advance in decided if advance is not None)
+        higher = tuple((k, peak) for k, peak in self._peaks.items() if self.peaks.get(k) != peak)
+        return (new, higher) if new or higher else None
+
+    def _first(self, controller: AdaptiveAdvance, shape: IterationShape) -> int:
+        """Return the advance that a shape begins with, or after a resume goes on with."""
+        limit = self.choice.memory_limit()
+        for stage, peak in enumerate(self.predicted(shape, 0)):
+            if peak > limit:
+                self._shapes[shape].too_large = True
+                rank_zero_warn(
+                    f"stage {stage} keeps {nbytes(peak)} at its peak, more than memory_limit ({nbytes(limit)}), "
+                    "although the schedule is the one that needs least; use more micro-batches, or a higher limit"
+                )
+                return 0
+        return controller.advance(shape)
+
+    def _observe(self, ran: _Ran) -> None:
+        known, controller = self._shapes[ran.shape], self._controller
+        if controller is None or not ran.counts or known.too_large:
+            return
+        if ran.advance != known.decided:
+            return  # the iteration ran before all ranks knew of the last decision
+        seconds = max(ran.times.values())
+        self._recent.append(seconds)
+        decision = controller.observe(ran.shape, seconds)
+        if decision is not None:
+            known.decided = decision.advance
+            self._unlogged = decision
+            _log.info("advance %d from now on: %s", decision.advance, decision.reason)
+
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what rank 0 knows of advances; None if there is nothing."""
-        return self.advances.state_dict() or self._loaded
+        return self._loaded if self._controller is None else self._controller.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore the state of a saved run; it applies after the first iteration, when it is known what fits."""
@@ -270,25 +396,31 @@ class _Known:
         advance: advance chosen for the shape, the same on every rank.
         metered: advances with which memory was measured.
         largest: largest number of samples.
+        footprints: on rank 0, the memory of each stage.
+        decided: on rank 0, the advance of which all ranks will know.
+        too_large: on rank 0, whether not even advance 0 fits the memory.
     """
 
     advance: int = 0
     metered: set[int] = field(default_factory=set)
     largest: int = 0
+    footprints: dict[int, Footprint] = field(default_factory=dict)
+    decided: int | None = None
+    too_large: bool = False
 
 
 @dataclass
-class _Measured:
-    """Measurements of training iterations on this rank that have not been reported yet.
+class _Ran:
+    """An iteration that ran.
 
     Attributes:
-        stopwatch: measures the times.
-        number: number of the last iteration.
-        follows: whether nothing else has run since the last iteration.
-        footprints: (number of the iteration, stage, values) for each measurement of memory.
+        shape: shape of the iteration.
+        advance: advance that it ran with.
+        counts: whether its time may be compared with others; see :class:`ScheduleControl`.
+        times: rank -> seconds, of the ranks that have reported.
     """
 
-    stopwatch: Stopwatch
-    number: int = 0
-    follows: bool = False
-    footprints: list[Any] = field(default_factory=list)
+    shape: IterationShape
+    advance: int
+    counts: bool
+    times: dict[int, float] = field(default_factory=dict)

@@ -24,13 +24,13 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.schedule.versions import PipeOptim
-from lightning_avgpipe.strategy import checks, combinations, compat, launch, rolling
+from lightning_avgpipe.strategy import checks, combinations, commands, launch
 from lightning_avgpipe.strategy.batches import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
-from lightning_avgpipe.strategy.checkpoint_state import State, WholeState
+from lightning_avgpipe.strategy.checkpoint_state import CheckpointState
+from lightning_avgpipe.strategy.checks import check_changes
 from lightning_avgpipe.strategy.combinations import Facts
-from lightning_avgpipe.strategy.configuration import Configuration
-from lightning_avgpipe.strategy.connection import Connection
+from lightning_avgpipe.strategy.connection import Connection, Peers, ending_together, saving_what_is_whole
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.data import (
     Distributor,
@@ -40,11 +40,8 @@ from lightning_avgpipe.strategy.data import (
     mirror,
     sharing,
 )
-from lightning_avgpipe.strategy.options import ALLOWED, Options, PolicyName, ScheduleName, SplitBatch
-from lightning_avgpipe.strategy.peers import Peers
+from lightning_avgpipe.strategy.options import ALLOWED, Configuration, Options, PolicyName, ScheduleName, SplitBatch
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
-from lightning_avgpipe.strategy.reconfiguration import check_changes
-from lightning_avgpipe.strategy.signals import ending_together, saving_what_is_whole
 from lightning_avgpipe.strategy.whole_run import PassthroughRun, WholeRun, why_whole
 from lightning_avgpipe.utils.allowed import Count, Duration, Natural, TensorName, documented, duration, suggesting_names
 from lightning_avgpipe.utils.lightning import (
@@ -54,13 +51,13 @@ from lightning_avgpipe.utils.lightning import (
     Precision,
     TBroadcast,
     TrainerFn,
+    check_private_names,
     pl,
     rank_zero_info,
     rank_zero_only,
     refuse_other,
     reset_seed,
 )
-from lightning_avgpipe.verify import request
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import explain, to_host
 
@@ -268,13 +265,13 @@ class AvgPipeStrategy(ParallelStrategy):
         self._connection = Connection(links.backend)
         self._peers: Peers | None = None  # the peers of this process, once it is connected
         self._run: Run | None = None  # the present or last run; None after connect()
-        self._before: WholeState | None = None  # the state before that run
+        self._checkpoints: CheckpointState | None = None  # what they save and load; None before connect()
         self._begun = False
         self._undo = contextlib.ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
         # a trained module refers to its trainer and so to this strategy, and torch.save must be able to save the module
-        ended = dict.fromkeys(("_run", "_before", "_distributor", "_peers", "tuner"))
+        ended = dict.fromkeys(("_run", "_checkpoints", "_distributor", "_peers", "tuner"))
         return {**super().__getstate__(), **ended, "_undo": contextlib.ExitStack()}
 
     # -- processes -----------------------------------------------------------------------------------------------------
@@ -439,6 +436,12 @@ class AvgPipeStrategy(ParallelStrategy):
         return self.options.save_distributed_checkpoint
 
     @property
+    def facts(self) -> Facts:
+        """The facts about this run on which the effect of options depends."""
+        tuned = self.tuner is not None
+        return Facts(self.num_models, self.num_stages, self.world_size, self.num_groups, self.replicas, tuned)
+
+    @property
     def passthrough(self) -> bool:
         """Whether there is nothing to pipeline: one process, with nothing to divide or with steps that run whole.
 
@@ -464,16 +467,14 @@ class AvgPipeStrategy(ParallelStrategy):
         super().connect(model)
         self._run, self._begun = None, False
         self._configuration.can_roll, self._configuration.prefers_rolling = False, True
-        self._before = WholeState(
-            model, self._connection, self.save_distributed_checkpoint, self.options.shard is not None
-        )
+        self._checkpoints = CheckpointState(model, self._connection, self._configuration)
         if not self.passthrough and model._trainer is not None:  # without a trainer the module is only to be saved
             saving = saving_what_is_whole(model.trainer, self._connection, lambda: self._begun)
             self._undo.enter_context(saving)
 
     def setup_environment(self) -> None:
         """Connect the processes; called before the module's own set-up hooks."""
-        compat.check()
+        check_private_names()
         self.checkpoint_io: CheckpointIO = choose_files(self._checkpoint_io, self.save_distributed_checkpoint)
         super().setup_environment()
         if not self.passthrough:
@@ -522,32 +523,29 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def _make_run(self, trainer: pl.Trainer) -> Run:
         module, options, fitting = self.lightning_module, self.options, trainer.state.fn == TrainerFn.FITTING
-        assert module is not None and self._before is not None
+        assert module is not None
         why = self.whole
         if why is not None:
             checks.whole(module, why, options, self.num_groups)
             if not self._undivided:
                 rank_zero_info(f"{type(module).__name__} {why}: its steps run whole, not in micro-batches")
         if fitting and self.tuner is None:  # a tuner would change which options have an effect
-            combinations.without_effect(options, Facts(self.num_models, self.num_stages, self.world_size))
-        context = RunContext(trainer, self._connection, self._configuration, self._before, self._distributor)
+            combinations.without_effect(options, self.facts)
+        context = RunContext(trainer, self._connection, self._configuration, self._state, self._distributor)
         if self.passthrough:
             if fitting:
-                request.nothing_to_verify(options.verify)
+                commands.nothing_to_verify(options.verify)
             return PassthroughRun(context)
         checks.trainer(trainer, self.world_size, self.num_pipelines)
-        everywhere = self.cluster.world.gather_objects((str(trainer.ckpt_path or ""), options.shared))
-        checks.same_checkpoint([path for path, _ in everywhere])
-        checks.same_options([shared for _, shared in everywhere])
+        checks.same_everywhere(self.cluster.world.gather_objects((str(trainer.ckpt_path or ""), options.shared)))
         checks.contents(module)
         if why is None:
             if fitting:
                 checks.synchronised(trainer, options, self.cluster.stage_map)
-                ways = self.num_stages, self.num_groups, self.tuner is not None
-                self._configuration.can_roll = rolling.can_roll(trainer, options, self.cluster, *ways)
-                checks.sharding(options, self.num_models, self.replicas, tuned=self.tuner is not None)
+                self._configuration.can_roll = checks.can_roll(trainer, options, self.cluster, self.facts)
+                checks.sharding(options, self.facts)
             return PipelineRun(context)
-        request.refuse(options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
+        commands.refuse_to_verify(options.verify, f"the steps of {type(module).__name__} run whole: it {why}")
         return WholeRun(context)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -590,9 +588,7 @@ class AvgPipeStrategy(ParallelStrategy):
         """Tell the other processes, unless all have agreed to end here."""
         explain(exception, self._lightning_module)
         self._connection.fail(exception)
-        if isinstance(
-            exception, PeerError
-        ):  # says what happened to another process; where this one waited tells nothing
+        if isinstance(exception, PeerError):  # of another process; where this one waited tells nothing
             exception.__traceback__ = exception.__cause__ = exception.__context__ = None
 
     def teardown(self) -> None:
@@ -664,11 +660,9 @@ class AvgPipeStrategy(ParallelStrategy):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     @property
-    def _state(self) -> State:
-        """The state of the last run; if none has been set up since the module was connected, that of the module."""
-        state = self._before if self._run is None else self._run.state
-        assert state is not None
-        return state
+    def _state(self) -> CheckpointState:
+        assert self._checkpoints is not None
+        return self._checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return, on rank 0, the weights of all stages; for a distributed checkpoint this process's own.
@@ -800,16 +794,12 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @contextlib.contextmanager
     def _showing(self, asked: str, number: int | None) -> Iterator[nn.Module]:
-        module = self._connected_module(asked)
-        with contextlib.nullcontext() if self._run is None else self._run.showing(number):
-            yield module
-
-    def _connected_module(self, asked: str) -> nn.Module:
         if self.lightning_module is None:
             raise ConfigurationError(
                 f"{asked}: there is no model before trainer.fit(model); call it in a hook of training"
             )
-        return self.lightning_module
+        with contextlib.nullcontext() if self._run is None else self._run.showing(number):
+            yield self.lightning_module
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -29,14 +29,13 @@ from lightning_avgpipe.planning.model_memory import memory_of, state_copies
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.checkpoint_state import DividedState, State
 from lightning_avgpipe.strategy.context import Own, RunContext
 from lightning_avgpipe.strategy.deploying import announce, deploy, give_back
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
-from lightning_avgpipe.strategy.logger_connector import SyncedLoggerConnector
+from lightning_avgpipe.strategy.log import SyncedLoggerConnector
 from lightning_avgpipe.strategy.metric_objects import BatchValues, local_metrics
 from lightning_avgpipe.strategy.parallel_models import check_number
-from lightning_avgpipe.training.gradient_norm import norms_over_stages
+from lightning_avgpipe.training.stepping import norms_over_stages
 from lightning_avgpipe.utils.lightning import is_overridden, is_param_in_hook_signature, pl
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.weights.by_size import divide_by_size
@@ -85,10 +84,8 @@ class PassthroughRun:
     """
 
     plan: Plan | None = None
-    state: State
 
     def __init__(self, context: RunContext) -> None:
-        self.state = context.before
         self.check = GradientCheck(context)
         self._context = context
 
@@ -98,7 +95,7 @@ class PassthroughRun:
 
     def model_to_device(self, own: Own) -> None:
         """Give contents to everything on meta, and move the module to the device."""
-        self._context.before.fill()
+        self._context.state.fill()
         own()
 
     def batch_to_device(self, own: Own, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
@@ -139,16 +136,13 @@ class WholeRun:
         context: trainer, connection and options of the run.
 
     Attributes:
-        state: the state that checkpoints save and load.
         plan: the plan of who owns what; None before the first step.
         check: check of gradients before a step.
     """
 
     plan: Plan | None = None
-    state: State
 
     def __init__(self, context: RunContext) -> None:
-        self.state = context.before
         self.check = GradientCheck(context)
         self._context, self._trainer, self._cluster = context, context.trainer, context.cluster
         self._module = context.module
@@ -161,12 +155,12 @@ class WholeRun:
         context, trainer, cluster, enter = self._context, self._trainer, self._cluster, self._undo.enter_context
         own(trainer)
         deployment = self._deployment = deploy(context)
-        state = self.state = DividedState(context.before, context.configuration, deployment, None)
+        context.state.begin(deployment)
         enter(self._adapted())
         enter(changes.scaling(trainer, cluster, lambda optimizer: []))
         enter(changes.several_processes(trainer, cluster, deployment, context.distributor.early))
         enter(changes.known_at_epoch_end(trainer))
-        self._undo.callback(give_back, deployment, context.connection, state)
+        self._undo.callback(give_back, context, deployment)
 
     @property
     def _metrics(self) -> list[Metric]:

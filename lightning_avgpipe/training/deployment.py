@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.engine.execution import Execution
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError, PartitionError, StepOrderError
@@ -24,14 +25,13 @@ from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.schedule.kinds import Placement
-from lightning_avgpipe.training.arrangement import Arrangement
 from lightning_avgpipe.training.holdings import Holdings
-from lightning_avgpipe.training.kept import check_movable
-from lightning_avgpipe.training.optimizer_shards import OptimizerShards
 from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
 from lightning_avgpipe.training.plan_maker import Examples, PlanMaker
 from lightning_avgpipe.training.replicas import check_shared
+from lightning_avgpipe.training.stepping import OptimizerShards
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.names import joined, nearest
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.store import WeightStore
@@ -89,7 +89,9 @@ class Deployment:
         self._maker = PlanMaker(module, cluster, planner, self.holdings, optimizers, bandwidth)
         self._final = False
         self.replans = False
-        self._arrangement = Arrangement(cluster)
+        self._given = self._planned = cluster.stage_map  # before any plan, and of the current plan
+        self._placement = cluster.stage_map.placement  # of several stages on each process, for the next plan
+        self._awaits_plan = False  # whether a new plan is to be made with the step that begins
 
     def prepare(self, examples: Examples, decides: bool, schedule: Schedule, num_pipelines: int = 1) -> bool:
         """Make a step function runnable, unless it is. Every process calls it.
@@ -107,11 +109,11 @@ class Deployment:
         Raises:
             MicroBatchError: the step fails on an example, and batches may stay whole. Nothing has changed.
         """
-        if self._arrangement.awaits_plan and examples.name == "training_step":
-            self._arrangement.awaits_plan = False
+        if self._awaits_plan and examples.name == "training_step":
+            self._awaits_plan = False
             if self._divide(examples, True, schedule, num_pipelines):
                 return True
-            self._arrangement.follow(self._arrangement.planned)
+            self._cluster.rearrange(self._planned)
         if examples.name in self.pipeline.steps and (self._final or not decides):
             return False
         if self.plan is None or (decides and not self._final):
@@ -137,12 +139,13 @@ class Deployment:
         if not self.replans:
             return False
         lacks = any(isinstance(leaf, Absent) for batch in batches for leaf in tree.tensors(batch))
-        self._arrangement.awaits_plan = not int(self._cluster.world.sum(torch.tensor(int(lacks), device="cpu")))
-        if self._arrangement.awaits_plan:
+        self._awaits_plan = not int(self._cluster.world.sum(torch.tensor(int(lacks), device="cpu")))
+        if self._awaits_plan:
             if self.models.ensemble is not None:
                 self.models.ensemble.begin_relocation()
-            self._arrangement.begin(self._maker.planner.num_stages)
-        return self._arrangement.awaits_plan
+            num_stages = self._maker.planner.num_stages
+            self._cluster.rearrange(replace(self._given, num_stages=num_stages, placement=self._placement))
+        return self._awaits_plan
 
     def _divide(self, examples: Examples, final: bool, schedule: Schedule, num_pipelines: int) -> bool:
         """Make a plan and carry it out; return whether there is one."""
@@ -152,13 +155,14 @@ class Deployment:
             plan = self._maker.provisional(examples, schedule, num_pipelines)
         if plan is None:
             return False
+        placed = self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map
+        if self._final and self.plan is not None and self.models.has_trained:
+            models = 1 if self.models.ensemble is None else self.models.ensemble.models.size
+            check_movable(self.plan, plan, self._planned, placed, models)
+        self._planned = placed
+        self._cluster.rearrange(placed)
+        check_shared(plan.graph, plan.cuts, self._cluster.stage_map)
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != examples.name]
-        self._follow(plan, others, final, schedule.relays)
-        return True
-
-    def _follow(self, plan: Plan, others: Sequence[CallGraph], final: bool, relays: Collection[int]) -> None:
-        """Divide the module by a plan, and make its step and the other steps runnable."""
-        self._arrange_for(plan)
         begins_alike = not self._final
         self.pipeline.unload()
         self.plan, self._final, self.replans = plan, final, False
@@ -166,17 +170,9 @@ class Deployment:
         self._place()
         if begins_alike:
             self.holdings.begin_alike(plan.copied)
-        self.pipeline.load(plan.graph, plan.cuts, plan.frozen, relays, plan.wires)
+        self.pipeline.load(plan.graph, plan.cuts, plan.frozen, schedule.relays, plan.wires)
         self._load_others(plan, others)
-
-    def _arrange_for(self, plan: Plan) -> None:
-        """Arrange the processes for the stages of a plan, after checking that the step allows it."""
-        placed = self._arrangement.placed(plan)
-        if self._final and self.plan is not None and self.models.has_trained:
-            models = 1 if self.models.ensemble is None else self.models.ensemble.models.size
-            check_movable(self.plan, plan, self._arrangement.planned, placed, models)
-        self._arrangement.follow(placed)
-        check_shared(plan.graph, plan.cuts, self._cluster.stage_map)
+        return True
 
     def _load_others(self, plan: Plan, graphs: Sequence[CallGraph]) -> None:
         """Make other steps runnable, cut like the step that the plan was made for."""
@@ -261,7 +257,7 @@ class Deployment:
                 "training runs; use False, or leave the stages"
             )
         self._maker.change(**changes)
-        self._arrangement.placement = placement or self._arrangement.placement
+        self._placement = placement or self._placement
         self.replans = True
         self.pipeline.need_all("training_step")
 
@@ -278,3 +274,52 @@ class Deployment:
         """
         with self.models.showing_reference():
             return self.holdings.state_dict() if whole else self.holdings.own_state_dict()
+
+
+# -- values that steps keep for the next batch, besides weights and buffers, and that do not move ----------------------
+
+
+Key = tuple[str, str]  # path of a module and name of the attribute; or an empty path and the full name of a variable
+
+
+def check_movable(before: Plan, after: Plan, old: StageMap, new: StageMap, models: int) -> None:
+    """Check that a step reads the same attributes after a relocation as without one.
+
+    The last stage, which never moves, has the right values of attributes that code between units assigns; a process has
+    those that its own units assign. With several models each has its own values, which only its stages have.
+
+    Args:
+        before: plan that training has run with.
+        after: next plan, of the same step.
+        old: stage map of the plan before.
+        new: stage map of the next plan.
+        models: number of models, N.
+
+    Raises:
+        ConfigurationError: attributes would have other values; the message names them.
+    """
+    found = sorted({joined(*key) for key in _staying(before, after, old, new, models)})
+    if found:
+        raise ConfigurationError(
+            f"{before.graph.step} keeps {', '.join(map(repr, found))} for the next batch, which would not move with "
+            "its stage to another process or model. Keep it in a buffer (register_buffer), or leave num_stages and "
+            "split_points as they are while training runs"
+        )
+
+
+def _staying(before: Plan, after: Plan, old: StageMap, new: StageMap, models: int) -> Iterator[Key]:
+    for plan in (before, after):
+        graph, last = plan.graph, plan.cuts[-1] if plan.cuts else 0
+        early = {key for key, position in graph.reads if models > 1 or (old.group_size > 1 and position <= last)}
+        yield from early.intersection((*graph.attributes, *(key for key, _ in graph.holders)))
+    for key in {*before.graph.of_units, *before.graph.written}:
+        if models > 1 or _ranks(before, key[0], old) != _ranks(after, key[0], new):
+            yield key
+
+
+def _ranks(plan: Plan, path: str, stage_map: StageMap) -> set[int]:
+    """Return the ranks that host a module: those of its unit, or of all units in it. An empty path is all units."""
+    stages_of = plan.stages_of
+    above = nearest(path, stages_of)
+    names = [above] if above else [n for n in stages_of if n.startswith(f"{path}.") or not path]
+    return {stage_map.owner(stage) for name in names for stage in stages_of[name]}

@@ -16,7 +16,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.training.state import full_ensemble_state, load_ensemble_state
+from lightning_avgpipe.training.holdings import full_ensemble_state, load_ensemble_state
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import rank_zero_info
 from lightning_avgpipe.utils.objects import Objects

@@ -17,13 +17,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives, ReplicaGroup
-from lightning_avgpipe.comm.topology import StageMap
+from lightning_avgpipe.comm.topology import StageMap, all_parties
 from lightning_avgpipe.engine.microbatch import MicroBatch
-from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.engine.observer import Observer, Observers
+from lightning_avgpipe.engine.shared_statistics import SharedStatistics
+from lightning_avgpipe.errors import ConfigurationError, PartitionError
+from lightning_avgpipe.schedule import Schedule, in_turn
+from lightning_avgpipe.training.gradient_sums import GradientSums
+from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
 from lightning_avgpipe.utils.names import joined
 
 
@@ -98,3 +104,170 @@ def weighing(
         ]
 
     return weighed
+
+
+_WHAT = "batch normalisation"
+
+
+def meets(schedule: Schedule, counts: tuple[int, ...]) -> bool:
+    """Return whether all actions can run if those of the replicas of a stage begin and end together.
+
+    Args:
+        schedule: schedule with rows of all stages, and a number of micro-batches that is a multiple of each count.
+        counts: number of replicas of each stage, which take micro-batches in turns.
+    """
+    rows = [list(in_turn(row, 0, count)) for row, count in zip(schedule.rows, counts, strict=True)]
+    done: set[tuple[str, int, int]] = set()  # forward or gradient, stage, micro-batch
+    last, moved = len(rows) - 1, True
+    while moved:
+        moved = False
+        for k, row in enumerate(rows):
+            while row:
+                kind = row[0].kind
+                together = range(row[0].micro_batch, row[0].micro_batch + counts[k])
+                before = {"forward": k - 1, "backward": k + 1}.get(kind.consumes or "", -1)
+                if 0 <= before <= last and not all((kind.consumes, before, i) in done for i in together):
+                    break
+                done |= {(kind.produces or "", k, i) for i in together}
+                row.pop(0)
+                moved = True
+    return not any(rows)
+
+
+class ReplicaSync:
+    """The synchronisation of the replicas of a group's models in one run of the trainer; nothing without replicas.
+
+    Args:
+        module: module that is trained.
+        cluster: the connected processes.
+        models: models that are trained.
+        observers: observers of iterations.
+        normalises: whether replicas normalise batches together (sync_batchnorm).
+    """
+
+    def __init__(
+        self, module: nn.Module, cluster: Cluster, models: ParallelPipelines, observers: Observers, normalises: bool
+    ) -> None:
+        self._module = module
+        self._cluster = cluster
+        self._models = models
+        self._observers = observers
+        self._gradient_sums: GradientSums | None = None
+        self._normalises = normalises
+        self._connected: StageMap | None = None  # for batch normalisation
+        self._statistics: list[Observer] = []
+        self._checked: set[tuple[str, int]] = set()
+
+    def agree(self, count: int, skipped: frozenset[int], num_pipelines: int, steps: bool) -> tuple[int, frozenset[int]]:
+        """Agree which models had a batch, and which of these had no loss. Every process calls it.
+
+        Args:
+            count: number of pipelines that had a batch here.
+            skipped: numbers of those whose batch had no loss here.
+            num_pipelines: N.
+            steps: whether gradients are complete, and are summed over replicas now.
+        Returns:
+            The number of pipelines that had a batch on any replica, and the numbers of those whose batch had no loss.
+        """
+        replicas = self._cluster.replicas
+        if replicas is None:
+            return count, skipped
+        votes = torch.zeros(2, num_pipelines, dtype=torch.int32, device="cpu")
+        votes[0, :count] = 1
+        votes[1, [n for n in range(count) if n not in skipped]] = 1
+        if steps:
+            with self._observers.activity("averaging"):
+                votes = self._sums().finish(self._summed(num_pipelines), votes)
+        else:
+            replicas.members.sum(votes)
+        fed, trained = votes.bool().tolist()
+        replicas.copy([t for n in range(num_pipelines) for t in self._models.changed_by_steps(n)])
+        return sum(fed), frozenset(n for n in range(sum(fed)) if not trained[n])
+
+    def check_trains(self, micro_batch: int) -> None:
+        """Raise, where a micro-batch has no loss, if replicas normalise together: all would need its backward."""
+        if self._normalises:
+            raise ConfigurationError(
+                f"micro-batch {micro_batch} has no loss (the step returned None, or its weight is 0), and with "
+                "sync_batchnorm=True other replicas would wait for its backward; return a loss of zero that depends on "
+                "the outputs (0.0 * outputs.sum()), or remove sync_batchnorm"
+            )
+
+    def observers(self, schedule: Schedule, num_pipelines: int, steps: bool) -> list[Observer]:
+        """Return the observers of an iteration of training, which come before all others. Every process calls it.
+
+        Args:
+            schedule: schedule of pipeline 0.
+            num_pipelines: N.
+            steps: whether gradients are complete after the iteration.
+        Raises:
+            ConfigurationError: replicas normalise together, and cannot with this schedule.
+        """
+        if self._normalises:
+            self._share_statistics(schedule)
+        if self._cluster.replicas is None or not steps:
+            return self._statistics
+        sums, stage_map = self._sums(), self._cluster.stage_map
+        if num_pipelines > 1:  # the gradients of all pipelines are on the same parameters
+            sums.watch({}, {})
+        else:
+            rows = {k: in_turn(schedule.rows[k], *stage_map.share(k, self._cluster.rank)) for k in self._cluster.stages}
+            sums.watch(self._summed(1), rows)
+        return [sums, *self._statistics]
+
+    def _share_statistics(self, schedule: Schedule) -> None:
+        """Connect the replicas of each stage for batch normalisation, and check that they can run a schedule."""
+        stage_map = self._cluster.stage_map
+        if self._connected != stage_map:
+            replicas = [replace(p, what=_WHAT) for p in all_parties(stage_map) if p.what == "replicas"]
+            members = self._cluster.connect(replicas, f"for {_WHAT}")
+            self._statistics = [] if members is None else [SharedStatistics(members, stage_map.shares_devices)]
+            self._connected = stage_map
+            self._checked.clear()
+        self._check_normalising(schedule, stage_map)
+
+    def _check_normalising(self, schedule: Schedule, stage_map: StageMap) -> None:
+        """Raise if replicas have different numbers of micro-batches, or would wait for each other forever."""
+        number = schedule.num_microbatches
+        key = schedule.name, number
+        if stage_map.stage_replicas and key not in self._checked:
+            counts = stage_map.stage_replicas
+            if any(number % count for count in counts):
+                raise ConfigurationError(
+                    f"sync_batchnorm=True normalises over the micro-batches that replicas={list(counts)} have at the "
+                    f"same time, and {number} micro-batches do not divide by these; use another num_microbatches, and "
+                    "drop_last=True where the last batch of an epoch has fewer"
+                )
+            if not meets(schedule, counts):
+                raise ConfigurationError(
+                    f"sync_batchnorm=True with replicas={list(counts)}: in the schedule {schedule.name!r} replicas "
+                    "would wait for each other for ever, as stages do not divide micro-batches alike; use "
+                    "schedule='afab', or as many replicas of each stage"
+                )
+            self._checked.add(key)
+        if stage_map.replicas > 1:
+            assert self._cluster.replicas is not None
+            numbers = self._cluster.replicas.members.exchange_objects(number)
+            if len(set(numbers)) > 1:
+                raise ConfigurationError(
+                    f"sync_batchnorm=True normalises over the micro-batches that replicas have at the same time, and "
+                    f"the batches of the replicas were split into {', '.join(map(str, numbers))} micro-batches; let "
+                    "their data loaders give batches of equal size (drop_last=True)"
+                )
+
+    def _sums(self) -> GradientSums:
+        """Return the gradient sums of the replicas that there are now."""
+        replicas = self._cluster.replicas
+        assert replicas is not None
+        if self._gradient_sums is None or self._gradient_sums.replicas is not replicas:
+            self._gradient_sums = GradientSums(replicas)
+        return self._gradient_sums
+
+    def _summed(self, models: int) -> dict[str, nn.Parameter]:
+        """Return the parameters whose gradients replicas sum, of a number of models."""
+        copied, ensemble = self._models.summed_with_copies, self._models.ensemble
+        if ensemble is not None:
+            own = [ensemble.models.parameters(n) for n in range(models)]
+        else:
+            own = [{name: p for name, p in self._module.named_parameters() if not p.is_meta}] * models
+        return {f"{n}.{name}": p for n, of in enumerate(own) for name, p in of.items() if name not in copied}

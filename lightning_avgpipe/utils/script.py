@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def add_script(parser: argparse.ArgumentParser, trains: str) -> None:
@@ -39,20 +42,32 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def report_of(options: argparse.Namespace, environment: Callable[[str], Mapping[str, str]]) -> tuple[str | None, int]:
+def report_of(options: argparse.Namespace, command: str, **asked: Any) -> tuple[str | None, int]:
     """Run the script to its end.
 
     Args:
         options: parsed arguments of :func:`add_script`.
-        environment: function of the path of the report that returns the environment variables of the script.
+        command: name of the command.
+        asked: what the command asks of the script; JSON can write it.
     Returns:
         The report, None if there is none; and the exit status.
     """
-    command = ["-m", options.script] if options.module else [options.script]
+    script = ["-m", options.script] if options.module else [options.script]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.txt"
-        code = subprocess.call([sys.executable, *command, *options.arguments], env=environment(str(report)))
+        environment = {**os.environ, _variable(command): json.dumps({**asked, "report": str(report)})}
+        code = subprocess.call([sys.executable, *script, *options.arguments], env=environment)
         return report.read_text() if report.exists() else None, code
+
+
+def asked_by(command: str) -> dict[str, Any] | None:
+    """Return what a command asks of this process, with the path of the report; None if no such command runs it."""
+    text = os.environ.get(_variable(command))
+    return None if text is None else json.loads(text)
+
+
+def _variable(command: str) -> str:
+    return f"AVGPIPE_{command.upper()}"
 
 
 def at_least_one(text: str) -> int:

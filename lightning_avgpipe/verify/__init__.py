@@ -6,4 +6,4 @@ Nothing here uses the captured step: the user's own ``training_step`` runs in a 
 from lightning_avgpipe.verify.subject import Subject
 from lightning_avgpipe.verify.verifier import Verifier
 
-__all__ = ["Subject", "Verifier", "request"]
+__all__ = ["Subject", "Verifier"]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
 from lightning_avgpipe.utils.script import add_script, at_least_one, report_of
-from lightning_avgpipe.verify.request import REPORT, STEPS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 if what was compared is equal; 1 if it differs, or if nothing was compared.
     """
     options = _parser().parse_args(arguments)
-    verdict, code = report_of(options, lambda report: {**os.environ, STEPS: str(options.steps), REPORT: report})
+    verdict, code = report_of(options, "verify", steps=options.steps)
     if verdict is not None and code == 0:
         print(verdict)
         return 0

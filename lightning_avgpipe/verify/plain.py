@@ -82,33 +82,20 @@ class Traces:
     compiled: bool = False
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The rules by which micro-batches make up a batch.
-
-    Attributes:
-        mean: whether a loss is a mean over its micro-batch; else it is a sum.
-        loss_weight: what the mean counts; None: samples.
-        device: device of the computation.
-    """
-
-    mean: bool
-    loss_weight: LossWeight | None
-    device: torch.device
-
-
 class PlainTraining:
     """Trains a module in this process alone, with Lightning's own loop. For a forked child only: nothing is put back.
 
     Args:
         trainer: a trainer on which the changes for a pipeline have been undone.
-        settings: the rules of its pipeline.
+        mean: whether a loss is a mean over its micro-batch; else it is a sum.
+        loss_weight: what the mean counts; None: samples.
+        device: device of the computation.
     """
 
-    def __init__(self, trainer: pl.Trainer, settings: Settings) -> None:
+    def __init__(self, trainer: pl.Trainer, mean: bool, loss_weight: LossWeight | None, device: torch.device) -> None:
         self._trainer = trainer
         self._module = trainer.lightning_module
-        self._settings = settings
+        self._mean, self._loss_weight, self._device = mean, loss_weight, device
         self._logged = _Logged()
         self._first = True
         forget_compiled()  # so that the number of graphs tells whether a step runs compiled
@@ -119,7 +106,7 @@ class PlainTraining:
         """Give the trainer a strategy for one process, and nothing to which it would report."""
         trainer, module, before = self._trainer, self._module, self._trainer.strategy
         accelerator, precision = trainer.accelerator, before.precision_plugin
-        strategy = SingleDeviceStrategy(self._settings.device, accelerator, precision_plugin=precision)
+        strategy = SingleDeviceStrategy(self._device, accelerator, precision_plugin=precision)
         strategy.connect(module)
         strategy.optimizers = before.optimizers
         strategy.lr_scheduler_configs = before.lr_scheduler_configs
@@ -127,7 +114,7 @@ class PlainTraining:
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
         trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
         trainer.fit_loop.epoch_loop._results = self._logged  # type: ignore[assignment]
-        trainer._logger_connector.should_reset_tensors = _never  # type: ignore[method-assign]
+        trainer._logger_connector.should_reset_tensors = lambda fx: False  # type: ignore[method-assign]
         self._logged.listen(module)
 
     def iterate(self, batch: Batch) -> Traces:
@@ -187,11 +174,10 @@ class PlainTraining:
 
     def _micro_batches(self, batch: Batch, zero_grad: Callable[[], None] | None, traces: Traces) -> Tensor:
         """Run forwards and backwards; return the last loss."""
-        parts, settings = batch.parts, self._settings
-        last = None
+        parts, last = batch.parts, None
         for i, (part, share) in enumerate(zip(parts, self._shares(parts), strict=True)):
             samples = sum(p.size for p in parts) or 1
-            self._logged.size = part.size if settings.loss_weight is None else share * samples
+            self._logged.size = part.size if self._loss_weight is None else share * samples
             result = self._forward(batch, i)
             if i == 0 and zero_grad is not None:
                 zero_grad()
@@ -199,7 +185,7 @@ class PlainTraining:
                 continue
             last = loss_in(result)
             traces.losses[f"micro-batch {i}"] = float(last.detach())
-            if share or not settings.mean:  # else the loss is a mean over nothing
+            if share or not self._mean:  # else the loss is a mean over nothing
                 with (
                     contextlib.nullcontext() if len(traces.losses) == 1 else quiet(self._trainer, "on_before_backward")
                 ):
@@ -211,7 +197,7 @@ class PlainTraining:
     def _forward(self, batch: Batch, number: int) -> Any:
         module, key = self._module, (*batch.key, number)
         module._current_fx_name = "training_step"
-        draws = drawing_as_promised(module, batch.captured, key, self._settings.device)
+        draws = drawing_as_promised(module, batch.captured, key, self._device)
         with draws, self._trainer.precision_plugin.train_step_context():
             result = module.training_step(batch.parts[number].data, *batch.rest)
         module._current_fx_name = None
@@ -221,7 +207,7 @@ class PlainTraining:
         if self._trainer.accumulate_grad_batches > 1:
             loss = loss / self._trainer.accumulate_grad_batches
         loss = self._trainer.precision_plugin.pre_backward(loss, self._module)
-        if self._settings.mean and share != 1.0:
+        if self._mean and share != 1.0:
             loss = loss * share
         if loss.requires_grad:
             loss.backward()
@@ -234,7 +220,7 @@ class PlainTraining:
         sizes: list[float] = [part.size for part in parts]
         if not sum(sizes):
             sizes = [1] * len(parts)
-        weight = self._settings.loss_weight
+        weight = self._loss_weight
         counts = sizes if weight is None else [counts_for(part.data, weight) for part in parts]
         if not sum(counts):
             counts = sizes
@@ -276,19 +262,13 @@ def portable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def quiet(trainer: pl.Trainer, hook: str) -> Iterator[None]:
-    """Within this context a hook of the callbacks and the module is not called."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    trainer.callbacks = []  # type: ignore[attr-defined]
-    try:
-        with replaced(trainer.lightning_module, hook, nothing):
-            yield
-    finally:
-        trainer.callbacks = callbacks  # type: ignore[attr-defined]
-
-
-def _never(fx: str) -> bool:
-    return False
+def quiet(trainer: pl.Trainer, *hooks: str) -> Iterator[None]:
+    """Within this context no callback is called, and none of some hooks of the module."""
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(replaced(trainer, "callbacks", []))
+        for hook in hooks:
+            undo.enter_context(replaced(trainer.lightning_module, hook, nothing))
+        yield
 
 
 class _Logged:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.loss import LossWeight
@@ -20,8 +18,7 @@ from lightning_avgpipe.utils.forked import why_no_fork
 from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.names import nearest
 from lightning_avgpipe.utils.tensors import tensor_bytes
-from lightning_avgpipe.verify.plain import Settings
-from lightning_avgpipe.verify.verdicts import Verdicts
+from lightning_avgpipe.verify.report import Verdicts
 
 _COPIES = 4  # memory of a child that trains, in sizes of the weights: weights, gradients, two optimizer states
 
@@ -115,15 +112,6 @@ class Subject:
             )
         return None
 
-    def moment(self) -> tuple[int, int]:
-        """Return the epoch and the number of validation batches so far; they change if more than training has run."""
-        return self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready
-
-    def without_pipeline(self) -> tuple[pl.Trainer, Settings]:
-        """Undo, in a child, what a pipeline has changed; return the trainer and the settings to train with."""
-        self.undo_changes()
-        return self.trainer, Settings(self.loss_is_mean, self.loss_weight(), self.cluster.device)
-
     # -- what each process holds --------------------------------------------------------------------------------------
 
     @property
@@ -135,24 +123,7 @@ class Subject:
         """Return a context within which the module shows the model of a pipeline."""
         return self.showing(n) if self.num_models > 1 else contextlib.nullcontext()
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that this process answers for, by name."""
-        return {name: p for name, p in self.module.named_parameters() if self.is_mine(name) and not p.is_meta}
-
     def is_mine(self, name: str) -> bool:
         """Return whether this process answers for a parameter, a buffer or an attribute."""
         stages = self.stages_of(name)
         return (self.cluster.stage_map.owner(stages[0]) if stages else 0) == self.cluster.rank
-
-    def gather(self, mine: Any) -> Sequence[Any]:
-        """Return, on the process that leads, the values of the group's other processes. Every process calls it."""
-        found = self.cluster.group.gather_objects(mine)
-        return found[1:] if self.leads else ()
-
-    def exchange(self, mine: Any) -> Sequence[Any]:
-        """Return the values of all processes of the group. Every process of the group calls it."""
-        return self.cluster.group.exchange_objects(mine)
-
-    def group_broadcast(self, value: Any) -> Any:
-        """Return the value of the group's rank 0. Every process of the group calls it."""
-        return self.cluster.group.broadcast(value)

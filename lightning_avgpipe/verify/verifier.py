@@ -24,14 +24,12 @@ from lightning_avgpipe.utils.forked import Child
 from lightning_avgpipe.utils.lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.tensors import as_tensor
-from lightning_avgpipe.verify.advice import advice
 from lightning_avgpipe.verify.fingerprint import Difference, fingerprint, first_difference, how_different, usual_size
 from lightning_avgpipe.verify.plain import Batch, PlainTraining, Traces, after_step, portable
 from lightning_avgpipe.verify.plain_draws import Captured
+from lightning_avgpipe.verify.report import Tally, advice, key_of
 from lightning_avgpipe.verify.state import aliases, attributes, state_of
 from lightning_avgpipe.verify.subject import Subject
-from lightning_avgpipe.verify.tally import Tally
-from lightning_avgpipe.verify.verdicts import key_of
 
 _log = logging.getLogger(__name__)
 
@@ -103,12 +101,16 @@ class Verifier:
             ConfigurationError: the user has asked for a verification that is not possible.
         """
         subject = self._subject
-        before, self._moment = self._moment, subject.moment()
+        group, progress = subject.cluster.group, subject.trainer.fit_loop.epoch_loop.val_loop.batch_progress
+        # changes if more than training has run
+        before, self._moment = self._moment, (subject.trainer.current_epoch, progress.total.ready)
         if before is None:
             self._key = key_of(subject.module, subject.options, subject.cluster.world.world_size)
             # a validation before training changes each buffer on the process of its stage only
-            buffers = subject.exchange(self._buffers())
-            why = subject.group_broadcast(self._why_not(buffers))
+            buffers = subject.module.named_buffers()
+            why = group.broadcast(
+                self._why_not(group.exchange_objects({n: fingerprint(b) for n, b in buffers if not b.is_meta}))
+            )
             if why is not None:
                 _log.info("the first steps are not compared with plain ones: %s", why)
                 self._left = 0
@@ -125,18 +127,12 @@ class Verifier:
         same = before == self._moment
         if same and subject.observed:
             self._doubtful = True
-            same = all(subject.exchange(self._held_now() == self._held_then))
+            same = all(group.exchange_objects(self._held_now() == self._held_then))
         if not same:
             self._wanted -= self._left
             self._left = 0
             _log.info("steps from number %d on are not compared: hooks have changed something", self._wanted + 1)
             self._end()
-
-    def _buffers(self) -> dict[str, Any]:
-        """Return the fingerprints of all buffers that have contents in this process."""
-        return {
-            name: fingerprint(buffer) for name, buffer in self._subject.module.named_buffers() if not buffer.is_meta
-        }
 
     def _why_not(self, buffers: Sequence[Mapping[str, Any]]) -> str | None:
         """Return why the first steps are not compared, on the process that would compare them; None if they are.
@@ -161,7 +157,9 @@ class Verifier:
 
     def _play(self, connection: Connection) -> None:
         """Train plainly in a child, until the child is ended."""
-        plain = PlainTraining(*self._subject.without_pipeline())
+        subject = self._subject
+        subject.undo_changes()
+        plain = PlainTraining(subject.trainer, subject.loss_is_mean, subject.loss_weight(), subject.cluster.device)
         while True:
             forked.send(connection, plain.iterate(forked.receive(connection)))
 
@@ -180,17 +178,16 @@ class Verifier:
             A function that does what ``finish`` does, and notes the losses.
         """
         subject, fit_loop = self._subject, self._subject.trainer.fit_loop
-        if subject.cluster.stage_map.stage_replicas:  # the plan made replicas, which have a part of the batch each
-            _log.info("the first steps are not compared: devices that others do not need share stages")
-            self.close()
-            self._now = []
-            return finish
         assert subject.plan is not None
-        if subject.plan.graph.from_entropy:
+        why = ""
+        if subject.cluster.stage_map.stage_replicas:  # the plan made replicas, which have a part of the batch each
+            why = "devices that others do not need share stages"
+        elif subject.plan.graph.from_entropy:
             modules = ", ".join(f"'{path}'" for path in sorted(subject.plan.graph.seeding))
             why = f"{modules} may seed random numbers with one that nobody can know (torch.seed)"
+        if why:
             self.close()
-            if self._asked:
+            if self._asked and not subject.cluster.stage_map.stage_replicas:
                 raise ConfigurationError(f"verify compares with a plain run, but {why}; use verify=False")
             _log.info("the first steps are not compared with plain ones: %s", why)
             self._now = []
@@ -257,7 +254,8 @@ class Verifier:
                 with subject.model(n):
                     traces.gradients.update(
                         (name, None if p.grad is None else fingerprint(p.grad))
-                        for name, p in subject.parameters().items()
+                        for name, p in subject.module.named_parameters()
+                        if subject.is_mine(name) and not p.is_meta
                     )
             traces.buffers.update(self._held(n, lambda module: dict(module.named_buffers())))
             traces.attributes.update(self._held(n, attributes))
@@ -296,7 +294,7 @@ class Verifier:
                 self._held_then = self._held_now()
             self._collect()
             if self.active:
-                self._settle(0.0)
+                self._compare_arrived(0.0)
             else:
                 self._end()
 
@@ -309,7 +307,8 @@ class Verifier:
             (t.gradients, t.buffers, t.attributes, {k: w for k, w in t.weights.items() if subject.is_mine(k)}, before)
             for t, before in zip(now, self._before, strict=True)
         ]
-        for others in subject.gather(mine):
+        everywhere = subject.cluster.group.gather_objects(mine)
+        for others in everywhere[1:] if subject.leads else ():
             for traces, before, (gradients, buffers, held, weights, old) in zip(now, self._before, others, strict=True):
                 traces.gradients.update(gradients)
                 traces.buffers.update(buffers)
@@ -326,19 +325,19 @@ class Verifier:
         Every process calls it.
         """
         if not self._asked:
-            self._settle(0.0)
+            self._compare_arrived(0.0)
             return
-        text = self._settle(None)
+        text = self._compare_arrived(None)
         self.succeeded = True
         self._done(text)
 
     def _wait(self) -> None:
         """Wait for the children: without limit if the user asked for verification, else as long as patience lasts."""
         begin = time.monotonic()
-        self._settle(None if self._asked else self._patience_s)
+        self._compare_arrived(None if self._asked else self._patience_s)
         self._patience_s = max(0.0, self._patience_s - (time.monotonic() - begin))
 
-    def _settle(self, timeout_s: float | None) -> str:
+    def _compare_arrived(self, timeout_s: float | None) -> str:
         """Compare what the children send within a time.
 
         Args:

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from lightning_avgpipe.strategy.gradient_check import reports_over_stages
-from lightning_avgpipe.training.gradient_norm import global_norm
+from lightning_avgpipe.strategy.lightning_changes import reports_over_stages
+from lightning_avgpipe.training.stepping import global_norm
 from tests import processes
 from tests.driver import assert_same_parameters
 from tests.models import MLP, loader

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from lightning_avgpipe.strategy import compat
+from lightning_avgpipe.utils import lightning as compat
 from lightning_avgpipe.utils import torch_compat
 from lightning_avgpipe.utils.torch_compat import Private
 from tests.commands import run
@@ -34,9 +34,9 @@ def test_lightning_has_what_the_package_relies_on(entry: Private) -> None:
 _SECOND = """
 import warnings
 import pytorch_lightning
-from lightning_avgpipe.strategy import compat
+from lightning_avgpipe.utils import lightning as compat
 warnings.simplefilter("error")
-compat.check()
+compat.check_private_names()
 print(*sorted({entry.name.partition(".")[0] for entry in compat.NAMES}))
 """
 
@@ -46,7 +46,7 @@ def test_pytorch_lightning_has_what_the_package_relies_on(tmp_path: Path) -> Non
 
 
 def test_these_versions_of_lightning_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
-    compat.check()
+    compat.check_private_names()
     assert not recwarn.list
 
 
@@ -79,6 +79,6 @@ def test_whatever_is_private_in_lightning_has_an_entry() -> None:
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     known = {entry.name.rpartition(".")[2] for entry in (*compat.NAMES, *torch_compat.NAMES)} | OTHERS | own(trees)
     for path, tree in trees.items():
-        if path.relative_to(PACKAGE).parts[0] in UPPER and path.name != "compat.py":
+        if path.relative_to(PACKAGE).parts[0] in UPPER:
             names = {name for name in private(tree) if name.startswith("_") and not name.startswith("__")}
             assert names - known - {"_pytree", "_C"} == set(), path

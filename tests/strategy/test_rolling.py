@@ -19,6 +19,7 @@ from lightning_avgpipe.averaging.staggered import StaggeredAveraging
 from lightning_avgpipe.engine.executor import Lane
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import checks
+from lightning_avgpipe.strategy.combinations import Facts
 from tests import processes
 from tests.averaging.models import Batches, Models, Net, assert_equal, state, train
 from tests.averaging.test_lightning import Finetuned
@@ -419,7 +420,7 @@ def test_options_that_models_would_follow_together_are_refused(option: dict[str,
 def test_groups_that_work_together_within_a_step_are_refused(strategy: Any, tuned: bool, named: str) -> None:
     given = AvgPipeStrategy(averaging=Averaging(rolling=True), num_pipelines=2, **strategy).options
     with pytest.raises(ConfigurationError, match=named):
-        checks.overlapping(pipeline(1), given, 1, 2, strategy.get("replicas", 1), tuned)
+        checks.overlapping(pipeline(1), given, Facts(2, 1, 2, 2, strategy.get("replicas", 1), tuned))
 
 
 # -- several processes -----------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_avgpipe import Averaging, Links
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.strategy.rolling import can_roll
+from lightning_avgpipe.strategy.checks import can_roll
+from lightning_avgpipe.strategy.combinations import Facts
 from tests.averaging.models import Net, assert_equal, state, train
 from tests.models import loader
 from tests.strategy.test_resume import ResumableLoader
@@ -142,5 +143,5 @@ def test_groups_roll_if_they_are_not_tuned(tuned: bool, why: str, caplog: pytest
     runner = pipeline(1, strategy={"averaging": Averaging(rolling="auto"), "num_pipelines": 2})
     runner.strategy.connect(Net())
     with caplog.at_level(logging.INFO):
-        assert can_roll(runner, runner.strategy.options, alone(1), 1, num_groups=2, tuned=tuned) != tuned
+        assert can_roll(runner, runner.strategy.options, alone(1), Facts(2, 1, 2, 2, 1, tuned)) != tuned
     assert ("do not roll" in caplog.text) == tuned and why in caplog.text

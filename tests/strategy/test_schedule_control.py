@@ -251,7 +251,7 @@ def test_memory_is_measured_before_a_step_and_the_limit_never_exceeded() -> None
     used, free = limited(None)
     assert runs(used) == [0, 1, 2, 1]
     (state,) = free.state_dict()["states"]
-    needs = [free.advances.predicted(IterationShape(**state["setting"]), h)[0] for h in range(3)]
+    needs = [free.predicted(IterationShape(**state["setting"]), h)[0] for h in range(3)]
     assert needs == sorted(needs) and free.peaks[0] == pytest.approx(needs[2], rel=0.05)  # 2 was measured last
     for most in (0, 1):
         used, chosen = limited(needs[most])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_avgpipe import AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import build, with_replicas
-from lightning_avgpipe.training.statistics_sharing import meets
+from lightning_avgpipe.training.replicas import meets
 from tests import processes
 from tests.averaging.models import Batches, assert_equal, state
 from tests.averaging.test_groups import Bomb

@@ -25,6 +25,7 @@ from lightning_avgpipe.comm.codec import as_bytes
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import is_overridden, pl
+from lightning_avgpipe.utils.names import joined, listed
 from lightning_avgpipe.utils.object_state import Variable
 from lightning_avgpipe.utils.objects import Objects, assign
 from lightning_avgpipe.utils.patching import replaced
@@ -40,7 +41,6 @@ _LARGEST = 2**20  # most bytes that are sent of an attribute that a step reads o
 _LARGE = 2**16  # most bytes that are sent of any other attribute, which may grow with every batch
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule())) - {"training"}
 _MISSING = object()
-_SHOWN = 3  # names in a message
 
 Key = tuple[str, str]  # path of a module, name of the attribute or buffer
 
@@ -54,98 +54,81 @@ def hooks_with_results(trainer: pl.Trainer, cluster: Cluster, deployment: Deploy
         cluster: the connected processes, several of them in a group.
         deployment: deployment of the module on processes.
     """
-    module = trainer.lightning_module
-    metrics = (m for m in module.modules() if isinstance(m, Metric))  # their states stay on rank 0
-    ignored = {id(m) for metric in metrics for m in metric.modules()}
-    modules = {path: m for path, m in module.named_modules() if id(m) not in ignored}
+    module, hooks = trainer.lightning_module, _Hooks(trainer, cluster, deployment)
     with contextlib.ExitStack() as undo:
         for name in _HOOKS:
             if name in vars(module) or is_overridden(name, module):
-                run = _followed if cluster.rank == 0 else _following
-                hook = getattr(module, name)
-                followed = run(name, hook, modules, trainer, cluster, deployment)
-                undo.enter_context(replaced(module, name, _called_by_lightning(name, module, followed, hook)))
+                undo.enter_context(replaced(module, name, hooks.around(name, getattr(module, name))))
         yield
 
 
-def _called_by_lightning(
-    name: str, module: pl.LightningModule, instead: Callable[..., Any], hook: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return a hook that runs ``instead`` where Lightning calls it, and the hook itself where user code does.
+class _Hooks:
+    """Runs hooks on rank 0, and applies their changes on the other ranks."""
 
-    User code in a hook of rank 0 runs there only, as a part of that hook; in a hook of every process it runs on all.
-    """
+    def __init__(self, trainer: pl.Trainer, cluster: Cluster, deployment: Deployment) -> None:
+        self._trainer, self._cluster, self._deployment = trainer, cluster, deployment
+        self._module = module = trainer.lightning_module
+        metrics = (m for m in module.modules() if isinstance(m, Metric))  # their states stay on rank 0
+        ignored = {id(m) for metric in metrics for m in metric.modules()}
+        self._modules = {path: m for path, m in module.named_modules() if id(m) not in ignored}
+        self._variables = outside(module)
 
-    @functools.wraps(hook)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return (instead if module._current_fx_name == name else hook)(*args, **kwargs)
+    def around(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook for every process to call.
 
-    return run
+        Where user code calls it, the hook itself runs: within a hook of rank 0 as a part of that hook, within a hook of
+        every process on all of them.
+        """
 
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._module._current_fx_name != name:
+                return hook(*args, **kwargs)
+            if self._cluster.rank == 0:
+                return self._lead(name, lambda: hook(*args, **kwargs))
+            return self._follow()
 
-def _followed(
-    name: str,
-    hook: Callable[..., Any],
-    modules: dict[str, nn.Module],
-    trainer: pl.Trainer,
-    cluster: Cluster,
-    deployment: Deployment,
-) -> Callable[..., Any]:
-    @functools.wraps(hook)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        before, optimization = _Attributes(modules), _optimization(trainer)
-        with _Writes(modules[""]) as writes:
-            result = hook(*args, **kwargs)
-        writes.check(name, _kept_elsewhere(modules[""], cluster, deployment))
-        news = before.news(name, _needed_elsewhere(deployment), writes.found)
-        after = _optimization(trainer)
-        cluster.control.publish((news, after if after != optimization else None))
+        return run
+
+    def _lead(self, name: str, hook: Callable[[], Any]) -> Any:
+        """Run a hook, and tell the other processes what it has changed."""
+        before, optimization = _Attributes(self._modules), _optimization(self._trainer)
+        with _Writes(self._module) as writes:
+            result = hook()
+        writes.check(name, self._kept_elsewhere())
+        news = before.news(name, self._needed_elsewhere(), writes.found)
+        after = _optimization(self._trainer)
+        self._cluster.control.publish((news, after if after != optimization else None))
         return result
 
-    return run
+    def _needed_elsewhere(self) -> frozenset[Key]:
+        """Return the attributes that steps read on other processes, and the buffers there."""
+        holdings = self._deployment.holdings
+        owned = (name.rpartition(".") for name in filter(holdings.answered_elsewhere, holdings.answers))
+        return self._deployment.pipeline.read_elsewhere() | {(path, name) for path, _, name in owned}
 
+    def _kept_elsewhere(self) -> frozenset[str]:
+        """Return the full names of parameters that other processes hold, and of buffers that their steps change."""
+        deployment, cluster = self._deployment, self._cluster
+        assert deployment.plan is not None
+        pipeline, used, ranks = deployment.pipeline, deployment.plan.stages_of, cluster.stage_map.ranks
+        here = dict(self._module.named_parameters())
+        others = {name for name in here if any(ranks(k) != (cluster.rank,) for k in used.get(name, ()))}
+        changed = frozenset().union(*(pipeline.graph(step).changed for step in pipeline.steps))
+        return frozenset(filter(deployment.holdings.answered_elsewhere, changed - here.keys())) | others
 
-def _needed_elsewhere(deployment: Deployment) -> frozenset[tuple[str, str]]:
-    """Return (path of a module, name) of the attributes that steps read on other processes, and of buffers there."""
-    holdings = deployment.holdings
-    owned = (name.rpartition(".") for name in filter(holdings.answered_elsewhere, holdings.answers))
-    return deployment.pipeline.read_elsewhere() | {(path, name) for path, _, name in owned}
-
-
-def _kept_elsewhere(module: nn.Module, cluster: Cluster, deployment: Deployment) -> frozenset[str]:
-    """Return the full names of parameters that other processes hold, and of buffers that their steps change."""
-    assert deployment.plan is not None
-    pipeline, used, ranks = deployment.pipeline, deployment.plan.stages_of, cluster.stage_map.ranks
-    here = dict(module.named_parameters())
-    others = {name for name in here if any(ranks(k) != (cluster.rank,) for k in used.get(name, ()))}
-    changed = frozenset().union(*(pipeline.graph(step).changed for step in pipeline.steps))
-    return frozenset(filter(deployment.holdings.answered_elsewhere, changed - here.keys())) | others
-
-
-def _following(
-    name: str,
-    hook: Callable[..., Any],
-    modules: dict[str, nn.Module],
-    trainer: pl.Trainer,
-    cluster: Cluster,
-    deployment: Deployment,
-) -> Callable[..., Any]:
-    variables = outside(modules[""])
-
-    @functools.wraps(hook)
-    def run(*args: Any, **kwargs: Any) -> None:
-        told: Any = cluster.control.publish()  # by rank 0
+    def _follow(self) -> None:
+        """Apply the changes that rank 0's hook has made."""
+        told: Any = self._cluster.control.publish()
         news, optimization = told
         for (path, attribute), content in news:
-            value = _Unpickler(io.BytesIO(content), modules, cluster.device).load()
-            if attribute in variables:
-                _accept_variable(variables[attribute], value)
+            value = _Unpickler(io.BytesIO(content), self._modules, self._cluster.device).load()
+            if attribute in self._variables:
+                _accept_variable(self._variables[attribute], value)
             else:
-                _accept(modules[path], attribute, value)
+                _accept(self._modules[path], attribute, value)
         if optimization is not None:
-            _accept_optimization(trainer, optimization)
-
-    return run
+            _accept_optimization(self._trainer, optimization)
 
 
 def _accept(module: nn.Module, name: str, value: Any) -> None:
@@ -212,9 +195,8 @@ class _Writes(TorchDispatchMode):
         lost = sorted((self.found | given) & set(elsewhere))
         if not lost:
             return
-        more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
         raise StepChangedError(
-            f"{hook}() runs on rank 0 only and changes {', '.join(map(repr, lost[:_SHOWN]))}{more}, which other "
+            f"{hook}() runs on rank 0 only and changes {listed([*map(repr, lost)])}, which other "
             "processes hold, so that it would not change there. Change weights, and buffers that a step changes, in a "
             "hook that every process runs: on_train_batch_start, on_before_zero_grad, or one of a Callback"
         )
@@ -265,7 +247,7 @@ class _Attributes:
             value = now.get(key, _MISSING)
             before = self._held.get(key, _MISSING)
             reaches = changed and Objects([value], opaque=True).reach(changed)
-            if before is value and not reaches and _full_name(key) not in written:
+            if before is value and not reaches and joined(*key) not in written:
                 continue
             must = key in needed
             try:
@@ -274,7 +256,7 @@ class _Attributes:
                 if not must:
                     continue  # no other process reads the attribute
                 raise StepChangedError(
-                    f"{hook}() runs on rank 0 only and changes '{_full_name(key)}', which steps "
+                    f"{hook}() runs on rank 0 only and changes '{joined(*key)}', which steps "
                     f"read on other processes too, but it cannot be sent there: {error}. Change it in a hook that "
                     "every process runs, such as on_train_epoch_start or on_train_batch_start"
                 ) from error
@@ -287,10 +269,6 @@ class _Attributes:
         if buffer.tell() > most:
             raise pickle.PicklingError(f"it has {buffer.tell()} bytes, and {most} at most are sent")
         return buffer.getvalue()
-
-
-def _full_name(key: Key) -> str:
-    return ".".join(part for part in key if part)
 
 
 def _flags(module: nn.Module) -> Iterator[tuple[str, Any]]:

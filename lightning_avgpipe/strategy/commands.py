@@ -1,0 +1,104 @@
+"""What the commands ``verify`` and ``advise``, which run a training script as it is, want from a run of the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_avgpipe.advise.ways import advice
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.utils.lightning import Callback, _TunerExitException, pl, rank_zero_info
+from lightning_avgpipe.utils.patching import nothing
+from lightning_avgpipe.utils.script import asked_by
+from lightning_avgpipe.verify import Subject, Verifier
+
+_STEPS = 2  # optimizer steps that are verified, if nothing else is asked for
+
+Verify = bool | int | Literal["auto"]
+
+
+def verifier(subject: Subject, verify: Verify) -> Verifier | None:
+    """Return a verifier for a run of the trainer that fits; None if no verification is wanted."""
+    command = asked_by("verify")
+    if command is not None:
+        return Verifier(subject, command["steps"], True, _end(subject.cluster, command["report"]))
+    steps = verify if isinstance(verify, int) and verify is not True else _STEPS
+    return Verifier(subject, steps, verify != "auto", nothing) if steps else None
+
+
+def nothing_to_verify(verify: Verify) -> None:
+    """Report that a run with one stage and one micro-batch has nothing to compare."""
+    text = "verify: there is nothing to compare, since here steps run whole, in one process, as with strategy='auto'"
+    if _wants_verification(verify):
+        rank_zero_info(text)
+    if (command := asked_by("verify")) is not None:
+        Path(command["report"]).write_text(text)
+
+
+def refuse_to_verify(verify: Verify, reason: str) -> None:
+    """Raise if a verification is asked for that is not possible.
+
+    Raises:
+        ConfigurationError: verification is asked for.
+    """
+    if _wants_verification(verify):
+        raise ConfigurationError(f"verify compares micro-batches with plain ones, but {reason}; use verify=False")
+
+
+def _wants_verification(verify: Verify) -> bool:
+    return asked_by("verify") is not None or bool(verify and verify != "auto")
+
+
+def _end(cluster: Cluster, report: str) -> Callable[[str], None]:
+    """Return a function that writes a report on rank 0, and then ends the run in all processes."""
+
+    def end(text: str) -> None:
+        if cluster.world.rank == 0 and text:
+            Path(report).write_text(text)
+        cluster.world.barrier("the end of a command")
+        raise _TunerExitException  # Lightning ends the run as if it were done
+
+    return end
+
+
+def advise(trainer: pl.Trainer, cluster: Cluster) -> None:
+    """Let a run end after its first batch of training, with advice, if the command asks for it."""
+    command = asked_by("advise")
+    if command is not None:
+        advisor = _Advisor(command["devices"], command["megabits"], _end(cluster, command["report"]))
+        trainer.callbacks.append(advisor)  # type: ignore[attr-defined]
+
+
+class _Advisor(Callback):
+    """A callback that gives advice after the first batch of training.
+
+    Args:
+        devices: numbers of devices to predict for.
+        megabits: rates of the links between devices, in megabits per second.
+        end: takes the advice, empty if there is none, and ends the run.
+
+    Attributes:
+        done: whether the advice has been given.
+    """
+
+    def __init__(self, devices: list[int], megabits: list[float], end: Callable[[str], None]) -> None:
+        self._devices, self._megabits, self._end = devices, megabits, end
+        self.done = False
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Give the advice, and end the run."""
+        plan: Plan = trainer.strategy.plan
+        self.done, found = True, ""
+        if plan.units is not None and plan.forecast is not None:
+            found = advice(plan.units, plan.forecast.num_microbatches, self._devices, self._megabits)
+        self._end(found)
+
+
+def end_script(trainer: pl.Trainer, verifier: Verifier | None) -> None:
+    """End the script after the run that a command wanted."""
+    verified = asked_by("verify") is not None and verifier is not None and verifier.succeeded
+    if verified or any(isinstance(c, _Advisor) and c.done for c in trainer.callbacks):  # type: ignore[attr-defined]
+        raise SystemExit(0)

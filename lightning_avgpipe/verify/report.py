@@ -1,0 +1,169 @@
+"""What a verification reports: what was compared, likely causes of a difference, and verdicts kept for the next run."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import types
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_avgpipe.utils.lightning import pl
+from lightning_avgpipe.utils.names import listed
+
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_avgpipe", "torchmetrics", "builtins", "abc")
+_log = logging.getLogger(__name__)
+
+
+class Verdicts:
+    """A directory with an empty file for each training that was found equal.
+
+    Args:
+        directory: made when the first file is written; None keeps nothing.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+
+    def known(self, key: str) -> bool:
+        """Return whether a training with this key was found equal."""
+        return self._directory is not None and self._path(key).exists()
+
+    def keep(self, key: str) -> None:
+        """Note that a training with this key is equal."""
+        if self._directory is None:
+            return
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._path(key).touch()
+        except OSError as error:  # a full or read-only disk: the next run compares again
+            _log.info("cannot note that the first steps were equal to plain ones: %s", error)
+
+    def _path(self, key: str) -> Path:
+        assert self._directory is not None
+        return self._directory / f"verified-{key}"
+
+
+def key_of(module: nn.Module, options: Mapping[str, Any], processes: int) -> str:
+    """Return a digest of what decides whether a pipeline trains as a plain run does.
+
+    The digest covers the code of the module's classes outside of installed libraries, its structure, the strategy's
+    options, the number of processes, and versions. Data and contents of weights are left out.
+    """
+    digest = hashlib.blake2b(digest_size=12)
+    facts = torch.__version__, pl.__version__, processes, sorted((k, repr(v)) for k, v in options.items())
+    digest.update(repr(facts).encode())
+    digest.update(repr(module).encode())
+    digest.update(repr([(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()]).encode())
+    kinds = dict.fromkeys(kind for m in module.modules() for kind in type(m).__mro__)
+    for kind in kinds:
+        if kind.__module__.partition(".")[0] not in _LIBRARIES:
+            for code in _codes(kind):
+                digest.update(code)
+    return digest.hexdigest()
+
+
+def _codes(kind: type) -> Iterator[bytes]:
+    for name, member in vars(kind).items():
+        function = getattr(member, "__func__", getattr(member, "fget", member))
+        function = getattr(function, "__wrapped__", function)
+        if isinstance(function, types.FunctionType):
+            yield name.encode()
+            yield from _code(function.__code__)
+
+
+def _code(code: types.CodeType) -> Iterator[bytes]:
+    yield code.co_code + repr((code.co_names, code.co_varnames)).encode()
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _code(constant)
+        else:
+            yield repr(constant).encode()
+
+
+# -- what was compared -------------------------------------------------------------------------------------------------
+
+
+_SHOWN = 5  # names in the text
+
+
+@dataclass
+class Tally:
+    """Counts of what has been compared.
+
+    Attributes:
+        losses: number of losses.
+        names: kind, such as "gradients" -> names of the tensors.
+        omitted: kinds that are not compared.
+        unknown: names of attributes with values that cannot be compared.
+    """
+
+    losses: int = 0
+    names: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    omitted: set[str] = field(default_factory=set)
+    unknown: set[str] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        numbers = {what: len(names) for what, names in self.names.items() if names}
+        exact = [f"{self.losses} losses"]
+        exact += [f"{numbers[what]} {what}" for what in ("gradients", "weights", "buffers") if what in numbers]
+        rounded = [
+            f"{numbers[what]} {what}" for what in ("logged values", "tied gradients", "later losses") if what in numbers
+        ]
+        text = f"{', '.join(exact)} equal bit for bit"
+        text += f"; {' and '.join(rounded)} up to rounding" if rounded else ""
+        omitted = sorted(self.omitted)
+        if self.unknown:
+            omitted.append(f"{len(self.unknown)} attributes ({listed([*map(repr, sorted(self.unknown))], _SHOWN)})")
+        return text + (f"; not compared: {', '.join(omitted)}" if omitted else "")
+
+
+# -- likely causes -----------------------------------------------------------------------------------------------------
+
+
+_STATE = (
+    "the step reads or changes something outside of parameters, buffers and attributes (a global, a list or object "
+    "that was made elsewhere)"
+)
+_CAUSES = {
+    "the loss": f"{_STATE}, or draws random numbers in a way of its own; or a stage got another value than was made",
+    "the gradient": "a gradient was lost, counted twice or weighted otherwise on its way through the stages; or a hook "
+    "of a tensor did not run, or ran on another stage",
+    "the clipped gradient": "the norm was not that of all stages, or gradients were changed after it was taken",
+    "the weight after the optimizer step": "the optimizer looks at all parameters at once (a norm over the model), of "
+    "which each process has a part; or something else changes weights",
+    "the weight before any optimizer step": "the step itself changes weights, which only the stage sees that runs the "
+    "line, or which happens on several",
+    "the buffer": "code between submodules changes it on several stages or on none",
+    "the attribute": "code between submodules changes it on several stages or on none; such code runs on every stage",
+    "the logged value": "it was logged with another weight, or not by every micro-batch",
+}
+_WHAT_TO_DO = (
+    "What to do: keep the submodule that is named, and what it works with, on one stage with split_points; make what "
+    "changes a registered buffer of the submodule that changes it; or train with strategy='auto' meanwhile, and report "
+    "this message. verify=False turns this check off."
+)
+
+
+_COMPILED = (
+    "Something ran compiled by torch.compile, perhaps within a library: the pipeline runs it uncompiled where it is "
+    "part of a module that was cut or draws random numbers, and the compiler rounds otherwise. If the difference is "
+    "that small, verify again with TORCH_COMPILE_DISABLE=1 in the environment, where nothing is compiled. "
+)
+
+
+def advice(kind: str, compiled: bool = False) -> str:
+    """Return the likely causes of a difference, and what to do.
+
+    Args:
+        kind: kind of the difference, such as "the gradient".
+        compiled: whether anything ran compiled by torch.compile.
+    """
+    cause = _CAUSES.get(kind, f"{_STATE}, or capturing it was not put back whole")
+    return f"Likely: {cause}. {_COMPILED if compiled else ''}{_WHAT_TO_DO}"
