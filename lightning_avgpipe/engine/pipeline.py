@@ -317,4 +317,4 @@ def clear(lanes: Sequence[Lane]) -> None:
         lane.stage.clear()
         for end in (lane.ends.values, lane.ends.gradients):
             if isinstance(end, MemoryChannel):
-                end.clear()
+                end.close()

@@ -20,7 +20,6 @@ from typing import Any
 from torch import nn
 
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.probe import Stopwatch
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.task import Task
@@ -31,6 +30,7 @@ from lightning_avgpipe.strategy.advance_control import AdvanceControl, Decisions
 from lightning_avgpipe.strategy.run_holdings import RunHoldings
 from lightning_avgpipe.strategy.schedule_choice import Order, ScheduleChoice
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.device import Stopwatch
 from lightning_avgpipe.utils.lightning import pl
 
 
