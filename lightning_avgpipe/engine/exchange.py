@@ -62,10 +62,10 @@ class Exchange:
         message = pack(item) if mine else Message(0, ())
         tensors = tree.tensors(message.tensors)
         forms = [TensorForm.of(tensor) for tensor in tensors]
-        told = cluster.group.exchange_objects((place, (forms, message.entries) if mine else None), what)
-        if any(other != place for other, _ in told):
+        told = cluster.group.exchange_objects((place, forms, message.entries), what)
+        if any(other != place for other, *_ in told):
             self._refuse(what)
-        forms, entries = told[source][1]
+        _, forms, entries = told[source]
         arrived: list[Tensor] = []
         if forms:
             cluster.group.together(what, lambda: arrived.extend(self._broadcast(source, forms, tensors)))
