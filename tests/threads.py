@@ -69,6 +69,24 @@ class _Injecting(Observer):
 # -- a network in memory ---------------------------------------------------------------------------------------------
 
 
+class Mailbox(MemoryChannel):
+    """Both ends of a channel, which two threads have."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        super().__init__()
+        self._arrivals = arrivals
+        self._lock = threading.Lock()
+
+    def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
+        with self._lock:
+            super().expect(count, observers, onwards)
+
+    def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
+        with self._lock:
+            super().put(message, observers)
+        self._arrivals.notify()
+
+
 class Hub:
     """What the threads share."""
 
@@ -77,7 +95,7 @@ class Hub:
         self.store = dist.HashStore()
         self._changed = threading.Condition()
         self._mail: dict[Any, deque[Tensor]] = defaultdict(deque)
-        self._inboxes: dict[tuple[Route, int], tuple[MemoryChannel, Arrivals]] = {}
+        self._inboxes: dict[tuple[Route, int], tuple[Mailbox, Arrivals]] = {}
         self._early: dict[tuple[Route, int], list[Message]] = defaultdict(list)
         self._gone: set[int] = set()
 
@@ -93,9 +111,9 @@ class Hub:
                 raise dist.DistNetworkError(f"connection closed by rank {sender}")
             return self._mail[key].popleft()
 
-    def open(self, route: Route, number: int, arrivals: Arrivals) -> MemoryChannel:
+    def open(self, route: Route, number: int, arrivals: Arrivals) -> Mailbox:
         with self._changed:
-            channel = MemoryChannel(arrivals)
+            channel = Mailbox(arrivals)
             self._inboxes[route, number] = channel, arrivals
             for message in self._early.pop((route, number), ()):
                 channel.put(message)

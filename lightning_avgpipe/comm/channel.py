@@ -9,7 +9,6 @@ A stage whose neighbour has replicas, which share the micro-batches, has channel
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +16,6 @@ from typing import Any, Protocol
 
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.topology import Route
-from lightning_avgpipe.comm.transfer import Arrivals
 
 
 class Traffic(Protocol):
@@ -51,9 +49,6 @@ class Inbox(Protocol):
     def get(self) -> Message:
         """Take the oldest message that has arrived."""
 
-    def close(self, join_s: float) -> None:
-        """Stop receiving, drop messages that were not taken, and wait up to ``join_s`` seconds. May be called again."""
-
 
 class Outbox(Protocol):
     """The sending end of a channel."""
@@ -61,31 +56,21 @@ class Outbox(Protocol):
     def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
         """Queue a message to be sent, and tell the observers; returns at once."""
 
-    def close(self, join_s: float) -> None:
-        """Stop after the queued messages are sent, and wait up to ``join_s`` seconds for that. May be called again."""
-
 
 class MemoryChannel:
-    """Both ends of a channel within one process: between two stages, or between threads that stand for processes.
+    """Both ends of a channel between two stages of one process, as a queue."""
 
-    Args:
-        arrivals: notified when a message is put; None if no other thread waits for it.
-    """
-
-    def __init__(self, arrivals: Arrivals | None = None) -> None:
-        self._arrivals = arrivals
+    def __init__(self) -> None:
         self._queue: deque[Message] = deque()
-        self._lock = threading.Lock()
         self._onwards: Outbox | None = None
         self._relayed = 0  # number of messages that are still to be sent on
 
     def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
         """Send the next ``count`` messages on as well, including those that are queued. Nothing else is needed here."""
         if onwards is not None:
-            with self._lock:
-                self._onwards, self._relayed = onwards, count
-                for message in self._queue:
-                    self._relay(message)
+            self._onwards, self._relayed = onwards, count
+            for message in self._queue:
+                self._relay(message)
 
     def _relay(self, message: Message) -> None:
         if self._relayed:
@@ -103,20 +88,13 @@ class MemoryChannel:
 
     def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
         """Queue a message; its tensors are shared, not copied."""
-        with self._lock:
-            self._queue.append(message)
-            self._relay(message)
-        if self._arrivals is not None:
-            self._arrivals.notify()
+        self._queue.append(message)
+        self._relay(message)
 
-    def clear(self) -> None:
+    def close(self, join_s: float = 0.0) -> None:
         """Drop the queued messages, and send no further ones on."""
         self._queue.clear()
         self._onwards, self._relayed = None, 0
-
-    def close(self, join_s: float = 0.0) -> None:
-        """Drop the queued messages."""
-        self.clear()
 
 
 class TurnsInbox:
@@ -146,9 +124,6 @@ class TurnsInbox:
         """Take the next message."""
         return self._expected.popleft().get()
 
-    def close(self, join_s: float) -> None:
-        """Do nothing: the transport closes each of the channels."""
-
 
 class TurnsOutbox:
     """An outbox that sends to several processes, in turns.
@@ -165,6 +140,3 @@ class TurnsOutbox:
     def put(self, message: Message, observers: Sequence[Traffic] = ()) -> None:
         """Send a message to the process that has its micro-batch."""
         self._turns[message.micro_batch % self._count].put(message, observers)
-
-    def close(self, join_s: float) -> None:
-        """Do nothing: the transport closes each of the channels."""

@@ -15,17 +15,7 @@ from lightning_avgpipe.comm.collectives import Collectives, ReplicaGroup
 from lightning_avgpipe.comm.control import ControlChannel
 from lightning_avgpipe.comm.probe import measure_links
 from lightning_avgpipe.comm.process_groups import ProcessGroups
-from lightning_avgpipe.comm.topology import (
-    Party,
-    Route,
-    StageMap,
-    all_parties,
-    control_routes,
-    counterparts,
-    names,
-    replicas,
-    stage_replicas,
-)
+from lightning_avgpipe.comm.topology import Party, Route, StageMap, all_parties, control_routes, names, stage_replicas
 from lightning_avgpipe.comm.transfer import Arrivals
 from lightning_avgpipe.comm.transport import Transport
 from lightning_avgpipe.comm.waits import Waits
@@ -73,35 +63,29 @@ class Cluster:
         watch: knows what the processes do and which of them failed; a new one for each time the cluster is open.
         waits: waits for other processes.
         transport: channels between stages.
-        control: control channel from rank 0 to the other ranks; set by :meth:`open`.
+        control: control channel from rank 0 to the other ranks.
         batches: batch stream from the reader to the other ranks; set by :meth:`open`.
         is_open: whether the channels are open.
     """
 
-    control: ControlChannel
     batches: BatchStream
     is_open: bool
 
     def __init__(self, stage_map: StageMap, process: Process) -> None:
         self.stage_map, self.device = stage_map, process.device
         self._process, self._network = process, process.network
-        self.group_number, position = stage_map.position(process.rank)
-        self.world = self._together(Party("world", tuple(range(stage_map.world_size))))
-        self.group, self.leaders = self.world, self._together(Party("alone", (process.rank,)))
+        self.group_number, _ = stage_map.position(process.rank)
+        alone = Party("alone", (process.rank,))
+        mine = {party.what: party for party in all_parties(stage_map) if process.rank in party.ranks}
+        self.world = self._together(mine["world"])
+        self.group = self._together(mine["group"]) if "group" in mine else self.world
+        self.leaders = self._together(mine.get("leaders", alone))
         self.replica_group: ReplicaGroup | None = None
         self.replicas: ReplicaGroup | None = None
-        if stage_map.num_groups > 1:
-            self.group = self._together(Party("group", stage_map.layout[self.group_number]))
-            if position == 0:
-                self.leaders = self._together(Party("leaders", tuple(ranks[0] for ranks in stage_map.layout)))
-            (team, replica), on_host = divmod(self.group_number, stage_map.replicas), stage_map.shares_devices
-            if stage_map.num_teams > 1:
-                members = self._together(counterparts(stage_map, position, replica))
-                self.replica_group = ReplicaGroup(members, team, on_host)
-            if stage_map.replicas > 1:
-                members = self._together(replicas(stage_map, position, team))
-                self.replicas = ReplicaGroup(members, replica, on_host)
-        self._replicate_stages()
+        if "teams" in mine:
+            self.replica_group = ReplicaGroup(self._together(mine["teams"]), self.group_number // stage_map.replicas)
+        if "replicas" in mine:
+            self.replicas = ReplicaGroup(self._together(mine["replicas"]))
         self._begin(None)  # nothing is watched before the cluster is open
 
     # -- this process ------------------------------------------------------------------------------------------------
@@ -124,10 +108,7 @@ class Cluster:
     # -- connections -------------------------------------------------------------------------------------------------
 
     def open(
-        self,
-        store: dist.Store | None = None,
-        meet: Callable[[], object] = nothing,
-        keeper: str | None = None,
+        self, store: dist.Store | None = None, meet: Callable[[], object] = nothing, keeper: str | None = None
     ) -> None:
         """Watch the processes, connect them unless they are connected, and start the channels, unless they are open.
 
@@ -192,7 +173,9 @@ class Cluster:
         self.transport.rearrange(stage_map)
         if self.is_open and (counts := stage_map.stage_replicas):
             self.connect(list(stage_replicas(stage_map)), f"replicas={list(counts)}")
-        self._replicate_stages()
+        for party in stage_replicas(stage_map):
+            if self._process.rank in party.ranks:
+                self.replicas = ReplicaGroup(self._together(party))
 
     def connect(self, parties: Sequence[Party], what: str) -> Collectives | None:
         """Connect the members of each party, unless they are connected. Every process calls it.
@@ -245,30 +228,26 @@ class Cluster:
         )
         self.waits = Waits(arrivals, self.watch, process.timeout_s, self.device)
         self.transport = Transport(self.stage_map, process.rank, process.network, self.waits)
+        self.control = ControlChannel(self.rank, self.waits)  # until the channels are open
         self.is_open = False
         self._links: dict[StageMap, tuple[Link, ...]] = {}
 
     def _open_control(self) -> None:
         me, (first, *others) = self._process.rank, self.group.ranks
-        inbox, outbox = self.transport.inbox, self.transport.outbox
+        inbox, outbox, count = self.transport.inbox, self.transport.outbox, self.stage_map.num_groups
         if me != first:
-            self.control = ControlChannel(
-                self.rank,
-                self.waits,
-                source=inbox(Route("news", first, me)),
-                reports_out=outbox(Route("reports", me, first)),
-                num_groups=self.stage_map.num_groups,
-            )
+            source, reports = inbox(Route("news", first, me)), outbox(Route("reports", me, first))
+            self.control = ControlChannel(self.rank, self.waits, source=source, reports_out=reports, num_groups=count)
             return
-        leaders = [ranks[0] for ranks in self.stage_map.layout[1:]] if me == 0 else []
+        leaders = [ranks[0] for ranks in self.stage_map.layout[1:]]
         self.control = ControlChannel(
             self.rank,
             self.waits,
             out=[outbox(Route("news", me, rank)) for rank in others],
             reports={peer: inbox(Route("reports", rank, me)) for peer, rank in enumerate(others, 1)},
-            relay_out=[outbox(Route("relay", me, leader)) for leader in leaders],
+            relay_out=[outbox(Route("relay", me, leader)) for leader in leaders if me == 0],
             relay_source=inbox(Route("relay", 0, me)) if me != 0 else None,
-            num_groups=self.stage_map.num_groups,
+            num_groups=count,
         )
 
     def _open_batches(self) -> None:
@@ -290,11 +269,6 @@ class Cluster:
                 self._network.join(party)
             for route in control_routes(self.stage_map):
                 self._network.connect(route)
-
-    def _replicate_stages(self) -> None:
-        for party in stage_replicas(self.stage_map):
-            if self._process.rank in party.ranks:
-                self.replicas = ReplicaGroup(self._together(party), party.ranks.index(self._process.rank))
 
     def _together(self, party: Party) -> Collectives:
         def run(collective: Callable[[], object], doing: str) -> None:

@@ -50,6 +50,7 @@ class Collectives:
         moved: called when bytes went over a connection.
 
     Attributes:
+        party: as given.
         ranks: ranks of the members among all processes.
         rank: rank of this process among the members.
         world_size: number of members.
@@ -65,13 +66,13 @@ class Collectives:
     ) -> None:
         self.ranks = party.ranks
         self.rank, self.world_size = party.ranks.index(rank), len(party.ranks)
-        self._party, self._network = party, network
+        self.party, self._network = party, network
         self._run, self._moved = run, moved
 
     @property
     def process_group(self) -> Any:
         """The process group of the members, once they are connected; None for a single member."""
-        return None if self.world_size == 1 else self._network.group(self._party)
+        return None if self.world_size == 1 else self._network.group(self.party)
 
     def together(self, what: str, collective: Callable[[], object]) -> None:
         """Run a collective, unless there is one member; stop waiting for it when a process has failed."""
@@ -136,18 +137,9 @@ class Collectives:
         self.together("a gathering of objects", exchange)
         return items
 
-    def exchange_objects(self, item: T) -> list[T]:
+    def exchange_objects(self, item: T, what: str = "an exchange of objects") -> list[T]:
         """Return the items of all members, by rank, on every member."""
-        if self.world_size == 1:
-            return [item]
-        mine = _pickled(item)
-        found: list[T] = []
-
-        def exchange() -> None:
-            found[:] = self._items(mine, self._gathered(_first(mine)))
-
-        self.together("an exchange of objects", exchange)
-        return found
+        return [item] if self.world_size == 1 else self._exchange(_pickled(item), what)
 
     def begin_exchange(self, item: T) -> Callable[[], list[T]]:
         """Begin :meth:`exchange_objects` without waiting. All members begin and end their exchanges in the same order.
@@ -157,32 +149,37 @@ class Collectives:
         """
         if self.world_size == 1:
             return lambda: [item]
-        what, mine = "an exchange of objects", _pickled(item)
-        first = _first(mine)
-        blocks = [torch.empty_like(first) for _ in self.ranks]
+        mine, what = _pickled(item), "an exchange of objects"
+        blocks = [_bytes(_BLOCK) for _ in self.ranks]
         try:
-            work = self.process_group.allgather(blocks, first)
-        except RuntimeError:  # a connection broke; exchange_objects raises the error that explains it
-            return partial(self.exchange_objects, item)
+            work = self.process_group.allgather(blocks, _block(mine))
+        except RuntimeError:  # a connection broke; a new exchange raises the error that explains it
+            return partial(self._exchange, mine, what)
 
         def finish() -> list[T]:
             self.wait_for(work, what)
-            if _fit(blocks):
-                return self._items(mine, blocks)
-            found: list[T] = []
-            self.together(what, lambda: found.extend(self._items(mine, blocks)))
-            return found
+            return self._exchange(mine, what, blocks)
 
         return finish
 
-    def _items(self, mine: Tensor, blocks: Sequence[Tensor]) -> list[Any]:
-        """Return the items of all members from their blocks; if one does not fit its block, gather all items padded."""
-        sizes, parts = _sizes(blocks), [block[_SIZE:] for block in blocks]
-        if not _fit(blocks):
-            padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-            padded[: mine.numel()] = mine
-            parts = self._gathered(padded)
-        return [_unpickled(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+    def _exchange(self, mine: Tensor, what: str, blocks: list[Tensor] | None = None) -> list[Any]:
+        """Return the items of all members. If one does not fit its block, all of them are gathered in longer ones.
+
+        Args:
+            mine: pickled item of this process.
+            what: name of the exchange, for messages.
+            blocks: blocks of all members; None: they have not been gathered yet.
+        """
+        found = blocks or []
+
+        def exchange() -> None:
+            found[:] = found or self._gathered(_block(mine))
+            if (longest := max(map(_length, found))) > _BLOCK:
+                found[:] = self._gathered(_block(mine, longest))
+
+        if not found or max(map(_length, found)) > _BLOCK:
+            self.together(what, exchange)
+        return [_unpickled(block[_SIZE : _length(block)]) for block in found]
 
     def _gathered(self, mine: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(mine) for _ in self.ranks]
@@ -228,20 +225,17 @@ def _unpickled(data: Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())
 
 
-def _first(mine: Tensor) -> Tensor:
-    """Return a block of fixed size: the length of an item, and as much of the item as fits."""
-    block = torch.zeros(_BLOCK, dtype=torch.uint8, device="cpu")
-    block[:_SIZE] = torch.tensor([mine.numel()], device="cpu").view(torch.uint8)
-    block[_SIZE : _SIZE + mine.numel()] = mine[: _BLOCK - _SIZE]
+def _block(mine: Tensor, length: int = _BLOCK) -> Tensor:
+    """Return a block of some length: that of the item with this prefix, and as much of the item as fits."""
+    block = torch.zeros(length, dtype=torch.uint8, device="cpu")
+    block[:_SIZE] = torch.tensor([_SIZE + mine.numel()], device="cpu").view(torch.uint8)
+    block[_SIZE : _SIZE + mine.numel()] = mine[: length - _SIZE]
     return block
 
 
-def _sizes(blocks: Sequence[Tensor]) -> list[int]:
-    return [int(block[:_SIZE].view(torch.int64)) for block in blocks]
-
-
-def _fit(blocks: Sequence[Tensor]) -> bool:
-    return max(_sizes(blocks)) <= _BLOCK - _SIZE
+def _length(block: Tensor) -> int:
+    """Return how long a block must be for its item."""
+    return int(block[:_SIZE].view(torch.int64))
 
 
 # -- tensors of devices ----------------------------------------------------------------------------------------------
@@ -253,19 +247,18 @@ class ReplicaGroup:
     Args:
         members: processes of the group, connected on host and device, or, if ``on_host``, on the host only. The first
             one is in the first group.
-        number: number of this process's group among them.
-        on_host: whether tensors are exchanged on the host, as is necessary for processes that share a device.
+        number: number of the models that this process's group trains; None: its rank among the members.
 
     Attributes:
         members: as given.
         number: as given.
-        on_host: as given.
+        on_host: whether tensors are exchanged on the host, as is necessary for processes that share a device.
         count: number of groups.
     """
 
-    def __init__(self, members: Collectives, number: int, on_host: bool = False) -> None:
-        self.members, self.number, self.on_host = members, number, on_host
-        self.count = members.world_size
+    def __init__(self, members: Collectives, number: int | None = None) -> None:
+        self.members, self.on_host, self.count = members, members.party.on_host, members.world_size
+        self.number = members.rank if number is None else number
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors over the groups, in place. All processes get the same bits.

@@ -26,9 +26,9 @@ import contextlib
 import functools
 import queue
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,26 +111,17 @@ class Wire:
         on_host: connection of the two processes on the host.
         device: device of tensors on this end.
         between: connection of the two devices; None moves tensors of devices over the host.
-        moved: called when bytes have moved.
+        arrivals: told when bytes have moved, and when this end cannot go on.
         opening: number of times that the connection was in use before, equal at both ends. A receive that was posted
             then and never completed must not take bytes that are sent now.
     """
 
     def __init__(
-        self,
-        peer: int,
-        on_host: Pair,
-        device: torch.device,
-        between: Pair | None,
-        moved: Callable[[], None],
-        opening: int = 0,
+        self, peer: int, on_host: Pair, device: torch.device, between: Pair | None, arrivals: Arrivals, opening: int = 0
     ) -> None:
-        self.peer = peer
-        self.device = device
+        self.peer, self.device, self.arrivals = peer, device, arrivals
         # called directly: the checks of dist.send take longer than the transfer of a small tensor
-        self._on_host = on_host
-        self._between = between
-        self._moved = moved
+        self._on_host, self._between = on_host, between
         self._first_tag = opening * MOST_TAGS
         self.port = port_of(device)
 
@@ -147,15 +138,16 @@ class Wire:
         """The stream of the transfers themselves; None if the host moves tensors."""
         return None if self._between is None else self.stream
 
-    def failure(self, error: Exception, doing: str, route: Route | None) -> Exception:
-        """Return what to raise when this end cannot go on: PeerError if the connection broke, else the error itself."""
+    def fail(self, error: Exception, doing: str, route: Route | None) -> None:
+        """Note that this end cannot go on: by a PeerError if the connection broke, else by the error itself."""
         where = "" if route is None else f" on channel '{route}'"
         if not is_broken_connection(error):
             error.add_note(f"while {doing}{where}, which connects this process with rank {self.peer}")
-            return error
+            self.arrivals.fail(error)
+            return
         lost = PeerError(f"the connection to rank {self.peer} broke while {doing}{where}: {error}")
         lost.__cause__ = error
-        return lost
+        self.arrivals.fail(lost)
 
     @property
     def sends_at_once(self) -> bool:
@@ -198,7 +190,7 @@ class Wire:
 
     def end(self, works: Sequence[Any]) -> None:
         """Wait until a transfer on the host is done."""
-        ended(works, self._moved)
+        ended(works, self.arrivals.moved)
 
     def take(self, flat: Tensor, pieces: int = 1, tag: int = 0) -> Sequence[Any]:
         """Begin to receive bytes on the host."""
@@ -220,7 +212,7 @@ class Wire:
         """
 
         def moved() -> None:
-            self._moved()
+            self.arrivals.moved()
             if passage is not None:
                 passage.came()
 
@@ -268,16 +260,14 @@ class Sender:
 
     Args:
         wire: wire to the other end.
-        arrivals: told when sending fails.
 
     Attributes:
         routes: routes of the open channels; the thread ends when the last one is closed.
     """
 
-    def __init__(self, wire: Wire, arrivals: Arrivals) -> None:
+    def __init__(self, wire: Wire) -> None:
         self.wire = wire
         self.routes: set[Route] = set()
-        self._arrivals = arrivals
         self._frames = FrameWriter()
         self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._order = threading.Lock()
@@ -301,7 +291,7 @@ class Sender:
                 try:
                     outgoing.works = self._begin(outgoing)
                 except Exception as error:  # as in the thread
-                    self._fail(error, outgoing.route)
+                    self.wire.fail(error, "sending", outgoing.route)
             self._waiting += outgoing.works is None
             self._queue.put(outgoing)
 
@@ -318,10 +308,7 @@ class Sender:
             while self._send_next():
                 pass
         except Exception as error:  # handed to the executor, which names stage and action
-            self._fail(error, self._sending)
-
-    def _fail(self, error: Exception, route: Route | None) -> None:
-        self._arrivals.fail(self.wire.failure(error, "sending", route))
+            self.wire.fail(error, "sending", self._sending)
 
     def _send_next(self) -> bool:
         # a stack frame of its own: a thread that waits for the next message keeps no tensor of the last one alive
@@ -390,31 +377,14 @@ class NetworkOutbox:
         self._sender.leave(self._route, join_s)
 
 
-@dataclass(frozen=True)
-class _Mail:
-    """The messages of one channel.
-
-    Attributes:
-        expected: for each message that is expected and has not arrived, its observers and the outbox that it is sent on
-            to.
-        early: messages that arrived before they were expected, each with an event after which it may be read, or None.
-        arrived: messages that may be taken, each with such an event or None.
-    """
-
-    expected: deque[tuple[Sequence[Traffic], NetworkOutbox | None]] = field(default_factory=deque)
-    early: deque[tuple[Message, Any]] = field(default_factory=deque)
-    arrived: deque[tuple[Message, Any]] = field(default_factory=deque)
-
-
 class Receiver:
     """The receiving end of a line. Arguments and attributes are those of :class:`Sender`."""
 
-    def __init__(self, wire: Wire, arrivals: Arrivals) -> None:
+    def __init__(self, wire: Wire) -> None:
         self.wire = wire
         self.routes: set[Route] = set()
-        self._mail: dict[Route, _Mail] = defaultdict(_Mail)
+        self._inboxes: dict[Route, NetworkInbox] = {}  # also of channels that are not open yet
         self._receiving: Route | None = None
-        self._arrivals = arrivals
         self._reader = FrameReader(wire.device)
         # frames that are awaited, each with its works, and the one whose message is being received; at most as many as
         # messages are expected
@@ -426,17 +396,17 @@ class Receiver:
         self._thread = threading.Thread(target=self._work, name=f"avgpipe receive from rank {wire.peer}", daemon=True)
         self._thread.start()
 
-    def arrived(self, route: Route) -> deque[tuple[Message, Any]]:
-        """Open a channel and return its queue of messages to take, each with an event to wait for or None."""
+    def inbox(self, route: Route) -> NetworkInbox:
+        """Open a channel and return its receiving end."""
         with self._changed:
             self.routes.add(route)
-            return self._mail[route].arrived
+            return self._inbox(route)
 
-    def expect(self, route: Route, count: int, observers: Sequence[Traffic], onwards: NetworkOutbox | None) -> None:
-        """Expect ``count`` further messages on a channel."""
+    def expect(self, inbox: NetworkInbox, expected: Sequence[tuple[Sequence[Traffic], NetworkOutbox | None]]) -> None:
+        """Expect further messages of a channel."""
         with self._changed:
-            self._mail[route].expected.extend([(observers, onwards)] * count)
-            self._hand_in(route)
+            inbox.expected.extend(expected)
+            self._hand_in(inbox)
             try:
                 self._await_frames()
             except Exception as error:  # as in the thread
@@ -447,7 +417,7 @@ class Receiver:
         """Close a channel. The last one ends the thread; a thread that waits for its peer ends with the connection."""
         with self._changed:
             self.routes.discard(route)
-            self._mail.pop(route, None)
+            self._inboxes.pop(route, None)
             self._closing = not self.routes
             self._changed.notify_all()
         if self._closing:
@@ -463,12 +433,12 @@ class Receiver:
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        awaited = self._receiving or next((route for route, mail in [*self._mail.items()] if mail.expected), None)
-        self._arrivals.fail(self.wire.failure(error, "receiving", awaited))
+        awaited = self._receiving or next((i.route for i in [*self._inboxes.values()] if i.expected), None)
+        self.wire.fail(error, "receiving", awaited)
 
     def _await_frames(self) -> None:
         """Post receives of frames, as many as messages are expected."""
-        owed = sum(len(mail.expected) for mail in self._mail.values())
+        owed = sum(len(inbox.expected) for inbox in self._inboxes.values())
         while len(self._frames) < min(owed, _MOST_FRAMES):
             frame = self._spare.pop() if self._spare else torch.empty(CAPACITY, dtype=torch.uint8, device="cpu")
             self._frames.append((frame, self.wire.take(frame, tag=FRAMES)))
@@ -512,14 +482,15 @@ class Receiver:
                 event = self.wire.port.event()
         with self._changed:
             self._spare.append(self._frames.popleft()[0])  # what was in it has been copied
-            self._mail[opened.route].early.append((message, event))
-            self._hand_in(opened.route, passed=passage is not None)
+            inbox = self._inbox(opened.route)
+            inbox.early.append((message, event))
+            self._hand_in(inbox, passed=passage is not None)
             self._await_frames()
 
     def _let_pass(self, opened: DecodedFrame, posted: Sequence[Posted]) -> Passage | None:
         """Start to send a message on while its packets arrive, if it is expected and has an onward channel."""
         with self._changed:
-            expected = self._mail[opened.route].expected
+            expected = self._inbox(opened.route).expected
             observers, onwards = expected[0] if expected else ((), None)
         if onwards is None:
             return None
@@ -528,45 +499,51 @@ class Receiver:
         onwards.pass_on(opened.message(flats), passage, observers, flats)
         return passage
 
-    def _hand_in(self, route: Route, passed: bool = False) -> None:
+    def _inbox(self, route: Route) -> NetworkInbox:
+        return self._inboxes.setdefault(route, NetworkInbox(route, self))
+
+    def _hand_in(self, inbox: NetworkInbox, passed: bool = False) -> None:
         """Move messages that are expected from early to arrived. Hold the lock: they are sent on in their order."""
-        mail = self._mail[route]
-        while mail.early and mail.expected:
-            (message, event), (observers, onwards) = mail.early.popleft(), mail.expected.popleft()
+        while inbox.early and inbox.expected:
+            (message, event), (observers, onwards) = inbox.early.popleft(), inbox.expected.popleft()
             if onwards is not None and not passed:
                 onwards.pass_on(message, event, observers)
             for observer in observers:
-                observer.arrived(route, message.micro_batch, self.wire.transfer_stream)
-            with self._arrivals.condition:
-                mail.arrived.append((message, event))
-                self._arrivals.condition.notify_all()
+                observer.arrived(inbox.route, message.micro_batch, self.wire.transfer_stream)
+            with self.wire.arrivals.condition:
+                inbox.arrived.append((message, event))
+                self.wire.arrivals.condition.notify_all()
 
 
 class NetworkInbox:
-    """The receiving end of a channel from another process.
+    """The receiving end of a channel from another process; see :meth:`Receiver.inbox`.
 
-    Args:
+    Attributes:
         route: route of the channel.
-        receiver: receiver of the line from the other process.
+        expected: for each message that is expected and has not arrived, its observers and the outbox that it is sent on
+            to.
+        early: messages that arrived before they were expected, each with an event after which it may be read, or None.
+        arrived: messages that may be taken, each with such an event or None.
     """
 
     def __init__(self, route: Route, receiver: Receiver) -> None:
-        self._route = route
-        self._receiver = receiver
-        self._arrived = receiver.arrived(route)
+        self.route, self._receiver = route, receiver
+        self.expected: deque[tuple[Sequence[Traffic], NetworkOutbox | None]] = deque()
+        self.early: deque[tuple[Message, Any]] = deque()
+        self.arrived: deque[tuple[Message, Any]] = deque()
 
     def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
         """Post the receives of ``count`` messages, which are reported to the observers, and sent on to ``onwards``."""
         assert onwards is None or isinstance(onwards, NetworkOutbox)  # no neighbour of the stage is in this process
-        self._receiver.expect(self._route, count, observers, onwards)
+        self._receiver.expect(self, [(observers, onwards)] * count)
 
     def ready(self) -> bool:
         """Return whether a message has arrived."""
-        return bool(self._arrived)
+        return bool(self.arrived)
 
     def get(self) -> Message:
         """Take the oldest message. On an accelerator the current stream waits for its transfer; the host does not."""
-        message, event = self._arrived.popleft()
+        message, event = self.arrived.popleft()
         if event is not None:
             current = self._receiver.wire.port.current_stream()
             current.wait_event(event)
@@ -577,4 +554,4 @@ class NetworkInbox:
 
     def close(self, join_s: float) -> None:
         """Stop receiving, and drop messages that were not taken; see :meth:`Receiver.leave`."""
-        self._receiver.leave(self._route, join_s)
+        self._receiver.leave(self.route, join_s)

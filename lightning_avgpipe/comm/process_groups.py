@@ -35,30 +35,6 @@ _openings, _runs = itertools.count(), itertools.count()
 End = TypeVar("End", Sender, Receiver)
 
 
-@dataclass(frozen=True)
-class _Connected:
-    """A process group that has been connected.
-
-    Attributes:
-        group: process group of torch.
-        size: number of its processes, if it connects hosts; else 0.
-        of_torch: whether torch.distributed has registered it.
-    """
-
-    group: Any
-    size: int
-    of_torch: bool
-
-    def disconnect(self) -> None:
-        """End the transfers for which threads wait.
-
-        gloo cannot cancel a transfer, but closes all connections of a group when a transfer exceeds its timeout.
-        """
-        for peer in set(range(self.size)) - {self.group.rank()}:
-            with contextlib.suppress(RuntimeError):  # the timeout is intended
-                self.group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
-
-
 @dataclass
 class _Line:
     """The line from one process to another.
@@ -99,7 +75,9 @@ class ProcessGroups:
         self._store: dist.Store | None = None  # None while the network is closed
         self._lines: dict[tuple[int, int], _Line] = {}  # by (source rank, target rank)
         self._parties: dict[Party, dist.ProcessGroup] = {}
-        self._connected: list[_Connected] = []
+        # groups of which this process is a member: those that connect hosts, and those that torch.distributed knows
+        self._on_hosts: list[Any] = []
+        self._registered: list[Any] = []
 
     def next_run(self, store: dist.Store | None) -> dist.Store:
         """Return the part of a store that only the next run uses; None stands for the store of torch.distributed."""
@@ -121,13 +99,12 @@ class ProcessGroups:
     def close(self) -> None:
         """Give up all connections; no message may be in flight. They may be opened again."""
         global _current
-        for made in self._connected:
-            if made.of_torch:
-                with contextlib.suppress(ValueError):  # torch.distributed has been ended meanwhile
-                    dist.destroy_process_group(made.group)
+        for group in self._registered:
+            with contextlib.suppress(ValueError):  # torch.distributed has been ended meanwhile
+                dist.destroy_process_group(group)
         self._lines.clear()
         self._parties.clear()
-        self._connected, self._store = [], None
+        self._on_hosts, self._registered, self._store = [], [], None
         if _current is self:
             _current = None
 
@@ -154,7 +131,7 @@ class ProcessGroups:
 
     def inbox(self, route: Route, arrivals: Arrivals) -> NetworkInbox:
         """Open the receiving end of a route."""
-        return NetworkInbox(route, self._end(Receiver, route, arrivals))
+        return self._end(Receiver, route, arrivals).inbox(route)
 
     def group(self, party: Party) -> dist.ProcessGroup:
         """Return the process group of a party."""
@@ -170,9 +147,9 @@ class ProcessGroups:
         line = self._lines[route.source, route.target]
         if not isinstance(line.end, kind) or not line.end.routes:
             peer = route.target if route.source == self._rank else route.source
-            wire = self.wire_type(peer, line.on_host, self._device, line.between, arrivals.moved, line.openings)
+            wire = self.wire_type(peer, line.on_host, self._device, line.between, arrivals, line.openings)
             line.openings += 1
-            line.end = kind(wire, arrivals)
+            line.end = kind(wire)
         return line.end
 
     def _pair(self, ends: tuple[int, int]) -> Pair:
@@ -183,7 +160,7 @@ class ProcessGroups:
         assert self._store is not None
         store = dist.PrefixStore("{}/{}".format(*ends), self._store)
         made = _gloo(store, position, 2, self._timeout, threads=0)
-        self._connected.append(_Connected(made, 2, of_torch=False))
+        self._on_hosts.append(made)
         return Pair(made, 1 - position)
 
     def _join(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
@@ -192,22 +169,26 @@ class ProcessGroups:
         options = first_options(backend, self._timeout) if backend == self._between else None
         made = own_group(dist.new_group(members, timeout=self._timeout, backend=backend, pg_options=options))
         if self._rank in members:
-            on_host = backend != self._between
-            self._connected.append(_Connected(made, len(members) if on_host else 0, of_torch=True))
+            self._registered.append(made)
+            if backend != self._between:
+                self._on_hosts.append(made)
         return made
 
     def disconnect(self) -> None:
         """End the transfers for which threads wait. Nothing can be sent any more.
 
-        A transfer between devices would block everything that its device does later, so it is aborted.
+        A transfer between devices would block everything that its device does later, so it is aborted. gloo cannot
+        cancel a transfer, but closes all connections of a group when a transfer exceeds its timeout.
         """
         if self._between is not None:
-            for made in self._connected:
+            for group in self._registered:
                 # the group has no backend for the device, or nothing to abort
                 with contextlib.suppress(RuntimeError, AttributeError):
-                    made.group._get_backend(self._device).abort()
-        for made in self._connected:
-            made.disconnect()
+                    group._get_backend(self._device).abort()
+        for group in self._on_hosts:
+            for peer in set(range(group.size())) - {group.rank()}:
+                with contextlib.suppress(RuntimeError):  # the timeout is intended
+                    group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def _part_of(store: dist.Store | None, name: str) -> dist.Store:

@@ -23,6 +23,20 @@ from lightning_avgpipe.schedule.kinds import Direction, Placement
 class DeviceLayout:
     """The number of nodes, devices and processes, and how processes share devices.
 
+    ::
+
+        two nodes of two devices, two processes on each device, K = 4
+
+                    device     0   1     2   3
+        first process  rank    0   1     4   5      group 0
+        second process rank    2   3     6   7      group 1
+                              node 0    node 1
+
+        two replicas of K = 2 stages on four devices: groups 0 and 1 train the same models
+
+    Ranks go node by node. Within a node, the first processes of all its devices come before the second ones, so that no
+    group has two processes on one device: no connection between devices may have one of them twice.
+
     Attributes:
         devices: number of devices of each node.
         nodes: number of nodes.
@@ -107,6 +121,20 @@ class DeviceLayout:
 @dataclass(frozen=True)
 class StageMap:
     """A mapping of stages to the processes of each group; it is the same for every group.
+
+    ::
+
+        K = 4 stages on 2 processes      rank 1: stages 0, 2       rank 0: stages 1, 3
+        the last stage is always on rank 0, and so are the loss, the loggers and the checkpoints
+        in the shape of a V               rank 1: stages 1, 2       rank 0: stages 0, 3
+
+        K = 2 stages on 4 processes       group 0: stage 0 on rank 1, stage 1 on rank 0
+                                          group 1: stage 0 on rank 3, stage 1 on rank 2
+        with replicas = 2                 both groups are a team: they train the same models
+
+        K = 2 stages with 3 and 1 replicas    stage 0 on ranks 1, 2, 3      stage 1 on rank 0
+                                  micro-batches    0 3 ..  1 4 ..  2 5 ..             all
+        ranks of a stage map are those within a group; its layout gives those among all processes
 
     Attributes:
         num_stages: number of stages, K.
@@ -331,36 +359,26 @@ class Party:
 
 
 def all_parties(stage_map: StageMap) -> Iterator[Party]:
-    """Yield all parties of a run, in the order in which they connect."""
-    layout = stage_map.layout
+    """Yield all parties of a run, in the order in which they connect. A process is in one of each kind at most.
+
+    ``teams`` are processes at the same position of groups that train different models, which they average;
+    ``replicas`` are those that train the same models, or of a stage that has several processes. Processes that share
+    devices exchange tensors on the host, since a communicator of devices cannot have a device twice.
+    """
+    layout, count = stage_map.layout, stage_map.replicas
     yield Party("world", tuple(range(stage_map.world_size)))
     yield from stage_replicas(stage_map)
     if len(layout) == 1:
         return
     yield from (Party("group", ranks) for ranks in layout)
     yield Party("leaders", tuple(ranks[0] for ranks in layout))
-    for position in range(stage_map.group_size):
-        if stage_map.num_teams > 1:
-            yield from (counterparts(stage_map, position, replica) for replica in range(stage_map.replicas))
-        if stage_map.replicas > 1:
-            yield from (replicas(stage_map, position, team) for team in range(stage_map.num_teams))
-
-
-def counterparts(stage_map: StageMap, position: int, replica: int) -> Party:
-    """Return the processes at a position of groups of different teams, which average their models.
-
-    Processes that share devices exchange tensors on the host, since a communicator of devices cannot have a device
-    twice.
-    """
-    ranks = [ranks[position] for ranks in stage_map.layout[replica :: stage_map.replicas]]
-    return Party("teams", tuple(sorted(ranks)), on_host=stage_map.shares_devices)
-
-
-def replicas(stage_map: StageMap, position: int, team: int) -> Party:
-    """Return the processes at a position of the groups of one team, which train the same models."""
-    count = stage_map.replicas
-    ranks = [ranks[position] for ranks in stage_map.layout[team * count : (team + 1) * count]]
-    return Party("replicas", tuple(sorted(ranks)), on_host=stage_map.shares_devices)
+    for ranks in zip(*layout, strict=True):  # at each position
+        teams = [ranks[replica::count] for replica in range(count)]
+        replicas = [ranks[first : first + count] for first in range(0, len(ranks), count)]
+        for what, sets in (("teams", teams), ("replicas", replicas)):
+            yield from (
+                Party(what, tuple(sorted(members)), stage_map.shares_devices) for members in sets if len(members) > 1
+            )
 
 
 def stage_replicas(stage_map: StageMap) -> Iterator[Party]:

@@ -20,20 +20,19 @@ _PART_BYTES = 1024**2  # on a link of 10 Mbit/s one passes every second
 _PIECE_BYTES = 64 * 1024  # a smaller part is not worth a message of its own
 
 
-def transfer(begin: Callable[[Tensor], Any], tensor: Tensor, moved: Callable[[], None], pieces: int = 1) -> None:
-    """Send or receive a tensor in parts, and return when it is done. Both ends use the same parts.
+def transfer(begin: Callable[[Tensor], Any], tensor: Tensor, moved: Callable[[], None]) -> None:
+    """Send or receive a tensor in parts, and return when it is done; the arguments are those of its two halves."""
+    ended(begun(begin, tensor), moved)
+
+
+def begun(begin: Callable[[Tensor], Any], tensor: Tensor, pieces: int = 1) -> list[Any]:
+    """Begin to send or receive a tensor in parts, and return the works of the parts. Both ends use the same parts.
 
     Args:
         begin: begins the transfer of a part and returns its work. Parts arrive in the order in which they are begun.
         tensor: one-dimensional, on the host.
-        moved: called after each part.
         pieces: least number of parts, if the tensor is large enough.
     """
-    ended(begun(begin, tensor, pieces), moved)
-
-
-def begun(begin: Callable[[Tensor], Any], tensor: Tensor, pieces: int = 1) -> list[Any]:
-    """Begin the transfers of all parts and return their works; the arguments are those of :func:`transfer`."""
     size = tensor.element_size()
     length = max(1, min(_PART_BYTES // size, max(_PIECE_BYTES // size, -(-tensor.numel() // pieces))))
     return [begin(part) for part in (tensor.split(length) if tensor.numel() > length else (tensor,))]

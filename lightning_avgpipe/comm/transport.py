@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from lightning_avgpipe.comm.channel import Inbox, MemoryChannel, Outbox, TurnsInbox, TurnsOutbox
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import Edge, Route, StageMap, pairs
+from lightning_avgpipe.comm.transfer import Arrivals
 from lightning_avgpipe.comm.waits import Waits
 
 
@@ -47,8 +48,8 @@ class Transport:
         self._group, _ = stage_map.position(rank)
         self._network = network
         self._waits = waits
-        self._inboxes: dict[Route, Inbox] = {}
-        self._outboxes: dict[Route, Outbox] = {}
+        self._inboxes: dict[Route, Any] = {}
+        self._outboxes: dict[Route, Any] = {}
         self._num_pipelines = 0
 
     def widen(self, num_pipelines: int) -> None:
@@ -61,12 +62,11 @@ class Transport:
             if self._stage_map.world_size > 1:
                 waits = f"waits for the other processes to connect pipeline {pipeline}"
                 self._waits.run(partial(self._connect, pipeline), waits)
-            for edge in self._edges(pipeline):
-                for route in self._routes(edge, self._group):
-                    if route.source == self._rank:
-                        self.outbox(route)
-                    if route.target == self._rank:
-                        self.inbox(route)
+            for route in self._routes(pipeline, self._group):
+                if route.source == self._rank:
+                    self.outbox(route)
+                if route.target == self._rank:
+                    self.inbox(route)
             self._num_pipelines += 1
 
     def rearrange(self, stage_map: StageMap) -> None:
@@ -76,10 +76,8 @@ class Transport:
         """
         self._stage_map = stage_map
         num_pipelines, self._num_pipelines = self._num_pipelines, 0
-        edges = (edge for pipeline in range(num_pipelines) for edge in self._edges(pipeline))
-        stay = {route for edge in edges for route in self._routes(edge, self._group)}
-        ends: list[dict[Route, Any]] = [self._outboxes, self._inboxes]
-        for channels in ends:
+        stay = {route for pipeline in range(num_pipelines) for route in self._routes(pipeline, self._group)}
+        for channels in (self._outboxes, self._inboxes):
             for route in [r for r in channels if isinstance(r.what, Edge) and r not in stay]:
                 channels.pop(route).close(self._waits.timeout_s)
         self.widen(num_pipelines)
@@ -89,17 +87,21 @@ class Transport:
 
         The channel of an edge is the one between the first replicas of its stages.
         """
-        route = what if isinstance(what, Route) else self._route(what, self._group)
-        if route not in self._inboxes:
-            self._open(route)
-        return self._inboxes[route]
+        return self._end(what, self._inboxes, self._network.inbox)  # type: ignore[no-any-return]
 
     def outbox(self, what: Edge | Route) -> Outbox:
         """Return the sending end of a channel, as :meth:`inbox` does."""
-        route = what if isinstance(what, Route) else self._route(what, self._group)
-        if route not in self._outboxes:
-            self._open(route)
-        return self._outboxes[route]
+        return self._end(what, self._outboxes, self._network.outbox)  # type: ignore[no-any-return]
+
+    def _end(self, what: Edge | Route, ends: dict[Route, Any], connected: Callable[[Route, Arrivals], Any]) -> Any:
+        if isinstance(what, Edge):
+            ranks = self._stage_map.layout[self._group]
+            what = Route(what, *(ranks[self._stage_map.owner(stage)] for stage in (what.source, what.target)))
+        if what not in ends and what.source == what.target:
+            self._inboxes[what] = self._outboxes[what] = MemoryChannel()
+        elif what not in ends:
+            ends[what] = connected(what, self._waits.arrivals)
+        return ends[what]
 
     def ends(self, pipeline: int, stage: int, trains: bool = True) -> Ends:
         """Return the channels of a stage of this process, in training or in evaluation."""
@@ -113,31 +115,27 @@ class Transport:
 
     def _from(self, edge: Edge, trains: bool) -> Inbox:
         """Return the inbox of a stage, which receives from each replica of the other stage in its turn."""
-        ranks = self._stage_map.layout[self._group]
-        first, step = self._stage_map.share(edge.target, ranks.index(self._rank), trains)
-        sources = [ranks[source] for source in self._stage_map.ranks(edge.source, trains)]
-        if step == len(sources) == 1:
-            return self.inbox(edge)
-        turns = [sources[(first + n * step) % len(sources)] for n in range(len(sources))]
-        inboxes = {source: self.inbox(Route(edge, source, self._rank)) for source in turns}
-        return TurnsInbox([inboxes[source] for source in turns])
+        sources, turns = self._turns(edge.target, edge.source, trains)
+        inboxes = [self.inbox(Route(edge, sources[turn], self._rank)) for turn in turns]
+        return inboxes[0] if len(inboxes) == 1 else TurnsInbox(inboxes)
 
     def _to(self, edge: Edge, trains: bool) -> Outbox:
         """Return the outbox of a stage, which sends to each replica of the other stage in its turn."""
+        targets, turns = self._turns(edge.source, edge.target, trains)
+        outboxes = {turn: self.outbox(Route(edge, self._rank, targets[turn])) for turn in sorted(turns)}
+        return outboxes[0] if len(targets) == 1 else TurnsOutbox(outboxes, len(targets))
+
+    def _turns(self, stage: int, other: int, trains: bool) -> tuple[list[int], list[int]]:
+        """Return the processes of another stage, and in which order a stage of this process meets them, by number."""
         ranks = self._stage_map.layout[self._group]
-        first, step = self._stage_map.share(edge.source, ranks.index(self._rank), trains)
-        targets = [ranks[target] for target in self._stage_map.ranks(edge.target, trains)]
-        if step == len(targets) == 1:
-            return self.outbox(edge)
-        met = {(first + n * step) % len(targets) for n in range(len(targets))}
-        return TurnsOutbox(
-            {turn: self.outbox(Route(edge, self._rank, targets[turn])) for turn in sorted(met)}, len(targets)
-        )
+        others = [ranks[rank] for rank in self._stage_map.ranks(other, trains)]
+        first, step = self._stage_map.share(stage, ranks.index(self._rank), trains)
+        return others, [(first + n * step) % len(others) for n in range(len(others))]
 
     def close(self, limit_s: float) -> None:
         """Stop the channels and their threads, within ``limit_s`` seconds in total even if peers are gone."""
         deadline = time.monotonic() + limit_s
-        channels: list[Inbox | Outbox] = [*self._inboxes.values(), *self._outboxes.values()]
+        channels = [*self._inboxes.values(), *self._outboxes.values()]
         for channel in channels:  # stop all before waiting for any, which might take all of the time
             channel.close(join_s=0.0)
         for channel in channels:
@@ -146,32 +144,16 @@ class Transport:
         self._outboxes.clear()
         self._num_pipelines = 0
 
-    def _open(self, route: Route) -> None:
-        if route.source == route.target:
-            self._inboxes[route] = self._outboxes[route] = MemoryChannel()
-        elif route.source == self._rank:
-            self._outboxes[route] = self._network.outbox(route, self._waits.arrivals)
-        else:
-            self._inboxes[route] = self._network.inbox(route, self._waits.arrivals)
-
     def _connect(self, pipeline: int) -> None:
         for group in range(self._stage_map.num_groups):
-            for edge in self._edges(pipeline):
-                for route in self._routes(edge, group):
-                    if route.source != route.target:
-                        self._network.connect(route)
+            for route in self._routes(pipeline, group):
+                if route.source != route.target:
+                    self._network.connect(route)
 
-    def _edges(self, pipeline: int) -> Iterator[Edge]:
+    def _routes(self, pipeline: int, group: int) -> Iterator[Route]:
+        """Yield the routes of all edges of a pipeline; two hops between the same processes are two routes as well."""
+        ranks = self._stage_map.layout[group]
         for hop in range(self._stage_map.num_stages - 1):
-            # two hops between the same processes (several stages per process) are two routes as well
-            yield Edge(pipeline, hop, "forward")
-            yield Edge(pipeline, hop, "backward")
-
-    def _routes(self, edge: Edge, group: int) -> Iterator[Route]:
-        ranks = self._stage_map.layout[group]
-        for source, target in pairs(self._stage_map, edge.source, edge.target):
-            yield Route(edge, ranks[source], ranks[target])
-
-    def _route(self, edge: Edge, group: int) -> Route:
-        ranks = self._stage_map.layout[group]
-        return Route(edge, *(ranks[self._stage_map.owner(stage)] for stage in (edge.source, edge.target)))
+            for edge in (Edge(pipeline, hop, "forward"), Edge(pipeline, hop, "backward")):
+                for source, target in pairs(self._stage_map, edge.source, edge.target):
+                    yield Route(edge, ranks[source], ranks[target])

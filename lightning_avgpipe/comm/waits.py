@@ -35,12 +35,7 @@ class Waits:
     """
 
     def __init__(
-        self,
-        arrivals: Arrivals,
-        watch: Watch,
-        timeout_s: float,
-        device: torch.device = _HOST,
-        silent_s: float = 60.0,
+        self, arrivals: Arrivals, watch: Watch, timeout_s: float, device: torch.device = _HOST, silent_s: float = 60.0
     ) -> None:
         self.arrivals, self.watch, self.timeout_s = arrivals, watch, timeout_s
         self._silent_s = silent_s

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.codec import TensorForm, as_bytes, pickled
+from lightning_avgpipe.comm.codec import TensorForm, as_bytes
 from lightning_avgpipe.comm.message import Message, pack, unpack
 from lightning_avgpipe.comm.topology import subsets
 from lightning_avgpipe.errors import StepChangedError
@@ -59,52 +57,32 @@ class Exchange:
             StepChangedError: the processes are at different places.
         """
         self._number += 1
-        mine = source == self._cluster.rank
+        cluster, place = self._cluster, f"{self._number} {what} {source}"
+        mine = source == cluster.rank
         message = pack(item) if mine else Message(0, ())
         tensors = tree.tensors(message.tensors)
         forms = [TensorForm.of(tensor) for tensor in tensors]
-        header = pickled((forms, message.entries)) if mine else b""
-        place = f"{self._number} {what} {source}"
-        own = torch.tensor(
-            [int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest()), len(header)], device="cpu"
-        )
-        places = [torch.empty_like(own) for _ in range(self._cluster.group.world_size)]
-        received: list[Any] = []
-
-        def exchange() -> None:
-            dist.all_gather(places, own, group=self._cluster.group.process_group)
-            if all(bool(other[0] == own[0]) for other in places):
-                received.append(self._broadcast(source, header, int(places[source][1]), tensors))
-
-        self._cluster.group.together(what, exchange)
-        if not received:
+        told = cluster.group.exchange_objects((place, forms, message.entries), what)
+        if any(other != place for other, *_ in told):
             self._refuse(what)
-        if mine:
-            return item
-        arrived, entries = received[0]
-        return unpack(Message(0, arrived, (), entries))
+        _, forms, entries = told[source]
+        arrived: list[Tensor] = []
+        if forms:
+            cluster.group.together(what, lambda: arrived.extend(self._broadcast(source, forms, tensors)))
+        return item if mine else unpack(Message(0, tuple(arrived), (), entries))
 
-    def _broadcast(self, source: int, header: bytes, size: int, tensors: Sequence[Tensor]) -> Any:
-        cluster, first = self._cluster, self._cluster.group.ranks[source]
-        mine = source == cluster.rank
-        frame = (
-            torch.frombuffer(bytearray(header), dtype=torch.uint8)
-            if mine
-            else torch.empty(size, dtype=torch.uint8, device="cpu")
-        )
-        dist.broadcast(frame, first, group=cluster.group.process_group)
-        forms, entries = pickle.loads(frame.numpy().tobytes())
-        arrived = []
+    def _broadcast(self, source: int, forms: Sequence[TensorForm], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Send the tensors of the source to every process, and yield them."""
+        cluster = self._cluster
         for i, form in enumerate(forms):
-            if mine:
+            if source == cluster.rank:
                 wired = form.on_wire(tensors[i]).contiguous()
             else:
                 device = "cpu" if form.on_host else cluster.device
                 wired = torch.empty(form.wire_shape, dtype=form.dtype, device=device)
             if not form.is_empty:
-                dist.broadcast(as_bytes(wired), first, group=self._group)
-            arrived.append(form.from_wire(wired))
-        return tuple(arrived), entries
+                dist.broadcast(as_bytes(wired), cluster.group.ranks[source], group=self._group)
+            yield form.from_wire(wired)
 
     def _refuse(self, what: str) -> None:
         places = self._cluster.group.exchange_objects(f"{what} (number {self._number}) at {source_line()}")

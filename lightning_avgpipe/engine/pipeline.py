@@ -399,4 +399,4 @@ def clear(lanes: Sequence[Lane], channels: bool = True) -> None:
         lane.stage.clear()
         for end in (lane.ends.values, lane.ends.gradients) if channels else ():
             if isinstance(end, MemoryChannel):
-                end.clear()
+                end.close()

@@ -17,12 +17,12 @@ from typing import Any, Literal
 import torch
 
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.probe import ClockOffset, DeviceClock, host_now
+from lightning_avgpipe.comm.probe import ClockOffset
 from lightning_avgpipe.comm.topology import Edge, Route
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.schedule import FORWARD, Action, Activity, Kind, Span, Timeline, Transfer, peak_stash
-from lightning_avgpipe.utils.device import Moment, port_of
+from lightning_avgpipe.utils.device import DeviceClock, Moment, host_now, port_of
 
 _Message = tuple[Edge, int]  # edge and micro-batch
 

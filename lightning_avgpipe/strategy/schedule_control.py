@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from lightning_avgpipe.comm.probe import Stopwatch
 from lightning_avgpipe.engine.accounting import DeviceMeter, Footprint, HostMeter, Meter
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.observer import Observers
@@ -33,7 +32,7 @@ from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.schedule_choice import Order, ScheduleChoice
 from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.device import port_of
+from lightning_avgpipe.utils.device import Stopwatch, port_of
 from lightning_avgpipe.utils.lightning import pl, rank_zero_warn
 
 _log = logging.getLogger(__name__)

@@ -17,11 +17,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.comm.collectives import Collectives, ReplicaGroup
+from lightning_avgpipe.comm.collectives import Collectives, ReplicaGroup, buckets
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.planning.problem import BUCKET_BYTES
@@ -202,16 +203,8 @@ def _kinds(parameters: Sequence[nn.Parameter], early: Mapping[int, _Sent]) -> Te
 
 def _deal(named: Named, names: Sequence[str], bucket_bytes: int) -> list[list[str]]:
     """Divide names into buckets, the last first. The result is the same in all replicas."""
-    dealt: list[list[str]] = []
-    kind, size = None, 0
-    for name in reversed(names):
-        parameter = named[name]
-        if kind != parameter.dtype or size >= bucket_bytes:
-            dealt.append([])
-            kind, size = parameter.dtype, 0
-        dealt[-1].append(name)
-        size += parameter.numel() * parameter.element_size()
-    return dealt
+    last_first = iter(names[::-1])
+    return [list(islice(last_first, len(bucket))) for bucket in buckets([named[n] for n in names[::-1]], bucket_bytes)]
 
 
 def _sum_sparse(parameter: nn.Parameter, replicas: ReplicaGroup) -> None:

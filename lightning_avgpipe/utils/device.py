@@ -7,7 +7,8 @@ import functools
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ def keeps_graphs(options: Mapping[str, Any]) -> bool:
     return bool(asked or options.get("mode") in ("reduce-overhead", "max-autotune"))
 
 
+host_now = time.perf_counter
 Moment = float | torch.Event  # a time of this process's clock, or on an accelerator an event with a later time
 
 
@@ -323,3 +325,52 @@ class AllocatorMemory(DeviceMemory):
 
     def reset_peak(self) -> None:
         self._torch.reset_peak_memory_stats(self._device)
+
+
+class DeviceClock:
+    """A clock that reads the time where work happens: on the host at once, on an accelerator by events.
+
+    An anchor event ties the events of an accelerator to the host's clock. Making the clock waits for the device once,
+    and so does reading the first event afterwards; in between the host never waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._port = port_of(device)
+        self._port.synchronize()
+        self._anchor = self._port.moment()
+        self._port.synchronize()
+        self._anchored_s = host_now()
+
+    def now(self, stream: Any = None) -> Moment:
+        """Return the moment at which a stream (default: the current one) gets here; on the host, this instant."""
+        return self._port.moment(stream)
+
+    def seconds(self, moment: Moment) -> float:
+        """Return a moment in seconds of the host's clock."""
+        return moment if isinstance(moment, float) else self._anchored_s + seconds_between(self._anchor, moment)
+
+
+class Stopwatch:
+    """A timer of laps on a device. The host waits neither for the end of a lap nor for its time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._port = port_of(device)
+        self._laps: deque[tuple[int, Moment, Moment]] = deque()
+
+    @contextlib.contextmanager
+    def lap(self, number: int) -> Iterator[None]:
+        """Time what is queued or done within this context as one lap. A lap that raises is not counted."""
+        begin = self._port.moment()
+        yield
+        self._laps.append((number, begin, self._port.moment()))
+
+    def finished(self) -> list[tuple[int, float]]:
+        """Return number and seconds of each lap that has ended on the device since the last call, in order."""
+        found = []
+        while self._laps:
+            number, begin, end = self._laps[0]
+            if not has_passed(end):
+                break
+            self._laps.popleft()
+            found.append((number, seconds_between(begin, end)))
+        return found

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.comm.collectives import ReplicaGroup
+from lightning_avgpipe.comm.topology import Party
 from lightning_avgpipe.errors import ConfigurationError
 from tests.averaging.models import Batches, Net, assert_equal, state
 from tests.models import loader
@@ -145,8 +146,8 @@ class Outside(Tensor):
 class Together:
     """Siblings without processes."""
 
-    process_group = None
-    world_size = 2
+    process_group, party = None, Party("teams", (0, 1))
+    world_size, rank = 2, 0
 
     def wait_for(self, work: Any, what: str) -> None:
         work.wait()
@@ -163,7 +164,7 @@ def test_what_processes_of_one_device_sum_meets_on_the_host(dtype: torch.dtype, 
 
     monkeypatch.setattr(torch.distributed, "all_reduce", twice)
     members: Any = Together()
-    ReplicaGroup(members, 0, on_host=True).sum(tensors)
+    ReplicaGroup(members).sum(tensors)
     assert places == [Tensor]
     assert tensors[0].tolist() == [0, 2, 4, 6]
     assert tensors[1].tolist() == [[2, 2], [2, 2]]

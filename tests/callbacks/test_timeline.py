@@ -14,12 +14,12 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_avgpipe import PipelineTimeline
-from lightning_avgpipe.comm.probe import ClockOffset, DeviceClock, estimate_offset
+from lightning_avgpipe.comm.probe import ClockOffset, estimate_offset
 from lightning_avgpipe.comm.topology import Edge, Route
 from lightning_avgpipe.engine.recording import Recorder, Recording, assemble
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.schedule import Action, Activity, Span, Transfer, build, kinds
-from lightning_avgpipe.utils.device import DevicePort, Moment
+from lightning_avgpipe.utils.device import DeviceClock, DevicePort, Moment
 from tests import processes
 from tests.driver import Engine
 from tests.models import MLP, loader
@@ -72,8 +72,8 @@ class Distant(DevicePort):
 def test_events_are_placed_on_the_hosts_clock_by_their_distance_from_the_anchor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lightning_avgpipe.comm.probe.port_of", Distant)
-    monkeypatch.setattr("lightning_avgpipe.comm.probe.host_now", lambda: 7.0)
+    monkeypatch.setattr("lightning_avgpipe.utils.device.port_of", Distant)
+    monkeypatch.setattr("lightning_avgpipe.utils.device.host_now", lambda: 7.0)
     clock = DeviceClock(CPU)
     assert clock.seconds(Event(350.0)) == pytest.approx(7.25)  # type: ignore[arg-type]
     assert clock.seconds(3.5) == 3.5

@@ -38,10 +38,10 @@ def channel(between_devices: bool = True) -> Iterator[tuple[NetworkOutbox, Netwo
         group: Any = MemoryGroup(hub, Party("world", (0, 1)), rank)
         on_devices: Any = MemoryGroup(hub, Party("leaders", (0, 1)), rank)
         link = Pair(Communicator(on_devices, rank, 2), 1 - rank) if between_devices else None
-        return Wire(1 - rank, Pair(group, 1 - rank), sim(rank), link, lambda: None)
+        return Wire(1 - rank, Pair(group, 1 - rank), sim(rank), link, arrivals)
 
-    outbox = NetworkOutbox(ROUTE, Sender(wire(0), arrivals))
-    inbox = NetworkInbox(ROUTE, Receiver(wire(1), arrivals))
+    outbox = NetworkOutbox(ROUTE, Sender(wire(0)))
+    inbox = Receiver(wire(1)).inbox(ROUTE)
 
     def take() -> Message:
         with arrivals.condition:
@@ -99,11 +99,11 @@ def passed(between_devices: bool) -> tuple[list[list[float]], list[str]]:
 
     def wire(rank: int, peer: int) -> Wire:
         link = Pair(Communicator(others[rank], rank, 3), peer) if between_devices else None
-        return Wire(peer, Pair(on_host[rank], peer), sim(rank), link, lambda: None)
+        return Wire(peer, Pair(on_host[rank], peer), sim(rank), link, arrivals)
 
     routes = [Route(Edge(0, hop, "forward"), hop, hop + 1) for hop in range(2)]
-    outboxes = [NetworkOutbox(route, Sender(wire(route.source, route.target), arrivals)) for route in routes]
-    inboxes = [NetworkInbox(route, Receiver(wire(route.target, route.source), arrivals)) for route in routes]
+    outboxes = [NetworkOutbox(route, Sender(wire(route.source, route.target))) for route in routes]
+    inboxes = [Receiver(wire(route.target, route.source)).inbox(route) for route in routes]
     found = []
     try:
         with device.reported() as report:
@@ -141,12 +141,12 @@ def shared(order: str) -> list[float]:
     def wire(rank: int) -> Wire:
         group: Any = MemoryGroup(hub, Party("host", (0, 1)), rank)
         between = Pair(Communicator(MemoryGroup(hub, party, rank), rank, 2), 1 - rank)
-        return Wire(1 - rank, Pair(group, 1 - rank), sim(rank), between, lambda: None)
+        return Wire(1 - rank, Pair(group, 1 - rank), sim(rank), between, arrivals)
 
-    sender, receiver = Sender(wire(0), arrivals), Receiver(wire(1), arrivals)
+    sender, receiver = Sender(wire(0)), Receiver(wire(1))
     routes = [Route(Edge(pipeline, 0, "forward"), 0, 1) for pipeline in range(2)]
     outboxes = [NetworkOutbox(route, sender) for route in routes]
-    inboxes = [NetworkInbox(route, receiver) for route in routes]
+    inboxes = [receiver.inbox(route) for route in routes]
     try:
         for number, pipeline in enumerate(order):
             outboxes[int(pipeline)].put(Message(0, (torch.full((4,), float(number), device=sim()),)))

@@ -18,8 +18,8 @@ from lightning_avgpipe.comm.codec import Packet
 from lightning_avgpipe.comm.line import Pair, Wire
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import Party
+from lightning_avgpipe.comm.transfer import Arrivals
 from lightning_avgpipe.utils.device import port_of
-from lightning_avgpipe.utils.patching import nothing
 from tests.comm.test_alone import Gathers
 from tests.models import MLP, loader
 from tests.processes import free_port
@@ -186,7 +186,7 @@ def given_up() -> list[float]:
         network.open()
         network.join(party)
         numbers, pair = torch.ones(4, device=place), Pair(network.group(party), 1 - rank)
-        wire = Wire(1 - rank, pair, place, pair, nothing)
+        wire = Wire(1 - rank, pair, place, pair, Arrivals())
         if rank == 1:
             wire.land(wire.post(Packet((), 16, on_host=False)))
             with port.on_stream(wire.stream):

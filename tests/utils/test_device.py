@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_avgpipe.capture import calls
 from lightning_avgpipe.capture.snapshot import random_state
-from lightning_avgpipe.comm.probe import DeviceClock, Stopwatch
 from lightning_avgpipe.utils.device import (
     AcceleratorPort,
+    DeviceClock,
+    Stopwatch,
     all_generators,
     has_passed,
     is_out_of_memory,

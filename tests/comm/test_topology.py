@@ -1,0 +1,230 @@
+"""The topology says who hosts what and who meets whom; no group has a device twice."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+
+from lightning_avgpipe.comm import waits
+from lightning_avgpipe.comm.cluster import Cluster, Process
+from lightning_avgpipe.comm.process_groups import ProcessGroups
+from lightning_avgpipe.comm.topology import (
+    DeviceLayout,
+    StageMap,
+    all_parties,
+    control_routes,
+    names,
+    pairs,
+    subsets,
+)
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils.device import DevicePort
+from tests.threads import CPU
+
+ARRANGEMENTS = [
+    (DeviceLayout(devices, nodes, sharing), num_stages)
+    for devices, nodes, sharing, num_stages in itertools.product((1, 2, 3, 4), (1, 2, 3), (1, 2, 3), (1, 2, 3, 4, 6, 8))
+    if num_stages % (devices * nodes) == 0 or devices * nodes % num_stages == 0
+]
+
+
+def test_groups_of_one_process_per_device_are_consecutive_ranks() -> None:
+    assert DeviceLayout(4).groups(4) == DeviceLayout(4).groups(8) == ((0, 1, 2, 3),)
+    assert DeviceLayout(4).groups(2) == ((0, 1), (2, 3))
+    assert DeviceLayout(2, nodes=2).groups(4) == ((0, 1, 2, 3),)
+    assert DeviceLayout(1).groups(4) == ((0,),)
+
+
+def test_processes_that_share_a_device_are_in_different_groups() -> None:
+    assert DeviceLayout(2, sharing=2).groups(2) == ((0, 1), (2, 3))
+    assert DeviceLayout(1, sharing=3).groups(2) == ((0,), (1,), (2,))
+    assert DeviceLayout(4, sharing=2).groups(2) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert DeviceLayout(2, nodes=2, sharing=2).groups(4) == ((0, 1, 4, 5), (2, 3, 6, 7))
+
+
+@pytest.mark.parametrize(("device_layout", "num_stages"), ARRANGEMENTS, ids=str)
+def test_every_process_is_in_one_group_and_no_group_has_a_device_twice(
+    device_layout: DeviceLayout, num_stages: int
+) -> None:
+    groups = device_layout.groups(num_stages)
+    assert sorted(itertools.chain(*groups)) == list(range(device_layout.world_size))
+    assert groups[0][0] == 0  # where loggers are
+    assert list(groups) == sorted(groups)
+    for ranks in groups:
+        places = [
+            (rank // device_layout.node_size, device_layout.device_of(rank % device_layout.node_size)) for rank in ranks
+        ]
+        assert list(ranks) == sorted(ranks)
+        assert len(set(places)) == len(places) == device_layout.group_size(num_stages)
+    for replica_group in zip(*groups, strict=True):
+        assert min(replica_group) == replica_group[0]  # from whom the others copy
+
+
+def test_a_process_too_many_is_told_what_there_is() -> None:
+    with pytest.raises(
+        ConfigurationError, match="local rank 4, but devices=2, processes_per_device=2 make 4 processes"
+    ):
+        DeviceLayout(2, sharing=2).device_of(4)
+
+
+@pytest.mark.parametrize(
+    ("device_layout", "num_stages"),
+    [(DeviceLayout(2, sharing=2), 2), (DeviceLayout(2, sharing=2), 4), (DeviceLayout(1, sharing=2), 2),
+     (DeviceLayout(4, sharing=2), 2), (DeviceLayout(2, nodes=2, sharing=3), 4)],
+    ids=str,
+)  # fmt: skip
+def test_no_communicator_has_a_device_twice(
+    device_layout: DeviceLayout, num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[list[int], str]] = []
+    monkeypatch.setattr(
+        torch.distributed, "new_group", lambda ranks, timeout, backend, pg_options: made.append((ranks, backend))
+    )
+    monkeypatch.setattr(waits, "port_of", DevicePort)  # such devices there need not be
+    by_rank = []
+    for rank in range(device_layout.world_size):
+        made.clear()
+        local_rank = rank % device_layout.node_size
+        device = torch.device("cuda", device_layout.device_of(local_rank))
+        stage_map, timeout = StageMap.on(device_layout, num_stages), timedelta(seconds=1)
+        network = ProcessGroups(rank, device, timeout, "nccl")
+        cluster = Cluster(stage_map, Process(rank, device, timeout.total_seconds(), network))
+        cluster.connect(subsets(stage_map, range(cluster.group.world_size)), "all")  # as tied parameters do
+        by_rank.append(list(made))
+        assert rank == cluster.group.ranks[cluster.rank] == cluster.world.rank
+        assert cluster.replica_group is not None and rank in cluster.replica_group.members.ranks
+        assert cluster.replica_group.members.ranks[cluster.replica_group.members.rank] == rank
+    assert all(groups == by_rank[0] for groups in by_rank)  # every process takes part in making every one
+    across = [ranks for ranks, backend in by_rank[0] if "nccl" in backend and len(ranks) > 1]
+    assert bool(across) == (device_layout.num_devices > 1)
+    for ranks in across:
+        places = [(r // device_layout.node_size, device_layout.device_of(r % device_layout.node_size)) for r in ranks]
+        assert len(set(places)) == len(places)
+
+
+# -- stage maps --------------------------------------------------------------------------------------------------------
+
+
+STAGE_MAPS = [
+    StageMap.on(DeviceLayout(2), 4), StageMap.on(DeviceLayout(4), 2), StageMap.on(DeviceLayout(2, sharing=2), 4),
+    StageMap.on(DeviceLayout(1), 3), StageMap.on(DeviceLayout(2, nodes=2, sharing=3), 4),
+    StageMap.on(DeviceLayout(8, stage_replicas=(2, 1, 1)), 3), StageMap.on(DeviceLayout(3, stage_replicas=(1, 2)), 2),
+    StageMap.on(DeviceLayout(8, replicas=2), 4), StageMap.on(DeviceLayout(2, sharing=2, replicas=4), 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage_map", STAGE_MAPS, ids=str)
+def test_every_stage_has_its_processes_and_every_process_its_stages(stage_map: StageMap) -> None:
+    for stage in range(stage_map.num_stages):
+        assert stage_map.owner(stage) == stage_map.ranks(stage)[0]
+        hosts = [rank for rank in range(stage_map.group_size) if stage in stage_map.stages(rank)]
+        assert sorted(stage_map.ranks(stage)) == hosts
+    ranks = [rank for members in stage_map.layout for rank in members]
+    assert sorted(ranks) == list(range(stage_map.world_size))
+    assert all(stage_map.layout[n][p] == rank for rank in ranks for n, p in [stage_map.position(rank)])
+
+
+@pytest.mark.parametrize("stage_map", STAGE_MAPS, ids=str)
+def test_the_last_stage_is_on_rank_zero(stage_map: StageMap) -> None:
+    assert stage_map.owner(stage_map.num_stages - 1) == stage_map.layout[0][0] == 0
+
+
+def test_names_tell_stages_and_groups() -> None:
+    assert names(StageMap.on(DeviceLayout(2), 4))[1] == "rank 1 (stages 0, 2)"
+    assert names(StageMap.on(DeviceLayout(4), 2))[3] == "rank 3 (stage 0 of group 1)"
+
+
+def test_groups_of_a_team_are_replicas() -> None:
+    stage_map = StageMap.on(DeviceLayout(8, replicas=2), 2)
+    assert stage_map.layout == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert names(stage_map)[7] == "rank 7 (stage 0 of group 3, replica 1)"
+    assert names(StageMap.on(DeviceLayout(4, replicas=2), 2))[3] == "rank 3 (stage 0 of replica 1)"
+
+
+def test_replicas_take_devices_from_stages_and_not_from_each_other() -> None:
+    assert StageMap.on(DeviceLayout(4, replicas=2), 4).layout == ((0, 1), (2, 3))  # two stages on each device
+    assert StageMap.on(DeviceLayout(2, sharing=2, replicas=2), 2).layout == ((0, 1), (2, 3))
+    with pytest.raises(ConfigurationError, match="replicas=2 of 2 stages on 5 devices: each replica has 2 of them"):
+        StageMap.on(DeviceLayout(5, replicas=2), 2)
+
+
+def test_replicas_of_stages_share_micro_batches() -> None:
+    stage_map = StageMap.on(DeviceLayout(12, stage_replicas=(3, 2, 1)), 3)
+    assert stage_map.layout == (tuple(range(6)), tuple(range(6, 12)))
+    assert [stage_map.ranks(k) for k in range(3)] == [(3, 4, 5), (1, 2), (0,)]
+    assert stage_map.share(0, 4) == (1, 3)
+    assert sorted(pairs(stage_map, 0, 1)) == [(a, b) for a in (3, 4, 5) for b in (1, 2)]
+    last = StageMap.on(DeviceLayout(3, stage_replicas=(1, 2)), 2)
+    assert [last.ranks(1), last.ranks(1, trains=False), last.owner(1)] == [(0, 1), (0,), 0]
+    assert names(stage_map)[10] == "rank 10 (stage 0, replica 1 of group 1)"
+
+
+@pytest.mark.parametrize(
+    ("devices", "replicas", "num_stages", "message"),
+    [
+        (5, (3, 1), 2, r"replicas=\[3, 1\] needs 4 devices, or a multiple"),
+        (4, (3, 1), 3, r"names 2 stages, but num_stages=3"),
+    ],
+)
+def test_replicas_of_stages_that_do_not_fit_are_refused(
+    devices: int, replicas: tuple[int, ...], num_stages: int, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        StageMap.on(DeviceLayout(devices, stage_replicas=replicas), num_stages)
+
+
+def test_a_map_is_a_value() -> None:
+    assert StageMap.on(DeviceLayout(2), 2) == StageMap(2, ((0, 1),))
+
+
+def test_a_number_of_stages_that_does_not_fit_the_devices_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"num_stages=3 on 2 devices: .* use num_stages=2"):
+        StageMap.on(DeviceLayout(2), 3)
+
+
+# -- who meets whom ----------------------------------------------------------------------------------------------------
+
+
+GROUPS = StageMap(2, ((0, 1), (2, 3)))
+REPLICAS = StageMap(2, ((0, 1), (2, 3)), replicas=2)
+
+
+def met(stage_map: StageMap) -> list[tuple[str, tuple[int, ...]]]:
+    return [(party.what, party.ranks) for party in all_parties(stage_map)]
+
+
+def test_teams_meet_position_by_position_to_average() -> None:
+    groups = [("world", (0, 1, 2, 3)), ("group", (0, 1)), ("group", (2, 3)), ("leaders", (0, 2))]
+    assert met(GROUPS) == [*groups, ("teams", (0, 2)), ("teams", (1, 3))]
+    assert met(REPLICAS) == [*groups, ("replicas", (0, 2)), ("replicas", (1, 3))]
+
+
+def test_processes_that_share_devices_meet_on_the_host() -> None:
+    for shares in (False, True):
+        found = [party for party in all_parties(replace(GROUPS, shares_devices=shares)) if party.what == "teams"]
+        assert [(party.ranks, party.on_host) for party in found] == [((0, 2), shares), ((1, 3), shares)]
+
+
+def test_the_replicas_of_single_stages_meet() -> None:
+    assert met(StageMap(2, ((0, 1, 2),), stage_replicas=(2, 1))) == [("world", (0, 1, 2)), ("replicas", (1, 2))]
+
+
+def test_news_come_from_the_first_process_through_the_leaders() -> None:
+    found = {(str(route), route.source, route.target) for route in control_routes(GROUPS)}
+    own = {(what, a, b) for first in (0, 2) for what, a, b in (
+        ("news", first, first + 1), ("reports", first + 1, first), ("batches", first, first + 1))}  # fmt: skip
+    assert found == own | {("relay", 0, 2)}
+
+
+def test_replicas_are_numbered_as_they_meet() -> None:
+    """Also where groups end in the middle of a node, so that not every position of the groups ascends."""
+    device_layout = DeviceLayout(3, nodes=2, sharing=2, replicas=3)
+    stage_map = StageMap.on(device_layout, 2)
+    assert stage_map.layout[:3] == ((0, 1), (2, 6), (3, 4))
+    for rank in range(stage_map.world_size):
+        replicas = Cluster(stage_map, Process(rank, CPU, 1.0, ProcessGroups(rank, CPU, timedelta(1)))).replicas
+        assert replicas is not None and replicas.members.ranks[replicas.number] == rank
