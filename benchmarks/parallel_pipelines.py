@@ -68,7 +68,7 @@ from lightning_avgpipe.schedule import (
     uneven_steps,
 )
 from lightning_avgpipe.tuning import Curve, Device, HopProfile, Profile, Setting, Simulator, StageMemory, StageProfile
-from lightning_avgpipe.tuning.memory import memory_at
+from lightning_avgpipe.tuning.scaling import memory_at
 
 PARTS = ["time", "memory", "rolling"]
 _NO_MEMORY = StageMemory(0, 0, 0, 0)

@@ -48,8 +48,8 @@ from benchmarks.predictors import ranks
 from benchmarks.processes import TIMEOUT, add_options, launch
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.tuning import PREDICTORS, Profile, Setting, candidates, search
-from lightning_avgpipe.tuning.calibration import calibrated
-from lightning_avgpipe.tuning.memory import memory_at
+from lightning_avgpipe.tuning.predictors import calibrated
+from lightning_avgpipe.tuning.scaling import memory_at
 
 NUM_STAGES = 2
 FREE = 0  # megabits per second of loopback: no limit
