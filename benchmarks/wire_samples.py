@@ -11,7 +11,6 @@ precision, as evaluation is.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.harness import write
 from benchmarks.statistical_efficiency import EVALUATIONS, EVERY, batches, judge, optimizer
 from benchmarks.workloads import WORKLOADS
 from lightning_avgpipe.capture.wire_format import FORMATS, Format
@@ -120,8 +120,7 @@ def main() -> None:
     names = ("workload", "optimizer", "wire", "seed")
     rows = [dict(zip(names, trial, strict=True)) | {"samples": n} for trial, n in zip(trials, found, strict=True)]
     print(table(rows))
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1))
+    write(options, rows)
 
 
 if __name__ == "__main__":

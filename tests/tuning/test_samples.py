@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from benchmarks.predictors import random_profile
 from lightning_avgpipe.tuning import candidates, search
 from lightning_avgpipe.tuning.search import MEASURED_SAMPLES, ROLLING_SAMPLES, SamplesFactor, samples_at
+from tests.profiles import random_profile
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.predictors import random_profile
 from lightning_avgpipe.schedule import InTurns, SideBySide, build, simulate
 from lightning_avgpipe.tuning import Profile, Setting, Simulator, candidates, predictors, search
 from lightning_avgpipe.tuning.predictors import simulated_s
 from lightning_avgpipe.tuning.scaling import loads_at
+from tests.profiles import random_profile
 
 EXACT = 1e-9
 
