@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import sys
 import time
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.harness import write
 from benchmarks.models import LanguageModel, Size, begin, example, loss_of
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster, Process
@@ -147,8 +147,7 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     found = [row for depth in options.depths for row in rows(depth, options.rounds)]
     print(table(found), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1))
+    write(options, found)
 
 
 if __name__ == "__main__":

@@ -38,10 +38,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import network
+from benchmarks.harness import TIMEOUT, add_options, connected, in_turns, launch, loaded, write
 from benchmarks.models import SIZES, HandWritten, LanguageModel, Size, begin, by_hand, example, loss_of, make_model
 from benchmarks.partition import leaves
-from benchmarks.processes import TIMEOUT, add_options, connected, launch
-from benchmarks.rounds import in_turns
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster, Process
@@ -50,7 +49,7 @@ from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.engine.execution import Compiler, Execution
 from lightning_avgpipe.engine.microbatch import split
-from lightning_avgpipe.engine.pipeline import Pipeline, run_together
+from lightning_avgpipe.engine.pipeline import run_together
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import cut_at
@@ -168,11 +167,7 @@ class Engine:
         self.model = make_model(size)
         self.cluster = cluster
         self.num_microbatches = size.num_microbatches
-        tokens, targets = example(size, 1)
-        planner = Planner(Divisible(self.model), NUM_STAGES, [f"blocks.{size.layers // 2}"])
-        plan = planner.plan(Step(STEP, self.model.training_step, ((tokens, targets), 0)))
-        self.pipeline = Pipeline(cluster, self.model)
-        self.pipeline.load(plan.graph, plan.cuts)
+        self.pipeline, _ = loaded(cluster, self.model, [f"blocks.{size.layers // 2}"], (example(size, 1), 0))
         self.iterations = 0
 
     def run(self, schedule: str, advance: int, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -424,8 +419,7 @@ def main(arguments: Sequence[str]) -> None:
         found[part] = {"megabits": megabits, **result, **summary(result)}
         links = "free links" if megabits is None else f"links of {megabits} Mbit/s"
         print(f"\n{links}, two processes, {options.size} model\n{table(found[part])}", flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1))
+    write(options, found)
 
 
 if __name__ == "__main__":

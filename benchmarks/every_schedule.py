@@ -29,15 +29,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.processes import add_options, connected, launch
-from benchmarks.rounds import record
+from benchmarks.harness import add_options, connected, launch, loaded, record
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.observer import Observers
-from lightning_avgpipe.engine.pipeline import Pipeline, run_together
+from lightning_avgpipe.engine.pipeline import run_together
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import Broadcast, Schedule, StageCosts, build, simulate
 from lightning_avgpipe.schedule.recipes import RECIPES, TRAINING
 from lightning_avgpipe.utils.random_streams import RandomKey
@@ -111,11 +108,8 @@ class Ours:
         self.model = Model(2 * self.devices, sleeps)
         each = 2 * self.devices // self.num_stages
         points = [f"blocks.{each * k}" for k in range(1, self.num_stages)]
-        plan = Planner(Divisible(self.model), self.num_stages, points).plan(
-            Step("training_step", self.model.training_step, (example,))
-        )
-        self.pipeline = Pipeline(cluster, self.model)
-        self.pipeline.load(plan.graph, plan.cuts, relays=sorted(Broadcast()(self.num_stages, 1).relays))
+        relays = sorted(Broadcast()(self.num_stages, 1).relays)
+        self.pipeline, _ = loaded(cluster, self.model, points, (example,), relays)
         args = [(example,)] * num_microbatches
         self.task = Task(lambda i, x: self.model.training_step(x), args, lambda i, loss: loss, RandomKey(0))
         self.built: dict[str, Schedule] = {}

@@ -28,6 +28,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 
 from finetune import FineTuning, Stripes  # noqa: E402
 
+from benchmarks.harness import quiet_trainer  # noqa: E402
 from lightning_avgpipe import AdaptiveFreezing, AvgPipeStrategy  # noqa: E402
 
 __all__ = ["VARIANTS", "table"]
@@ -71,11 +72,14 @@ def train(args: argparse.Namespace) -> None:
     callbacks: list[L.Callback] = [clock]
     if options is not None:
         callbacks.append(AdaptiveFreezing(alpha=args.alpha, every_n_epochs=args.every, **options))
-    trainer = L.Trainer(
-        strategy=AvgPipeStrategy(num_microbatches=args.microbatches), accelerator="cpu", devices=2, logger=False,
-        max_epochs=args.epochs, check_val_every_n_epoch=args.epochs, num_sanity_val_steps=0, callbacks=callbacks,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        strategy=AvgPipeStrategy(num_microbatches=args.microbatches),
+        devices=2,
+        max_epochs=args.epochs,
+        check_val_every_n_epoch=args.epochs,
+        num_sanity_val_steps=0,
+        callbacks=callbacks,
+    )
     model = FineTuning(layers=args.layers, width=args.width, pretraining_steps=args.pretraining)
     trainer.fit(model, Stripes(train=args.pictures, val=args.pictures // 2, batch_size=args.batch))
     accuracy = trainer.callback_metrics.get("val_accuracy")

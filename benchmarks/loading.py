@@ -12,8 +12,6 @@ are seconds, and ``once`` are those in which one process reads and keeps all of 
 from __future__ import annotations
 
 import argparse
-import os
-import pickle
 import sys
 import tempfile
 import time
@@ -22,15 +20,12 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.multiprocessing as mp
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.processes import free_port
-from benchmarks.resident import MIB, Resident
+from benchmarks.harness import MIB, Resident, quiet_trainer, spawned
 
-LIMIT_S = 500.0
 LAYER_MIB = 24.0  # of the weights of a layer in bfloat16
 COLUMNS = ("share", "largest", "peak", "build", "fill", "once")
 
@@ -85,13 +80,8 @@ class Look(L.Callback):
         self.held = tuple(p.nbytes / MIB for p in module.parameters() if not p.is_meta)
 
 
-def measure(rank: int, processes: int, port: int, folder: str, stagewise: bool, dtype: torch.dtype) -> None:
-    """Run one process and leave its figures in a file."""
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), NODE_RANK="0",
-        WORLD_SIZE=str(processes), GLOO_SOCKET_IFNAME="lo",
-    )  # fmt: skip
-    torch.set_num_threads(1)
+def measure(processes: int, folder: str, stagewise: bool, dtype: torch.dtype) -> dict[str, float]:
+    """Run one process, and return its figures."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from lightning_avgpipe import AvgPipeStrategy
@@ -109,18 +99,17 @@ def measure(rank: int, processes: int, port: int, folder: str, stagewise: bool, 
     OnDemandGather.fill = timed  # type: ignore[method-assign]
     resident = Resident()
     look = Look()
-    trainer = L.Trainer(
-        accelerator="cpu", devices=processes, strategy=AvgPipeStrategy(num_microbatches=2), callbacks=[look],
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        devices=processes,
+        strategy=AvgPipeStrategy(num_microbatches=2),
+        callbacks=[look],
+    )
     model = Loaded(folder, stagewise, dtype)
     trainer.validate(model, DataLoader(torch.randint(0, 64, (4, 16)), batch_size=2), verbose=False)
-    figures = {
+    return {
         "share": sum(look.held), "largest": max(look.held), "peak": resident.peak(), "build": model.build_s,
         "fill": seconds[0],
     }  # fmt: skip
-    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(figures))
-    os._exit(0)
 
 
 def once(folder: str) -> float:
@@ -131,26 +120,6 @@ def once(folder: str) -> float:
     kept = [{k: v.clone() for k, v in load_file(path).items()} for path in sorted(Path(folder).glob("*.safetensors"))]
     assert kept
     return time.perf_counter() - began
-
-
-def run(processes: int, folder: str, stagewise: bool, dtype: torch.dtype) -> list[dict[str, float]]:
-    """The figures of each rank."""
-    port, context, seconds = free_port(), mp.get_context("spawn"), once(folder)
-    started = [
-        context.Process(target=measure, args=(rank, processes, port, folder, stagewise, dtype))
-        for rank in range(processes)
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(LIMIT_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
-    if any(process.exitcode for process in started):
-        raise RuntimeError(f"exit codes {[process.exitcode for process in started]}")
-    figures = [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(processes)]
-    return [{**of, "once": seconds} for of in figures]
 
 
 def main() -> None:
@@ -166,7 +135,9 @@ def main() -> None:
         write(folder, options.megabytes)
         print(f"{'read by':16s} {'rank':>4s}" + "".join(f"{name:>9s}" for name in COLUMNS) + "  peak/share")
         for stagewise in (False, True):
-            for rank, row in enumerate(run(options.processes, folder, stagewise, getattr(torch, options.dtype))):
+            seconds, given = once(folder), (options.processes, folder, stagewise, getattr(torch, options.dtype))
+            for rank, found in enumerate(spawned(measure, [given] * options.processes)):
+                row = {**found, "once": seconds}
                 numbers = "".join(f"{row[name]:9.{0 if row[name] > 20 else 2}f}" for name in COLUMNS)
                 name = "from_pretrained" if stagewise else "transformers"
                 print(f"{name:16s} {rank:4d}{numbers}  {row['peak'] / row['share']:.2f}")

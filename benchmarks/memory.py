@@ -13,28 +13,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import pickle
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.processes import free_port
-from benchmarks.resident import MIB, Resident
+from benchmarks.harness import MIB, Resident, quiet_trainer, spawned
 from lightning_avgpipe import AvgPipeStrategy
 
 WIDTH = 1024
-LIMIT_S = 500.0
 
 
 class Tower(L.LightningModule):
@@ -91,51 +85,26 @@ class Report(L.Callback):
     on_train_batch_end = on_validation_batch_end = _end
 
 
-def measure(rank: int, processes: int, port: int, layers: int, meta: bool, train: bool, folder: str) -> None:
-    """Run one process and leave its figures in a file."""
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), NODE_RANK="0",
-        WORLD_SIZE=str(processes), GLOO_SOCKET_IFNAME="lo",
-    )  # fmt: skip
-    torch.set_num_threads(1)
+def measure(processes: int, layers: int, meta: bool, train: bool) -> dict[str, float]:
+    """Run one process, and return its figures."""
     F.linear(torch.randn(8, 8), torch.randn(8, 8))  # libraries are loaded before the first reading
     data = DataLoader(TensorDataset(torch.randn(32, WIDTH), torch.randn(32, WIDTH)), batch_size=16)
     resident = Resident()
     report = Report(resident)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=processes, strategy=AvgPipeStrategy(num_microbatches=4), callbacks=[report],
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        devices=processes,
+        strategy=AvgPipeStrategy(num_microbatches=4),
+        callbacks=[report],
+    )
     model = Tower(layers, meta)
     # validation decides on the plan as training does, when it runs alone
     trainer.fit(model, data) if train else trainer.validate(model, data, verbose=False)
-    figures = {
-        "rank": rank, "share": report.share, "before": report.before, "after": report.after, "peak": resident.peak(),
-    }  # fmt: skip
-    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(figures))
-    os._exit(0)
+    return {"share": report.share, "before": report.before, "after": report.after, "peak": resident.peak()}
 
 
 def run(processes: int, layers: int, meta: bool, train: bool) -> list[dict[str, float]]:
-    """The figures of each rank."""
-    port = free_port()
-    context = mp.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        started = [
-            context.Process(target=measure, args=(rank, processes, port, layers, meta, train, folder))
-            for rank in range(processes)
-        ]
-        for process in started:
-            process.start()
-        for process in started:
-            process.join(LIMIT_S)
-        for process in started:
-            if process.is_alive():
-                process.kill()
-                process.join()
-        if any(process.exitcode for process in started):
-            raise RuntimeError(f"exit codes {[process.exitcode for process in started]}")
-        return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(processes)]
+    """Return the figures of each rank."""
+    return spawned(measure, [(processes, layers, meta, train)] * processes)
 
 
 def main() -> None:
@@ -149,8 +118,8 @@ def main() -> None:
     layers = max(options.processes, options.megabytes * MIB // (4 * WIDTH * WIDTH))
     rows = []
     for meta in (False, True):
-        for figures in run(options.processes, layers, meta, options.train):
-            rows.append({"built": "on meta" if meta else "in __init__", **figures})
+        for rank, figures in enumerate(run(options.processes, layers, meta, options.train)):
+            rows.append({"built": "on meta" if meta else "in __init__", "rank": rank, **figures})
     print(f"{'built':12s} {'rank':>4s} {'share':>8s} {'before':>8s} {'after':>8s} {'peak':>8s} {'peak/share':>10s}")
     for row in rows:
         numbers = " ".join(f"{row[key]:8.0f}" for key in ("share", "before", "after", "peak"))

@@ -1,25 +1,16 @@
-"""A language model as a user writes it, and by hand as two stages, for the benchmark of the engine."""
+"""Models of several benchmarks: a language model as a user writes it, and by hand as two stages; blocks that sleep."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = [
-    "SIZES",
-    "HandWritten",
-    "LanguageModel",
-    "Size",
-    "begin",
-    "by_hand",
-    "example",
-    "loss_of",
-    "make_model",
-]
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, Kind
 
 
 class Block(nn.Module):
@@ -154,3 +145,44 @@ class HandWritten:
         between = time.perf_counter()
         output.backward(None if self.is_last else other)
         return between - before, time.perf_counter() - between
+
+
+class Sleep(torch.autograd.Function):
+    """Takes a while in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rest_s: dict[Kind, float]) -> Tensor:
+        ctx.rest_s = rest_s
+        time.sleep(max(0.0, rest_s[FORWARD]))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        time.sleep(max(0.0, ctx.rest_s[BACKWARD]))
+        return gradients[0], None
+
+
+class SleepingBlock(nn.Module):
+    """One stage's work: a sleep, and an output of the wanted size."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.width = width
+        self.rest_s = {FORWARD: 0.0, BACKWARD: 0.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleep.apply(x.expand(1, self.width) * self.scale, self.rest_s)
+
+
+class Blocks(nn.Module):
+    """A block per stage."""
+
+    def __init__(self, num_stages: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SleepingBlock(width) for _ in range(num_stages))
+
+    def training_step(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.mean()

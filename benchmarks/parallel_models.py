@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.harness import record
 from benchmarks.models import LanguageModel, Size, example, make_model
-from benchmarks.rounds import record
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import run_together

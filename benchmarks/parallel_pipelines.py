@@ -45,12 +45,10 @@ from lightning_avgpipe import Averaging
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import network, trained
-from benchmarks.models import SIZES, Size
+from benchmarks.harness import MIB, Resident, add_options, connected, in_turns, launch, write
+from benchmarks.models import SIZES, Blocks, Size
 from benchmarks.parallel_models import NUM_STAGES, Bench, transformer
-from benchmarks.processes import add_options, connected, launch
-from benchmarks.resident import MIB, Resident
-from benchmarks.rounds import in_turns
-from benchmarks.schedules import Blocks, ThrottledGroups, calibrate, goodput
+from benchmarks.schedules import ThrottledGroups, calibrate, goodput
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.engine.accounting import HostMeter
@@ -68,7 +66,7 @@ from lightning_avgpipe.schedule import (
     uneven_steps,
 )
 from lightning_avgpipe.tuning import Curve, Device, HopProfile, Profile, Setting, Simulator, StageMemory, StageProfile
-from lightning_avgpipe.tuning.memory import memory_at
+from lightning_avgpipe.tuning.scaling import memory_at
 
 PARTS = ["time", "memory", "rolling"]
 _NO_MEMORY = StageMemory(0, 0, 0, 0)
@@ -423,8 +421,7 @@ def main(arguments: Sequence[str]) -> None:
     if "memory" in options.parts:
         found["memory"] = ranks(None, "--parts", "memory")
         print(f"\nmemory in MiB\n{memory_table(found['memory'])}", flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1))
+    write(options, found)
 
 
 if __name__ == "__main__":

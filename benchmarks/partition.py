@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import platform
 import statistics
 import time
@@ -29,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.harness import write
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure
@@ -279,9 +279,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
     rows = [row for name in options.models for row in compare(name, options.stages, options.runs, say)]
     print(table(rows))
-    if options.json is not None:
-        about = {"torch": torch.__version__, "machine": platform.machine(), "threads": options.threads}
-        options.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1))
+    about = {"torch": torch.__version__, "machine": platform.machine(), "threads": options.threads}
+    write(options, {"about": about, "rows": rows})
     return rows
 
 

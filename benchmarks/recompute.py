@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import statistics
 import sys
 import time
@@ -29,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.resident import MIB, Resident
+from benchmarks.harness import MIB, Resident, quiet_trainer, spawned
 from lightning_avgpipe import AvgPipeStrategy
 
 WAYS: dict[str, Any] = {"plain": False, "blocks": ["blocks.*"], "stages": True}
@@ -111,10 +110,12 @@ def fit(way: str, options: argparse.Namespace, batches: int, **callbacks: Any) -
         on_train_batch_end=lambda *_: times.append(times.pop() + time.perf_counter()),
     )
     tokens = torch.randint(0, 100, (batches * options.batch, options.length))
-    trainer = L.Trainer(
-        strategy=strategy, devices=1, accelerator="auto", logger=False, enable_checkpointing=False, max_epochs=1,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=1,
+        accelerator="auto",
+        callbacks=[clock],
+    )
     trainer.fit(
         Transformer(options.layers, options.width, options.dropout),
         DataLoader(TensorDataset(tokens, tokens), batch_size=options.batch),
@@ -122,26 +123,14 @@ def fit(way: str, options: argparse.Namespace, batches: int, **callbacks: Any) -
     return times
 
 
-def measure(way: str, options: argparse.Namespace, pipe: Any) -> None:
-    """The figures of one way, into the pipe."""
-    torch.set_num_threads(1)
+def measure(way: str, options: argparse.Namespace) -> dict[str, float]:
+    """The figures of one way."""
     peak = peak_of(lambda: fit(way, options, 2))
     seconds = statistics.median(fit(way, options, options.batches)[1:])
     stash = Stash()
     with saved_tensors_hooks(stash.pack, lambda kept: kept):
         fit(way, options, 2)
-    pipe.send({"stash": stash.largest / MIB, "peak": peak, "seconds": seconds})
-
-
-def in_a_process(way: str, options: argparse.Namespace) -> dict[str, float]:
-    """Its figures."""
-    receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
-    process = mp.get_context("spawn").Process(target=measure, args=(way, options, sender))
-    process.start()
-    sender.close()
-    found: dict[str, float] = receiver.recv()
-    process.join()
-    return found
+    return {"stash": stash.largest / MIB, "peak": peak, "seconds": seconds}
 
 
 def main() -> None:
@@ -156,7 +145,7 @@ def main() -> None:
     parser.add_argument("--schedule", choices=["afab", "1f1b"], default="1f1b")
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
     options = parser.parse_args()
-    rounds = [{way: in_a_process(way, options) for way in WAYS} for _ in range(options.rounds)]
+    rounds = [{way: spawned(measure, [(way, options)])[0] for way in WAYS} for _ in range(options.rounds)]
     rows = []
     print(f"{'recompute':10s} {'stash':>10s} {'peak':>10s} {'batch':>9s} {'time':>7s}")
     for way in WAYS:

@@ -26,21 +26,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import every_schedule, network
-from benchmarks.processes import add_options, connected, launch
-from benchmarks.rounds import record
+from benchmarks.harness import add_options, connected, launch, loaded, record, write
+from benchmarks.models import Blocks
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.line import Wire
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.engine.observer import Observers
-from lightning_avgpipe.engine.pipeline import Pipeline, run_together
+from lightning_avgpipe.engine.pipeline import run_together
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import (
     BACKWARD,
     FORWARD,
@@ -60,50 +58,6 @@ _CALIBRATIONS = 3
 _PROBE_BYTES = 2_000_000
 _PROBES = 6
 _FLOAT_BYTES = 4
-
-
-# -- the model -------------------------------------------------------------------------------------------------------
-
-
-class Sleep(torch.autograd.Function):
-    """Takes a while in both directions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rest_s: dict[Kind, float]) -> Tensor:
-        ctx.rest_s = rest_s
-        time.sleep(max(0.0, rest_s[FORWARD]))
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(max(0.0, ctx.rest_s[BACKWARD]))
-        return gradients[0], None
-
-
-class Block(nn.Module):
-    """One stage's work: a sleep, and an output of the wanted size."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.width = width
-        self.rest_s = {FORWARD: 0.0, BACKWARD: 0.0}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(x.expand(1, self.width) * self.scale, self.rest_s)
-
-
-class Blocks(nn.Module):
-    """A block per stage."""
-
-    def __init__(self, num_stages: int, width: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(num_stages))
-
-    def training_step(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.mean()
 
 
 # -- links -----------------------------------------------------------------------------------------------------------
@@ -157,11 +111,8 @@ class Bench:
         self.num_microbatches = num_microbatches
         self.model = Blocks(cluster.stage_map.num_stages, max(1, round(message_bytes / _FLOAT_BYTES)))
         points = [f"blocks.{k}" for k in range(1, cluster.stage_map.num_stages)]
-        plan = Planner(Divisible(self.model), cluster.stage_map.num_stages, points).plan(
-            Step("training_step", self.model.training_step, (torch.ones(1, 1),))
-        )
-        self.pipeline = Pipeline(cluster, self.model)
-        self.pipeline.load(plan.graph, plan.cuts, relays=sorted(Broadcast()(cluster.stage_map.num_stages, 1).relays))
+        relays = sorted(Broadcast()(cluster.stage_map.num_stages, 1).relays)
+        self.pipeline, _ = loaded(cluster, self.model, points, (torch.ones(1, 1),), relays)
 
     def run(self, schedule: Schedule) -> Timeline | None:
         """One iteration; on rank 0 what happened in it."""
@@ -333,8 +284,7 @@ def main(arguments: Sequence[str]) -> None:
         rest = ["--rounds", str(options.rounds)]
         rest += ["--microbatches", "4"] if options.quick else []
         found["every"] = every_schedule.run(options.stages, options.compute, rest, options.limit_s)
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1))
+    write(options, found)
 
 
 def on_links(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import network, pipedream
-from benchmarks.processes import add_options, begin, launch
+from benchmarks.harness import add_options, begin, launch, quiet_trainer
 from lightning_avgpipe import AvgPipeStrategy, PipelineTimeline
 from lightning_avgpipe.comm.probe import measure_bandwidth
 from lightning_avgpipe.planning.network import Network
@@ -224,11 +224,11 @@ def fit(
     model: L.LightningModule, batches: Tensor, batch_size: int, strategy: Any, callbacks: Sequence[L.Callback] = ()
 ) -> Clock:
     clock = Clock()
-    trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=int(os.environ["WORLD_SIZE"]),
         callbacks=[clock, *callbacks],
-    )  # fmt: skip
+    )
     trainer.fit(model, DataLoader(batches, batch_size))  # type: ignore[arg-type]
     return clock
 

@@ -111,26 +111,48 @@ def train(trial: Trial, limit: int) -> int | None:
     staggered = _without_barrier(trial, models, reference, alpha) if rolls else []
     size = workload.batch_size * (trial.num_models if trial.method == "large" else 1)
     source = batches(samples, size, trial.seed)
-    every = min(EVERY, len(samples[-1]) // EVALUATIONS)
-    seen, judged, before = 0, 0, (0, judge(workload, reference, held_out))
-    while seen < limit:
+
+    def iterate(seen: int) -> int:
         for n, (model, steps) in enumerate(zip(models, optimizers, strict=True)):
             *inputs, targets = next(source)
             model.train()
             steps.zero_grad()
             workload.loss(model(*inputs), targets).backward()
             steps.step()
-            seen += size
             if staggered:  # the next model's iteration began before, where its last one ended
                 staggered[n % len(staggered)].end(n // len(staggered))
         if staggered:
             average([_statistics(model) for model in models], _statistics(reference), 0.0, 1.0, len(models))
         elif together:
             average([_floats(model) for model in models], _floats(reference), alpha, trial.outer_lr, len(models))
+        return size * len(models)
+
+    def loss() -> float:
+        for one in staggered:
+            one.catch_up()
+        return judge(workload, reference, held_out)
+
+    return samples_to_goal(workload, iterate, loss, len(samples[-1]), limit)
+
+
+def samples_to_goal(
+    workload: Workload, iterate: Callable[[int], int], loss: Callable[[], float], epoch: int, limit: int
+) -> int | None:
+    """Train until the goal is reached, and return the samples, interpolated between evaluations.
+
+    Args:
+        workload: training with the goal.
+        iterate: function of the samples so far that trains an iteration, and returns the number of its samples.
+        loss: function that returns the loss on validation samples.
+        epoch: number of samples of an epoch.
+        limit: largest number of samples; None is returned if the goal takes more, or the loss is not finite.
+    """
+    every = min(EVERY, epoch // EVALUATIONS)
+    seen, judged, before = 0, 0, (0, loss())
+    while seen < limit:
+        seen += iterate(seen)
         if seen - judged >= every:
-            for one in staggered:
-                one.catch_up()
-            judged, now = seen, judge(workload, reference, held_out)
+            judged, now = seen, loss()
             if now <= workload.goal:
                 share = (before[1] - workload.goal) / (before[1] - now)
                 return round(before[0] + share * (seen - before[0]))

@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import network
+from benchmarks.harness import add_options, begin, launch, quiet_trainer
+from benchmarks.models import Blocks
 from benchmarks.paper.results import Results
-from benchmarks.processes import add_options, begin, launch
-from benchmarks.schedules import Blocks
 from lightning_avgpipe import Averaging, AvgPipeStrategy, PipeOptim
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, StageCosts, build, simulate
 from lightning_avgpipe.schedule.asynchronous import simulate_policy
@@ -145,14 +145,17 @@ def _seconds(costs: Costs, strategy: dict[str, Any]) -> float:
     clock, count = _Clock(), strategy.get("num_pipelines", 1)
     batches = torch.ones(costs.steps * count * costs.microbatches, 1)
     points = [f"net.blocks.{k}" for k in range(1, costs.stages)]
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         strategy=AvgPipeStrategy(
-            num_microbatches=costs.microbatches, split_points=points, costs="flops",
-            timeout=120, **strategy,
+            num_microbatches=costs.microbatches,
+            split_points=points,
+            costs="flops",
+            timeout=120,
+            **strategy,
         ),
-        accelerator="cpu", devices=costs.stages, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
-    )  # fmt: skip
+        devices=costs.stages,
+        callbacks=[clock],
+    )
     trainer.fit(_Model(costs), DataLoader(batches, batch_size=costs.microbatches))  # type: ignore[arg-type]
     ends = clock.ends[_EDGE:-_EDGE]
     return (ends[-1] - ends[0]) / (len(ends) - 1) / count

@@ -32,9 +32,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.harness import add_options, begin, in_turns, launch, quiet_trainer, timeline_of, write
 from benchmarks.models import SIZES, LanguageModel, Size
-from benchmarks.processes import add_options, begin, launch
-from benchmarks.rounds import in_turns, timeline_of
 from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.engine.recording import Recorder
 from lightning_avgpipe.schedule import StageCosts, simulate
@@ -109,11 +108,11 @@ def run(side: dict[str, Any] | None, size: Size, steps: int, records: bool) -> t
     text = torch.randint(size.vocabulary, (steps * count * batch, size.length + 1))
     data = TensorDataset(text[:, :-1], text[:, 1:])
     clock = _Clock(records)
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         strategy="ddp" if side is None else AvgPipeStrategy(split_points=[f"net.blocks.{size.layers // 2}"], **side),
-        accelerator="cpu", devices=PROCESSES, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
-    )  # fmt: skip
+        devices=PROCESSES,
+        callbacks=[clock],
+    )
     torch.manual_seed(0)
     trainer.fit(_Module(size), DataLoader(data, batch // (PROCESSES if side is None else 1)))
     simulated = [seconds / count for seconds in clock.simulated_s[EDGE:]]
@@ -167,8 +166,7 @@ def main() -> None:
     arguments += ["--pipelines", *map(str, options.pipelines)]
     found = launch(__file__, arguments, PROCESSES, None, options.limit_s)
     print(table(found))
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1))
+    write(options, found)
 
 
 if __name__ == "__main__":

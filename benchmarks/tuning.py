@@ -43,13 +43,12 @@ from torch.utils.data import DataLoader, IterableDataset
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import network
+from benchmarks.harness import TIMEOUT, add_options, launch, quiet_trainer, write
 from benchmarks.models import LanguageModel, Size, loss_of
-from benchmarks.predictors import ranks
-from benchmarks.processes import TIMEOUT, add_options, launch
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.tuning import PREDICTORS, Profile, Setting, candidates, search
-from lightning_avgpipe.tuning.calibration import calibrated
-from lightning_avgpipe.tuning.memory import memory_at
+from lightning_avgpipe.tuning.predictors import calibrated
+from lightning_avgpipe.tuning.scaling import memory_at
 
 NUM_STAGES = 2
 FREE = 0  # megabits per second of loopback: no limit
@@ -214,6 +213,11 @@ def choices(profile: Profile, measured: dict[Setting, float]) -> list[Choice]:
     return found
 
 
+def ranks(values: Sequence[float]) -> list[float]:
+    """Mean rank among equals; Python 3.11 has no rank correlation."""
+    return [sum(v < value for v in values) + sum(v == value for v in values) / 2 for value in values]
+
+
 # -- one process per stage -------------------------------------------------------------------------------------------
 
 
@@ -296,11 +300,11 @@ def work(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tuner = AvgPipeTuner(options.pipelines, options.microbatches, samples_factor=1, dirpath=folder)
         traversal = Traversal(tuner, options)
-        trainer = L.Trainer(
-            accelerator="cpu", devices=NUM_STAGES, max_epochs=1, callbacks=[tuner, traversal], logger=False,
+        trainer = quiet_trainer(
+            devices=NUM_STAGES,
+            callbacks=[tuner, traversal],
             strategy=AvgPipeStrategy(split_points=[f"model.{workload.split_point}"], timeout=TIMEOUT),
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        )
         trainer.fit(Module(workload), DataLoader(Repeated(workload, options.batch_size), batch_size=None))
     if trainer.global_rank == 0:
         options.result.write_text(json.dumps(found_by(traversal)))
@@ -442,9 +446,8 @@ def measure(arguments: Sequence[str], options: argparse.Namespace) -> list[dict[
         found = launch(__file__, [*arguments, *more], NUM_STAGES, megabits or None, options.limit_s)
         rows.append({"workload": workload, "megabits": megabits, **found})
         print(table(rows[-1:]), flush=True)
-        if options.json is not None:
-            about = {"cores": os.cpu_count(), "torch": torch.__version__, "batch_size": options.batch_size}
-            options.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
+        about = {"cores": os.cpu_count(), "torch": torch.__version__, "batch_size": options.batch_size}
+        write(options, {**about, "rows": rows})
     return rows
 
 

@@ -40,6 +40,7 @@ from torch.utils.data import DataLoader, IterableDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import trained
+from benchmarks.harness import quiet_trainer
 from benchmarks.paper.results import Results
 from benchmarks.statistical_efficiency import batches, judge, optimizer
 from benchmarks.workloads import WORKLOADS, Samples, Workload
@@ -129,10 +130,11 @@ def train(side: str, workload: str, kind: str, microbatches: int, seed: int, lim
     samples, held_out = goal.data()
     looks = _Judge(goal, held_out, limit, SIDES[side].get("num_pipelines", 1))
     strategy = AvgPipeStrategy(num_stages=STAGES, num_microbatches=microbatches, costs="flops", **SIDES[side])
-    trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[looks],
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=1,
+        callbacks=[looks],
+    )
     trainer.fit(_Model(goal, kind), DataLoader(_Batches(samples, goal.batch_size, seed), batch_size=None))
     return looks.samples
 

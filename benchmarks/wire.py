@@ -30,16 +30,14 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import network
-from benchmarks.processes import add_options, connected, launch
-from benchmarks.rounds import in_turns
+from benchmarks.harness import add_options, connected, in_turns, launch, loaded, write
+from benchmarks.models import Sleep
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.capture.wire_format import FORMATS, Format, wire_bytes
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.engine.pipeline import Pipeline, run_together
+from lightning_avgpipe.engine.pipeline import run_together
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.planner import Planner
-from lightning_avgpipe.schedule import build
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, build
 from lightning_avgpipe.utils.random_streams import RandomKey
 
 STEP = "training_step"
@@ -47,29 +45,16 @@ _FORMATS: tuple[Format | None, ...] = (None, *FORMATS)
 _ROWS, _WIDTH = 256, 1024  # of a micro-batch's values: 1 MiB in float32
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(2 * ctx.seconds)
-        return gradients[0], None
-
-
 class Sleeper(nn.Module):
     """A layer that takes a device's time and no core's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seconds = 0.0
+        self.rest_s = {FORWARD: 0.0, BACKWARD: 0.0}
         self.weight = nn.Parameter(torch.ones(_WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        slept: Tensor = _Sleep.apply(x * self.weight, self.seconds)
+        slept: Tensor = Sleep.apply(x * self.weight, self.rest_s)
         return slept
 
 
@@ -89,14 +74,14 @@ def measure(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     model, count = Model(), options.microbatches
     parts = [(torch.randn(_ROWS, _WIDTH), i) for i in range(count)]
-    plan = Planner(Divisible(model), 2, ["second"]).plan(Step(STEP, model.training_step, parts[0]))
-    model.first.seconds = model.second.seconds = options.forward_ms / 1e3
-    pipeline, schedule = Pipeline(cluster, model), build("advance_forward", 2, count, 2)
-    pipeline.load(plan.graph, plan.cuts)
-    loaded = pipeline.steps[STEP]
+    pipeline, plan = loaded(cluster, model, ["second"], parts[0])
+    seconds_of = {FORWARD: options.forward_ms / 1e3, BACKWARD: 2 * options.forward_ms / 1e3}
+    model.first.rest_s = model.second.rest_s = seconds_of
+    schedule = build("advance_forward", 2, count, 2)
+    step = pipeline.steps[STEP]
     seconds: dict[str, list[float]] = {str(wire): [] for wire in _FORMATS}
     for i, wire in enumerate(in_turns(_FORMATS, 1 + options.rounds)):
-        pipeline.steps[STEP] = replace(loaded, wires=[wire])
+        pipeline.steps[STEP] = replace(step, wires=[wire])
         model.zero_grad()
         task = Task(
             lambda _, *args: model.training_step(*args), parts, lambda _, loss: loss, RandomKey(0, i),
@@ -151,8 +136,7 @@ def main(arguments: Sequence[str]) -> None:
     found |= {"cores": os.cpu_count(), "torch": torch.__version__, "megabits": options.megabits}
     links = f"links of {options.megabits} Mbit/s" if options.megabits else "free links"
     print(f"{links}, {options.forward_ms:g} ms of a forward, {options.microbatches} micro-batches\n{table(found)}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1))
+    write(options, found)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ precision, as evaluation is.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -26,7 +25,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.statistical_efficiency import EVALUATIONS, EVERY, batches, judge, optimizer
+from benchmarks.harness import write
+from benchmarks.statistical_efficiency import batches, judge, optimizer, samples_to_goal
 from benchmarks.workloads import WORKLOADS
 from lightning_avgpipe.capture.wire_format import FORMATS, Format
 from lightning_avgpipe.comm.message import Message, compressed, decompressed
@@ -63,14 +63,13 @@ def samples(trial: tuple[str, str, Format | None, int]) -> int | None:
     workload = WORKLOADS[name]
     (train, held_out), model = workload.data(), workload.model()
     steps = optimizer(steps_by, model, workload.rates[steps_by])
-    source, every = batches(train, workload.batch_size, seed), min(EVERY, len(train[-1]) // EVALUATIONS)
-    seen, judged, before = 0, 0, (0, judge(workload, model, held_out))
+    source = batches(train, workload.batch_size, seed)
 
-    def hop(layer: nn.Module, given: Any, x: Tensor) -> Tensor:
-        hopped: Tensor = _Hop.apply(x, wire, RandomKey(seed, seen))
-        return hopped
+    def iterate(seen: int) -> int:
+        def hop(layer: nn.Module, given: Any, x: Tensor) -> Tensor:
+            hopped: Tensor = _Hop.apply(x, wire, RandomKey(seed, seen))
+            return hopped
 
-    while seen < _LIMIT:
         *inputs, targets = next(source)
         model.train()
         steps.zero_grad()
@@ -78,13 +77,9 @@ def samples(trial: tuple[str, str, Format | None, int]) -> int | None:
         workload.loss(model(*inputs), targets).backward()
         handle.remove()
         steps.step()
-        seen += workload.batch_size
-        if seen - judged >= every:
-            judged, now = seen, judge(workload, model, held_out)
-            if now <= workload.goal:
-                return round(before[0] + (before[1] - workload.goal) / (before[1] - now) * (seen - before[0]))
-            before = (seen, now)
-    return None
+        return workload.batch_size
+
+    return samples_to_goal(workload, iterate, lambda: judge(workload, model, held_out), len(train[-1]), _LIMIT)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -119,8 +114,7 @@ def main() -> None:
     names = ("workload", "optimizer", "wire", "seed")
     rows = [dict(zip(names, trial, strict=True)) | {"samples": n} for trial, n in zip(trials, found, strict=True)]
     print(table(rows))
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1))
+    write(options, rows)
 
 
 if __name__ == "__main__":

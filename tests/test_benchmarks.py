@@ -22,12 +22,12 @@ from benchmarks import (
 )
 from benchmarks.engine import summary
 from benchmarks.paper.results import Results
-from benchmarks.predictors import random_profile
 from benchmarks.schedules import table
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Span, StageCosts, Timeline, Transfer, build, simulate
 from lightning_avgpipe.tuning import Profile, Setting, Simulator, candidates
 from tests.commands import ROOT, run
+from tests.profiles import random_profile
 
 
 def test_the_table_compares_with_1f1b_and_with_the_simulator() -> None:

@@ -15,8 +15,8 @@ from benchmarks.paper.results import Results
 from benchmarks.paper.settings import fitting, memory_of
 from benchmarks.paper.stages import FIRST_INPUTS, by_hand, tensors
 from benchmarks.paper.workloads import WORKLOADS, awd_lstm, bert, gnmt
-from benchmarks.predictors import random_profile
-from lightning_avgpipe.tuning.memory import memory_at
+from lightning_avgpipe.tuning.scaling import memory_at
+from tests.profiles import random_profile
 
 MODELS: dict[str, Any] = {
     "gnmt": lambda: gnmt.GNMT(vocabulary=40, width=8, layers=3),

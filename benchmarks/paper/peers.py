@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.harness import TIMEOUT
 from benchmarks.paper.settings import MICROBATCHES
 from benchmarks.paper.stages import FIRST_INPUTS, by_hand, tensors, tied
 from benchmarks.paper.workloads import Workload
-from benchmarks.processes import TIMEOUT
 
 __all__ = ["PEERS", "NotPossible", "Step"]
 

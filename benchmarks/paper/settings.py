@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.paper.workloads import Workload
 from lightning_avgpipe.tuning import Profile, Setting, candidates, search
-from lightning_avgpipe.tuning.memory import memory_at
+from lightning_avgpipe.tuning.scaling import memory_at
 
 __all__ = ["BOUNDS", "MICROBATCHES", "fitting", "label", "memory_of", "settings_within"]
 

@@ -23,11 +23,10 @@ from lightning.pytorch.strategies import DDPStrategy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.harness import TIMEOUT, Resident, add_options, begin, launch
 from benchmarks.paper.peers import PEERS, STAGES, NotPossible
 from benchmarks.paper.settings import MICROBATCHES
 from benchmarks.paper.workloads import WORKLOADS, Workload
-from benchmarks.processes import TIMEOUT, add_options, begin, launch
-from benchmarks.resident import Resident
 from lightning_avgpipe import Averaging, AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.tuning import Setting

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.planning.spp import partition
 from lightning_avgpipe.schedule import StageCosts, build, simulate
-from lightning_avgpipe.tuning.samples import SamplesFactor, samples_at
+from lightning_avgpipe.tuning.search import SamplesFactor, samples_at
 
 _BYTES_PER_S = 1e6 / 8  # of a megabit per second
 _ADVANCES = (1, 2, 3)

@@ -2,18 +2,18 @@
 
 from lightning_avgpipe.tuning.predictors import PREDICTORS, Corrected, Paper, Prediction, Predictor, Simulator
 from lightning_avgpipe.tuning.profile import (
+    TUNED,
     Curve,
     Device,
     HopProfile,
     OtherSize,
     Profile,
+    Setting,
     StageMemory,
     StageProfile,
     Trial,
 )
-from lightning_avgpipe.tuning.samples import SamplesFactor
-from lightning_avgpipe.tuning.search import Candidate, Result, candidates, microbatch_counts, search
-from lightning_avgpipe.tuning.setting import TUNED, Setting
+from lightning_avgpipe.tuning.search import Candidate, Result, SamplesFactor, candidates, microbatch_counts, search
 
 __all__ = [
     "PREDICTORS",

@@ -2,23 +2,27 @@
 
 There are three predictors with one interface. ``Paper`` implements the equations of AvgPipe's paper as printed, for
 comparison. ``Corrected`` is a closed form without their errors. ``Simulator`` simulates the iteration. All predict
-memory in the same way.
+memory in the same way. Measured times of whole iterations calibrate them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from lightning_avgpipe.tuning.bound import least_s
-from lightning_avgpipe.tuning.memory import memory_at
-from lightning_avgpipe.tuning.profile import Profile
-from lightning_avgpipe.tuning.scaling import Load, Loads, loads_at
-from lightning_avgpipe.tuning.setting import Setting
-from lightning_avgpipe.tuning.steady import rolling_iteration_s, steady_iteration_s
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, InTurns, Kind, SideBySide, build
+from lightning_avgpipe.schedule.player import PlayedLane, Player
+from lightning_avgpipe.schedule.simulator import simulate
+from lightning_avgpipe.tuning.profile import Profile, Setting
+from lightning_avgpipe.tuning.scaling import Load, Loads, interpolated, loads_at, memory_at, update_s
+
+_EVEN = 4  # number of last actions of a lane that must have the same distance, for a pace to be steady
+_ROUNDING = 1e-9  # share of a period
+_ROLLING = 8  # number of simulated iterations, of which those in the middle are counted
 
 
 @dataclass(frozen=True)
@@ -209,10 +213,9 @@ class Simulator:
     def predict(self, profile: Profile, setting: Setting) -> Prediction:
         """Predict a setting from a profile."""
         loads = loads_at(profile, setting)
+        seconds = simulated_s(setting, loads, profile.devices, profile.device.in_turns)
         if setting.rolling:
-            roll_s = rolling_iteration_s(setting, profile.num_stages, loads, profile.devices, profile.device.in_turns)
-            return _prediction(profile, setting, max(roll_s + profile.tied_s, _rolling_s(profile, setting, self)))
-        seconds = steady_iteration_s(setting, profile.num_stages, loads, profile.devices, profile.device.in_turns)
+            return _prediction(profile, setting, max(seconds + profile.tied_s, _rolling_s(profile, setting, self)))
         return _prediction(profile, setting, seconds + loads.update_s)
 
     def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
@@ -227,7 +230,7 @@ class Simulator:
                 continue
             if key not in alone:
                 one = dataclasses.replace(setting, num_pipelines=1)
-                alone[key] = steady_iteration_s(one, len(stages), loads, stages, profile.device.in_turns)
+                alone[key] = simulated_s(one, loads, stages, profile.device.in_turns)
             seconds = max(alone[key], least_s(setting.num_microbatches, setting.num_pipelines, loads, profile.devices))
             exact = setting.num_pipelines == 1 and len(set(profile.devices)) == len(stages)
             found.append(_prediction(profile, setting, seconds + loads.update_s, at_least=not exact))
@@ -255,6 +258,141 @@ def _rolling_s(profile: Profile, setting: Setting, predictor: Predictor) -> floa
 def _prediction(profile: Profile, setting: Setting, seconds: float, at_least: bool = False) -> Prediction:
     memory = tuple(needed.total for needed in memory_at(profile, setting))
     return Prediction(seconds, seconds / setting.num_pipelines, memory, at_least)
+
+
+def simulated_s(setting: Setting, loads: Loads, devices: Sequence[int], in_turns: bool = False) -> float:
+    """Return the seconds until the last action of all pipelines has ended; rolling, the mean of an iteration.
+
+    An iteration is played only until it becomes periodic. Once all actions repeat with a period, every further
+    micro-batch adds a period and need not be played::
+
+        stage 0 | F0 F1  F2 B0  F3 B1  F4 B2  F5 B3 | B4 B5
+                                |--P--|--P--|--P--|         on every stage of every pipeline
+
+    Args:
+        setting: setting with the schedule and the number of pipelines, which all begin at once.
+        loads: times of one micro-batch on each stage and hop.
+        devices: device of each stage, shape ``(K,)``.
+        in_turns: whether a device runs one action at a time.
+    """
+    m, num_stages, sharing = setting.num_microbatches, loads.num_stages, InTurns if in_turns else SideBySide
+    schedules = [build(setting.schedule, num_stages, m, setting.advance)] * setting.num_pipelines
+    if setting.rolling:
+        return simulate(schedules, loads, devices, sharing, _ROLLING).steady_s
+    player = Player(schedules, loads, [(device,) for device in devices], sharing)
+    ahead = schedules[0].warm_up[0]
+    for backwards in range(_EVEN, m - ahead, _EVEN):
+        player.run(ahead + 2 * backwards)
+        ends = [_ends(lane) for lane in player.lanes]
+        begun = 1 + max(len(of[FORWARD]) for of in ends[::num_stages])
+        period = _period(ends, player.now)
+        if period is not None and begun < m:
+            rest = build(setting.schedule, num_stages, begun, setting.advance)  # begins in the same way
+            for lane in player.lanes:
+                lane.set_row(rest.rows[lane.stage])
+            return player.run() + (m - begun) * period
+    return player.run()
+
+
+def _ends(lane: PlayedLane) -> dict[Kind, list[float]]:
+    """Return the ends of the finished actions of a lane, by kind."""
+    ends: dict[Kind, list[float]] = {action.kind: [] for action in lane.row}
+    for action, (_, end_s) in zip(lane.row, lane.spans, strict=False):
+        ends[action.kind].append(end_s)
+    return ends
+
+
+def _period(ends: Sequence[dict[Kind, list[float]]], now: float) -> float | None:
+    """Return the period in seconds with which the last actions of all lanes repeat; None if they do not."""
+    period = ends[0][BACKWARD][-1] - ends[0][BACKWARD][-2]
+    for of in (of for lane in ends for of in lane.values()):
+        if len(of) <= _EVEN or of[-1] < now - 2 * period:
+            return None
+        for before, after in itertools.pairwise(of[-_EVEN:]):
+            if abs(after - before - period) > _ROUNDING * period:
+                return None
+    return period
+
+
+def least_s(num_microbatches: int, num_pipelines: int, loads: Loads, devices: Sequence[int]) -> float:
+    """Return a lower bound for the seconds of an iteration with any order of actions.
+
+    ::
+
+        stage 0 | F_                      B_
+        stage 1 |    F_                B_           a device waits for its first value, does the work of all pipelines,
+        stage 2 |       F_ N M (f+b) B_             and its last gradient travels back; likewise for links
+
+    Args:
+        num_microbatches: M, number of micro-batches of a batch.
+        num_pipelines: N, number of parallel pipelines.
+        loads: times of one micro-batch on each stage and hop.
+        devices: device of each stage, shape ``(K,)``.
+    """
+    count, before = num_microbatches * num_pipelines, 0.0  # before: to stage k and back
+    work: dict[int, float] = {}
+    for k, (f, b, device) in enumerate(zip(loads.forward, loads.backward, devices, strict=True)):
+        work[device] = work.get(device, before) + count * (f.work_s + b.work_s)
+        before += f.alone_s + b.alone_s
+        if k < len(loads.latency_s):
+            before += loads.values_s[k] + loads.gradients_s[k] + sum(loads.latency_s[k])
+    messages = max((*loads.values_s, *loads.gradients_s), default=0.0)
+    return max(*work.values(), before + (count - 1) * messages)
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A predictor whose iteration times are multiplied by a ratio, at least 1, of measured and predicted times.
+
+    Predictors use the median times of actions, but real times vary. A stage waits for each action that is late, and the
+    more micro-batches there are, the more often it waits::
+
+        stage 0 | F0 F1  .  F2 B0 .. |    predicted 1.00 s, took 1.09 s: all times of this M are multiplied by 1.09
+
+    The ratios come from trials of one pipeline. Between the numbers of micro-batches of trials, the ratio is linear in
+    the logarithm of M. Optimizer steps and averaging are not multiplied. Other pipelines fill some of the waits, and an
+    advance shortens them, by unknown amounts. So the ratio is the same for every N and advance.
+
+    Args:
+        predictor: predictor without calibration.
+        ratios: (number of micro-batches, measured over predicted time), ascending, not empty.
+    """
+
+    predictor: Predictor
+    ratios: tuple[tuple[int, float], ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the predictor."""
+        return self.predictor.name
+
+    def predict(self, profile: Profile, setting: Setting) -> Prediction:
+        """Predict a setting from a profile."""
+        return self._corrected(profile, setting, self.predictor.predict(profile, setting))
+
+    def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
+        """Return the predictor's quick lower bounds, multiplied by the ratios."""
+        found = self.predictor.bounds(profile, settings)
+        return [self._corrected(profile, setting, bound) for setting, bound in zip(settings, found, strict=True)]
+
+    def _corrected(self, profile: Profile, setting: Setting, prediction: Prediction) -> Prediction:
+        points = [(math.log(m), ratio) for m, ratio in self.ratios]
+        ratio = interpolated(points, math.log(setting.num_microbatches))
+        update = min(prediction.iteration_s, update_s(profile, setting.num_pipelines))
+        seconds = ratio * (prediction.iteration_s - update) + update
+        return replace(prediction, iteration_s=seconds, per_batch_s=seconds / setting.num_pipelines)
+
+
+def calibrated(predictor: Predictor, profile: Profile) -> Predictor:
+    """Calibrate a predictor by the trials of a profile; return it unchanged without trials, or if it is ``Paper``."""
+    if isinstance(predictor, Paper):
+        return predictor
+    ratios = {}
+    for trial in profile.trials:
+        expected = predictor.predict(profile, trial.setting).iteration_s - update_s(profile, 1)
+        if expected > 0:
+            ratios[trial.setting.num_microbatches] = max(1.0, trial.span_s / expected)
+    return Calibrated(predictor, tuple(sorted(ratios.items()))) if ratios else predictor
 
 
 PREDICTORS: dict[str, Predictor] = {

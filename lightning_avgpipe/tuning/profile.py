@@ -9,16 +9,69 @@ A micro-batch of stage 1, on the time axis of its device::
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+import types
+import typing
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.planning import Link
-from lightning_avgpipe.tuning import plain
-from lightning_avgpipe.tuning.setting import Setting
+from lightning_avgpipe.schedule import builders
 
+TUNED = ("advance_forward", "1f1b", "afab")  # schedules whose time and memory are predicted
 _FORMAT = 1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """A setting: the number of micro-batches M, the number of pipelines N, and the schedule.
+
+    Attributes:
+        num_microbatches: M, per batch and pipeline.
+        num_pipelines: N, number of parallel pipelines.
+        advance: h of ``"advance_forward"``.
+        schedule: ``"advance_forward"``, ``"1f1b"`` or ``"afab"``.
+        rolling: whether each pipeline begins its next batch without waiting for the others.
+    Raises:
+        TuningError: M or N is below 1, the advance is negative, or the schedule is none of these.
+    """
+
+    num_microbatches: int
+    num_pipelines: int = 1
+    advance: int = 0
+    schedule: str = "advance_forward"
+    rolling: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1 or self.num_pipelines < 1 or self.advance < 0:
+            raise TuningError(f"{self}: M and N must be at least 1, the advance at least 0")
+        if self.schedule not in TUNED:
+            raise TuningError(f"{self}: tune {', '.join(map(repr, TUNED))}")
+
+    def warm_up(self, num_stages: int) -> tuple[int, ...]:
+        """Return the forwards of each stage before its first pair, shape ``(num_stages,)``.
+
+        A warm-up of M is returned as M - 1, which gives the same rows.
+        """
+        ahead = builders.warm_up(self.schedule, num_stages, self.num_microbatches, self.advance)
+        return tuple(min(w, self.num_microbatches - 1) for w in ahead)
+
+    def stash(self, num_stages: int) -> tuple[int, ...]:
+        """Return the largest number of stashed micro-batches of one pipeline on each stage, shape ``(num_stages,)``."""
+        return tuple(w + 1 for w in self.warm_up(num_stages))
+
+    def __str__(self) -> str:
+        name = f"advance {self.advance}" if self.schedule == "advance_forward" else self.schedule
+        pipelines = f"{self.num_pipelines} pipeline{'s' * (self.num_pipelines > 1)}"
+        return f"{pipelines}, {self.num_microbatches} micro-batch{'es' * (self.num_microbatches > 1)}, {name}" + (
+            ", rolling" * self.rolling
+        )
 
 
 @dataclass(frozen=True)
@@ -231,9 +284,49 @@ class Profile:
 
     def to_json(self) -> str:
         """Return a text from which ``from_json`` makes an equal profile."""
-        return plain.to_json(self, _FORMAT)
+        return to_json(self, _FORMAT)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
         """Make a profile from a text of ``to_json``; raise TuningError if it is not a profile of this version."""
-        return plain.from_json(cls, text, _FORMAT)
+        return from_json(cls, text, _FORMAT)
+
+
+def to_json(value: Any, version: int) -> str:
+    """Return a dataclass of numbers, strings, tuples and such dataclasses as JSON; floats keep every bit."""
+    return json.dumps({"format": version, type(value).__name__: dataclasses.asdict(value)}, allow_nan=False)
+
+
+def from_json(kind: type[T], text: str, version: int) -> T:
+    """Make the dataclass that ``to_json`` wrote.
+
+    Raises:
+        TuningError: the text is of another class or version, or incomplete.
+    """
+    try:
+        found = json.loads(text)
+        if found["format"] != version:
+            raise ValueError(f"it has format {found['format']!r}, this version reads {version}")
+        return typing.cast(T, _read(kind, found[kind.__name__], kind.__name__))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise TuningError(
+            f"this is no {kind.__name__} that can be read: {type(error).__name__}: {error}; make it anew"
+        ) from error
+
+
+def _read(kind: Any, data: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        fields = {field.name for field in dataclasses.fields(kind)}
+        needed = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
+        if not needed <= data.keys() <= fields:  # fields with a default may have been added after the text was written
+            raise ValueError(f"{where} has the entries {sorted(data)}, not {sorted(fields)}")
+        return kind(**{name: _read(hints[name], found, f"{where}.{name}") for name, found in data.items()})  # type: ignore[operator]
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        return tuple(_read(arguments[0], entry, f"{where}[{i}]") for i, entry in enumerate(data))
+    if isinstance(kind, types.UnionType):  # the only unions are those with None
+        return None if data is None else _read(arguments[0], data, where)
+    if type(data) is not kind and not (kind is float and type(data) is int):
+        raise TypeError(f"{where} is {data!r}, not of type {kind.__name__}")
+    return kind(data)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.planning.plan import format_seconds
-from lightning_avgpipe.tuning import plain
-from lightning_avgpipe.tuning.calibration import calibrated
-from lightning_avgpipe.tuning.memory import memory_at
-from lightning_avgpipe.tuning.predictors import Corrected, Prediction, Predictor
-from lightning_avgpipe.tuning.profile import Profile
-from lightning_avgpipe.tuning.samples import SamplesFactor, samples_at
-from lightning_avgpipe.tuning.setting import Setting
+from lightning_avgpipe.tuning.predictors import Corrected, Prediction, Predictor, calibrated
+from lightning_avgpipe.tuning.profile import Profile, Setting, from_json, to_json
+from lightning_avgpipe.tuning.scaling import memory_at
 from lightning_avgpipe.utils.names import table
 
 ADVANCES = (0, 1, 2, 4, 8)
+
+MEASURED_SAMPLES: Mapping[int, float] = {1: 1.0, 2: 1.2, 4: 1.7}
+"""The factors of samples until a goal by N: medians of nine trainings with ``outer_lr="auto"``, from
+``python benchmarks/statistical_efficiency.py``."""
+
+ROLLING_SAMPLES: Mapping[int, float] = {1: 1.0, 2: 1.0, 4: 1.14}
+"""The additional factors of rolling pipelines by N: medians of six trainings of two seeds each, from
+``python benchmarks/statistical_efficiency.py --rules scaled``, see docs/parallel_pipelines.md."""
+
+SamplesFactor = float | Mapping[int, float] | None
+
 _FORMAT = 1
 _ROUNDING = 1e-9  # relative: times that differ by less differ only in the order of their additions
 
@@ -94,12 +102,12 @@ class Result:
 
     def to_json(self) -> str:
         """Return a text from which ``from_json`` makes an equal result."""
-        return plain.to_json(self, _FORMAT)
+        return to_json(self, _FORMAT)
 
     @classmethod
     def from_json(cls, text: str) -> Result:
         """Make a result from a text of ``to_json``; raise TuningError if it is not a result of this version."""
-        return plain.from_json(cls, text, _FORMAT)
+        return from_json(cls, text, _FORMAT)
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
@@ -283,3 +291,28 @@ def _nothing_fits(profile: Profile, found: Sequence[Candidate], limit: float) ->
         f"none of {len(found)} settings fits memory_limit={nbytes(limit)}: the smallest, {nearest.setting}, needs "
         f"{nbytes(needed.total)} on stage {stage}, {nbytes(lacking)} too much. What would help: {', '.join(helps)}"
     )
+
+
+def samples_at(factor: SamplesFactor, num_pipelines: int, rolling: bool = False) -> float:
+    """Return the samples until a goal, as a multiple of the samples that one pipeline needs.
+
+    Args:
+        factor: one factor for every N above 1; or factors by N, linear in the logarithm of N between two entries, and
+            extrapolated from the last two; None: the measured factors. A given factor also holds for rolling pipelines.
+        num_pipelines: N, number of parallel pipelines.
+        rolling: whether pipelines average one at a time.
+    """
+    if num_pipelines == 1:
+        return 1.0
+    if isinstance(factor, (int, float)):
+        return float(factor)
+    if factor is None:
+        more = samples_at(ROLLING_SAMPLES, num_pipelines) if rolling else 1.0
+        return samples_at(MEASURED_SAMPLES, num_pipelines) * more
+    known = sorted({1: 1.0, **factor}.items())
+    if len(known) == 1:
+        return 1.0
+    (n, low), (m, high) = next(
+        (pair for pair in itertools.pairwise(known) if num_pipelines <= pair[1][0]), (known[-2], known[-1])
+    )
+    return low + (high - low) * math.log(num_pipelines / n) / math.log(m / n)

@@ -9,10 +9,9 @@ from dataclasses import replace
 
 from lightning_avgpipe.planning.plan import format_seconds
 from lightning_avgpipe.schedule import Kind
-from lightning_avgpipe.tuning.profile import Curve, Profile
+from lightning_avgpipe.tuning.profile import Curve, Profile, Setting
 from lightning_avgpipe.tuning.scaling import update_s
 from lightning_avgpipe.tuning.search import Candidate, Result
-from lightning_avgpipe.tuning.setting import Setting
 
 # A profile is taken with at most so many micro-batches, or so many per stage if that is more: beyond, the fixed cost of
 # an action would dominate.

@@ -7,11 +7,11 @@ import math
 
 import pytest
 
-from benchmarks.predictors import random_profile
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.tuning import Corrected, Paper, Predictor, Profile, Setting, Simulator, Trial, candidates, search
-from lightning_avgpipe.tuning.calibration import Calibrated, calibrated
+from lightning_avgpipe.tuning.predictors import Calibrated, calibrated
 from lightning_avgpipe.tuning.scaling import update_s
+from tests.profiles import random_profile
 
 PROFILE = random_profile(1)
 CLOSE = 1e-9

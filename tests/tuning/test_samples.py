@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from benchmarks.predictors import random_profile
-from lightning_avgpipe.tuning import candidates, samples, search
-from lightning_avgpipe.tuning.samples import MEASURED, ROLLING, SamplesFactor, samples_at
+from lightning_avgpipe.tuning import candidates, search
+from lightning_avgpipe.tuning.search import MEASURED_SAMPLES, ROLLING_SAMPLES, SamplesFactor, samples_at
+from tests.profiles import random_profile
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,13 @@ def test_factors_are_linear_in_the_logarithm_of_the_number_of_pipelines(
 
 
 def test_without_a_factor_it_is_what_was_measured() -> None:
-    assert [samples_at(None, n) for n in (1, 2, 4)] == [MEASURED[n] for n in (1, 2, 4)]
+    assert [samples_at(None, n) for n in (1, 2, 4)] == [MEASURED_SAMPLES[n] for n in (1, 2, 4)]
     assert samples_at(None, 8) > samples_at(None, 4) > samples_at(None, 3) > samples_at(None, 2)
 
 
 def test_rolling_pipelines_need_what_was_measured_of_them_if_nothing_is_given() -> None:
     for n in (2, 4):
-        assert samples_at(None, n, rolling=True) == ROLLING[n] * MEASURED[n] >= samples_at(None, n)
+        assert samples_at(None, n, rolling=True) == ROLLING_SAMPLES[n] * MEASURED_SAMPLES[n] >= samples_at(None, n)
     for n in (2, 3, 4):
         assert samples_at({2: 1.5}, n, rolling=True) == samples_at({2: 1.5}, n)
     assert samples_at(None, 1, rolling=True) == 1.0
@@ -49,9 +49,9 @@ def test_pipelines_roll_where_that_takes_less_time_to_a_goal(monkeypatch: pytest
     assert (one.setting.rolling, *(c.setting.rolling for c in several)) == (False, False, True)
     gain = several[0].prediction.per_batch_s / several[1].prediction.per_batch_s
     for worth, rolls in ((0.99 * gain, True), (1.01 * gain, False)):
-        monkeypatch.setattr(samples, "ROLLING", {2: worth})
+        monkeypatch.setitem(samples_at.__globals__, "ROLLING_SAMPLES", {2: worth})
         found = search(profile, settings[1:], samples_factor=None)
-        assert [c.samples for c in found.candidates] == [MEASURED[2], MEASURED[2] * worth]
+        assert [c.samples for c in found.candidates] == [MEASURED_SAMPLES[2], MEASURED_SAMPLES[2] * worth]
         assert found.choice.setting.rolling == rolls == ("advance 0, rolling" in str(found))
 
 

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from benchmarks.predictors import random_profile
 from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.schedule.picture import pixels
 from lightning_avgpipe.tuning import Result, Setting, Simulator, candidates, search
 from lightning_avgpipe.tuning.picture import draw
+from tests.profiles import random_profile
 
 PROFILE = random_profile(1)
 SETTINGS = candidates(PROFILE, 4)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.predictors import random_profile
 from lightning_avgpipe.schedule import InTurns, SideBySide, build, simulate
-from lightning_avgpipe.tuning import Profile, Setting, Simulator, candidates, search, steady
+from lightning_avgpipe.tuning import Profile, Setting, Simulator, candidates, predictors, search
+from lightning_avgpipe.tuning.predictors import simulated_s
 from lightning_avgpipe.tuning.scaling import loads_at
-from lightning_avgpipe.tuning.steady import steady_iteration_s
+from tests.profiles import random_profile
 
 EXACT = 1e-9
 
@@ -30,14 +30,14 @@ def test_at_an_even_pace_counting_micro_batches_is_playing_them(
     in_turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[int] = []
-    monkeypatch.setattr(steady, "build", lambda *args: (built.append(args[2]), build(*args))[1])
+    monkeypatch.setattr(predictors, "build", lambda *args: (built.append(args[2]), build(*args))[1])
     counted = 0
     for profile, setting in random_settings(in_turns):
         loads, k, m = loads_at(profile, setting), profile.num_stages, setting.num_microbatches
         schedules = [build(setting.schedule, k, m, setting.advance)] * setting.num_pipelines
         played = simulate(schedules, loads, profile.devices, InTurns if in_turns else SideBySide).iteration_s
         built.clear()
-        found = steady_iteration_s(setting, k, loads, profile.devices, in_turns)
+        found = simulated_s(setting, loads, profile.devices, in_turns)
         assert found == pytest.approx(played, rel=EXACT), (profile, setting)
         counted += built[-1] < m
     assert counted > 8  # of 32; the others have no such pace, or come to it late

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.predictors import random_profile
 from lightning_avgpipe.schedule import BACKWARD, FORWARD
 from lightning_avgpipe.tuning import (
     Curve,
@@ -27,6 +26,7 @@ from lightning_avgpipe.tuning.trials import (
     rounds,
     trial_sizes,
 )
+from tests.profiles import random_profile
 
 
 @pytest.mark.parametrize(
