@@ -177,7 +177,7 @@ class _NoModules(contextlib.nullcontext[None]):
 
 
 def _others() -> dict[Any, Callable[..., int]]:
-    """Return counters for operations of other libraries that are imported: bitsandbytes' product with a 4-bit matrix."""
+    """Return counters for operations of libraries that are imported: bitsandbytes' product with a 4-bit matrix."""
     product = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
 
     def count(left: Sequence[int], packed: Sequence[int], shape: Sequence[int], *_: Any, **__: Any) -> int:
