@@ -79,11 +79,11 @@ class Costs:
         return (FORMATS[-1] if self.measured else None) if self.wire == "auto" else self.wire
 
     def chosen(self, hop: int, values: Sequence[Value], slowest: float) -> Format | None:
-        """The format of a hop.
+        """Return the format in which values travel on a hop.
 
         Args:
-            hop: from this stage to the next.
-            values: that cross it.
+            hop: number of the stage before it.
+            values: values that cross it.
             slowest: time of a forward and a backward of the slowest stage.
         """
         per_byte = self.link(hop).per_byte

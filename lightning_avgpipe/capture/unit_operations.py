@@ -177,7 +177,7 @@ class _NoModules(contextlib.nullcontext[None]):
 
 
 def _others() -> dict[Any, Callable[..., int]]:
-    """Operations of other libraries, if they are imported: the product with a matrix in 4 bits of bitsandbytes."""
+    """Return counters for operations of libraries that are imported: bitsandbytes' product with a 4-bit matrix."""
     product = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
 
     def count(left: Sequence[int], packed: Sequence[int], shape: Sequence[int], *_: Any, **__: Any) -> int:

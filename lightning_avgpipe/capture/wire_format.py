@@ -8,7 +8,7 @@ None      as it is                                                    n times th
 "int8"    multiples of its largest magnitude / 127                    n + 4
 ========  ==========================================================  ==================
 
-Only values that ask for a gradient, and these gradients, travel in a format. So indices, masks, tables and what frozen
+Only values that require a gradient, and these gradients, travel in a format. So indices, masks, tables and what frozen
 layers give stay exact, and so do tensors of fewer than two dimensions: losses, norms, counts.
 """
 
@@ -29,12 +29,12 @@ _SCALE_BYTES = 4
 
 
 def is_compressed(shape: Sequence[int], dtype: str, wire: Format | None) -> bool:
-    """Whether a tensor that asks for a gradient, or is one, travels in a format: if that makes it smaller.
+    """Return whether a tensor that requires a gradient, or is one, travels in a format: if that makes it smaller.
 
     Args:
-        shape: of the tensor.
-        dtype: of the tensor, as a string.
-        wire: the format of the hop; None: full precision.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor, as a string.
+        wire: format of the hop; None: full precision.
     """
     before = _ITEM_BYTES.get(dtype, 0)
     if wire is None or len(shape) < 2 or 0 in shape:
@@ -43,20 +43,20 @@ def is_compressed(shape: Sequence[int], dtype: str, wire: Format | None) -> bool
 
 
 def wire_bytes(value: Value, wire: Format | None) -> int:
-    """Bytes of a value as it travels, of the captured micro-batch; its gradient has as many."""
+    """Return the bytes of a value of the captured micro-batch as it travels; its gradient has as many."""
     if wire is None or not value.requires_grad or not is_compressed(value.shape, value.dtype, wire):
         return value.nbytes
     return math.prod(value.shape[:-1]) * _row_bytes(value.shape[-1], wire)
 
 
 def least_that_hides(values: Iterable[Value], per_byte: float, behind: float) -> Format | None:
-    """The mildest format in which values take their link no longer than what they hide behind; else the smallest.
+    """Return the mildest format in which values take their link no longer than what hides them, or else the smallest.
 
     A link carries the values of one micro-batch for each forward and backward of the slowest stage. What takes less
     time than these costs nothing, so that compressing it gains nothing.
 
     Args:
-        values: of one micro-batch.
+        values: values of one micro-batch.
         per_byte: seconds for which a byte occupies the link.
         behind: seconds of a forward and a backward of the slowest stage.
     """

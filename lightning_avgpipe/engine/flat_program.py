@@ -143,7 +143,7 @@ class Instruction:
         made: slots of the tensors that it returns, in order, or of the object.
         node: node of the graph, for a node.
         module: called module, for a call.
-        answer: expected answer, for a question.
+        answer: expected answer, for a question; the pickled object, for an object.
         draw: random stream that begins before it, for glue that may draw.
         looks: properties of the tensors that a node returned, see :func:`look_of`.
         entry: description of a node's result for later stages; None: it differs between micro-batches.

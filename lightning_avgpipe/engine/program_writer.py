@@ -278,7 +278,8 @@ class ProgramWriter:
         slot, self._num_slots = self._num_slots, self._num_slots + 1
         self._objects[id(item)] = slot, item
         restored = partial(self.packer.unpickled, data)
-        self._instructions.append(Instruction("object", type(item).__qualname__, restored, references, made=(slot,)))
+        name = type(item).__qualname__
+        self._instructions.append(Instruction("object", name, restored, references, made=(slot,), answer=data))
         return TensorSlot(slot)
 
     def _pickled(self, item: Any) -> tuple[bytes, tuple[Any, ...]]:

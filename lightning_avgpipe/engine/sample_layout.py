@@ -154,7 +154,7 @@ def _found(batch: Any, expected: Expected, seen: Seen) -> tuple[int, Layout] | N
             if n == expected.size:
                 break
     if not found:
-        opaque = next(((name, leaf) for name, leaf in _leaves(batch) if _is_opaque(leaf)), None)
+        opaque = next(((name, leaf) for name, leaf in _leaves(batch) if _kind(leaf) == "opaque"), None)
         if opaque is not None:
             raise _unknown(*opaque)
         if not refusals:
@@ -190,19 +190,16 @@ class _Reader:
         Raises:
             BatchError: it is no part of n samples, or is ambiguous.
         """
-        if isinstance(node, (Tensor, np.ndarray)):
+        kind = _kind(node)
+        if kind == "array":
             return self._read_array(node, name)
-        if type(node) in (list, tuple):
-            return self._read_list(node, name)
-        if _is_constant(node) or _is_opaque(node):
-            if _is_labels(node) and len(node) != self._n:
-                self.lists[name] = False
-            return Layout("repeat")
-        return self._inside(node, name)
+        if kind == "container":
+            return self._read_list(node, name) if type(node) in (list, tuple) else self._inside(node, name)
+        if _is_labels(node) and len(node) != self._n:
+            self.lists[name] = False
+        return Layout("repeat")
 
     def _read_array(self, array: Any, name: str) -> Layout:
-        if isinstance(array, Tensor) and _is_opaque(array):
-            return Layout("repeat")
         if array.ndim == 0:
             return Layout("repeat")
         if array.shape[0] == self._n:
@@ -265,10 +262,10 @@ def _candidates(batch: Any, size: int | None) -> list[int]:
 
 
 def _sizes(node: Any) -> Iterator[int]:
-    if isinstance(node, (Tensor, np.ndarray)):
-        if not _is_opaque(node) and node.ndim > 0:
-            yield int(node.shape[0])
-    elif not (_is_constant(node) or _is_opaque(node)):
+    kind = _kind(node)
+    if kind == "array" and node.ndim > 0:
+        yield int(node.shape[0])
+    elif kind == "container":
         if type(node) in (list, tuple) and node and _arrays(node):
             yield len(node)
         for _, child in tree.named_children(node, ""):
@@ -325,26 +322,27 @@ def _check_repeated(batch: Any, read: Layout, name: str, seen: Seen) -> None:
     if read.kind == "inside":
         for layout_, (below, child) in zip(read.below, tree.named_children(batch, name), strict=True):
             _check_repeated(child, layout_, below, seen)
-    elif read.kind == "repeat" and _is_opaque(batch) and not (_is_labels(batch) and seen.lists.get(name) is False):
+    elif (
+        read.kind == "repeat" and _kind(batch) == "opaque" and not (_is_labels(batch) and seen.lists.get(name) is False)
+    ):
         raise _unknown(name, batch)
 
 
 # -- leaves ----------------------------------------------------------------------------------------------------------
 
 
-def _is_constant(node: Any) -> bool:
-    return isinstance(node, _CONSTANTS) or (callable(node) and hasattr(node, "__name__"))
+def _kind(node: Any) -> Literal["array", "constant", "container", "opaque"]:
+    """Return what a node is.
 
-
-def _is_opaque(node: Any) -> bool:
-    """Return whether a leaf may hold samples that cannot be taken out: packed, nested or sparse tensors, or objects."""
-    if isinstance(node, PackedSequence):
-        return True
-    if isinstance(node, Tensor):
-        return not is_strided(node)
-    if isinstance(node, np.ndarray) or _is_constant(node) or type(node) in (list, tuple, dict):
-        return False
-    return tree.children(node)[1].is_leaf()
+    A leaf is opaque if it may hold samples that cannot be taken out: packed, nested or sparse tensors, or objects.
+    """
+    if isinstance(node, (Tensor, np.ndarray)):
+        return "array" if isinstance(node, np.ndarray) or is_strided(node) else "opaque"
+    if isinstance(node, _CONSTANTS) or (callable(node) and hasattr(node, "__name__")):
+        return "constant"
+    if type(node) in (list, tuple, dict):
+        return "container"
+    return "opaque" if isinstance(node, PackedSequence) or tree.children(node)[1].is_leaf() else "container"
 
 
 def _is_labels(node: Any) -> bool:
@@ -353,7 +351,7 @@ def _is_labels(node: Any) -> bool:
 
 
 def _leaves(node: Any, name: str = "batch") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, (Tensor, np.ndarray)) or _is_constant(node) or _is_opaque(node):
+    if _kind(node) != "container":
         yield name, node
         return
     for below, child in tree.named_children(node, name):
@@ -362,8 +360,7 @@ def _leaves(node: Any, name: str = "batch") -> Iterator[tuple[str, Any]]:
 
 def _arrays(batch: Any) -> list[tuple[str, Any]]:
     """Return the arrays with dimensions, by name."""
-    found = ((name, leaf) for name, leaf in _leaves(batch) if isinstance(leaf, (Tensor, np.ndarray)))
-    return [(name, leaf) for name, leaf in found if not _is_opaque(leaf) and leaf.ndim > 0]
+    return [(name, leaf) for name, leaf in _leaves(batch) if _kind(leaf) == "array" and leaf.ndim > 0]
 
 
 def _alike(elements: Sequence[Any]) -> bool:
