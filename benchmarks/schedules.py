@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import every_schedule, network
 from benchmarks.processes import add_options, connected, launch
 from benchmarks.rounds import record
+from lightning_avgpipe import Broadcast
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.wire import Wire
@@ -44,7 +45,6 @@ from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import (
     BACKWARD,
     FORWARD,
-    Broadcast,
     Kind,
     Schedule,
     StageCosts,

@@ -20,7 +20,6 @@ from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.advisor import Advisor
 from lightning_avgpipe.strategy.aftermath import hooks_with_results
 from lightning_avgpipe.strategy.ahead import AheadIterations
-from lightning_avgpipe.strategy.asynchronous import AsynchronousIterations
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.bundles import recount
@@ -130,7 +129,7 @@ class PipelineRun:
     def _kind_of_iterations(self, fitting: bool) -> Any:
         options = self.configuration.options
         if fitting and not options.policy.drains:
-            return partial(AsynchronousIterations, batches=self.batches, broken=self._break)
+            return partial(options.policy.iterations(), batches=self.batches, broken=self._break)
         rolls = fitting and self.configuration.can_roll
         return partial(RollingIterations, batches=self.batches, broken=self._break) if rolls else Iterations
 

@@ -17,7 +17,7 @@ SIZES = list(itertools.product(range(1, 5), (2, 3, 4), range(1, 13)))  # process
 
 
 def thirds(num_stages: int) -> StageCosts:
-    return StageCosts.uniform(num_stages, 1, 2, input_s=1)
+    return StageCosts.uniform(num_stages, 1, 2)
 
 
 def stashed(schedule: Schedule) -> list[int]:

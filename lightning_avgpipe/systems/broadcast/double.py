@@ -1,4 +1,4 @@
-"""Doubles: a stage's weights on the next stage, which runs its forwards as well."""
+"""Doubles: a stage's weights on the next stage, which runs its forwards as well, and how both stages run theirs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.engine.attributes import OwnAttributes
+from lightning_avgpipe.engine.executor import Lane
+from lightning_avgpipe.engine.loaded_step import Loading, StepPart
+from lightning_avgpipe.engine.stage import Stage, StagePart
+from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.schedule import Schedule
+from lightning_avgpipe.systems.broadcast.schedule import DOUBLE_FORWARD, GRAPH
 from lightning_avgpipe.utils.names import nearest
+from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.weights.slots import Slot, slots_for
 from lightning_avgpipe.weights.tied import parameters_of
 
@@ -25,6 +33,8 @@ class Double:
         program: program of the stage.
         module: whole module; tensors that the program uses may be without contents, except where they are sent.
     """
+
+    constant = False  # within an iteration
 
     def __init__(self, program: StageProgram, module: nn.Module) -> None:
         self._module = module
@@ -91,3 +101,94 @@ def check_repeatable(program: StageProgram) -> None:
             f"these change {changed[0]}, which would happen twice: only buffers may change there. Keep it in a buffer "
             "(register_buffer), move it to another stage with split_points, or use schedule='1f1b'"
         )
+
+
+class DoubleForwards(StagePart):
+    """The forwards of a stage that are not run once by itself alone.
+
+    Attributes:
+        double: the previous stage, with weights of its own, if its forwards run here as well.
+        weights: these weights.
+    """
+
+    double: Stage | None = None
+    weights: Double | None = None
+
+    def begin(self, row: object) -> None:
+        """Begin an iteration."""
+        if self.double is not None:
+            self.double.begin(())
+
+    def clear(self) -> None:
+        """Drop the weights, and all about unfinished micro-batches."""
+        if self.double is not None and self.weights is not None:
+            self.double.clear()
+            self.weights.clear()
+
+    def _graph(self, stage: Stage, task: Task, micro_batch: int, message: Message | None) -> None:
+        """Run a forward only for this stage's own backward; the next stage has computed the values that it sends."""
+        assert message is not None
+        versions = tuple(version_of(t) for t in message.tensors)
+        stage.forward(task, micro_batch, message)
+        stage.check_unchanged(message, versions, "whose tensors other stages may still read")
+
+    def _double_forward(self, stage: Stage, task: Task, micro_batch: int, message: Message | None) -> Message | None:
+        """Run the forward of the previous stage, and then this stage's."""
+        assert message is not None
+        return stage.forward(task, micro_batch, self._ahead(task, micro_batch, message))
+
+    def _ahead(self, task: Task, micro_batch: int, message: Message) -> Message:
+        """Run a forward of the previous stage that keeps nothing for a backward; return its message.
+
+        It has a graph until it ends: the graph shows which values require a gradient, and operations may round
+        otherwise without one.
+        """
+        assert self.double is not None
+        with self.double.module.placed() as copies:
+            _, replayed = self.double.replay(task, micro_batch, message, copies)
+        return self.double.message(task, message.micro_batch, replayed)
+
+    handlers = {GRAPH: _graph, DOUBLE_FORWARD: _double_forward}
+
+
+class Doubles(StepPart):
+    """The doubles of a step function, on the stages that they belong to and on those that run their forwards as well.
+
+    Args:
+        loading: step function that is made runnable.
+    Raises:
+        ConfigurationError: forwards that would run twice change state that must not be changed twice.
+    """
+
+    leaves: dict[int, frozenset[str]]
+    own: list[OwnAttributes]
+
+    def __init__(self, loading: Loading) -> None:
+        module, cluster, programs = loading.module, loading.cluster, loading.programs
+        for k in loading.relays:
+            check_repeatable(programs[k])
+        self._weights = {k: Double(programs[k], module) for k in loading.relays}
+        self.leaves, self.own = {}, []
+        for k in loading.relays:
+            rank = cluster.stage_map.owner(k + 1)
+            self.leaves[rank] = self.leaves.get(rank, frozenset()) | programs[k].leaves
+        for stage in loading.stages:
+            k = stage.program.stage - 1
+            if k in loading.relays:
+                part = stage.parts[DoubleForwards]
+                assert isinstance(part, DoubleForwards)
+                part.weights = self._weights[k]
+                part.double = Stage(
+                    programs[k], module, cluster.device, part.weights, shown=False, of_units=loading.of_units
+                )
+                self.own.append(part.double.module.attributes)
+
+    def begin(self, lane: Lane, schedule: Schedule) -> None:
+        """Send the weights of a stage whose input is relayed, and expect those of the stage before it."""
+        number = lane.stage.program.stage
+        if lane.relays:
+            if lane.place is not None:
+                lane.place()
+            assert lane.ends.to_next is not None
+            lane.ends.to_next.put(self._weights[number].sent())  # before the values, which are forwarded at once
+        lane.takes = self._weights[number - 1].take if number - 1 in schedule.relays else None

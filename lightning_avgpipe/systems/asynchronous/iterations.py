@@ -35,15 +35,15 @@ from torch import Tensor
 
 from lightning_avgpipe.engine.loss import loss_in
 from lightning_avgpipe.engine.microbatch import MicroBatch
-from lightning_avgpipe.engine.stream import Stream
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ConfigurationError, MicroBatchError, ScheduleError
-from lightning_avgpipe.schedule.versions import Place
 from lightning_avgpipe.strategy.ahead import STEP, AheadIterations, BatchRead
 from lightning_avgpipe.strategy.foresight import Progress, as_it_will_be
+from lightning_avgpipe.systems.asynchronous.store import WeightStore
+from lightning_avgpipe.systems.asynchronous.stream import Stream
+from lightning_avgpipe.systems.asynchronous.versions import Place
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import RandomKey
-from lightning_avgpipe.weights.store import WeightStore
 
 
 @dataclass(kw_only=True)
@@ -68,8 +68,8 @@ class AsynchronousIterations(AheadIterations):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self.deployment.weights is not None
-        self._weights: WeightStore = self.deployment.weights
+        assert isinstance(self.deployment.weights, WeightStore)
+        self._weights = self.deployment.weights
         self._stream: Stream | None = None  # the batches from one drain to the next
         self._ends = False  # after the batches that it has taken
         self._coming: deque[_Batch] = deque()  # batches read ahead; the last may be for the next stream
@@ -174,7 +174,7 @@ class AsynchronousIterations(AheadIterations):
             return False
         count, stages = len(current.parts), self.cluster.stage_map.num_stages
         if not self._checked:
-            self._weights.policy.check(Place(0, stages, count))
+            self._weights.policy.check(stages, count)
             self._check_graph()
             self._check_weights()
         (pipeline,) = self.models.pipelines_for(STEP, 1)
@@ -189,7 +189,7 @@ class AsynchronousIterations(AheadIterations):
     def _fits(self, num_microbatches: int) -> bool:
         """Return whether batches of this size may follow one another without a drain; an epoch's last may be small."""
         try:
-            self._weights.policy.check(Place(0, self.cluster.stage_map.num_stages, num_microbatches))
+            self._weights.policy.check(self.cluster.stage_map.num_stages, num_microbatches)
         except ScheduleError:
             return False
         return True

@@ -10,13 +10,14 @@ import pytest
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule import StageCosts, Timeline, build, check, simulate
 from lightning_avgpipe.schedule.__main__ import main
+from lightning_avgpipe.systems.zero_bubble import halved
 
 SIZES = list(itertools.product(range(1, 6), range(1, 9)))  # K, M
 SECONDS = [(1.0, 1.0, 1.0), (1.0, 1.0, 0.5), (2.0, 1.5, 1.0), (1.0, 0.5, 1.0), (1.0, 1.0, 2.0), (1.0, 1.0, 0.0)]
 
 
 def costs_of(num_stages: int, forward_s: float, input_s: float, weight_s: float) -> StageCosts:
-    return StageCosts.uniform(num_stages, forward_s, input_s + weight_s, input_s=input_s)
+    return halved(StageCosts.uniform(num_stages, forward_s, input_s + weight_s), (input_s,) * num_stages)
 
 
 def idle_s(timeline: Timeline) -> list[float]:
