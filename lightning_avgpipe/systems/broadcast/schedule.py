@@ -120,5 +120,5 @@ RECIPE = Recipe(
     gain=Broadcast().gain,
     about='For slow links: ``"broadcast"``, or ``Broadcast(segments=8)`` of ``lightning_avgpipe``: values pass every '
     "other stage unread, to a stage that has its weights as well. If simulation with measured costs says that this is "
-    "slower than 1F1B, 1F1B is used, which is logged.",
+    "slower than 1F1B, 1F1B is used, which is logged. ``'auto'`` does not take it.",
 )  # fmt: skip
