@@ -30,13 +30,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import add_options, connected, launch, loaded, record
+from lightning_avgpipe import Broadcast
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import run_together
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.schedule import Broadcast, Schedule, StageCosts, build, simulate
-from lightning_avgpipe.schedule.recipes import RECIPES, TRAINING
+from lightning_avgpipe.schedule import Schedule, StageCosts, build, simulate
+from lightning_avgpipe.schedule.recipes import RECIPES, trainable
 from lightning_avgpipe.utils.random_streams import RandomKey
 
 PEERS: dict[str, Any] = {
@@ -230,7 +231,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--processes", type=int, default=2)
     result.add_argument("--place", choices=PLACES, default="any")
     result.add_argument("--compute", choices=["sleep", "real"], default="sleep")
-    result.add_argument("--schedules", nargs="+", choices=TRAINING, default=list(TRAINING))
+    result.add_argument("--schedules", nargs="+", choices=trainable(), default=list(trainable()))
     result.add_argument("--microbatches", type=int, default=12)
     result.add_argument("--block-ms", type=float, default=15.0, help="of a sleep")
     result.add_argument("--rounds", type=int, default=5)

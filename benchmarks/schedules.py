@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import every_schedule, network
 from benchmarks.harness import add_options, connected, launch, loaded, record, write
 from benchmarks.models import Blocks
+from lightning_avgpipe import Broadcast
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.line import Wire
 from lightning_avgpipe.comm.process_groups import ProcessGroups
@@ -42,7 +43,6 @@ from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.schedule import (
     BACKWARD,
     FORWARD,
-    Broadcast,
     Kind,
     Schedule,
     StageCosts,

@@ -29,7 +29,6 @@ from benchmarks.models import Blocks
 from benchmarks.paper.results import Results
 from lightning_avgpipe import Averaging, AvgPipeStrategy, PipeOptim
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, StageCosts, build, simulate
-from lightning_avgpipe.schedule.asynchronous import simulate_policy
 
 __all__ = ["Costs", "measure", "medians", "simulated"]
 
@@ -68,7 +67,7 @@ def simulated(costs: Costs, megabits: int, strategy: dict[str, Any]) -> float:
     given, count = AvgPipeStrategy(**strategy).options, strategy.get("num_pipelines", 1)
     of_stages, policy = costs.on(megabits), given.policy
     if not policy.drains:
-        return simulate_policy(policy, of_stages, costs.microbatches, costs.steps).steady_s
+        return policy.simulate(of_stages, costs.microbatches, costs.steps).steady_s
     schedule = build(str(given.schedule), costs.stages, costs.microbatches, strategy.get("advance", 0))
     if "averaging" in strategy and strategy["averaging"].rolling:
         return simulate([schedule] * count, of_stages, iterations=costs.steps).steady_s / count

@@ -15,10 +15,10 @@ PACKAGE = Path(__file__).parents[1] / "lightning_avgpipe"
 # The rooms from the ground up: each may import those before it, and itself.
 ROOMS = (
     "errors", "utils", "schedule", "capture", "planning", "comm", "weights", "loading", "engine", "averaging", "tuning",
-    "advise", "training", "verify", "strategy", "callbacks", "__init__", "__main__",
+    "advise", "training", "verify", "strategy", "callbacks", "systems", "__init__", "__main__",
 )  # fmt: skip
 # What knows Lightning, and where it is imported for them.
-UPPER = ("training", "verify", "strategy", "callbacks", "__init__")
+UPPER = ("training", "verify", "strategy", "callbacks", "systems", "__init__")
 FACADE = "lightning_avgpipe.utils.lightning"
 
 

@@ -70,11 +70,12 @@ class PipelineTimeline(Callback):
                 f"PipelineTimeline records the stages of a pipeline, but the strategy is "
                 f"{type(trainer.strategy).__name__}; use Trainer(strategy='avgpipe'), or remove the callback"
             )
-        policy = trainer.strategy.options.weight_policy
-        if policy != "flush":
+        options = trainer.strategy.options
+        if not options.policy.drains:
             raise ConfigurationError(
-                f"PipelineTimeline with weight_policy={policy!r}: batches overlap on the stages, so none can be drawn "
-                "alone; remove the callback, and draw with python -m lightning_avgpipe schedule 1f1b --policy"
+                f"PipelineTimeline with weight_policy={options.weight_policy!r}: batches overlap on the stages, so "
+                "none can be drawn alone; remove the callback, and draw with python -m lightning_avgpipe schedule 1f1b "
+                "--policy"
             )
         picture.require_matplotlib()
         if trainer.strategy.whole is not None:

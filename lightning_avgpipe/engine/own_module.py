@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.weights.double import Double
-from lightning_avgpipe.weights.store import WeightStore
-from lightning_avgpipe.weights.tied import TiedParameters
+
+
+class Weights(Protocol):
+    """The weights that the actions of stages use, as far as they are not the module's own."""
+
+    @property
+    def constant(self) -> bool:
+        """Whether the weights do not change within an iteration."""
+
+    def placed(self, stage: int) -> AbstractContextManager[dict[int, str]]:
+        """Put the weights of a stage's action into the module within the context; it gives ``id -> name`` of those."""
+
+
+class VersionedWeights(Weights, Protocol):
+    """Several versions of the weights of a step function, for actions of batches between which nothing drains."""
+
+    def divide(self, names: Mapping[int, Sequence[str]], here: Collection[int]) -> None:
+        """Set which parameters the stages use, by their full names, and which stages this process hosts."""
 
 
 class OwnModule:
@@ -21,8 +37,7 @@ class OwnModule:
     Args:
         program: program of the stage.
         module: the whole module; parameters of other stages may be absent.
-        weights: parameters that other stages use as well, several versions of the weights, or the weights of a previous
-            stage whose forwards run here too.
+        weights: weights that the stage's actions use.
         of_units: attribute values of the units of its pipeline.
         shown: whether code outside of stages, such as hooks, sees this stage's values of attributes.
 
@@ -36,7 +51,7 @@ class OwnModule:
         self,
         program: StageProgram,
         module: nn.Module,
-        weights: TiedParameters | WeightStore | Double,
+        weights: Weights,
         of_units: OwnAttributes | None,
         shown: bool,
     ) -> None:
@@ -66,5 +81,3 @@ class OwnModule:
     def end(self) -> None:
         """End an iteration."""
         self.attributes.end()
-        if isinstance(self._weights, Double):
-            self._weights.clear()

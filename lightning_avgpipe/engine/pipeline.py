@@ -20,7 +20,9 @@ from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.executor import Lane, execute
 from lightning_avgpipe.engine.forward_only import Freezing
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs, Keeping
+from lightning_avgpipe.engine.loaded_step import PARTS, LoadedStep, Loading
 from lightning_avgpipe.engine.observer import Observer
+from lightning_avgpipe.engine.own_module import VersionedWeights
 from lightning_avgpipe.engine.stage import Stage, check_runnable
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.engine.tensor_use import ForeignTensors
@@ -28,8 +30,6 @@ from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.planning.program import StageProgram, stage_programs
 from lightning_avgpipe.schedule import Schedule, in_turn, num_forward_only
 from lightning_avgpipe.schedule.rules import check_hosted, trains, turns_of
-from lightning_avgpipe.weights.double import Double, check_repeatable
-from lightning_avgpipe.weights.store import WeightStore
 from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters, parameters_of
 
 
@@ -47,41 +47,6 @@ class Outcome:
     results: list[Any] | None
     skipped: frozenset[int]
     count: int
-
-
-@dataclass(frozen=True)
-class LoadedStep:
-    """A step function that can be run by this process.
-
-    Attributes:
-        graph: call graph of the step.
-        cuts: positions of the K-1 cuts.
-        stages: stages of this process.
-        copies: parameters that several stages use.
-        leaves: rank -> names of the tensors of a batch that the process needs; empty if unknown.
-        freezing: record of the stages that have nothing to train.
-        keeping: decides which kept outputs of frozen layers are used; None: none are kept.
-        doubles: stages whose input values are forwarded to the next stage -> their weights, on both processes.
-        of_units: attributes that units of all stages change.
-        wires: in which formats values and gradients travel on each hop, shape ``(K-1,)``; none: as they are.
-    """
-
-    graph: CallGraph
-    cuts: Sequence[int]
-    stages: Sequence[Stage]
-    copies: TiedParameters
-    leaves: Mapping[int, frozenset[str]]
-    freezing: Freezing
-    keeping: Keeping | None
-    doubles: Mapping[int, Double]
-    of_units: OwnAttributes
-    wires: Sequence[Format | None] = ()
-
-    @property
-    def own(self) -> list[OwnAttributes]:
-        """The own attributes of each stage: of doubles first, then of the stages here, last of all units."""
-        doubles = (stage.double.module.attributes for stage in self.stages if stage.double is not None)
-        return [*doubles, *(stage.module.attributes for stage in self.stages), self.of_units]
 
 
 class Pipeline:
@@ -114,7 +79,7 @@ class Pipeline:
         number: int = 0,
         place: Callable[[], None] | None = None,
         foreign_tensors: ForeignTensors | None = None,
-        weights: Mapping[str, WeightStore] | None = None,
+        weights: Mapping[str, VersionedWeights] | None = None,
     ) -> None:
         self.number = number
         self._weights = weights or {}
@@ -148,15 +113,12 @@ class Pipeline:
             relays: stages whose input may be forwarded, so that their forwards run on the next stage as well.
             wires: format of values and gradients on each link between stages; empty: as they are.
         Raises:
-            ConfigurationError: such forwards change state that must not be changed twice.
+            ConfigurationError: a system cannot run the step.
         """
         self._execution.recompute.check(graph)
         if self.place is not None:
             self.place()
         programs = stage_programs(graph, cuts)
-        for k in relays:
-            check_repeatable(programs[k])
-        doubles = {k: Double(programs[k], self._module) for k in relays}
         copies = TiedParameters(self._module, self.cluster, copied_parameters(programs))
         versions = self._weights.get(graph.step) if len(programs) > 1 else None
         if versions is not None:
@@ -167,35 +129,30 @@ class Pipeline:
             outputs = FrozenOutputs(self.cache_limit, frozen)
             keeping = Keeping(outputs, self.cluster, graph, freezing, bisect.bisect_right(cuts, frozen))
         of_units = OwnAttributes(self._module, graph.of_units, self.number == 0)
-        ahead = {
-            k + 1: Stage(programs[k], self._module, self.cluster.device, double, shown=False, of_units=of_units)
-            for k, double in doubles.items()
-            if k + 1 in self.cluster.stages
-        }
         stages = [
             Stage(
                 programs[k], self._module, self.cluster.device, versions or copies, self._execution,
                 self._foreign_tensors, self.number == 0 and k == self.cluster.stages[-1], of_units,
-                None if keeping is None or k != keeping.stage else keeping.outputs, ahead.get(k), k in relays,
+                None if keeping is None or k != keeping.stage else keeping.outputs, k in relays,
             )
             for k in self.cluster.stages
         ]  # fmt: skip
-        leaves = self._leaves(programs, relays, keeping)
+        loading = Loading(self._module, self.cluster, programs, stages, of_units, frozenset(relays))
+        parts = [make(loading) for make in PARTS]
+        leaves = self._leaves(programs, keeping)
+        for part in parts:
+            leaves |= {rank: leaves[rank] | names for rank, names in part.leaves.items()}
         self.steps[graph.step] = LoadedStep(
-            graph, cuts, stages, copies, leaves, freezing, keeping, doubles, of_units, wires
+            graph, cuts, stages, copies, leaves, freezing, keeping, of_units, loading.relays, parts, wires
         )
 
-    def _leaves(
-        self, programs: Sequence[StageProgram], relays: Collection[int], keeping: Keeping | None
-    ) -> dict[int, frozenset[str]]:
+    def _leaves(self, programs: Sequence[StageProgram], keeping: Keeping | None) -> dict[int, frozenset[str]]:
         """Return rank -> names of the tensors of a batch that the process needs."""
         stage_map = self.cluster.stage_map
         leaves = {
             rank: frozenset().union(*(programs[k].leaves for k in stage_map.stages(rank)))
             for rank in range(self.cluster.group.world_size)
         }
-        for k in relays:
-            leaves[stage_map.owner(k + 1)] |= programs[k].leaves
         if keeping is not None:
             leaves[keeping.owner] |= keeping.leaves
         return leaves
@@ -203,7 +160,7 @@ class Pipeline:
     def load_like(self, other: Pipeline, step: str) -> None:
         """Make a step function runnable as it is in another pipeline."""
         loaded = other.steps[step]
-        self.load(loaded.graph, loaded.cuts, relays=[*loaded.doubles], wires=loaded.wires)
+        self.load(loaded.graph, loaded.cuts, relays=loaded.relays, wires=loaded.wires)
 
     def unload(self) -> None:
         """Forget all step functions."""
@@ -233,8 +190,7 @@ class Pipeline:
             ScheduleError: the schedule forwards values past stages for which the step was not loaded so.
         """
         loaded, lanes = self.steps[step], []
-        doubles = loaded.doubles
-        if strange := schedule.relays - doubles.keys():
+        if strange := schedule.relays - loaded.relays:
             raise ScheduleError(
                 f"the schedule {schedule.name!r} has values pass the stages {', '.join(map(str, sorted(strange)))} for "
                 f"{schedule.num_microbatches} micro-batches, and not with as many as training began with; let it do so "
@@ -259,12 +215,8 @@ class Pipeline:
             lane.begins = task.known if number == frozen else frozenset()
             lane.relays, lane.segments = number in schedule.relays, schedule.segments
             lane.wires = self._wire(loaded, number), self._wire(loaded, number - 1)
-            if lane.relays:
-                if self.place is not None:
-                    self.place()
-                assert ends.to_next is not None
-                ends.to_next.put(doubles[number].sent())  # before the values, which are forwarded at once
-            lane.takes = doubles[number - 1].take if number - 1 in schedule.relays else None
+            for part in loaded.parts:
+                part.begin(lane, schedule)
             lane.begin(row, observers, turns.get(number))
             lanes.append(lane)
             stage.begin(row, frozen, stream)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,7 @@ from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.execution import Casts, Execution, OwnStream
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.frozen_prefix import FrozenPrefix
-from lightning_avgpipe.engine.halves import Halves
-from lightning_avgpipe.engine.own_module import OwnModule
+from lightning_avgpipe.engine.own_module import OwnModule, Weights
 from lightning_avgpipe.engine.part import Observe, OffPathNode, Path, Replayed
 from lightning_avgpipe.engine.recompute import Observations, Repetition
 from lightning_avgpipe.engine.stage_step import StageStep
@@ -26,15 +26,39 @@ from lightning_avgpipe.engine.task import Gate, Inputs, Stash, Task, entered
 from lightning_avgpipe.engine.tensor_use import ForeignTensors, explained
 from lightning_avgpipe.errors import ScheduleError, StepChangedError, UnsendableError
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Schedule
-from lightning_avgpipe.schedule.kinds import DOUBLE_FORWARD, GRAPH
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Kind, Schedule
 from lightning_avgpipe.schedule.rules import check_can_run
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.random_streams import restored
 from lightning_avgpipe.utils.torch_compat import version_of
-from lightning_avgpipe.weights.double import Double
-from lightning_avgpipe.weights.store import WeightStore
-from lightning_avgpipe.weights.tied import TiedParameters
+
+Run = Callable[[Sequence[Gate], list[Tensor], list[Tensor | None]], None]
+
+
+class StagePart:
+    """What a system adds to a stage: handlers of further kinds of actions, with state of their own.
+
+    Attributes:
+        handlers: kind of actions -> method that runs one of a stage, as :meth:`Stage.perform` does.
+    """
+
+    handlers: ClassVar[Mapping[Kind, Callable[[Any, Stage, Task, int, Message | None], Message | None]]]
+
+    def begin(self, row: Sequence[Action]) -> None:
+        """Begin an iteration with these actions."""
+
+    def watching(self, loss: bool) -> AbstractContextManager[Any]:
+        """Return a context for the step of a forward, or for what computes the loss of its result."""
+        return nullcontext()
+
+    def kept(self, micro_batch: int) -> None:
+        """Note that a forward has kept its graph for a backward."""
+
+    def clear(self) -> None:
+        """Forget everything about unfinished micro-batches."""
+
+
+PARTS: list[type[StagePart]] = []  # of every stage, registered by packages in ``systems``
 
 
 class Stage:
@@ -44,23 +68,21 @@ class Stage:
         program: the stage's part of the step function.
         module: the whole module; parameters of other stages may be absent.
         device: device of the stage.
-        copies: parameters that other stages use as well, several versions of the weights, or the weights of a previous
-            stage whose forwards run here too.
+        copies: the weights that its actions use.
         execution: options of recomputation and compilation.
         foreign_tensors: tensors that its first forward in training must not use; None: it may use all.
         shown: whether code outside of stages, such as hooks, sees this stage's values of attributes.
         of_units: attribute values of the units of its pipeline.
         kept: kept outputs of frozen layers, on the first stage that trains; None elsewhere.
-        double: the previous stage with weights of its own, if its forwards run here as well.
         relayed: whether the values that it receives are forwarded to the next stage.
 
     Attributes:
         program: as given.
-        double: as given.
         module: the module as this stage sees it.
         stash: micro-batch -> what its forward keeps for its backward.
         results: micro-batch -> result of the step, on the last stage.
         skipped: micro-batches without a loss, whose backwards carried no gradients.
+        parts: what systems add to the stage, by their classes.
     """
 
     def __init__(
@@ -68,17 +90,15 @@ class Stage:
         program: StageProgram,
         module: nn.Module,
         device: torch.device,
-        copies: TiedParameters | WeightStore | Double,
+        copies: Weights,
         execution: Execution = Execution(),  # noqa: B008
         foreign_tensors: ForeignTensors | None = None,
         shown: bool = True,
         of_units: OwnAttributes | None = None,
         kept: FrozenOutputs | None = None,
-        double: Stage | None = None,
         relayed: bool = False,
     ) -> None:
         self.program = program
-        self.double = double
         self.module = OwnModule(program, module, copies, of_units, shown)
         self._device = device
         self._seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
@@ -86,13 +106,17 @@ class Stage:
         self._step = StageStep(program, module, device, foreign_tensors, execution)
         self._prefix = FrozenPrefix(program, device, kept)
         self._repetition = Repetition(self.module, device, execution.recompute, relayed)
-        self._halves = Halves(program.stage)
         # only for weights that do not change within an iteration; compiled code casts its own
-        constant = isinstance(copies, TiedParameters) and not self._step.rewritten.parameters()
+        constant = copies.constant and not self._step.rewritten.parameters()
         self._casts = Casts() if constant and execution.compiler is None else None
         self.stash: dict[int, Stash | Inputs] = {}
         self.results: dict[int, Any] = {}
         self.skipped: set[int] = set()
+        self.parts = {part: part() for part in PARTS}
+        self._handlers: dict[Kind, Callable[[Stage, Task, int, Message | None], Message | None]] = {
+            kind: partial(run, part) for part in self.parts.values() for kind, run in part.handlers.items()
+        }
+        self._handlers |= {FORWARD: Stage.forward, BACKWARD: Stage.backward}
 
     def begin(self, row: Sequence[Action], forward_only: int = 0, stream: OwnStream | None = None) -> None:
         """Begin an iteration with these actions.
@@ -104,10 +128,9 @@ class Stage:
         """
         self._step.begin(stream)
         self.module.attributes.begin()
-        if self.double is not None:
-            self.double.begin(())
         self._prefix.stages = forward_only
-        self._halves.begin(any(action.kind is INPUT_GRADIENT for action in row))
+        for part in self.parts.values():
+            part.begin(row)
         self.go_on(row)
 
     def go_on(self, row: Sequence[Action]) -> None:
@@ -130,22 +153,22 @@ class Stage:
             The message that it sends; None if it sends none.
         """
         with _profiled(f"avgpipe::{action}"), alone():
-            return _HANDLERS[action.kind](self, task, action.micro_batch, message)
+            return self._handlers[action.kind](self, task, action.micro_batch, message)
 
-    def _forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
+    def forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
         """Run a forward; what it keeps depends on whether it trains, and on whether it will be repeated."""
         program, message = self.program, self._prefix.entering(task, micro_batch, message)
         with self.module.placed() as copies:
             if task.trains and micro_batch in self._repetition:
                 return self._forward_to_repeat(task, micro_batch, message, copies)
-            gates, replayed = self._replay(task, micro_batch, message, copies)
+            gates, replayed = self.replay(task, micro_batch, message, copies)
             self._prefix.keep(micro_batch, replayed.tapped)
         if program.is_last:
             self.results[micro_batch] = replayed.result
             if task.finish is not None:  # outside of placed(): hooks see the module's own parameters
                 # a result with its graph would keep the received values until the iteration ends
                 self.results[micro_batch] = tree.map_tensors(Tensor.detach, replayed.result)
-                with self._halves.watch or nullcontext():
+                with self._watched(loss=True):
                     loss = self._step.loss(task.finish, micro_batch, replayed.result)
                 self._keep(micro_batch, gates, () if loss is None else (loss,))
             return None
@@ -153,36 +176,23 @@ class Stage:
             self._prefix.check_nothing_asks(replayed)
         elif task.trains:
             self._keep(micro_batch, gates, _roots(replayed))
-        return self._message(task, micro_batch, replayed)
-
-    def _graph(self, task: Task, micro_batch: int, message: Message | None) -> None:
-        """Run a forward only for this stage's own backward; the next stage has computed the values that it sends."""
-        assert message is not None
-        versions = tuple(version_of(t) for t in message.tensors)
-        self._forward(task, micro_batch, message)
-        self._check_unchanged(message, versions, "whose tensors other stages may still read")
-
-    def _double_forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
-        """Run the forward of the previous stage without keeping its graph, and then this stage's."""
-        assert self.double is not None and message is not None
-        return self._forward(task, micro_batch, self.double.ahead(task, micro_batch, message))
-
-    def ahead(self, task: Task, micro_batch: int, message: Message) -> Message:
-        """Run a forward that keeps nothing for a backward; return its message.
-
-        It has a graph until it ends: the graph shows which values require a gradient, and operations may round
-        otherwise without one.
-        """
-        with self.module.placed() as copies:
-            _, replayed = self._replay(task, micro_batch, message, copies)
-        return self._message(task, message.micro_batch, replayed)
+        return self.message(task, micro_batch, replayed)
 
     def _keep(self, micro_batch: int, gates: tuple[Gate, ...], roots: tuple[Tensor, ...]) -> None:
         if self._seeding:
             self._kept_by_seeding[micro_batch] = Attributes(self._seeding)
-        self.stash[micro_batch] = Stash(gates, roots, "" if (watch := self._halves.watch) is None else watch.found)
+        self.stash[micro_batch] = Stash(gates, roots)
+        for part in self.parts.values():
+            part.kept(micro_batch)
 
-    def _replay(
+    @contextmanager
+    def _watched(self, loss: bool = False) -> Iterator[None]:
+        with ExitStack() as watching:
+            for part in self.parts.values():
+                watching.enter_context(part.watching(loss))
+            yield
+
+    def replay(
         self,
         task: Task,
         micro_batch: int,
@@ -201,7 +211,7 @@ class Stage:
         repeat = self._repetition.units if task.trains else None
         with self._casts.reused() if self._casts is not None and task.trains else nullcontext():
             replayed = self._step.run(
-                program, task, micro_batch, received, entries, copies, observe, repeat, tap, self._halves.watched,
+                program, task, micro_batch, received, entries, copies, observe, repeat, tap, self._watched,
                 attested,
             )  # fmt: skip
         return gates, replayed
@@ -210,7 +220,8 @@ class Stage:
         """Return the indices of a message's values."""
         return message.entries.values if isinstance(message.entries, Path) else program.receives
 
-    def _message(self, task: Task, micro_batch: int, replayed: Replayed) -> Message:
+    def message(self, task: Task, micro_batch: int, replayed: Replayed) -> Message:
+        """Return the message of a forward to the next stage."""
         requires_grad = tuple(task.trains and tensor.requires_grad for tensor in replayed.sent)
         sent = tuple(t.detach() for t in replayed.sent)
         return Message(
@@ -248,7 +259,7 @@ class Stage:
         surroundings = self._repetition.surroundings(self._step.rewritten.parameters())
         observations = Observations(self._step.observe)
         versions = tuple(version_of(t) for t in message.tensors) if message is not None else ()
-        _, replayed = self._replay(task, micro_batch, message, copies, observations.first)
+        _, replayed = self.replay(task, micro_batch, message, copies, observations.first)
         surroundings.done()
         ending = None
         if self.program.is_last:
@@ -258,22 +269,21 @@ class Stage:
             leaves = tuple(tensor if tensor.requires_grad else None for tensor in tree.tensors(result))
             ending = self._step.loss(task.finish, micro_batch, result), leaves
         self.stash[micro_batch] = Inputs(task, message, versions, surroundings, observations, ending)
-        return None if self.program.is_last else self._message(task, micro_batch, replayed)
+        return None if self.program.is_last else self.message(task, micro_batch, replayed)
 
     def _repeat(
         self, kept: Inputs, micro_batch: int, gradients: Message | None, copies: dict[int, str]
     ) -> tuple[Stash, Sequence[Tensor | None]]:
         """Repeat a forward; return the stash that it would have kept, and the gradients of its roots."""
         if kept.message is not None:
-            self._check_unchanged(
+            self.check_unchanged(
                 kept.message, kept.versions, "and it cannot be repeated from it; or do without recompute"
             )
         with _profiled(f"avgpipe::R{micro_batch}"), kept.surroundings.again():
-            gates, again = self._replay(kept.task, micro_batch, kept.message, copies, kept.observations.again())
-        whole = "recompute, which would keep all that it repeats until then"
+            gates, again = self.replay(kept.task, micro_batch, kept.message, copies, kept.observations.again())
         if kept.ending is None:
             assert gradients is not None
-            return Stash(gates, _roots(again), whole), gradients.tensors
+            return Stash(gates, _roots(again)), gradients.tensors
         loss, leaves = kept.ending
         wanted = [leaf for leaf in leaves if leaf is not None]
         gradients_of: Sequence[Tensor | None] = [None] * len(wanted)
@@ -281,9 +291,14 @@ class Stage:
             gradients_of = torch.autograd.grad(loss, wanted, allow_unused=True)
         found = iter(gradients_of)
         roots = tuple(tree.tensors(again.result))
-        return Stash(gates, roots, whole), [None if t is None else next(found) for t in leaves]
+        return Stash(gates, roots), [None if t is None else next(found) for t in leaves]
 
-    def _check_unchanged(self, message: Message, versions: Sequence[int], why: str) -> None:
+    def check_unchanged(self, message: Message, versions: Sequence[int], why: str) -> None:
+        """Check that the tensors of a message still have these versions.
+
+        Raises:
+            StepChangedError: one was changed in place; ``why`` says why it must not be.
+        """
         graph = self.program.graph
         for value, tensor, version in zip(
             self._received(message, self.program), message.tensors, versions, strict=True
@@ -295,10 +310,14 @@ class Stage:
                     f"in place after {graph.step} was captured without such a change, {why}. Compute out of place"
                 )
 
-    def _backward(self, task: Task, micro_batch: int, message: Message | None, halve: bool = False) -> Message | None:
+    def backward(self, task: Task, micro_batch: int, message: Message | None, run: Run | None = None) -> Message | None:
         """Run a backward: accumulate gradients of this stage's parameters, and return those of the received values.
 
-        With ``halve`` the former wait for :meth:`_weight_gradient`, unless the backward cannot be split.
+        Args:
+            task: work of the iteration.
+            micro_batch: micro-batch.
+            message: gradients of the sent values; None on the last stage.
+            run: ``run(gates, roots, gradients)`` runs the graph, or a part of it; None: the whole graph.
         """
         stash = self.stash.pop(micro_batch)
         gradients: Sequence[Tensor | None] = (None,) if message is None else message.tensors
@@ -306,7 +325,7 @@ class Stage:
         if skipped:
             self.skipped.add(micro_batch)
         alone = message is None  # a loss needs no incoming gradient
-        with self.module.placed() as copies, explained(self.program, self.module.module), self._seeded(micro_batch):
+        with self.in_backward(micro_batch) as copies:
             if isinstance(stash, Inputs):
                 stash, gradients = self._repeat(stash, micro_batch, message, copies)
                 alone = False
@@ -317,21 +336,19 @@ class Stage:
             ]
             if pairs:
                 of = [root for root, _ in pairs], [gradient for _, gradient in pairs]
-                if not (halve and self._halves.run_first(micro_batch, stash, *of)):
+                if run is None:
                     torch.autograd.backward(*of)
+                else:
+                    run(stash.gates, *of)
         if self.program.stage <= self._prefix.stages:  # the first of those that train
             return None
         return Message(micro_batch, tuple(gate.gradient for gate in stash.gates), entries=skipped)
 
-    def _input_gradient(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
-        """Run the half of a backward that the previous stage waits for."""
-        return self._backward(task, micro_batch, message, halve=True)
-
-    def _weight_gradient(self, task: Task, micro_batch: int, message: Message | None) -> None:
-        """Run the other half of a backward; do nothing if the first half ran whole, or had nothing to start from."""
-        if (half := self._halves.left.pop(micro_batch, None)) is not None:
-            with self.module.placed(), explained(self.program, self.module.module), self._seeded(micro_batch):
-                half.run()
+    @contextmanager
+    def in_backward(self, micro_batch: int) -> Iterator[dict[int, str]]:
+        """Run a backward, or a part of one, within this context; yields ``id -> name`` of copies of weights."""
+        with self.module.placed() as copies, explained(self.program, self.module.module), self._seeded(micro_batch):
+            yield copies
 
     @contextmanager
     def _seeded(self, micro_batch: int) -> Iterator[None]:
@@ -361,23 +378,12 @@ class Stage:
         if self._casts is not None:
             self._casts.clear()
         self.module.end()
-        if self.double is not None:
-            self.double.clear()
         self.stash.clear()
         self._kept_by_seeding.clear()
-        self._halves.left.clear()
+        for part in self.parts.values():
+            part.clear()
         self.results.clear()
         self.skipped.clear()
-
-
-_HANDLERS: dict[Kind, Callable[[Stage, Task, int, Message | None], Message | None]] = {
-    FORWARD: Stage._forward,
-    BACKWARD: Stage._backward,
-    INPUT_GRADIENT: Stage._input_gradient,
-    WEIGHT_GRADIENT: Stage._weight_gradient,
-    GRAPH: Stage._graph,
-    DOUBLE_FORWARD: Stage._double_forward,
-}
 
 
 def check_runnable(schedule: Schedule) -> None:
@@ -388,9 +394,10 @@ def check_runnable(schedule: Schedule) -> None:
     """
     check_can_run(schedule)
     kinds = dict.fromkeys(action.kind for row in schedule.rows for action in row)
-    strange = [f"{kind.name} ({kind})" for kind in kinds if kind not in _HANDLERS]
+    known = (FORWARD, BACKWARD, *(kind for part in PARTS for kind in part.handlers))
+    strange = [f"{kind.name} ({kind})" for kind in kinds if kind not in known]
     if strange:
-        able = ", ".join(f"{kind.name} ({kind})" for kind in _HANDLERS)
+        able = ", ".join(f"{kind.name} ({kind})" for kind in known)
         raise ScheduleError(
             f"the schedule {schedule.name!r} has actions that stages cannot run: {', '.join(strange)}; they can run "
             f"{able}. Use another schedule for training; this one can be simulated"

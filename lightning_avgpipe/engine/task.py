@@ -70,12 +70,10 @@ class Stash:
     Attributes:
         gates: gates of the received values that require gradients.
         roots: tensors from which the backward starts.
-        whole: reason why the backward cannot be split; "" if it can be.
     """
 
     gates: tuple[Gate, ...]
     roots: tuple[Tensor, ...]
-    whole: str = ""
 
     @property
     def is_skipped(self) -> bool:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from lightning_avgpipe.planning import Forecast, Plan
 from lightning_avgpipe.planning.freezing import num_frozen
-from lightning_avgpipe.planning.model_memory import copies_of_weights
 from lightning_avgpipe.planning.replicated_costs import SppCosts
 from lightning_avgpipe.planning.spp import SppPlan
 from lightning_avgpipe.schedule import Schedule, StageCosts, forward_only, simulate
-from lightning_avgpipe.schedule.asynchronous import simulate_policy
-from lightning_avgpipe.schedule.broadcast import without_relays
+from lightning_avgpipe.schedule.builders import without_relays
+from lightning_avgpipe.schedule.policies import WeightPolicy
 from lightning_avgpipe.schedule.rules import trains
-from lightning_avgpipe.schedule.versions import WeightPolicy
 
 _ITERATIONS = 4  # of rolling models, after which one takes as long as the next
 
@@ -71,10 +68,10 @@ def forecast_of(
     if schedule is None:
         return None
     if not policy.drains and plan.num_stages > 1:
-        repeated = replace(policy, backward=None)  # the costs already include repeated forwards
         count = schedule.num_microbatches
-        timeline = simulate_policy(repeated, stage_costs(plan), count, 2 + 4 * plan.num_stages)
-        copies = " ".join(map(str, copies_of_weights(policy, plan.num_stages, count)))
+        # the costs already include repeated forwards
+        timeline = policy.simulate(stage_costs(plan), count, 2 + 4 * plan.num_stages, repeats=False)
+        copies = " ".join(map(str, policy.copies(plan.num_stages, count)))
         name = f"1f1b, weight_policy='{policy.name}' with {copies} copies of the weights"
         return Forecast(name, count, timeline.steady_s, max(0.0, timeline.steady_bubble_fraction))
     frozen = num_frozen(plan.graph, plan.cuts, plan.graph.trained) if trains(schedule.rows[-1]) else 0

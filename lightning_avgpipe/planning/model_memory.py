@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.planning import Memory, Plan
 from lightning_avgpipe.planning.recompute_policy import repeated
 from lightning_avgpipe.schedule import Schedule, in_turn, peak_stash
-from lightning_avgpipe.schedule.versions import POLICIES, Place, WeightPolicy
-from lightning_avgpipe.schedule.versions import held as held_by
+from lightning_avgpipe.schedule.policies import WeightPolicy
 from lightning_avgpipe.utils.tensors import tensor_bytes
 
 _UNKNOWN_COPIES = 2  # as for Adam
@@ -43,7 +42,7 @@ class Updates:
         rolling: whether parallel pipelines go on without waiting for each other.
     """
 
-    policy: WeightPolicy = POLICIES["flush"]
+    policy: WeightPolicy = WeightPolicy()  # noqa: RUF009
     sharing: int = 0
     rolling: bool = False
 
@@ -118,13 +117,6 @@ def memory_of(
     )
 
 
-def copies_of_weights(policy: WeightPolicy, num_stages: int, num_microbatches: int) -> list[int]:
-    """Return how many copies of its weights each stage holds at most under a policy; one if there is a single stage."""
-    if num_stages == 1:
-        return [1]
-    return [held_by(policy, Place(k, num_stages, num_microbatches)) for k in range(num_stages)]
-
-
 def with_versions(memory: Memory, module: nn.Module, policy: WeightPolicy, schedule: Schedule) -> Memory:
     """Return the memory under a weight policy: further versions of trained weights, and more forwards in flight."""
     stages = schedule.num_stages
@@ -134,7 +126,7 @@ def with_versions(memory: Memory, module: nn.Module, policy: WeightPolicy, sched
         memory,
         in_flight=tuple(range(stages, 0, -1)),
         versioned={name: p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad},
-        versions=tuple(count - 1 for count in copies_of_weights(policy, stages, schedule.num_microbatches)),
+        versions=tuple(count - 1 for count in policy.copies(stages, schedule.num_microbatches)),
     )
 
 
@@ -207,7 +199,7 @@ def holdings_of_models(
     num_microbatches: int,
     num_pipelines: int,
     num_groups: int,
-    policy: WeightPolicy = POLICIES["flush"],
+    policy: WeightPolicy = WeightPolicy(),  # noqa: B008
     rolling: bool = False,
     meeting: bool = False,
 ) -> dict[int, Holding]:
@@ -222,7 +214,7 @@ def holdings_of_models(
     """
     own = holdings(plan, stages, module, optimizers, num_microbatches)
     if num_pipelines * num_groups == 1:
-        copies, named = copies_of_weights(policy, plan.num_stages, num_microbatches), dict(module.named_parameters())
+        copies, named = policy.copies(plan.num_stages, num_microbatches), dict(module.named_parameters())
         for k in stages:
             further = (copies[k] - 1) * sum(
                 named[name].nbytes for name in plan.stages[k].parameters if named[name].requires_grad
@@ -242,7 +234,7 @@ def holdings_of_models(
 def with_doubles(
     found: Mapping[int, Holding], plan: Plan, schedule: Schedule, module: nn.Module, num_pipelines: int
 ) -> dict[int, Holding]:
-    """Add the memory of broadcast forward: relays keep values that they received, and leaves have the mids' weights."""
+    """Add the memory of relays, which keep received values, and of the stages behind, which have their weights too."""
     tensors, peaks = dict([*module.named_parameters(), *module.named_buffers()]), peak_stash(schedule)
     further = dict.fromkeys(found, 0)
     for relay in schedule.relays:

@@ -99,7 +99,7 @@ class Plan:
         note: why the stages are not even; empty if they are.
         frozen: number of nodes, from the first, whose outputs are kept from epoch to epoch and not computed again.
         devices: ranks of the processes of each stage; empty: those of the stage map.
-        whole: stage -> why it does not split its backwards, although the schedule does.
+        remarks: lines on what stages do otherwise than the schedule wants.
         units: costs of the units between possible cuts; None if they were not measured.
     """
 
@@ -112,7 +112,7 @@ class Plan:
     note: str = ""
     frozen: int = 0
     devices: tuple[tuple[int, ...], ...] = ()
-    whole: Mapping[int, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
     units: SppCosts | None = field(default=None, repr=False)
 
     @property
@@ -163,7 +163,7 @@ class Plan:
         hidden |= {5} if not self.measured else set()  # without measuring, the estimate of memory is too low
         shown = [i for i in range(len(rows[0])) if i not in hidden]
         lines = [*table([[row[i] for i in shown] for row in rows]), *self._copies(), *self._batch(), *self._saved()]
-        lines += [f"stage {k} runs its backwards whole: there is {why}" for k, why in self.whole.items()]
+        lines += self.remarks
         if self.forecast is not None:
             lines.append(self._expectation(self.forecast))
         return "\n".join(lines)
@@ -278,7 +278,7 @@ def make_plan(
 
 
 def _with_double(need: Need, stage: int, memory: Memory, ranges: Ranges, before: Sequence[StagePlan]) -> Need:
-    """Return the need of a leaf of broadcast forward: also the weights and one stash of the stage before it."""
+    """Return the need of a stage that may also run the stage before it: its weights and one stash of it as well."""
     if stage not in memory.doubles:
         return need
     held = sum(memory.doubled[name] for name in {*before[-1].parameters, *before[-1].states})

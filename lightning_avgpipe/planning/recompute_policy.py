@@ -12,7 +12,6 @@ from lightning_avgpipe.capture.costs import Costs, value_bytes
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import FORWARD, Action
-from lightning_avgpipe.schedule.kinds import GRAPH
 from lightning_avgpipe.utils.names import close_to, fitting, is_within
 
 
@@ -87,12 +86,12 @@ def chosen(module: nn.Module, recompute: bool | Sequence[str]) -> Recompute:
 def repeated(row: Sequence[Action], is_last: bool) -> frozenset[int]:
     """Return the micro-batches whose forward a stage repeats.
 
-    A forward is not repeated if its backward follows at once, on the last stage or on one that builds graphs late (G).
+    A forward is not repeated if its backward follows at once, on the last stage or where the forward sends nothing.
     """
     at_once = {
         action.micro_batch
         for action, following in itertools.pairwise(row)
-        if (is_last or action.kind is GRAPH)
+        if (is_last or action.kind.produces is None)
         and (action.kind.counts_as or action.kind) in following.kind.after
         and action.micro_batch == following.micro_batch
     }

@@ -11,11 +11,10 @@ package does not need torch.
 """
 
 from lightning_avgpipe.schedule.actions import Action, Schedule
-from lightning_avgpipe.schedule.broadcast import Broadcast
 from lightning_avgpipe.schedule.builders import forward_only, from_warm_up, of_function, warm_up, with_replicas
 from lightning_avgpipe.schedule.choice import first_advance, stepped_warm_up, uneven_steps
 from lightning_avgpipe.schedule.costs import StageCosts
-from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kind
+from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, Kind
 from lightning_avgpipe.schedule.player import InTurns, SideBySide
 from lightning_avgpipe.schedule.recipes import build
 from lightning_avgpipe.schedule.rules import in_turn, num_forward_only, peak_stash
@@ -23,8 +22,8 @@ from lightning_avgpipe.schedule.simulator import check, simulate
 from lightning_avgpipe.schedule.timeline import Activity, Span, Timeline, Transfer
 
 __all__ = [
-    "BACKWARD", "FORWARD", "INPUT_GRADIENT", "WEIGHT_GRADIENT", "Action", "Activity", "Broadcast", "InTurns", "Kind",
-    "Schedule", "SideBySide", "Span", "StageCosts", "Timeline", "Transfer", "build", "check", "first_advance",
-    "forward_only", "from_warm_up", "in_turn", "num_forward_only", "of_function", "peak_stash", "simulate",
-    "stepped_warm_up", "uneven_steps", "warm_up", "with_replicas",
+    "BACKWARD", "FORWARD", "Action", "Activity", "InTurns", "Kind", "Schedule", "SideBySide", "Span", "StageCosts",
+    "Timeline", "Transfer", "build", "check", "first_advance", "forward_only", "from_warm_up", "in_turn",
+    "num_forward_only", "of_function", "peak_stash", "simulate", "stepped_warm_up", "uneven_steps", "warm_up",
+    "with_replicas",
 ]  # fmt: skip

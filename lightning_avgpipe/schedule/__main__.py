@@ -10,11 +10,10 @@ from pathlib import Path
 
 from lightning_avgpipe.errors import AvgPipeError, ScheduleError
 from lightning_avgpipe.schedule import Schedule, StageCosts, Timeline, build, picture, simulate
-from lightning_avgpipe.schedule.asynchronous import simulate_policy
 from lightning_avgpipe.schedule.gallery import text
 from lightning_avgpipe.schedule.picture import chrome_trace
+from lightning_avgpipe.schedule.policies import POLICIES
 from lightning_avgpipe.schedule.recipes import RECIPES, devices_of
-from lightning_avgpipe.schedule.versions import POLICIES, Place, held
 
 _COLUMNS = 100
 
@@ -33,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(text(timeline, min(_COLUMNS, max(1, round(timeline.iteration_s)))))
         print(summary(schedule, timeline))
         if options.policy is not None:
-            places = [Place(k, options.stages, options.microbatches) for k in range(options.stages)]
-            copies = " ".join(str(held(POLICIES[options.policy], place)) for place in places)
+            copies = " ".join(map(str, POLICIES[options.policy].copies(options.stages, options.microbatches)))
             print(f"weight policy {options.policy}, copies of the weights {copies}")
         if options.output is not None:
             _write(options.output, schedule, timeline)
@@ -49,7 +47,7 @@ def _simulated(options: argparse.Namespace, schedule: Schedule, costs: StageCost
         return simulate([schedule] * options.pipelines, costs, iterations=options.iterations)
     if options.pipelines > 1 or schedule.warm_up != build("1f1b", options.stages, options.microbatches).warm_up:
         raise ScheduleError("--policy is for one pipeline with the schedule 1f1b; leave --pipelines and --advance out")
-    return simulate_policy(POLICIES[options.policy], costs, options.microbatches, options.iterations)
+    return POLICIES[options.policy].simulate(costs, options.microbatches, options.iterations)
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> str:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lightning_avgpipe.errors import ScheduleError
-from lightning_avgpipe.schedule.kinds import GRAPH, Kind
+from lightning_avgpipe.schedule.kinds import Kind
 
 
 class Action(NamedTuple):
@@ -44,7 +44,7 @@ class Schedule:
             one after another. Empty: the most urgent action goes first, see :func:`~.rules.urgency`.
         lines: number of independent lines of stages, each of which passes messages among its own stages only. The rows
             of line l follow those of line l - 1; line l treats the micro-batches i with ``i % lines == l``.
-        segments: number of segments in which a stage that runs G relays a message to the stage behind it.
+        segments: number of segments in which a message is relayed past a stage, see :attr:`Kind.relayed`.
     Raises:
         ScheduleError: the number of rows or warm-ups is not the number of stages, or ``turns`` does not fit the rows.
     """
@@ -108,8 +108,8 @@ class Schedule:
 
     @cached_property
     def relays(self) -> frozenset[int]:
-        """The stages that run G: a message to such a stage is also relayed to the stage behind it."""
-        return frozenset(k for k, row in enumerate(self.rows) if any(action.kind is GRAPH for action in row))
+        """The stages whose messages are also relayed to the stage behind them."""
+        return frozenset(k for k, row in enumerate(self.rows) if any(action.kind.relayed for action in row))
 
     @property
     def devices(self) -> tuple[int, ...]:

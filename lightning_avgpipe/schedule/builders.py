@@ -4,11 +4,6 @@ With a warm-up, a stage runs ``w`` forwards, then pairs of a forward and a backw
 micro-batches come in ascending order in both directions::
 
     w = 2, M = 5     F0 F1 | F2 B0  F3 B1  F4 B2 | B3 B4
-
-Where backwards are split, the weight gradients follow ``v`` micro-batches behind the input gradients, and fill the
-idle time at the end::
-
-    w = 2, v = 1     F0 F1 | F2 I0  F3 I1 W0  F4 I2 W1 | I3 W2 I4 W3 | W4
 """
 
 from __future__ import annotations
@@ -19,33 +14,23 @@ from dataclasses import replace
 
 from lightning_avgpipe.errors import DeadlockError, ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
-from lightning_avgpipe.schedule.kinds import BACKWARD, COURSES, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT, Kind
-from lightning_avgpipe.schedule.rules import check_can_run, trains
+from lightning_avgpipe.schedule.kinds import BACKWARD, COURSES, FORWARD, KINDS, Kind
+from lightning_avgpipe.schedule.rules import (
+    check_can_run,
+    trains,
+)
 from lightning_avgpipe.schedule.simulator import check
 
 NAMES = ("advance_forward", "1f1b", "afab", "forward")
-LOOPED = ("interleaved", "bfs", "zbv", "dualpipev")  # have several stages on each process, see ``recipes``
 DEPTH_FIRST = "depth_first"  # overlaps nothing, so it is only for stages that all share one process
-# By how many forwards a stage is ahead of its neighbour, and by how many weight gradients it is behind.
-ZERO_BUBBLE = {"zb_h1": 1, "zb_h2": 2}
 
 
 def formula(name: str, num_stages: int, num_microbatches: int, advance: int = 0) -> Schedule:
     """Build a schedule that a warm-up determines, by name.
 
-    The zero-bubble schedules split backwards. With K equal stages, forwards f, halves of backwards i and w, links that
-    take no time and enough micro-batches, the first stage is idle for the time in the first column, and stashes as many
-    micro-batches as the second column says::
-
-        1F1B     (K-1)(f+i+w)     K      of which the last stage stashes 1
-        ZB-H1    (K-1)(f+i-w)     K      and on all others, where k of them wait for their weight gradients only
-        ZB-H2    (K-1)(f+i-2w)    2K-1   and on all others, where 2k of them do
-
-    This holds for w <= i, and negative idle times are 0; with f = i = w no stage of ZB-H2 is ever idle.
-
     Args:
         name: ``"advance_forward"``, ``"1f1b"``, ``"afab"`` (all forwards, then all backwards), ``"forward"`` (no
-            backwards: evaluation), ``"depth_first"``, ``"zb_h1"`` or ``"zb_h2"``.
+            backwards: evaluation) or ``"depth_first"``.
         num_stages: K, at least 1.
         num_microbatches: M, at least 1.
         advance: h of ``"advance_forward"``; 0 is 1F1B, a large one AFAB on all stages but the last. The other names
@@ -53,13 +38,8 @@ def formula(name: str, num_stages: int, num_microbatches: int, advance: int = 0)
     Raises:
         ScheduleError: an invalid size or an unknown name.
     Source: AFAB, GPipe, Huang et al., arXiv:1811.06965; 1F1B, Narayanan et al., arXiv:2104.04473; advance forward
-        propagation, AvgPipe, Chen et al., PPoPP 2023, section 4; ZB-H1 and ZB-H2, Zero Bubble Pipeline Parallelism, Qi
-        et al., ICLR 2024, section 2.
+        propagation, AvgPipe, Chen et al., PPoPP 2023, section 4.
     """
-    if name in ZERO_BUBBLE:
-        check_sizes(num_stages, num_microbatches)
-        ahead = _staircase(num_stages, num_microbatches, ZERO_BUBBLE[name])
-        return from_warm_up(ahead, num_microbatches, name, ahead[::-1])
     if name == DEPTH_FIRST:
         return depth_first(num_stages, num_microbatches)
     ahead = warm_up(name, num_stages, num_microbatches, advance)
@@ -78,31 +58,26 @@ def warm_up(name: str, num_stages: int, num_microbatches: int, advance: int = 0)
     """
     check_sizes(num_stages, num_microbatches)
     if name not in NAMES:
-        raise ScheduleError(
-            f"unknown schedule {name!r}; use one of {', '.join(map(repr, (*NAMES, *ZERO_BUBBLE, *LOOPED)))}"
-        )
+        raise ScheduleError(f"unknown schedule {name!r}; use one of {', '.join(map(repr, NAMES))}")
     if not isinstance(advance, int) or advance < 0:
         raise ScheduleError(f"advance={advance!r}: must be an integer of at least 0; 0 is 1F1B")
     if name in ("afab", "forward"):
         return (num_microbatches,) * num_stages
-    return _staircase(num_stages, num_microbatches, 1 + (advance if name == "advance_forward" else 0))
+    return staircase(num_stages, num_microbatches, 1 + (advance if name == "advance_forward" else 0))
 
 
-def _staircase(num_stages: int, num_microbatches: int, step: int) -> tuple[int, ...]:
+def staircase(num_stages: int, num_microbatches: int, step: int) -> tuple[int, ...]:
+    """Return a warm-up in which each stage is ``step`` forwards ahead of the next, with none on the last stage."""
     return tuple(min(num_microbatches, (num_stages - 1 - k) * step) for k in range(num_stages))
 
 
-def from_warm_up(
-    warm_up: Sequence[int], num_microbatches: int, name: str = "custom", behind: Sequence[int] | None = None
-) -> Schedule:
+def from_warm_up(warm_up: Sequence[int], num_microbatches: int, name: str = "custom") -> Schedule:
     """Build the schedule with a given warm-up.
 
     Args:
         warm_up: number of forwards of each stage before its first pair, shape ``(num_stages,)``.
         num_microbatches: M, number of micro-batches of an iteration.
         name: name of the schedule.
-        behind: by how many micro-batches weight gradients follow input gradients, shape ``(num_stages,)``; None:
-            backwards are not split.
     Raises:
         ScheduleError: a warm-up is negative, or a size is below 1.
         DeadlockError: ``min(w_k, M-1)`` increases from stage k to stage k+1. Then stage k+1 waits for a forward that
@@ -112,10 +87,7 @@ def from_warm_up(
     if any(w < 0 for w in warm_up):
         raise ScheduleError(f"warm_up={tuple(warm_up)}: counts of forwards must be at least 0")
     capped = tuple(min(w, num_microbatches) for w in warm_up)
-    rows = tuple(
-        tuple(_row(w, num_microbatches, v))
-        for w, v in zip(capped, (None,) * len(capped) if behind is None else behind, strict=True)
-    )
+    rows = tuple(tuple(_row(w, num_microbatches)) for w in capped)
     schedule = Schedule(name, len(warm_up), num_microbatches, rows, capped)
     effective = [min(w, num_microbatches - 1) for w in warm_up]
     for k, (here, after) in enumerate(itertools.pairwise(effective)):
@@ -181,19 +153,17 @@ def forward_only(schedule: Schedule, stages: int) -> Schedule:
     return replace(schedule, rows=(*rows, *schedule.rows[stages:]), warm_up=ahead, turns=tuple(left))
 
 
-def _row(warm_up: int, num_microbatches: int, behind: int | None) -> Iterator[Action]:
+def without_relays(schedule: Schedule) -> Schedule:
+    """Return the schedule for a pipeline that cannot relay messages: 1F1B instead of a schedule with relays."""
+    return formula("1f1b", schedule.num_stages, schedule.num_microbatches) if schedule.relays else schedule
+
+
+def _row(warm_up: int, num_microbatches: int) -> Iterator[Action]:
     yield from (Action(FORWARD, i) for i in range(warm_up))
     for i in range(num_microbatches):
         if warm_up + i < num_microbatches:
             yield Action(FORWARD, warm_up + i)
-        if behind is None:
-            yield Action(BACKWARD, i)
-            continue
-        yield Action(INPUT_GRADIENT, i)
-        if i >= behind:
-            yield Action(WEIGHT_GRADIENT, i - behind)
-    if behind is not None:
-        yield from (Action(WEIGHT_GRADIENT, i) for i in range(max(0, num_microbatches - behind), num_microbatches))
+        yield Action(BACKWARD, i)
 
 
 def check_sizes(num_stages: int, num_microbatches: int) -> None:

@@ -14,7 +14,6 @@ from lightning_avgpipe.schedule.recipes import RECIPES, build, devices_of
 from lightning_avgpipe.schedule.simulator import simulate
 
 SAFEST = "1f1b"  # needs the least memory
-_SPLIT = ("zb_h1", "zb_h2", "zbv", "dualpipev")
 _LEAST_GAIN = 0.01  # share of the time of a simpler schedule
 _ROUNDING = 1e-12  # relative: times that differ by less differ only in the order of their additions
 
@@ -58,9 +57,10 @@ def _candidates(
     if hosts == num_stages:  # the formula does not cover stages that share a process
         ahead = stepped_warm_up(steps, num_microbatches, first_advance(steps, num_microbatches, costs))
         yield from_warm_up(ahead, num_microbatches, "advance_forward")
-    for name in ("interleaved", "bfs", "zbv", "dualpipev", "zb_h1", "zb_h2", "afab"):
-        needs = RECIPES[name].needs
-        if (splits or name not in _SPLIT) and (needs == "any" or needs in placements):
+    ranked = [(recipe.rank, name) for name, recipe in RECIPES.items() if recipe.rank is not None]
+    for _, name in sorted(ranked):
+        recipe = RECIPES[name]
+        if (splits or not recipe.splits) and (recipe.needs == "any" or recipe.needs in placements):
             try:
                 yield build(name, num_stages, num_microbatches, 0, devices_of(name, num_stages, hosts))
             except ScheduleError:  # it does not fit so many stages on each process

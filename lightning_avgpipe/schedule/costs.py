@@ -5,25 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from lightning_avgpipe.errors import ScheduleError
-from lightning_avgpipe.schedule.kinds import (
-    BACKWARD,
-    DOUBLE_FORWARD,
-    FORWARD,
-    GRAPH,
-    INPUT_GRADIENT,
-    KINDS,
-    WEIGHT_GRADIENT,
-    Direction,
-    Kind,
-)
+from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, KINDS, Direction, Kind
 from lightning_avgpipe.schedule.timeline import Timeline
 
 Pieces = tuple[tuple[float, float], ...]  # parts of an action: seconds, and the share of the device in use, 0..1
+
+
+_OF_HOPS = ("send_forward_s", "send_backward_s", "latency_s")
 
 
 class CostModel(Protocol):
@@ -60,10 +53,8 @@ class StageCosts:
         send_forward_s: seconds for which activations occupy the link of each hop, shape ``(K-1,)``.
         send_backward_s: seconds for which gradients occupy the link of each hop, shape ``(K-1,)``.
         latency_s: latency of each hop in seconds, in either direction, shape ``(K-1,)``.
-        input_s: seconds of the half of a backward that computes the gradients of a stage's inputs, shape ``(K,)``;
-            default: half of ``backward_s``, as for layers that multiply by matrices.
-        weight_s: seconds of the half that computes the gradients of a stage's weights, shape ``(K,)``; default: the
-            rest of ``backward_s``.
+        of_kinds: name of a further kind of action -> its seconds on each stage, shape ``(K,)``; for a kind that is
+            missing they follow from the others, see :attr:`Kind.seconds`.
     Raises:
         ScheduleError: no stage, lengths that do not fit together, or a time that is negative or not finite.
     """
@@ -73,29 +64,22 @@ class StageCosts:
     send_forward_s: Sequence[float]
     send_backward_s: Sequence[float]
     latency_s: Sequence[float]
-    input_s: Sequence[float] = ()
-    weight_s: Sequence[float] = ()
+    of_kinds: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         num_stages = len(self.forward_s)
         if num_stages == 0:
             raise ScheduleError("forward_s has no entries; give one per stage, at least one")
-        if not self.input_s:
-            object.__setattr__(self, "input_s", tuple(seconds / 2 for seconds in self.backward_s))
-        if not self.weight_s:
-            rest = (b - i for b, i in zip(self.backward_s, self.input_s, strict=False))
-            object.__setattr__(self, "weight_s", tuple(rest))
-        wanted = {kind.cost: num_stages for kind in KINDS} | dict.fromkeys(
-            ("send_forward_s", "send_backward_s", "latency_s"), num_stages - 1
-        )
-        for name, length in wanted.items():
-            if len(getattr(self, name)) != length:
+        given = {name: getattr(self, name) for name in ("forward_s", "backward_s", *_OF_HOPS)} | dict(self.of_kinds)
+        for name, seconds in given.items():
+            length = num_stages - (name in _OF_HOPS)
+            if len(seconds) != length:
                 raise ScheduleError(
-                    f"{name} has {len(getattr(self, name))} entries, but needs {length}: forward_s has {num_stages}"
+                    f"{name} has {len(seconds)} entries, but needs {length}: forward_s has {num_stages}"
                 )
-        for name in wanted:
-            if not all(0 <= seconds < math.inf for seconds in getattr(self, name)):
-                raise ScheduleError(f"{name}={list(getattr(self, name))}: times must be finite and not negative")
+        for name, seconds in [*given.items(), *((kind.name, self._each(kind)) for kind in KINDS)]:
+            if not all(0 <= each < math.inf for each in seconds):
+                raise ScheduleError(f"{name}={list(seconds)}: times must be finite and not negative")
 
     @classmethod
     def uniform(
@@ -105,19 +89,17 @@ class StageCosts:
         backward_s: float,
         send_s: float = 0.0,
         latency_s: float = 0.0,
-        input_s: float | None = None,
     ) -> StageCosts:
         """Make the costs of equal stages and hops; ``send_s`` is per hop and direction."""
         send, latency = (send_s,) * (num_stages - 1), (latency_s,) * (num_stages - 1)
-        half = () if input_s is None else (input_s,) * num_stages
-        return cls((forward_s,) * num_stages, (backward_s,) * num_stages, send, send, latency, half)
+        return cls((forward_s,) * num_stages, (backward_s,) * num_stages, send, send, latency)
 
     @classmethod
     def measured(cls, timeline: Timeline) -> StageCosts:
         """Make costs from the medians of a timeline; 0 for what does not occur, such as messages within a device.
 
-        Without split backwards in the timeline, each half takes half of a backward. Without whole backwards, a backward
-        takes the sum of its halves.
+        Without backwards in the timeline, a backward takes as long as all kinds that take its place. Where a stage runs
+        no forwards, a forward takes what a kind that counts as one takes besides the work of other stages.
         """
         stages, hops = range(timeline.num_stages), range(timeline.num_stages - 1)
 
@@ -131,34 +113,42 @@ class StageCosts:
 
         latency_s = tuple(_median(t.arrival_s - t.end_s for t in timeline.transfers if t.hop == hop) for hop in hops)
         seconds = {kind: action_s(kind) for kind in KINDS}
-        input_s, weight_s = seconds[INPUT_GRADIENT], seconds[WEIGHT_GRADIENT]
-        halves = (input_s, weight_s) if any(input_s + weight_s) else ()
-        whole = seconds[BACKWARD] if any(seconds[BACKWARD]) else tuple(map(sum, zip(input_s, weight_s, strict=True)))
-        forward_s: list[float] = []
+        further = {k: s for k, s in seconds.items() if k not in (FORWARD, BACKWARD) and k.counts_as is None and any(s)}
+        whole = seconds[BACKWARD]
+        if not any(whole):
+            whole = tuple(sum(s[k] for s in further.values()) for k in stages)
+        of_kinds = {kind.name: s for kind, s in further.items()}
+        found = cls(seconds[FORWARD], whole, send_s("forward"), send_s("backward"), latency_s, of_kinds)
         for k in stages:
-            further = max(0.0, seconds[DOUBLE_FORWARD][k] - forward_s[-1]) if k else 0.0
-            forward_s.append(seconds[FORWARD][k] or seconds[GRAPH][k] or further)
-        return cls(tuple(forward_s), whole, send_s("forward"), send_s("backward"), latency_s, *halves)
+            for kind in KINDS:
+                if kind.counts_as is FORWARD and seconds[kind][k] and not found.forward_s[k]:
+                    each = max(0.0, seconds[kind][k] - kind.seconds(found, k))
+                    found = replace(found, forward_s=(*found.forward_s[:k], each, *found.forward_s[k + 1 :]))
+        return found
 
     def on(self, devices: Sequence[int]) -> StageCosts:
         """Return the costs for stages on these devices, shape ``(K,)``: messages within a device take no time."""
         apart = [here != there for here, there in itertools.pairwise(devices)]
-        hops = {name: getattr(self, name) for name in ("send_forward_s", "send_backward_s", "latency_s")}
-        return replace(self, **{n: [s * far for s, far in zip(of, apart, strict=True)] for n, of in hops.items()})
+        hops: dict[str, Any] = {name: getattr(self, name) for name in _OF_HOPS}
+        hops = {name: [s * far for s, far in zip(of, apart, strict=True)] for name, of in hops.items()}
+        return replace(self, **hops)
 
     @property
     def num_stages(self) -> int:
         """The number of stages K."""
         return len(self.forward_s)
 
-    @property
-    def double_s(self) -> tuple[float, ...]:
-        """The seconds of a forward of each stage together with the one before it, shape ``(K,)``."""
-        return tuple(a + b for a, b in zip((0.0, *self.forward_s), self.forward_s, strict=False))
+    def seconds(self, kind: Kind, stage: int) -> float:
+        """Return the seconds of an action of a stage."""
+        given = self.of_kinds.get(kind.name)
+        return kind.seconds(self, stage) if given is None else given[stage]
+
+    def _each(self, kind: Kind) -> list[float]:
+        return [self.seconds(kind, k) for k in range(self.num_stages)]
 
     def pieces(self, kind: Kind, stage: int, replica: int = 0) -> Pieces:
         """Return the only part of an action, which uses its device fully; all replicas take the same time."""
-        return ((getattr(self, kind.cost)[stage], 1.0),)
+        return ((self.seconds(kind, stage), 1.0),)
 
     def message_s(self, direction: Direction, hop: int, sender: int = 0, receiver: int = 0) -> tuple[float, float]:
         """Return the seconds for which a message occupies its link, and the seconds from then until it arrives."""

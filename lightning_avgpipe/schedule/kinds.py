@@ -4,19 +4,20 @@
 
     F  forward          message from the stage before -> message to the stage after     stashes the micro-batch
     B  backward         own F, message from the stage after -> message to the one before           frees it
-    I  input gradient   the half of a backward that others wait for: as B, but frees nothing yet
-    W  weight gradient  the other half: own I; sends nothing, so it may run at any time after I; frees it
-    G  graph            a forward that no stage waits for: as F, but sends nothing, as its input was relayed already
-    D  double forward   as F, after the forward of the stage before, which runs here without a graph and there as G
 
-The letters are those of torch.distributed.pipelining; papers on zero-bubble schedules write B for what is I here.
-The module ``rules`` derives rules from these data. A stage has a handler for each kind that it can run.
+Packages in ``systems`` register further kinds, with the sequences in which stages run them. The letters are those of
+torch.distributed.pipelining. The module ``rules`` derives rules from these data. A stage has a handler for each kind
+that it can run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.schedule.costs import StageCosts
 
 # Placement of several stages on each process: stage k on the process after that of k - 1, or there and back as a V.
 Placement = Literal["loop", "v"]
@@ -30,24 +31,28 @@ class Kind:
     Attributes:
         symbol: letter of the kind, as in ``F3``.
         name: name of the kind in messages and pictures.
-        cost: field of ``StageCosts`` with the seconds that an action takes.
+        seconds: returns the seconds that an action of a stage takes, unless the costs give them for this kind.
         consumes: direction of the message that an action waits for; None: it waits for none.
         produces: direction of the message that an action sends; None: it sends none.
         after: kinds that the stage must have run on the micro-batch before.
         stash: change of the number of stashed micro-batches: 1 from the begin of the action on, -1 from its end on.
         priority: of the actions that may run, the one with the lowest priority value goes first.
+        colour: colour in pictures.
         counts_as: kind as which an action counts for kinds that wait for it; None: its own kind.
+        relayed: whether the message that an action waits for is also passed on to the stage behind.
     """
 
     symbol: str
     name: str
-    cost: str
+    seconds: Callable[[StageCosts, int], float]
     consumes: Direction | None
     produces: Direction | None
     after: tuple[Kind, ...]
     stash: int
     priority: int
+    colour: str
     counts_as: Kind | None = None
+    relayed: bool = False
 
     def __repr__(self) -> str:
         return self.symbol
@@ -56,23 +61,21 @@ class Kind:
         return _of_symbol, (self.symbol,)
 
 
-FORWARD = Kind("F", "forward", "forward_s", "forward", "forward", (), 1, 1)
-BACKWARD = Kind("B", "backward", "backward_s", "backward", "backward", (FORWARD,), -1, 0)
-INPUT_GRADIENT = Kind("I", "input gradient", "input_s", "backward", "backward", (FORWARD,), 0, 0)
-WEIGHT_GRADIENT = Kind("W", "weight gradient", "weight_s", None, None, (INPUT_GRADIENT,), -1, 2)
-GRAPH = Kind("G", "graph", "forward_s", "forward", None, (), 1, 1, FORWARD)
-DOUBLE_FORWARD = Kind("D", "double forward", "double_s", "forward", "forward", (), 1, 1, FORWARD)
+FORWARD = Kind("F", "forward", lambda costs, k: costs.forward_s[k], "forward", "forward", (), 1, 1, "#4c84c4")
+BACKWARD = Kind(
+    "B", "backward", lambda costs, k: costs.backward_s[k], "backward", "backward", (FORWARD,), -1, 0, "#5fa65a"
+)
 
-KINDS = (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, GRAPH, DOUBLE_FORWARD)
+KINDS: list[Kind] = [FORWARD, BACKWARD]
 
 # The ways in which a stage may treat a micro-batch; the first is that of an iteration that does not train.
-COURSES = (
-    (FORWARD,),
-    (FORWARD, BACKWARD),
-    (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT),
-    (GRAPH, BACKWARD),
-    (DOUBLE_FORWARD, BACKWARD),
-)
+COURSES: list[tuple[Kind, ...]] = [(FORWARD,), (FORWARD, BACKWARD)]
+
+
+def register(*courses: tuple[Kind, ...]) -> None:
+    """Register further ways in which a stage may treat a micro-batch in training, with the kinds in them."""
+    COURSES.extend(courses)
+    KINDS.extend(dict.fromkeys(kind for course in courses for kind in course if kind not in KINDS))
 
 
 def _of_symbol(symbol: str) -> Kind:

@@ -26,14 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# One colour for each kind of action, in the order of ``KINDS``.
-_PALETTE = ("#4c84c4", "#5fa65a", "#3f9c93", "#a3b53f", "#b07aa1", "#76665c")
-COLOURS = dict(zip((kind.name for kind in KINDS), _PALETTE, strict=False)) | {
-    "transfer": "#e39b3c",
-    "idle": "#ececec",
-    "step": "#8c6bb1",
-    "averaging": "#c0504d",
-}
+_COLOURS = {"transfer": "#e39b3c", "idle": "#ececec", "step": "#8c6bb1", "averaging": "#c0504d"}
 
 _WIDTH_INCHES, _ROW_INCHES, _MARGIN_INCHES = 10.0, 0.6, 1.3
 _DPI = 100
@@ -47,6 +40,11 @@ _MICROSECONDS = 1e6
 # The tracks of a trace in their order: those of each lane, then those of each device.
 _OF_LANES = {"action": "stage", "forward": "sends forward from stage", "backward": "sends backward from stage"}
 _OF_DEVICES = ("wait", "step", "averaging")
+
+
+def colours() -> dict[str, str]:
+    """Return the colours of pictures, by the names of kinds of actions and of what else is drawn."""
+    return {kind.name: kind.colour for kind in KINDS} | _COLOURS
 
 
 def is_available() -> bool:
@@ -136,7 +134,7 @@ def _paint(axes: Axes, timeline: Timeline, end_s: float, factor: float) -> set[s
 def _add_legend(axes: Axes, kinds: Collection[str], num_pipelines: int, height: float) -> None:
     from matplotlib.patches import Patch
 
-    legend = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in kinds]
+    legend = [Patch(color=colour, label=kind) for kind, colour in colours().items() if kind in kinds]
     if num_pipelines > 1:
         legend.append(Patch(alpha=0, label=f"{num_pipelines} pipelines, from dark to light"))
     axes.legend(
@@ -167,7 +165,7 @@ def _boxes(timeline: Timeline, device: int, end_s: float) -> Iterator[tuple[str,
     zero, stages = timeline.begin_s, timeline.stages_of(device)
     spans = [s for s in timeline.spans if timeline.device_of(s.stage, s.action.micro_batch) == device]
     messages = [t for t in timeline.transfers if timeline.device_of(t.source, t.micro_batch) == device]
-    yield "idle", _ACTIONS, [(0.0, end_s, "")], COLOURS["idle"]
+    yield "idle", _ACTIONS, [(0.0, end_s, "")], _COLOURS["idle"]
     prefix = "" if len(stages) == 1 else "{}."
     for kind in KINDS:
         for n in range(timeline.num_pipelines):
@@ -175,14 +173,14 @@ def _boxes(timeline: Timeline, device: int, end_s: float) -> Iterator[tuple[str,
             boxes = [
                 (s.begin_s - zero, s.end_s - zero, prefix.format(s.stage) + str(s.action.micro_batch)) for s in found
             ]
-            yield kind.name, _ACTIONS, boxes, _lighter(COLOURS[kind.name], _LIGHTEST * n / timeline.num_pipelines)
+            yield kind.name, _ACTIONS, boxes, _lighter(kind.colour, _LIGHTEST * n / timeline.num_pipelines)
     for other in ("step", "averaging"):
         activities = [a for a in timeline.activities if (a.device, a.kind) == (device, other)]
-        yield other, _ACTIONS, [(a.begin_s - zero, a.end_s - zero, "") for a in activities], COLOURS[other]
+        yield other, _ACTIONS, [(a.begin_s - zero, a.end_s - zero, "") for a in activities], _COLOURS[other]
     for direction, lane in (("forward", _FORWARD), ("backward", _BACKWARD)):
         sent = [t for t in messages if t.direction == direction]
         boxes = [(t.begin_s - zero, t.arrival_s - zero, "") for t in sent if t.arrival_s > t.begin_s]
-        yield "transfer", lane, boxes, COLOURS["transfer"]
+        yield "transfer", lane, boxes, _COLOURS["transfer"]
 
 
 def _lighter(colour: str, share: float) -> str:

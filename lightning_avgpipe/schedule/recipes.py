@@ -1,18 +1,19 @@
-"""The recipes: every schedule that has a name, the placement of stages that it needs, and its known costs."""
+"""The recipes: every schedule that has a name, the placement of stages that it needs, and its known costs.
+
+Packages in ``systems`` add theirs to ``RECIPES``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Schedule
-from lightning_avgpipe.schedule.bidirectional import chimera
-from lightning_avgpipe.schedule.broadcast import Broadcast
-from lightning_avgpipe.schedule.builders import breadth_first, check_sizes, formula, interleaved
+from lightning_avgpipe.schedule.builders import DEPTH_FIRST, NAMES, breadth_first, check_sizes, formula, interleaved
+from lightning_avgpipe.schedule.costs import StageCosts
 from lightning_avgpipe.schedule.kinds import Placement
-from lightning_avgpipe.schedule.vshaped import dualpipev, zbv
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,18 @@ class Recipe:
         title: name in texts.
         build: function of K, M, D processes and an advance that returns the schedule.
         needs: stages on each process: any number, several in a loop, or two in the shape of a V.
-        idle: by how many seconds an iteration is longer than the work of one process in it. f and b = i + w are the
-            seconds of one micro-batch on a process, with all of its v = K/D stages. The values of ZB-V and DualPipeV
-            are approximate, for f = i = w.
+        idle: by how many seconds an iteration is longer than the work of one process in it. f and b are the
+            seconds of one micro-batch on a process, with all of its v = K/D stages.
         stash: number of micro-batches that process d, or stage k, stashes at most; each stage of a process counts.
         source: paper that describes the schedule.
         where: condition under which ``idle`` holds; empty if there is none.
         lines: number of lines of stages, each with a copy of the model, see :attr:`Schedule.lines`.
         note: further remarks; empty if there are none.
+        rank: place among the schedules that the automatic choice compares, the simplest first; None: it is not one.
+        splits: whether it splits backwards, for which stages must keep their graphs.
+        gain: function of costs, M, the devices of stages and the seconds of copies of weights that returns how many
+            times as fast as 1F1B the schedule is; None: it is taken as asked for.
+        about: sentence for the documentation of the option ``schedule``.
     """
 
     title: str
@@ -42,6 +47,10 @@ class Recipe:
     where: str = ""
     lines: int = 1
     note: str = ""
+    rank: int | None = None
+    splits: bool = False
+    gain: Callable[[StageCosts, int, Sequence[int], Sequence[float]], float] | None = None
+    about: str = ""
 
     @property
     def placement(self) -> Placement:
@@ -53,12 +62,12 @@ def _of_formula(name: str) -> Callable[[int, int, int, int], Schedule]:
     return lambda num_stages, num_microbatches, _, advance: formula(name, num_stages, num_microbatches, advance)
 
 
-def _of_devices(make: Callable[[int, int, int], Schedule]) -> Callable[[int, int, int, int], Schedule]:
+def of_devices(make: Callable[[int, int, int], Schedule]) -> Callable[[int, int, int, int], Schedule]:
+    """Return the ``build`` of a recipe from a function of K, M and D."""
     return lambda num_stages, num_microbatches, num_devices, _: make(num_stages, num_microbatches, num_devices)
 
 
-_ZERO_BUBBLE = "Zero Bubble Pipeline Parallelism, Qi et al., ICLR 2024"
-RECIPES = {
+RECIPES: dict[str, Recipe] = {
     "advance_forward": Recipe(
         "Advance forward propagation", _of_formula("advance_forward"), "any", "(K-1) (f+b)", "1 + (K-1-k) (1+h)",
         "AvgPipe, Chen et al., PPoPP 2023, section 4",
@@ -69,39 +78,22 @@ RECIPES = {
     ),
     "afab": Recipe(
         "All forwards, then all backwards", _of_formula("afab"), "any", "(K-1) (f+b)", "M",
-        "GPipe, Huang et al., arXiv:1811.06965",
+        "GPipe, Huang et al., arXiv:1811.06965", rank=70,
     ),
-    "zb_h1": Recipe("ZB-H1", _of_formula("zb_h1"), "any", "(K-1) (f+i-w)", "K", f"{_ZERO_BUBBLE}, section 2"),
-    "zb_h2": Recipe("ZB-H2", _of_formula("zb_h2"), "any", "(K-1) (f+i-w)", "2 K - 1", f"{_ZERO_BUBBLE}, section 2"),
     "interleaved": Recipe(
-        "Interleaved 1F1B", _of_devices(interleaved), "loop", "(D-1) (f+b)/v", "(v+1) D - 2 d - 1",
-        "Narayanan et al., arXiv:2104.04473, section 2.2",
+        "Interleaved 1F1B", of_devices(interleaved), "loop", "(D-1) (f+b)/v", "(v+1) D - 2 d - 1",
+        "Narayanan et al., arXiv:2104.04473, section 2.2", rank=10,
     ),
     "bfs": Recipe(
-        "Looped breadth-first", _of_devices(breadth_first), "loop", "(D-1) (f+b)/v", "v M",
-        "Breadth-First Pipeline Parallelism, Lamy-Poirier, arXiv:2211.05953",
-    ),
-    "zbv": Recipe(
-        "ZB-V", _of_devices(zbv), "v", "(D-1) f/2", "2 D",
-        "Pipeline Parallelism with Controllable Memory, Qi et al., arXiv:2405.15362",
-    ),
-    "dualpipev": Recipe(
-        "DualPipeV", _of_devices(dualpipev), "v", "D f/2", "2 D + 1",
-        "DeepSeek-V3, arXiv:2412.19437: DualPipe, cut in half",
-    ),
-    "chimera": Recipe(
-        "Chimera", _of_devices(chimera), "v", "(D-2) b", "D", "Chimera, Li and Hoefler, SC 2021, arXiv:2107.06925",
-        "with M = D and b = 2 f", 2,
-        "It has the model twice, half of the micro-batches for each; it is simulated only.",
-    ),
-    "broadcast": Recipe(
-        "Broadcast forward", lambda num_stages, count, *_: Broadcast()(num_stages, count), "any",
-        "(K-1) (f+b) + (M-1) f", "K-k", "as described in `schedule/broadcast.py`",
-        note="Stages that build their graph late (`G`) stash one. On free links it loses; where a transfer takes as "
-        "long as a forward, 12 stages are 1.07 times as fast as with 1F1B.",
+        "Looped breadth-first", of_devices(breadth_first), "loop", "(D-1) (f+b)/v", "v M",
+        "Breadth-First Pipeline Parallelism, Lamy-Poirier, arXiv:2211.05953", rank=20,
     ),
 }  # fmt: skip
-TRAINING = tuple(name for name, recipe in RECIPES.items() if recipe.lines == 1)
+
+
+def trainable() -> tuple[str, ...]:
+    """Return the names of the schedules with which one can train."""
+    return tuple(name for name, recipe in RECIPES.items() if recipe.lines == 1)
 
 
 def devices_of(name: str, num_stages: int, hosts: int | None = None) -> int:
@@ -144,6 +136,9 @@ def build(
     Raises:
         ScheduleError: an invalid size, an unknown name, or a number of stages that does not fit the processes.
     """
+    if name not in (*RECIPES, *NAMES, DEPTH_FIRST):
+        known = ", ".join(map(repr, dict.fromkeys((*RECIPES, *NAMES))))
+        raise ScheduleError(f"unknown schedule {name!r}; use one of {known}")
     if name not in RECIPES:
         return formula(name, num_stages, num_microbatches, advance)
     check_sizes(num_stages, num_microbatches)

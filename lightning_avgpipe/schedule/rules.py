@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
-from lightning_avgpipe.schedule.kinds import COURSES, DOUBLE_FORWARD, FORWARD, GRAPH, Direction, Kind
+from lightning_avgpipe.schedule.kinds import COURSES, Direction, Kind
 
 _STEP: dict[Direction | None, int] = {"forward": 1, "backward": -1, None: 0}
+
+CHECKS: list[Callable[[Schedule], None]] = []  # of further kinds: raise ScheduleError if stages cannot run a schedule
 
 Event = tuple[int, Kind | Direction, int]  # a stage has run a kind on a micro-batch, or was sent a message
 
@@ -115,16 +117,8 @@ def check_hosted(schedule: Schedule, owners: Sequence[int]) -> None:
 
 def check_can_run(schedule: Schedule) -> None:
     """Check that a schedule can be run, not only simulated; raise ScheduleError otherwise."""
-    relays = schedule.relays
-    for stage, row in enumerate(schedule.rows):
-        kinds = {action.kind for action in row if action.kind.consumes == "forward"}
-        wanted = GRAPH if stage in relays else DOUBLE_FORWARD if stage - 1 in relays else FORWARD
-        if kinds - {wanted} or stage in relays - {*range(schedule.num_stages - 1)}:
-            raise ScheduleError(
-                f"stage {stage} of the schedule {schedule.name!r} runs {', '.join(sorted(k.name for k in kinds))}; "
-                f"a stage that runs {GRAPH.name} ({GRAPH}) runs no other forwards, has one that runs {FORWARD} or "
-                f"{DOUBLE_FORWARD} before it, and one behind it that runs {DOUBLE_FORWARD.name} ({DOUBLE_FORWARD}) only"
-            )
+    for check in CHECKS:
+        check(schedule)
     if schedule.lines > 1:
         raise ScheduleError(
             f"the schedule {schedule.name!r} has {schedule.lines} lines of stages, each with weights of its own, which "
@@ -136,7 +130,7 @@ def peak_stash(rows: Iterable[Iterable[Action]]) -> tuple[int, ...]:
     """Return the largest number of stashed micro-batches of each stage, shape ``(K,)``; 0 for rows without backwards.
 
     Actions of a stage do not overlap, so the order of its row alone decides how much it stashes. A micro-batch counts
-    until all of its stash is freed, although only the values for the weight gradient are kept after the input gradient.
+    until all of its stash is freed, although less is kept after a part of its backward.
     """
     peaks = []
     for row in rows:

@@ -20,7 +20,6 @@ from lightning_avgpipe.errors import ConfigurationError, ScheduleError
 from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.schedule.builders import of_function
 from lightning_avgpipe.schedule.recipes import devices_of
-from lightning_avgpipe.schedule.versions import Place
 from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.combinations import Facts
 from lightning_avgpipe.strategy.options import Configuration, Options
@@ -84,7 +83,7 @@ def _versions(running: pl.Trainer, given: Options, num_stages: int, option: str,
         )
     if num_stages > 1:
         try:
-            given.policy.check(Place(0, num_stages, given.microbatches(num_stages)))
+            given.policy.check(num_stages, given.microbatches(num_stages))
         except ScheduleError as error:
             raise ConfigurationError(str(error)) from error
 

@@ -12,13 +12,16 @@ import torch
 from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory_limit import parse_limit
-from lightning_avgpipe.schedule.broadcast import Broadcast
 from lightning_avgpipe.schedule.builders import NAMES
 from lightning_avgpipe.utils.device import TUNED_WITHOUT_GRAPHS, keeps_graphs
 from lightning_avgpipe.utils.lightning import rank_zero_warn
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.options import Options
+
+
+# Rules that packages in ``systems`` bring along: each raises a ConfigurationError for options that do not go together.
+RULES: list[Callable[[Options], None]] = []
 
 
 def options(given: Options) -> None:
@@ -53,8 +56,8 @@ def options(given: Options) -> None:
         _compiled(given)
     if given.averaging.rolling is True:
         _without_barrier(given)
-    if not given.policy.drains:
-        _without_drain(given)
+    for rule in RULES:
+        rule(given)
 
 
 def num_split_points(names: Sequence[str], num_stages: int) -> None:
@@ -200,12 +203,8 @@ def _said(given: Options, *names: str) -> str:
 
 
 def _compiled(given: Options) -> None:
-    """Check that nothing splits compiled units, and that torch.compile takes the arguments."""
+    """Check that nothing needs units that are not compiled, and that torch.compile takes the arguments."""
     refused = {
-        "schedule": (
-            given.schedule in ("zb_h1", "zb_h2", "zbv", "dualpipev", "auto"),
-            "the backward of a compiled unit cannot be split; use a schedule of whole ones, as 'advance_forward'",
-        ),
         "verify": (given.verifies, "a plain step is not compiled; verify once without compile, then leave it out"),
     }
     refuse(given, refused, lambda option, why: f"compile={given.compile!r} with {option}: {why}")
@@ -235,35 +234,9 @@ def _without_barrier(given: Options) -> None:
         "averaging.on_nonfinite": (given.averaging.on_nonfinite == "skip", "other stages may have stepped"),
         "verify": (given.verifies, "a plain step follows one model"),
         "links.reader": (given.links.reader == "first", "its process is the last to end a batch"),
-        "schedule": (
-            given.schedule == "broadcast" or isinstance(given.schedule, Broadcast),
-            "weights go on to the next stage before an iteration, and not while another one runs",
-        ),
     }
     instead = "leave it out, or use Averaging(rolling=False)"
     refuse(given, refused, lambda option, why: f"Averaging(rolling=True) with {option}: {why}; {instead}")
-
-
-def _without_drain(given: Options) -> None:
-    """Refuse options for which stages would have to step together, or which change the order that versions count by."""
-    policy = given.policy
-    ordered = given.schedule in ("1f1b", "advance_forward") and given.advance in ("auto", 0)
-    refused = {
-        "num_pipelines": (given.num_pipelines > 1, "there is one pipeline, which needs no others to fill its time"),
-        "replicas": (given.replicates, "replicas would wait for each other at each step"),
-        "averaging.rolling": (given.averaging.rolling is True, "it is for parallel pipelines"),
-        "schedule": (given.schedule not in ("1f1b", "advance_forward"), "versions are those of the order of 1F1B"),
-        "advance": (not ordered, "versions are those of the order of 1F1B"),
-        "recompute": (
-            not isinstance(given.recompute, bool) and policy.backward is not None,
-            "its stages repeat forwards as a whole, to use other weights in backwards",
-        ),
-        "averaging.on_nonfinite": (given.averaging.on_nonfinite == "skip", "other stages may have stepped"),
-        "verify": (given.verifies, "a plain step has no versions"),
-        "links.reader": (given.links.reader == "first", "its process is the last to end a batch"),
-    }
-    asked, instead = f"weight_policy={given.weight_policy!r}", "leave it out, or use weight_policy='flush'"
-    refuse(given, refused, lambda option, why: f"{asked} with {option}: {why}; {instead}")
 
 
 def _stage_replicas(given: Options) -> None:

@@ -35,7 +35,6 @@ from lightning_avgpipe.training.plan_maker import Examples
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_avgpipe.weights.initialisation import on_meta
-from lightning_avgpipe.weights.store import WeightStore
 
 _PAYS = 0.9  # largest share of the time on one device with which pipelining pays
 _USELESS = 0.9  # share of the time above which one stage leaves nothing to gain from the others
@@ -48,10 +47,8 @@ def deploy(context: RunContext) -> Deployment:
     module = trainer.lightning_module
     seed = context.configuration.seed = cluster.world.broadcast(torch.initial_seed())  # that of rank 0
     policy, recompute = options.policy, chosen(module, options.recompute)
-    weights = None
-    if not policy.drains:
-        weights = WeightStore(module, policy, lambda: [unwrapped(optimizer) for optimizer in trainer.optimizers])
-        recompute = replace(recompute, stages=recompute.stages or policy.backward is not None)
+    weights = policy.store(module, lambda: [unwrapped(optimizer) for optimizer in trainer.optimizers])
+    recompute = replace(recompute, stages=recompute.stages or policy.repeats)
     metrics = [m for m in module.modules() if isinstance(m, Metric)]
     planner = Planner(
         Divisible(module, cluster.device, metrics),

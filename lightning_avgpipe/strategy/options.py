@@ -6,8 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
+from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 import torch
 
@@ -20,8 +21,8 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.memory_limit import MemoryLimit, parse_limit
 from lightning_avgpipe.schedule.builders import Builder
 from lightning_avgpipe.schedule.kinds import Placement
-from lightning_avgpipe.schedule.recipes import RECIPES, TRAINING
-from lightning_avgpipe.schedule.versions import POLICIES, PipeOptim, WeightPolicy
+from lightning_avgpipe.schedule.policies import ABOUT, GIVEN, POLICIES, WeightPolicy
+from lightning_avgpipe.schedule.recipes import RECIPES, trainable
 from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.schedule_choice import Order
 from lightning_avgpipe.utils.allowed import (
@@ -44,10 +45,14 @@ _MICROBATCHES_PER_STAGE = 4
 _OF_EACH_PROCESS = {"loss_weight", "split_batch", "outer_optimizer", "timeout", "costs_cache"}
 
 SplitBatch = Callable[[Any, int], Sequence[Any]]
-ScheduleName = Literal[
-    "advance_forward", "1f1b", "afab", "zb_h1", "zb_h2", "interleaved", "bfs", "zbv", "dualpipev", "broadcast", "auto"
-]
-PolicyName = Literal["flush", "stash", "2bw", "spectrain", "spectrain_stashed", "pipeoptim", "none"]
+if TYPE_CHECKING:
+    ScheduleName = str
+    PolicyChoice = Any
+else:  # what systems have registered
+    ScheduleName = Literal[(*trainable(), "auto")]
+    PolicyChoice = Union[(Literal[tuple(POLICIES)], *GIVEN)]
+# What systems say of their values, for the documentation of options.
+FURTHER = {"schedule": " ".join(filter(None, (r.about for r in RECIPES.values()))), "weight_policy": " ".join(ABOUT)}
 
 
 def _is_memory(value: Any) -> bool:
@@ -83,7 +88,7 @@ ALLOWED = {
         ),
     ),
     "schedule": either(
-        choice(*TRAINING, "auto"),
+        choice(*trainable(), "auto"),
         Allowed("a function (num_stages, num_microbatches) -> a row of actions for each stage", "'1f1b'", callable),
     ),
     "advance": whole(0, 1_000_000, 1, "auto"),
@@ -99,7 +104,7 @@ ALLOWED = {
         ),
     ),
     "static_step": flag("auto"),
-    "weight_policy": either(choice(*POLICIES), instance(PipeOptim, "PipeOptim(delta='increment')")),
+    "weight_policy": reduce(either, (instance(kind, example) for kind, example in GIVEN.items()), choice(*POLICIES)),
     "averaging": instance(Averaging, "Averaging(rolling='auto')"),
     "planner": choice("balanced", "spp"),
     "costs": choice("measured", "flops"),
@@ -145,7 +150,7 @@ class Options:
     recompute: bool | Sequence[str]
     compile: bool | Mapping[str, Any]
     static_step: bool | Literal["auto"]
-    weight_policy: str | PipeOptim
+    weight_policy: str | Any
     averaging: Averaging
     planner: Literal["balanced", "spp"]
     costs: Literal["measured", "flops"]

@@ -16,13 +16,12 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import MicroBatchError, PartitionError, StageError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.halving import Halving
-from lightning_avgpipe.strategy import asynchronous, commands, rolling
+from lightning_avgpipe.strategy import commands, rolling
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.context import Own, RunContext
 from lightning_avgpipe.strategy.deploying import deploy, give_back
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
-from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector
 from lightning_avgpipe.strategy.loop import Iterations
 from lightning_avgpipe.strategy.metric_objects import tell_device
@@ -48,10 +47,6 @@ _STEPS = {
     RunningStage.TESTING: "test_step",
     RunningStage.PREDICTING: "predict_step",
 }
-
-
-# Each returns the order of iterations of a run that trains, or None if another one is to do so; systems add theirs.
-ORDERS: list[Callable[[Iterations], IterationOrder | None]] = [asynchronous.order, rolling.order]
 
 
 class PipelineRun:
@@ -106,7 +101,7 @@ class PipelineRun:
         context.state.begin(deployment, schedule_control)
         self.models.check.apart = fitting and not options.policy.drains
         loop = self.iterations = Iterations(context, self.batches, deployment, self.models, schedule_control)
-        order = next(filter(None, (make(loop) for make in ORDERS)), None) if fitting else None
+        order = (options.policy.order(loop) or rolling.order(loop)) if fitting else None
         if order is not None:
             loop.order, context.state.drain = order, order.drain
             self._undo.enter_context(changes.overlapping(trainer, order, self.batches))

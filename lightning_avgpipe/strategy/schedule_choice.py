@@ -25,8 +25,7 @@ from lightning_avgpipe.schedule import (
     with_replicas,
 )
 from lightning_avgpipe.schedule.adaptive import IterationShape
-from lightning_avgpipe.schedule.broadcast import Broadcast, without_relays
-from lightning_avgpipe.schedule.builders import DEPTH_FIRST, Builder, of_function
+from lightning_avgpipe.schedule.builders import DEPTH_FIRST, Builder, of_function, without_relays
 from lightning_avgpipe.schedule.choice import SAFEST, fastest
 from lightning_avgpipe.schedule.costs import StageCosts
 from lightning_avgpipe.schedule.kinds import Placement
@@ -135,7 +134,7 @@ class ScheduleChoice:
         Args:
             shape: shape of the iteration.
             advance: advance of the iteration, if advances adapt.
-            plan: plan of the stages, which decides on broadcast forward; None: the schedule is as asked for.
+            plan: plan of the stages, which decides whether values may pass stages; None: the schedule is as asked for.
         """
         if self.order.advance == "auto":
             schedule = from_warm_up(self.warm_up(shape, advance), shape.num_microbatches, str(self.order.given))
@@ -156,16 +155,12 @@ class ScheduleChoice:
         return with_replicas(schedule, self._cluster.stage_map.stage_replicas)
 
     def _build(self, num_stages: int, num_microbatches: int, advance: int) -> Schedule:
-        given, hosts = self._given, self._cluster.stage_map.group_size
+        given, hosts = self.order.given, self._cluster.stage_map.group_size
         if not isinstance(given, str):
             return of_function(given, num_stages, num_microbatches)
         if given == "auto":
             return self._choose(num_stages, num_microbatches)
         return build(given, num_stages, num_microbatches, advance, devices_of(given, num_stages, hosts))
-
-    @property
-    def _given(self) -> str | Builder:
-        return Broadcast() if self.order.given == "broadcast" else self.order.given
 
     def _choose(self, num_stages: int, num_microbatches: int) -> Schedule:
         """Return the fastest schedule by simulation; before there is a plan, the one that needs least memory.
@@ -203,15 +198,16 @@ class ScheduleChoice:
 
         All ranks know the plan, and so return the same. A user's own schedule is not simulated.
         """
-        needs, given, why = [stage.memory.total for stage in plan.stages], self._given, ""
+        needs, given, why = [stage.memory.total for stage in plan.stages], self.order.given, ""
+        simulate = RECIPES[given].gain if isinstance(given, str) else getattr(given, "gain", None)
         gain = None
-        if isinstance(given, Broadcast) and plan.measured:
+        if simulate is not None and plan.measured:
             sizes = {name: parameter.nbytes for name, parameter in self._module.named_parameters()}
             weights = [sum(sizes[name] for name in stage.parameters) for stage in plan.stages]
             copy_s = [link.per_byte * size for link, size in zip(plan.links, weights, strict=False)]
             owners, costs = [*map(self._cluster.stage_map.owner, range(len(plan.stages)))], stage_costs(plan)
             here = costs.on(owners) if len(set(owners)) > 1 else costs
-            gain = given.gain(here, schedule.num_microbatches, owners, copy_s)
+            gain = simulate(here, schedule.num_microbatches, owners, copy_s)
         if self.frozen:
             why = f"the first {self.frozen} stages have nothing to train"
         elif max(needs) > self.memory_limit():

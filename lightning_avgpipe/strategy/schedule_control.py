@@ -143,7 +143,7 @@ class ScheduleControl:
         Args:
             parts: micro-batches of the pipeline.
             num_pipelines: N.
-            plan: plan of the stages, which decides on broadcast forward; None: the schedule is as asked for.
+            plan: plan of the stages, which decides whether values may pass stages; None: the schedule is as asked for.
         """
         shape = self._shape(parts, num_pipelines)
         return self.choice.schedule(shape, self._shapes[shape].advance, plan)

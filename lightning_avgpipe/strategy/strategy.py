@@ -23,7 +23,6 @@ from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.schedule.versions import PipeOptim
 from lightning_avgpipe.strategy import checks, combinations, commands, launch
 from lightning_avgpipe.strategy.batches import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
@@ -40,7 +39,15 @@ from lightning_avgpipe.strategy.data import (
     mirror,
     sharing,
 )
-from lightning_avgpipe.strategy.options import ALLOWED, Configuration, Options, PolicyName, ScheduleName, SplitBatch
+from lightning_avgpipe.strategy.options import (
+    ALLOWED,
+    FURTHER,
+    Configuration,
+    Options,
+    PolicyChoice,
+    ScheduleName,
+    SplitBatch,
+)
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.whole_run import PassthroughRun, WholeRun, why_whole
 from lightning_avgpipe.utils.allowed import Count, Duration, Natural, TensorName, documented, duration, suggesting_names
@@ -69,7 +76,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 @suggesting_names(averaging=Averaging, links=Links)
-@documented(ALLOWED)
+@documented(ALLOWED, FURTHER)
 class AvgPipeStrategy(ParallelStrategy):
     """Trains an unmodified LightningModule as a pipeline of stages.
 
@@ -110,19 +117,11 @@ class AvgPipeStrategy(ParallelStrategy):
             ``[3, 1]`` on four devices: the replicas of a stage take its micro-batches in turns and sum their gradients,
             so only the rounding of that sum depends on them.
         schedule: ``"advance_forward"`` (1F1B with ``advance`` extra forwards in flight), ``"1f1b"``, ``"afab"`` (all
-            forwards, then all backwards), or one that fills idle time with weight gradients: ``"zb_h1"`` (idle for a
-            third of 1F1B's time, where both halves of a backward take as long as a forward) or ``"zb_h2"`` (hardly
-            idle, with twice the micro-batches in flight). Weights are the same bit for bit. A stage that cannot split
-            its backwards (``recompute``, checkpoints, compiled modules) runs them whole, and says so. With several
-            stages on each process: ``"interleaved"`` (1F1B) or ``"bfs"`` (breadth first), idle for half of 1F1B's time
-            with two; with exactly two, of which the second ones are placed in reverse: ``"zbv"``, hardly idle with
-            1F1B's memory, or ``"dualpipev"``. For slow links: ``"broadcast"``, or ``Broadcast(segments=8)`` of
-            ``lightning_avgpipe.schedule``: values pass every other stage unread, to a stage that has its weights as
-            well. If simulation with measured costs says that this is slower than 1F1B, 1F1B is used, which is logged.
-            ``"auto"``: the first iteration is 1F1B; then the fastest schedule by simulation with the plan's costs, of
-            all but ``"broadcast"``, that fits ``memory_limit``. A function ``(num_stages, num_microbatches)`` that
-            returns a row of actions for each stage, such as ``"F0 F1 B0 B1"``, is a schedule of your own; it is checked
-            for deadlocks before training.
+            forwards, then all backwards). With several stages on each process: ``"interleaved"`` (1F1B) or ``"bfs"``
+            (breadth first), idle for half of 1F1B's time with two. ``"auto"``: the first iteration is 1F1B; then the
+            fastest schedule by simulation with the plan's costs that fits ``memory_limit``. A function ``(num_stages,
+            num_microbatches)`` that returns a row of actions for each stage, such as ``"F0 F1 B0 B1"``, is a schedule
+            of your own; it is checked for deadlocks before training.
         advance: h of advance forward propagation: stage k starts ``(K-1-k) * (1+h)`` forwards ahead of its first
             backward. 0 is 1F1B; a larger value hides slow links at the price of memory. ``"auto"``: adapted while
             training runs. It starts with what measured costs ask for (with unequal stages, the number of extra forwards
@@ -155,14 +154,9 @@ class AvgPipeStrategy(ParallelStrategy):
         weight_policy: whether the pipeline drains before each update of the weights, or goes on to the next batch while
             its stages update their weights one after the other, each after its own backwards: then stages are hardly
             ever idle, and gradients belong to weights that are some updates old. ``"flush"`` drains. The other policies
-            say which weights a micro-batch uses. ``"stash"`` (PipeDream): the weights at its forward, for its backward
-            as well. ``"2bw"``: the weights before the last update, on every stage, with at least as many micro-batches
-            as stages. ``"spectrain"`` and ``"pipeoptim"`` predict the weights at the backward from the optimizer's
-            updates, and repeat forwards with the weights that are there then; a :class:`PipeOptim` has further options.
-            ``"spectrain_stashed"`` repeats no forward. ``"none"`` uses whatever weights are there, for comparison. All
-            but ``"flush"`` need one pipeline in the order of 1F1B, with 32 bits or bf16. Hooks, logs and checkpoints
-            come in the usual order; the pipeline drains for a validation, a checkpoint every n steps and the end of an
-            epoch. With one stage nothing changes.
+            say which weights a micro-batch uses. All but ``"flush"`` need one pipeline in the order of 1F1B, with 32
+            bits or bf16. Hooks, logs and checkpoints come in the usual order; the pipeline drains for a validation, a
+            checkpoint every n steps and the end of an epoch. With one stage nothing changes.
         averaging: how parallel models are held together, and how they share devices: an :class:`Averaging`. With one
             model it changes nothing.
         planner: planner of the stages. ``"balanced"`` makes stages of about equal time, one for each device of a
@@ -232,7 +226,7 @@ class AvgPipeStrategy(ParallelStrategy):
         recompute: bool | list[str] = False,
         compile: bool | dict[str, Any] = False,
         static_step: bool | Literal["auto"] = "auto",
-        weight_policy: PolicyName | PipeOptim = "flush",
+        weight_policy: PolicyChoice = "flush",
         averaging: Averaging = Averaging(),  # noqa: B008  # frozen
         planner: Literal["balanced", "spp"] = "balanced",
         costs: Literal["measured", "flops"] = "measured",

@@ -17,6 +17,7 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.engine.execution import Execution
+from lightning_avgpipe.engine.own_module import VersionedWeights
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError, PartitionError, StepOrderError
 from lightning_avgpipe.planning import Plan, cut_like, scattered
@@ -34,7 +35,6 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import joined, nearest
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.weights.initialisation import Origin
-from lightning_avgpipe.weights.store import WeightStore
 
 
 class Deployment:
@@ -72,7 +72,7 @@ class Deployment:
         origin: Origin | None = None,
         averaging: Averaging | None = None,
         observers: Collection[nn.Module] = (),
-        weights: WeightStore | None = None,
+        weights: VersionedWeights | None = None,
         bandwidth: Callable[[], Matrix | None] = lambda: None,
         shards: bool = False,
         execution: Execution = Execution(),  # noqa: B008

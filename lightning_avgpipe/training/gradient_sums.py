@@ -26,7 +26,7 @@ from lightning_avgpipe.comm.collectives import Collectives, ReplicaGroup, bucket
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.planning.problem import BUCKET_BYTES
-from lightning_avgpipe.schedule import BACKWARD, WEIGHT_GRADIENT, Action
+from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.utils.torch_compat import version_of
 
 _DENSE, _SPARSE, _LATE = 0, 1, 2
@@ -104,8 +104,8 @@ class GradientSums(Observer):
         self._begun = 0
         self._last = {}
         for stage, row in rows.items():
-            if backwards := [action for action in row if action.kind in (BACKWARD, WEIGHT_GRADIENT)]:
-                self._last[stage] = backwards[-1]
+            if ends := [action for action in row if action.kind.stash < 0]:
+                self._last[stage] = ends[-1]
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
         """Perform an action; in the last backward of a stage, begin the sums of buckets that become complete."""

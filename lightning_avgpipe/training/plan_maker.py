@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,7 +17,6 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.node_trial import Samples
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.engine.whole_backwards import whole_backwards
 from lightning_avgpipe.errors import AvgPipeError, MicroBatchError, SkippedStepError, described
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.divisible import Step
@@ -24,6 +24,7 @@ from lightning_avgpipe.planning.halving import Halving
 from lightning_avgpipe.planning.model_memory import state_copies
 from lightning_avgpipe.planning.network import Matrix
 from lightning_avgpipe.planning.planner import Conditions, Planner
+from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.planning.turns import slowness_of
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.training.holdings import Holdings
@@ -32,6 +33,12 @@ from lightning_avgpipe.utils.torch_compat import untraced
 from lightning_avgpipe.weights.ownership import FEW_BYTES
 
 _log = logging.getLogger(__name__)
+
+# Lines for a plan on what its stages do otherwise than a schedule wants, from the plan, the schedule, the module, the
+# step with the arguments of one micro-batch, the device, and what is repeated.
+REMARKS: list[
+    Callable[[Plan, Schedule, nn.Module, Callable[..., Any], Sequence[Any], torch.device, Recompute], Iterable[str]]
+] = []
 
 
 @dataclass(frozen=True)
@@ -138,8 +145,8 @@ class PlanMaker:
 
             def make(step: Step) -> Plan:
                 made = planner.plan(step, units, conditions)
-                run, args, repeats = step.run, step.args, planner.recompute
-                return replace(made, whole=whole_backwards(made, schedule, self._module, run, args, device, repeats))
+                parts = made, schedule, self._module, step.run, step.args, device, planner.recompute
+                return replace(made, remarks=tuple(line for look in REMARKS for line in look(*parts)))
 
             return self._on_first(examples, make)
 

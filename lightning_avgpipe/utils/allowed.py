@@ -122,8 +122,13 @@ def check(table: Table, given: Mapping[str, Any], of: str = "") -> None:
             )
 
 
-def documented(table: Table) -> Callable[[Class], Class]:
-    """Make a decorator that adds the allowed values to the docstring of a class, at the help of each argument."""
+def documented(table: Table, further: Mapping[str, str] | None = None) -> Callable[[Class], Class]:
+    """Make a decorator that adds the allowed values to the docstring of a class, at the help of each argument.
+
+    Args:
+        table: allowed values by option.
+        further: texts by option that come before its allowed values.
+    """
 
     def add(kind: Class) -> Class:
         lines = inspect.cleandoc(kind.__doc__ or "").splitlines()
@@ -137,7 +142,8 @@ def documented(table: Table) -> Callable[[Class], Class]:
             made.append(line)
             name = line.strip().partition(":")[0]
             if line.startswith("    ") and ends and name in table:
-                pending = f"Allowed: {table[name].what}; for example ``{name}={table[name].example}``."
+                said = f"{text} " if (text := (further or {}).get(name)) else ""
+                pending = f"{said}Allowed: {table[name].what}; for example ``{name}={table[name].example}``."
         kind.__doc__ = "\n".join(made)
         return kind
 

@@ -70,6 +70,8 @@ class TiedParameters:
         copied: stages of each such parameter, the same on every process.
     """
 
+    constant = True  # within an iteration
+
     def __init__(self, module: nn.Module, cluster: Cluster, copied: Mapping[str, tuple[int, ...]]) -> None:
         self._cluster = cluster
         self._copied = dict(sorted(copied.items()))

@@ -18,9 +18,10 @@ from lightning_avgpipe.engine.observer import MemoryGuard, Observer, Work
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import MemoryShortage, PeerError, StageError
 from lightning_avgpipe.schedule import Action, Schedule, build, in_turn, with_replicas
-from lightning_avgpipe.schedule.kinds import FORWARD, WEIGHT_GRADIENT
+from lightning_avgpipe.schedule.kinds import FORWARD
 from lightning_avgpipe.schedule.recipes import RECIPES
 from lightning_avgpipe.schedule.rules import turns_of
+from lightning_avgpipe.systems.zero_bubble import WEIGHT_GRADIENT
 from lightning_avgpipe.utils.random_streams import RandomKey
 from tests.threads import Blown, Injector, results, run
 

@@ -91,7 +91,7 @@ def test_the_command_says_what_is_wrong(arguments: list[str], message: str, caps
 
 
 def colour_at(image: Any, figure: Any, x: float, y: float) -> str:
-    """The colour at a point in the axes' units, as in COLOURS."""
+    """The colour at a point in the axes' units, as in colours()."""
     column, row = figure.axes[0].transData.transform((x, y))
     red, green, blue = image[image.shape[0] - 1 - round(row), round(column)]
     return f"#{red:02x}{green:02x}{blue:02x}"
@@ -104,16 +104,16 @@ def test_every_cell_has_the_colour_of_what_runs_there() -> None:
     near_top = 0.08  # of the row, clear of the number in its middle
     for span in timeline.spans:
         middle = (span.begin_s + span.end_s) / 2
-        assert colour_at(image, figure, middle, span.stage + near_top) == picture.COLOURS[span.action.kind.name], span
+        assert colour_at(image, figure, middle, span.stage + near_top) == picture.colours()[span.action.kind.name], span
     for transfer in timeline.transfers:
         lane = 0.72 if transfer.direction == "forward" else 0.86
         middle = (transfer.begin_s + transfer.end_s) / 2
-        assert colour_at(image, figure, middle, transfer.source + lane) == picture.COLOURS["transfer"], transfer
+        assert colour_at(image, figure, middle, transfer.source + lane) == picture.colours()["transfer"], transfer
     for stage in range(3):
         spans = sorted((s.begin_s, s.end_s) for s in timeline.spans if s.stage == stage)
         for (_, end), (begin, _) in itertools.pairwise([(0.0, 0.0), *spans]):
             if begin - end > 0.2:
-                assert colour_at(image, figure, (end + begin) / 2, stage + near_top) == picture.COLOURS["idle"]
+                assert colour_at(image, figure, (end + begin) / 2, stage + near_top) == picture.colours()["idle"]
 
 
 def test_numbers_are_written_where_they_fit() -> None:
@@ -132,7 +132,7 @@ def test_stages_of_a_device_share_a_row_and_optimizer_and_averaging_have_colours
         (0.5, 0, "forward"), (2.5, 0, "idle"), (4.5, 0, "forward"), (12.0, 0, "backward"), (15.0, 0, "step"),
         (9.0, 1, "backward"), (16.5, 1, "averaging"),
     ]:  # fmt: skip
-        assert colour_at(image, figure, x, row + 0.08) == picture.COLOURS[kind], (x, row)
+        assert colour_at(image, figure, x, row + 0.08) == picture.colours()[kind], (x, row)
     assert {"0.0", "2.0", "0"} == {text.get_text() for text in axes.texts}
 
 
@@ -148,7 +148,7 @@ def test_actions_of_later_pipelines_are_lighter_and_have_tracks_of_their_own() -
     image = picture.pixels(figure)
     for i, kind in enumerate(("forward", "backward")):
         shades = [colour_at(image, figure, 2 * n + i + 0.5, 0.08) for n in range(3)]
-        assert shades[0] == picture.COLOURS[kind]
+        assert shades[0] == picture.colours()[kind]
         brightness = [sum(int(shade[c : c + 2], 16) for c in (1, 3, 5)) for shade in shades]
         assert brightness[0] < brightness[1] < brightness[2]
     assert "3 pipelines, from dark to light" in {text.get_text() for text in figure.axes[0].get_legend().get_texts()}

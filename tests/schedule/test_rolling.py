@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_avgpipe.errors import ScheduleError
-from lightning_avgpipe.schedule import BACKWARD, SideBySide, Span, StageCosts, Timeline, build, simulate
+from lightning_avgpipe.schedule import SideBySide, StageCosts, Timeline, build, simulate
 from lightning_avgpipe.schedule.__main__ import main
-from lightning_avgpipe.schedule.asynchronous import simulate_policy
-from lightning_avgpipe.schedule.picture import chrome_trace
-from lightning_avgpipe.schedule.versions import POLICIES
 
 ITERATIONS = 24
 
@@ -107,34 +104,8 @@ def test_at_least_one_iteration_is_simulated() -> None:
         simulate(build("1f1b", 2, 2), StageCosts.uniform(2, 1, 2), iterations=0)
 
 
-# -- one pipeline with weight policies -------------------------------------------------------------------------------
-
-
-def test_asynchronous_updates_leave_no_bubble() -> None:
-    costs = StageCosts.uniform(4, 1, 2)
-    seconds = {name: simulate_policy(POLICIES[name], costs, 4, ITERATIONS) for name in POLICIES}
-    assert seconds["flush"].steady_s == (4 + 3) * 3
-    assert seconds["stash"].steady_s == seconds["2bw"].steady_s == 4 * 3
-    assert seconds["stash"].steady_bubble_fraction == pytest.approx(0)
-    assert seconds["pipeoptim"].steady_s == 4 * 4  # a forward is repeated in each backward
-
-
-def test_iterations_of_a_policy_are_numbered_as_others_are() -> None:
-    timeline = simulate_policy(POLICIES["stash"], StageCosts.uniform(2, 1, 2), 2, 3)
-    assert {(s.iteration, s.action.micro_batch) for s in timeline.spans} == set(itertools.product(range(3), range(2)))
-    last = max((s for s in timeline.spans if s.stage == 0), key=lambda s: s.end_s)
-    assert last == Span(0, last.action, last.begin_s, last.end_s, 0, 2)
-    assert last.action.kind is BACKWARD
-    assert chrome_trace(timeline)["traceEvents"]
-
-
-def test_the_command_draws_rolling_pipelines_and_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_draws_rolling_pipelines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rolls = ["1f1b", "--stages", "3", "--microbatches", "3", "--pipelines", "2", "--iterations", "12"]
     assert main([*rolls, "--output", str(tmp_path / "rolling.json")]) == 0
     assert "iteration 18 s, idle 0.0%" in capsys.readouterr().out
     assert (tmp_path / "rolling.json").exists()
-    one = ["1f1b", "--stages", "3", "--microbatches", "3", "--iterations", "12"]
-    assert main([*one, "--policy", "stash"]) == 0
-    assert "copies of the weights 2 2 1" in capsys.readouterr().out
-    assert main([*one, "--policy", "stash", "--pipelines", "2"]) == 2
-    assert "one pipeline" in capsys.readouterr().err

@@ -11,8 +11,6 @@ from lightning_avgpipe.errors import DeadlockError, ScheduleError
 from lightning_avgpipe.schedule import (
     BACKWARD,
     FORWARD,
-    INPUT_GRADIENT,
-    WEIGHT_GRADIENT,
     Action,
     Schedule,
     StageCosts,
@@ -23,6 +21,7 @@ from lightning_avgpipe.schedule import (
 )
 from lightning_avgpipe.schedule.kinds import COURSES, KINDS
 from lightning_avgpipe.schedule.rules import in_words, needs, receiver, sender, urgency
+from lightning_avgpipe.systems.zero_bubble import INPUT_GRADIENT, WEIGHT_GRADIENT, halved
 
 F0, B0, I0, W0 = (Action(kind, 0) for kind in (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT))
 
@@ -36,8 +35,10 @@ def test_a_kind_is_the_same_object_after_a_journey() -> None:
 def test_kinds_have_symbols_and_names_of_their_own() -> None:
     for of in ("symbol", "name"):
         assert len({getattr(kind, of) for kind in KINDS}) == len(KINDS)
-    costs = StageCosts((7, 1), (5, 5), (0,), (0,), (0,), (2, 2))
-    assert [costs.pieces(kind, 1) for kind in KINDS] == [((s, 1.0),) for s in (1, 5, 2, 3, 1, 8)]
+    costs = halved(StageCosts((7, 1), (5, 5), (0,), (0,), (0,)), (2, 2))
+    assert {str(kind): costs.pieces(kind, 1) for kind in KINDS} == {
+        symbol: ((seconds, 1.0),) for symbol, seconds in {"F": 1, "B": 5, "I": 2, "W": 3, "G": 1, "D": 8}.items()
+    }
 
 
 def test_every_course_of_training_frees_what_it_stashes_and_has_what_its_kinds_wait_for() -> None:
@@ -103,14 +104,16 @@ def test_a_weight_gradient_before_its_input_gradient_is_a_deadlock_that_says_why
         simulate(stuck, StageCosts.uniform(1, 1, 2))
 
 
+def seconds(costs: StageCosts) -> list[float]:
+    return [costs.seconds(kind, 1) for kind in (INPUT_GRADIENT, WEIGHT_GRADIENT, BACKWARD)]
+
+
 def test_measured_costs_know_halves_and_sum_them_up() -> None:
-    costs = StageCosts.uniform(2, 1, 3, 0.5, 0.25, input_s=2)
-    split = StageCosts.measured(simulate(build("zb_h1", 2, 4), costs))
-    assert (tuple(split.input_s), tuple(split.weight_s), tuple(split.backward_s)) == ((2, 2), (1, 1), (3, 3))
-    whole = StageCosts.measured(simulate(build("1f1b", 2, 4), costs))
-    assert (tuple(whole.input_s), tuple(whole.weight_s), tuple(whole.backward_s)) == ((1.5, 1.5), (1.5, 1.5), (3, 3))
+    costs = halved(StageCosts.uniform(2, 1, 3, 0.5, 0.25), (2, 2))
+    assert seconds(StageCosts.measured(simulate(build("zb_h1", 2, 4), costs))) == [2, 1, 3]
+    assert seconds(StageCosts.measured(simulate(build("1f1b", 2, 4), costs))) == [1.5, 1.5, 3]
 
 
 def test_an_input_gradient_does_not_take_longer_than_its_backward() -> None:
-    with pytest.raises(ScheduleError, match=r"weight_s=\[-1\]"):
-        StageCosts((1,), (2,), (), (), (), (3,))
+    with pytest.raises(ScheduleError, match=r"weight gradient=\[-1\]"):
+        halved(StageCosts((1,), (2,), (), (), ()), (3,))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 
@@ -17,7 +16,7 @@ SIZES = list(itertools.product(range(1, 5), (2, 3, 4), range(1, 13)))  # process
 
 
 def thirds(num_stages: int) -> StageCosts:
-    return StageCosts.uniform(num_stages, 1, 2, input_s=1)
+    return StageCosts.uniform(num_stages, 1, 2)
 
 
 def stashed(schedule: Schedule) -> list[int]:
@@ -85,67 +84,6 @@ def test_a_process_follows_its_own_order_in_a_simulation() -> None:
     for device, turns in enumerate(build("interleaved", 4, 4, 0, 2).turns):
         spans = sorted((s for s in timeline.spans if s.stage in timeline.stages_of(device)), key=lambda s: s.begin_s)
         assert tuple(span.stage for span in spans) == turns
-
-
-def test_in_zbv_no_process_is_idle_between_its_first_action_and_its_last() -> None:
-    for devices in (1, 2, 3, 4, 6):
-        for num_microbatches in (2 * devices, 5 * devices):
-            schedule = build("zbv", 2 * devices, num_microbatches)
-            timeline = simulate(schedule, thirds(2 * devices))
-            assert timeline.iteration_s == 6 * num_microbatches + devices - 1
-            assert max(stashed(schedule)) <= 2 * devices  # of half the layers each: as the first stage of 1F1B
-    assert drawn(simulate(build("zbv", 4, 4), thirds(4))) == [
-        "FFFfiwfiwFIWfiwIWfiwIWIW.",
-        ".FfFfiwFIWfiwFIWfiwIiIwWW",
-    ]
-
-
-def test_in_zbv_messages_that_come_a_little_late_are_waited_for_at_the_ends_only() -> None:
-    for devices in (2, 4, 6):
-        for num_microbatches in (2 * devices, 5 * devices):
-            late = replace(thirds(2 * devices), latency_s=(0.1,) * (2 * devices - 1))
-            timeline = simulate(build("zbv", 2 * devices, num_microbatches), late)
-            assert timeline.iteration_s == pytest.approx(6 * num_microbatches + 1.5 * (devices - 1))
-
-
-def test_dualpipev_pairs_a_forward_of_one_stage_with_a_backward_of_the_other() -> None:
-    schedule = build("dualpipev", 8, 16)
-    assert simulate(schedule, thirds(8)).iteration_s == 6 * 16 + 4
-    assert max(stashed(schedule)) <= 9
-
-
-def test_in_chimera_micro_batches_go_both_ways() -> None:
-    schedule = build("chimera", 8, 4)
-    assert schedule.devices == (0, 1, 2, 3, 3, 2, 1, 0) and schedule.length == 4
-    assert [list(schedule.micro_batches(k)) for k in (0, 3, 4, 7)] == [[0, 2], [0, 2], [1, 3], [1, 3]]
-    assert drawn(simulate(schedule, StageCosts.uniform(8, 1, 1))) == [
-        "FF.fbfbB.B",
-        ".FfFfbBbB.",
-        ".fFfFBbBb.",
-        "ff.FBFBb.b",
-    ]
-    assert stashed(schedule) == [3, 4, 4, 3]
-
-
-@pytest.mark.parametrize("devices", [2, 4, 6, 8])
-def test_chimera_is_idle_for_d_minus_2_of_equal_actions_and_with_longer_backwards_for_as_many_of_them(
-    devices: int,
-) -> None:
-    for num_microbatches in (devices, 2 * devices, 4 * devices):
-        schedule = build("chimera", 2 * devices, num_microbatches)
-        timeline = simulate(schedule, StageCosts.uniform(2 * devices, 1, 1))
-        assert timeline.iteration_s == 2 * num_microbatches + devices - 2
-        assert max(stashed(schedule)) <= devices
-    timeline = simulate(build("chimera", 2 * devices, devices), thirds(2 * devices))
-    assert timeline.iteration_s == 3 * devices + 2 * (devices - 2)
-
-
-def test_lines_of_stages_do_not_disturb_each_other_over_several_iterations() -> None:
-    timeline = simulate(build("chimera", 4, 4), thirds(4), iterations=3)
-    assert len(timeline.spans) == 3 * 4 * 4
-    assert {(s.iteration, s.action.micro_batch % 2, s.stage // 2) for s in timeline.spans} == {
-        (t, line, line) for t in range(3) for line in range(2)
-    }
 
 
 @pytest.mark.parametrize(

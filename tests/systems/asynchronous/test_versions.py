@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from lightning_avgpipe.errors import ScheduleError
-from lightning_avgpipe.schedule.versions import POLICIES, PipeOptim, Place, Use, held
+from lightning_avgpipe.schedule import BACKWARD, Span, StageCosts, policies
+from lightning_avgpipe.schedule.__main__ import main
+from lightning_avgpipe.schedule.picture import chrome_trace
+from lightning_avgpipe.systems.asynchronous.versions import PipeOptim, Place, Use
+from tests.systems.asynchronous.policies import POLICIES
 
 
 def uses(name: str, micro_batch: int, num_stages: int = 4, num_microbatches: int = 1) -> list[tuple[Use, Use]]:
@@ -46,7 +52,6 @@ def test_the_staleness_after_a_drain_is_less_than_in_the_steady_state() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("flush", [1, 1, 1, 1]),
         ("stash", [4, 3, 2, 1]),
         ("spectrain", [2, 2, 2, 2]),
         ("spectrain_stashed", [5, 4, 3, 1]),
@@ -55,18 +60,18 @@ def test_the_staleness_after_a_drain_is_less_than_in_the_steady_state() -> None:
     ],
 )
 def test_copies_of_the_weights_that_are_held(name: str, expected: list[int]) -> None:
-    assert [held(POLICIES[name], Place(k, 4)) for k in range(4)] == expected
+    assert POLICIES[name].copies(4, 1) == expected
 
 
 def test_2bw_holds_two_copies_and_stashing_no_more_if_batches_have_enough_micro_batches() -> None:
-    assert [held(POLICIES["2bw"], Place(k, 4, 4)) for k in range(4)] == [2, 2, 2, 2]
-    assert [held(POLICIES["stash"], Place(k, 4, 4)) for k in range(4)] == [2, 2, 2, 1]
+    assert POLICIES["2bw"].copies(4, 4) == [2, 2, 2, 2]
+    assert POLICIES["stash"].copies(4, 4) == [2, 2, 2, 1]
     with pytest.raises(ScheduleError, match="num_microbatches=4"):
-        POLICIES["2bw"].check(Place(0, 4, 3))
+        POLICIES["2bw"].check(4, 3)
 
 
 def test_an_increment_is_one_more_copy() -> None:
-    assert [held(PipeOptim(delta="increment").policy, Place(k, 4)) for k in range(4)] == [3, 3, 3, 2]
+    assert PipeOptim(delta="increment").policy.copies(4, 1) == [3, 3, 3, 2]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -75,4 +80,30 @@ def test_one_stage_uses_current_weights(name: str) -> None:
         return  # delays on purpose, see its own test
     place = Place(0, 1)
     assert all(POLICIES[name].uses(place, i) == (Use(i), Use(i)) for i in range(5))
-    assert held(POLICIES[name], place) == 1
+    assert POLICIES[name].held(place) == 1
+
+
+def test_asynchronous_updates_leave_no_bubble() -> None:
+    costs = StageCosts.uniform(4, 1, 2)
+    seconds = {name: policies.POLICIES[name].simulate(costs, 4, 24) for name in policies.POLICIES}
+    assert seconds["flush"].steady_s == (4 + 3) * 3
+    assert seconds["stash"].steady_s == seconds["2bw"].steady_s == 4 * 3
+    assert seconds["stash"].steady_bubble_fraction == pytest.approx(0)
+    assert seconds["pipeoptim"].steady_s == 4 * 4  # a forward is repeated in each backward
+
+
+def test_iterations_of_a_policy_are_numbered_as_others_are() -> None:
+    timeline = POLICIES["stash"].simulate(StageCosts.uniform(2, 1, 2), 2, 3)
+    assert {(s.iteration, s.action.micro_batch) for s in timeline.spans} == set(itertools.product(range(3), range(2)))
+    last = max((s for s in timeline.spans if s.stage == 0), key=lambda s: s.end_s)
+    assert last == Span(0, last.action, last.begin_s, last.end_s, 0, 2)
+    assert last.action.kind is BACKWARD
+    assert chrome_trace(timeline)["traceEvents"]
+
+
+def test_the_command_simulates_policies(capsys: pytest.CaptureFixture[str]) -> None:
+    one = ["1f1b", "--stages", "3", "--microbatches", "3", "--iterations", "12"]
+    assert main([*one, "--policy", "stash"]) == 0
+    assert "copies of the weights 2 2 1" in capsys.readouterr().out
+    assert main([*one, "--policy", "stash", "--pipelines", "2"]) == 2
+    assert "one pipeline" in capsys.readouterr().err

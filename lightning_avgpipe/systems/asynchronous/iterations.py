@@ -28,14 +28,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_avgpipe.engine.stream import Stream
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ConfigurationError, MicroBatchError, ScheduleError
-from lightning_avgpipe.schedule.versions import Place
 from lightning_avgpipe.strategy.ahead import Overlap
 from lightning_avgpipe.strategy.iteration import STEP, Iteration, IterationOrder, Progress, as_it_will_be
 from lightning_avgpipe.strategy.loop import Iterations
-from lightning_avgpipe.weights.store import WeightStore
+from lightning_avgpipe.systems.asynchronous.store import WeightStore
+from lightning_avgpipe.systems.asynchronous.stream import Stream
+from lightning_avgpipe.systems.asynchronous.versions import Place
 
 
 class AsynchronousOrder(IterationOrder):
@@ -43,9 +43,9 @@ class AsynchronousOrder(IterationOrder):
 
     def __init__(self, loop: Iterations) -> None:
         super().__init__(loop)
-        assert loop.deployment.weights is not None
+        assert isinstance(loop.deployment.weights, WeightStore)
         self.overlap = Overlap(loop)
-        self._weights: WeightStore = loop.deployment.weights
+        self._weights = loop.deployment.weights
         self._stream: Stream | None = None  # the batches from one drain to the next
         self._ends = False  # after the batches that it has taken
 
@@ -141,7 +141,7 @@ class AsynchronousOrder(IterationOrder):
             return False
         count, stages = len(current.works[0]), loop.cluster.stage_map.num_stages
         if not self.overlap.checked:
-            self._weights.policy.check(Place(0, stages, count))
+            self._weights.policy.check(stages, count)
             self.overlap.check_graph()
             self._check_weights()
         (pipeline,) = loop.models.pipelines_for(STEP, 1)
@@ -155,7 +155,7 @@ class AsynchronousOrder(IterationOrder):
     def _fits(self, num_microbatches: int) -> bool:
         """Return whether batches of this size may follow one another without a drain; an epoch's last may be small."""
         try:
-            self._weights.policy.check(Place(0, self.loop.cluster.stage_map.num_stages, num_microbatches))
+            self._weights.policy.check(self.loop.cluster.stage_map.num_stages, num_microbatches)
         except ScheduleError:
             return False
         return True
@@ -195,8 +195,3 @@ class AsynchronousOrder(IterationOrder):
 
     def _task(self, iteration: Iteration) -> Task:
         return replace(self.loop.task(iteration, 0), around=None)  # a step runs as Python
-
-
-def order(loop: Iterations) -> AsynchronousOrder | None:
-    """Return the order of a run with versions of the weights; None for others."""
-    return None if loop.configuration.options.policy.drains else AsynchronousOrder(loop)

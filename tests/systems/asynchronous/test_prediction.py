@@ -13,11 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.schedule.versions import POLICIES, PipeOptim, Place, WeightPolicy
-from lightning_avgpipe.weights.prediction import Source, check_predictable, direction, predicted, sources
-from tests.weight_policies import Stage, play
+from lightning_avgpipe.systems.asynchronous.store import (
+    Source,
+    check_predictable,
+    direction,
+    predicted,
+    sources,
+)
+from lightning_avgpipe.systems.asynchronous.versions import PipeOptim, Place, VersionPolicy
+from tests.systems.asynchronous.policies import POLICIES, Stage, play
 
-GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "golden" / "weight_policies.json").read_text())
+GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[2] / "golden" / "weight_policies.json").read_text())
 CHAIN = GOLDEN["chain"]
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd lr=0.1 momentum=0.9": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -40,7 +46,7 @@ def half_square(y: Tensor, target: Tensor) -> Tensor:
     return (y - target) ** 2 / 2
 
 
-def chain(policy: WeightPolicy, make: Any = MOMENTUM, num_microbatches: int = 1) -> list[Stage]:
+def chain(policy: VersionPolicy, make: Any = MOMENTUM, num_microbatches: int = 1) -> list[Stage]:
     samples = [(x, 2 * x) for x in torch.tensor(CHAIN["x"], dtype=torch.float64)]
     stages = [Factor(w) for w in CHAIN["w0"]]
     return play(stages, make, policy, samples, half_square, num_microbatches)
@@ -142,7 +148,7 @@ def test_what_does_not_remember_its_direction_is_refused(make: Any) -> None:
 
 def test_without_staleness_pipeoptim_is_the_naive_policy() -> None:
     naive = POLICIES["none"]
-    without = WeightPolicy("pipeoptim with s = 0", naive.forward, naive.backward, delta="increment")
+    without = VersionPolicy("pipeoptim with s = 0", False, naive.forward, naive.backward, delta="increment")
     assert finals(chain(without)) == finals(chain(naive))
 
 

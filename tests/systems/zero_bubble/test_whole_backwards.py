@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe import AvgPipeStrategy
-from lightning_avgpipe.engine.whole_backwards import whole_backwards
 from lightning_avgpipe.planning.recompute_policy import chosen
 from lightning_avgpipe.schedule import build
+from lightning_avgpipe.systems.zero_bubble.whole_backwards import whole_backwards
 from tests.driver import Engine
-from tests.engine.test_halves import FLOATS, MODELS, Halves, Layers, linears
 from tests.models import MLP, loader
+from tests.systems.zero_bubble.test_halves import FLOATS, MODELS, Halves, Layers, linears
 from tests.trainers import trainer
 
 A_HOOK, A_NODE = "a hook on a value", "a look at the grad_fn of a value, which may have got a hook"

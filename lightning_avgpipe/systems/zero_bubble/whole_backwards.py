@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import uncompiled
 from lightning_avgpipe.capture.units import tensors_of, visiting
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.engine.halves import GraphWatch, why_whole
 from lightning_avgpipe.engine.part import Part, ReplayContext
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.recompute import UnitRepeater
@@ -23,7 +22,9 @@ from lightning_avgpipe.engine.task import entered
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.program import StageProgram, stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
-from lightning_avgpipe.schedule import INPUT_GRADIENT, Schedule
+from lightning_avgpipe.schedule import Schedule
+from lightning_avgpipe.systems.zero_bubble.halves import GraphWatch, why_whole
+from lightning_avgpipe.systems.zero_bubble.schedules import INPUT_GRADIENT
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.parcel import Packer
@@ -75,6 +76,12 @@ def whole_backwards(
             flags = tuple(tensor.requires_grad for tensor in replayed.sent)
             message = Message(0, tuple(t.detach() for t in replayed.sent), flags, replayed.entries)
     return found
+
+
+def remarks(plan: Plan, schedule: Schedule, *rest: Any) -> Iterator[str]:
+    """Yield a line for a plan for each stage that cannot split its backwards; arguments as :func:`whole_backwards`."""
+    for stage, why in whole_backwards(plan, schedule, *rest).items():
+        yield f"stage {stage} runs its backwards whole: there is {why}"
 
 
 def _needed(program: StageProgram, module: nn.Module) -> list[torch.Tensor]:

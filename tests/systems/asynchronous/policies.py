@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from lightning_avgpipe.schedule.versions import Place, Use, WeightPolicy
-from lightning_avgpipe.weights.prediction import predicted, sources
+from lightning_avgpipe.systems.asynchronous import versions
+from lightning_avgpipe.systems.asynchronous.store import predicted, sources
+from lightning_avgpipe.systems.asynchronous.versions import Place, Use, VersionPolicy
 
 Weights = dict[str, Tensor]
+# Also the order of 1F1B with weights as if each batch came after a drain.
+POLICIES = {"flush": VersionPolicy("flush", drains=True), **versions.POLICIES}
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Stage:
 def play(
     modules: Sequence[nn.Module],
     optimizers: Callable[[Iterable[Tensor]], Optimizer],
-    policy: WeightPolicy,
+    policy: VersionPolicy,
     samples: Sequence[tuple[Tensor, Tensor]],
     loss: Callable[[Tensor, Tensor], Tensor],
     num_microbatches: int = 1,
@@ -64,7 +67,7 @@ def play(
 
 def go_on(
     stages: Sequence[Stage],
-    policy: WeightPolicy,
+    policy: VersionPolicy,
     samples: Sequence[tuple[Tensor, Tensor]],
     loss: Callable[[Tensor, Tensor], Tensor],
     num_microbatches: int = 1,

@@ -19,15 +19,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy, AvgPipeTuner, Links, PipelineTimeline, PipeOptim
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.schedule.versions import POLICIES, Place, WeightPolicy
+from lightning_avgpipe.systems.asynchronous.versions import Place, VersionPolicy
 from tests import processes
 from tests.averaging.models import Batches, Net, assert_equal, state
 from tests.driver import accumulate
-from tests.engine.test_stream import Attention, Recurrent
 from tests.models import loader
 from tests.strategy.test_rolling import Changing, Heated, Interrupts, ReadsOptimizers, ReadsRate, Recorder, Scaled
+from tests.systems.asynchronous.policies import POLICIES, Stage, go_on
+from tests.systems.asynchronous.test_stream import Attention, Recurrent
 from tests.trainers import pipeline
-from tests.weight_policies import Stage, go_on
 
 K = 3
 MOMENTUM = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
@@ -61,7 +61,7 @@ def batches(count: int, size: int) -> list[Any]:
     return [tuple(torch.randn(2, size, 4, 6, generator=generator)) for _ in range(count)]
 
 
-def resolved(policy: str | PipeOptim) -> WeightPolicy:
+def resolved(policy: str | PipeOptim) -> VersionPolicy:
     return POLICIES[policy] if isinstance(policy, str) else policy.policy
 
 

@@ -20,10 +20,9 @@ from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.engine.tensor_use import leaves_of
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule import BACKWARD, Action, Schedule
-from lightning_avgpipe.schedule.asynchronous import forwards_by, row_of_batch
-from lightning_avgpipe.schedule.versions import Place
+from lightning_avgpipe.systems.asynchronous.store import WeightStore
+from lightning_avgpipe.systems.asynchronous.versions import Place, forwards_by, row_of_batch
 from lightning_avgpipe.utils.random_streams import RandomKey
-from lightning_avgpipe.weights.store import WeightStore
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
-from lightning_avgpipe.schedule.broadcast import Broadcast
+from lightning_avgpipe.systems.broadcast import Broadcast
 from tests.driver import Engine
 from tests.models import Blocks, LSTMStack, Regression, TinyTransformer, UNet
 

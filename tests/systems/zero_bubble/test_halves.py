@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.observer import Observer, Work
-from lightning_avgpipe.schedule import INPUT_GRADIENT, WEIGHT_GRADIENT
+from lightning_avgpipe.systems.zero_bubble import INPUT_GRADIENT, WEIGHT_GRADIENT
 from tests.driver import Engine
 
 F = nn.functional

@@ -11,9 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_avgpipe import Averaging, AvgPipeStrategy
+from lightning_avgpipe import Averaging, AvgPipeStrategy, Broadcast
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.schedule import Broadcast
 from tests.commands import LIMIT_S, ROOT, started
 from tests.models import MLP, Blocks, loader
 from tests.trainers import assert_defaults_equal_accumulation, pipeline, trainer

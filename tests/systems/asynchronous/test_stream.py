@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from lightning_avgpipe.engine.execution import Execution
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.engine.stream import Stream
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.planning.recompute_policy import Recompute
-from lightning_avgpipe.schedule.versions import POLICIES, PipeOptim, Place, WeightPolicy, held
+from lightning_avgpipe.systems.asynchronous.store import WeightStore
+from lightning_avgpipe.systems.asynchronous.stream import Stream
+from lightning_avgpipe.systems.asynchronous.versions import POLICIES, PipeOptim, Place, VersionPolicy
 from lightning_avgpipe.utils.random_streams import RandomKey
-from lightning_avgpipe.weights.store import WeightStore
+from tests.systems.asynchronous.policies import play
 from tests.threads import alone
-from tests.weight_policies import play
 
 K = 3
 
@@ -72,7 +72,7 @@ class Tied(Chain):
 class Run:
     """A chain in this process, one part per stage, under a policy."""
 
-    def __init__(self, module: Chain, policy: WeightPolicy, num_microbatches: int, make: Any) -> None:
+    def __init__(self, module: Chain, policy: VersionPolicy, num_microbatches: int, make: Any) -> None:
         self.num_microbatches = num_microbatches
         sample = samples(1)[0]
         planner = Planner(Divisible(module), K, ["parts.1", "parts.2"])
@@ -140,7 +140,7 @@ def samples(count: int) -> list[tuple[Tensor, Tensor]]:
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=0.05)
-CASES = [(policy, 1) for policy in POLICIES.values() if policy.name not in ("flush", "2bw")]
+CASES = [(policy, 1) for policy in POLICIES.values() if policy.name != "2bw"]
 CASES += [(POLICIES["2bw"], 3), (POLICIES["stash"], 2), (PipeOptim(delta="increment").policy, 2)]
 CASES += [(PipeOptim(exact_backward=False).policy, 1)]
 
@@ -148,7 +148,7 @@ CASES += [(PipeOptim(exact_backward=False).policy, 1)]
 @pytest.mark.parametrize("kind", [Recurrent, Attention])
 @pytest.mark.parametrize(("policy", "num_microbatches"), CASES, ids=lambda case: getattr(case, "name", case))
 def test_weights_are_those_of_a_pipeline_that_keeps_all_versions(
-    kind: type[nn.Module], policy: WeightPolicy, num_microbatches: int
+    kind: type[nn.Module], policy: VersionPolicy, num_microbatches: int
 ) -> None:
     torch.manual_seed(0)
     module = Chain(kind)
@@ -163,10 +163,10 @@ def test_weights_are_those_of_a_pipeline_that_keeps_all_versions(
             assert found.grad is None
     buffers = policy.backward is not None  # one that all actions share, and that is empty between them
     for k, most in enumerate(run.most):
-        assert most == held(policy, Place(k, K, num_microbatches)) - (buffers and any_prediction(policy, k))
+        assert most == policy.held(Place(k, K, num_microbatches)) - (buffers and any_prediction(policy, k))
 
 
-def any_prediction(policy: WeightPolicy, stage: int) -> bool:
+def any_prediction(policy: VersionPolicy, stage: int) -> bool:
     return any(use.ahead for i in range(9) for use in policy.uses(Place(stage, K), i))
 
 

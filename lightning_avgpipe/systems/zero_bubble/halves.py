@@ -22,6 +22,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from threading import Lock, get_ident
 from typing import Any
 
@@ -30,7 +31,11 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
-from lightning_avgpipe.engine.task import Stash
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.engine.stage import Stage, StagePart
+from lightning_avgpipe.engine.task import Gate, Inputs, Task
+from lightning_avgpipe.schedule import Action
+from lightning_avgpipe.systems.zero_bubble.schedules import INPUT_GRADIENT, WEIGHT_GRADIENT
 
 _log = logging.getLogger(__name__)
 _Gradients = Sequence[Tensor | None]
@@ -181,44 +186,62 @@ def _enters(children: Sequence[Node], gates: set[Node]) -> bool:
     return len(children) == 1 and children[0] in gates
 
 
-class Halves:
-    """The split backwards of one stage.
+class Halves(StagePart):
+    """The split backwards of a stage."""
 
-    Args:
-        stage: number k of the stage.
-
-    Attributes:
-        left: micro-batch -> second half of its backward.
-        watch: watch of the running forward; None: backwards run whole.
-    """
-
-    def __init__(self, stage: int) -> None:
-        self._stage = stage
+    def __init__(self) -> None:
         self._said = False  # whether the warning about whole backwards was given
-        self.watch: GraphWatch | None = None
-        self.left: dict[int, WeightHalf] = {}
+        self._watch: GraphWatch | None = None  # of the running forward; None: backwards run whole
+        self._found: dict[int, str] = {}  # micro-batch -> why its backward cannot be split, as far as its forward shows
+        self._left: dict[int, WeightHalf] = {}
 
-    def begin(self, wanted: bool) -> None:
-        """Begin an iteration whose schedule wants split backwards, or does not."""
-        self.watch = GraphWatch() if wanted else None
+    def begin(self, row: Sequence[Action]) -> None:
+        """Begin an iteration, whose schedule wants split backwards or does not."""
+        self._watch = GraphWatch() if any(action.kind is INPUT_GRADIENT for action in row) else None
 
-    def watched(self) -> contextlib.AbstractContextManager[None]:
-        """Run a forward within this context; its later parts run within :attr:`watch`, if there is one."""
-        self.watch = None if self.watch is None else GraphWatch()
-        return self.watch or contextlib.nullcontext()
+    def watching(self, loss: bool) -> AbstractContextManager[Any]:
+        """Return a watch for the step of a forward, the same for what computes the loss of its result."""
+        if self._watch is not None and not loss:
+            self._watch = GraphWatch()
+        return self._watch or contextlib.nullcontext()
 
-    def run_first(self, micro_batch: int, stash: Stash, roots: list[Tensor], gradients: list[Tensor | None]) -> bool:
-        """Run the first half of a backward and return True; run nothing and return False if it cannot be split."""
-        half = stash.whole or input_half(roots, gradients, [gate.leaf for gate in stash.gates])
-        if isinstance(half, WeightHalf):
-            self.left[micro_batch] = half
-        elif not self._said:
-            self._said = True
-            _log.warning(
-                "stage %d runs backwards whole where the schedule wants their input gradients first: there is %s. The "
-                "numbers are the same; what it waits for is as with 1F1B", self._stage, half,
-            )  # fmt: skip
-        return isinstance(half, WeightHalf)
+    def kept(self, micro_batch: int) -> None:
+        """Note what the watch of a forward has found."""
+        self._found[micro_batch] = "" if self._watch is None else self._watch.found
+
+    def clear(self) -> None:
+        """Forget everything about unfinished micro-batches."""
+        self._left.clear()
+        self._found.clear()
+
+    def _input_gradient(self, stage: Stage, task: Task, micro_batch: int, message: Message | None) -> Message | None:
+        """Run the half of a backward that the previous stage waits for, or all of it if it cannot be split."""
+        whole = self._found.pop(micro_batch, "")
+        if isinstance(stage.stash[micro_batch], Inputs):
+            whole = "recompute, which would keep all that it repeats until then"
+
+        def run(gates: Sequence[Gate], roots: list[Tensor], gradients: list[Tensor | None]) -> None:
+            half = whole or input_half(roots, gradients, [gate.leaf for gate in gates])
+            if isinstance(half, WeightHalf):
+                self._left[micro_batch] = half
+                return
+            if not self._said:
+                self._said = True
+                _log.warning(
+                    "stage %d runs backwards whole where the schedule wants their input gradients first: there is %s. "
+                    "The numbers are the same; what it waits for is as with 1F1B", stage.program.stage, half,
+                )  # fmt: skip
+            torch.autograd.backward(roots, gradients)
+
+        return stage.backward(task, micro_batch, message, run)
+
+    def _weight_gradient(self, stage: Stage, task: Task, micro_batch: int, message: Message | None) -> None:
+        """Run the other half of a backward; do nothing if the first half ran whole, or had nothing to start from."""
+        if (half := self._left.pop(micro_batch, None)) is not None:
+            with stage.in_backward(micro_batch):
+                half.run()
+
+    handlers = {INPUT_GRADIENT: _input_gradient, WEIGHT_GRADIENT: _weight_gradient}
 
 
 class GraphWatch:

@@ -9,6 +9,11 @@ The mid relays the root's message to the leaf, in segments and without waiting f
 mid's forward, without a graph and with a copy of the mid's weights, and then its own. The mid builds its graph just
 before its backward, while the gradient is still on its way. So the leaf takes longer, but a value passes half as many
 hops that wait for each other: this is faster where links are slow.
+
+::
+
+    G  graph            a forward that no stage waits for: as F, but sends nothing, as its input was relayed already
+    D  double forward   as F, after the forward of the stage before, which runs here without a graph and there as G
 """
 
 from __future__ import annotations
@@ -20,13 +25,17 @@ from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.builders import formula
 from lightning_avgpipe.schedule.costs import StageCosts
-from lightning_avgpipe.schedule.kinds import BACKWARD, DOUBLE_FORWARD, FORWARD, GRAPH
+from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, Kind
+from lightning_avgpipe.schedule.recipes import Recipe
 from lightning_avgpipe.schedule.simulator import simulate
 
-
-def without_relays(schedule: Schedule) -> Schedule:
-    """Return the schedule for a pipeline that cannot relay: 1F1B instead of a schedule with relays."""
-    return formula("1f1b", schedule.num_stages, schedule.num_microbatches) if schedule.relays else schedule
+GRAPH = Kind(
+    "G", "graph", lambda costs, k: costs.forward_s[k], "forward", None, (), 1, 1, "#b07aa1", FORWARD, relayed=True
+)
+DOUBLE_FORWARD = Kind(
+    "D", "double forward", lambda costs, k: costs.forward_s[k] + (costs.forward_s[k - 1] if k else 0.0), "forward",
+    "forward", (), 1, 1, "#76665c", FORWARD,
+)  # fmt: skip
 
 
 def leaves_of(num_stages: int) -> range:
@@ -87,3 +96,29 @@ def _late(num_microbatches: int) -> Iterator[Action]:
     for i in range(num_microbatches):
         yield Action(GRAPH, i)
         yield Action(BACKWARD, i)
+
+
+def check_forwards(schedule: Schedule) -> None:
+    """Check that stages can run the forwards of a schedule; raise ScheduleError otherwise."""
+    relays = schedule.relays
+    for stage, row in enumerate(schedule.rows):
+        kinds = {action.kind for action in row if action.kind.consumes == "forward"}
+        wanted = GRAPH if stage in relays else DOUBLE_FORWARD if stage - 1 in relays else FORWARD
+        if kinds - {wanted} or stage in relays - {*range(schedule.num_stages - 1)}:
+            raise ScheduleError(
+                f"stage {stage} of the schedule {schedule.name!r} runs {', '.join(sorted(k.name for k in kinds))}; "
+                f"a stage that runs {GRAPH.name} ({GRAPH}) runs no other forwards, has one that runs {FORWARD} or "
+                f"{DOUBLE_FORWARD} before it, and one behind it that runs {DOUBLE_FORWARD.name} ({DOUBLE_FORWARD}) only"
+            )
+
+
+RECIPE = Recipe(
+    "Broadcast forward", lambda num_stages, count, *_: Broadcast()(num_stages, count), "any",
+    "(K-1) (f+b) + (M-1) f", "K-k", "as described in `systems/broadcast/schedule.py`",
+    note="Stages that build their graph late (`G`) stash one. On free links it loses; where a transfer takes as "
+    "long as a forward, 12 stages are 1.07 times as fast as with 1F1B.",
+    gain=Broadcast().gain,
+    about='For slow links: ``"broadcast"``, or ``Broadcast(segments=8)`` of ``lightning_avgpipe``: values pass every '
+    "other stage unread, to a stage that has its weights as well. If simulation with measured costs says that this is "
+    "slower than 1F1B, 1F1B is used, which is logged. ``'auto'`` does not take it.",
+)  # fmt: skip

@@ -8,8 +8,8 @@ import pytest
 
 from lightning_avgpipe.errors import DeadlockError, ScheduleError
 from lightning_avgpipe.schedule import FORWARD, Schedule, StageCosts, build, check, of_function, simulate
-from lightning_avgpipe.schedule.broadcast import Broadcast, leaves_of
 from lightning_avgpipe.schedule.builders import parse
+from lightning_avgpipe.systems.broadcast.schedule import Broadcast, leaves_of
 
 
 def test_groups_of_three_are_stacked_from_the_last_stage() -> None:

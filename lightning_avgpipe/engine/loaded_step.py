@@ -1,0 +1,100 @@
+"""Define what one process needs to run its stages of a step function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.wire_format import Format
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.engine.attributes import OwnAttributes
+from lightning_avgpipe.engine.forward_only import Freezing
+from lightning_avgpipe.engine.frozen_outputs import Keeping
+from lightning_avgpipe.engine.stage import Stage
+from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.schedule import Schedule
+from lightning_avgpipe.weights.tied import TiedParameters
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.engine.executor import Lane
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A step function that a pipeline makes runnable.
+
+    Attributes:
+        module: whole module.
+        cluster: cluster of the processes.
+        programs: parts of the step function of all stages.
+        stages: stages of this process.
+        of_units: attributes that units of all stages change.
+        relays: stages whose input may be forwarded, so that their forwards run on the next stage as well.
+    """
+
+    module: nn.Module
+    cluster: Cluster
+    programs: Sequence[StageProgram]
+    stages: Sequence[Stage]
+    of_units: OwnAttributes
+    relays: frozenset[int]
+
+
+class StepPart:
+    """What a system adds to a step function that a pipeline has loaded; here nothing.
+
+    Attributes:
+        leaves: rank -> names of the tensors of a batch that the process needs in addition.
+        own: own attributes of further stages that run here.
+    """
+
+    leaves: Mapping[int, frozenset[str]] = {}
+    own: Sequence[OwnAttributes] = ()
+
+    def begin(self, lane: Lane, schedule: Schedule) -> None:
+        """Begin an iteration on a lane, before it expects messages."""
+
+
+# Make the parts of each step, registered by packages in ``systems``. Each may raise a ConfigurationError.
+PARTS: list[Callable[[Loading], StepPart]] = []
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """A step function that can be run by this process.
+
+    Attributes:
+        graph: call graph of the step.
+        cuts: positions of the K-1 cuts.
+        stages: stages of this process.
+        copies: parameters that several stages use.
+        leaves: rank -> names of the tensors of a batch that the process needs; empty if unknown.
+        freezing: record of the stages that have nothing to train.
+        keeping: decides which kept outputs of frozen layers are used; None: none are kept.
+        of_units: attributes that units of all stages change.
+        relays: stages whose input may be forwarded, so that their forwards run on the next stage as well.
+        parts: what systems add to the step.
+        wires: in which formats values and gradients travel on each hop, shape ``(K-1,)``; none: as they are.
+    """
+
+    graph: CallGraph
+    cuts: Sequence[int]
+    stages: Sequence[Stage]
+    copies: TiedParameters
+    leaves: Mapping[int, frozenset[str]]
+    freezing: Freezing
+    keeping: Keeping | None
+    of_units: OwnAttributes
+    relays: frozenset[int]
+    parts: Sequence[StepPart]
+    wires: Sequence[Format | None] = ()
+
+    @property
+    def own(self) -> list[OwnAttributes]:
+        """The own attributes of each stage: of further stages first, then of the stages here, last of all units."""
+        further = (own for part in self.parts for own in part.own)
+        return [*further, *(stage.module.attributes for stage in self.stages), self.of_units]

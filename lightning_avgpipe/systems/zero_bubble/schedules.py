@@ -1,0 +1,259 @@
+"""Schedules that split backwards in two, so that the gradients of weights fill idle time; and Chimera, for pictures.
+
+::
+
+    I  input gradient   the half of a backward that others wait for: as B, but frees nothing yet
+    W  weight gradient  the other half: own I; sends nothing, so it may run at any time after I; frees it
+
+In ZB-H1 and ZB-H2 the weight gradients follow ``v`` micro-batches behind the input gradients::
+
+    w = 2, v = 1     F0 F1 | F2 I0  F3 I1 W0  F4 I2 W1 | I3 W2 I4 W3 | W4
+
+ZB-V and DualPipeV have two stages on each process, placed as a V: the process of the first stage also has the last one.
+So the first backward runs on the process of the first forward, and all processes stash the same amount. In Chimera
+micro-batches travel in both directions, and each process has a stage, and weights, for each::
+
+    D = 3 processes     0: stages 0, 5     1: stages 1, 4     2: stages 2, 3
+    Chimera, there      0 -> 1 -> 2        micro-batches 0, 2, 4, ...
+    and back            3 -> 4 -> 5        micro-batches 1, 3, 5, ...      stage D + k has the layers of stage k
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from lightning_avgpipe.errors import ScheduleError
+from lightning_avgpipe.schedule.actions import Action, Schedule
+from lightning_avgpipe.schedule.builders import from_warm_up, staircase
+from lightning_avgpipe.schedule.costs import StageCosts
+from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, Kind
+from lightning_avgpipe.schedule.recipes import Recipe, of_devices
+from lightning_avgpipe.schedule.rules import Event, needs, results
+
+# Without measured times each half takes half of a backward, as for layers that multiply by matrices.
+INPUT_GRADIENT = Kind(
+    "I", "input gradient", lambda costs, k: costs.backward_s[k] / 2, "backward", "backward", (FORWARD,), 0, 0, "#3f9c93"
+)
+WEIGHT_GRADIENT = Kind(
+    "W", "weight gradient", lambda costs, k: costs.backward_s[k] - costs.seconds(INPUT_GRADIENT, k), None, None,
+    (INPUT_GRADIENT,), -1, 2, "#a3b53f",
+)  # fmt: skip
+
+
+def halved(costs: StageCosts, input_s: Sequence[float]) -> StageCosts:
+    """Return costs in which the input gradients of the stages take these seconds, shape ``(K,)``."""
+    return replace(costs, of_kinds={**costs.of_kinds, INPUT_GRADIENT.name: input_s})
+
+
+def zb_h(name: str, step: int, num_stages: int, num_microbatches: int) -> Schedule:
+    """Build ZB-H1 or ZB-H2.
+
+    With K equal stages, forwards f, halves of backwards i and w, links that take no time and enough micro-batches, the
+    first stage is idle for the time in the first column, and stashes as many micro-batches as the second column says::
+
+        1F1B     (K-1)(f+i+w)     K      of which the last stage stashes 1
+        ZB-H1    (K-1)(f+i-w)     K      and on all others, where k of them wait for their weight gradients only
+        ZB-H2    (K-1)(f+i-2w)    2K-1   and on all others, where 2k of them do
+
+    This holds for w <= i, and negative idle times are 0; with f = i = w no stage of ZB-H2 is ever idle.
+
+    Args:
+        name: name of the schedule.
+        step: by how many forwards a stage is ahead of the next, and by how many weight gradients behind the one before.
+        num_stages: K.
+        num_microbatches: M.
+    Source: Zero Bubble Pipeline Parallelism, Qi et al., ICLR 2024, section 2.
+    """
+    ahead = staircase(num_stages, num_microbatches, step)
+    whole = from_warm_up(ahead, num_microbatches, name)
+    rows = (tuple(_split(row, behind)) for row, behind in zip(whole.rows, ahead[::-1], strict=True))
+    return replace(whole, rows=tuple(rows))
+
+
+def _split(row: Sequence[Action], behind: int) -> Iterator[Action]:
+    """Split the backwards of a row; weight gradients follow ``behind`` micro-batches later, and the last at the end."""
+    late: list[Action] = []
+    for kind, i in row:
+        yield Action(INPUT_GRADIENT if kind is BACKWARD else kind, i)
+        if kind is BACKWARD:
+            late.append(Action(WEIGHT_GRADIENT, i))
+            if len(late) > behind:
+                yield late.pop(0)
+    yield from late
+
+
+def zbv(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
+    """Build ZB-V: with equal forwards and halves of backwards no process is idle between its first and last action.
+
+    Once a process has begun, it runs another action between the arrival of a message and the action that needs it, so
+    that a message which is a little late costs little. Weight gradients fill idle time at the end. Every process
+    stashes as much as the first stage of 1F1B. With fewer than K micro-batches processes are idle longer.
+
+    Source: Pipeline Parallelism with Controllable Memory, Qi et al., arXiv:2405.15362, and Zero Bubble Pipeline
+        Parallelism, Qi et al., ICLR 2024, section 6.
+    """
+    return _of("zbv", _zbv, num_microbatches, num_devices)
+
+
+def dualpipev(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
+    """Build DualPipeV: pairs of a forward of one stage of a process and a backward of the other.
+
+    Where nothing overlaps within a pair, as here, processes are idle a little. At the ends of an iteration backwards
+    are split. With fewer than K micro-batches there are no pairs, and the order is that of ZB-V.
+
+    Source: DeepSeek-V3, arXiv:2412.19437 (DualPipe), cut in half as Sea AI Lab proposed.
+    """
+    return _of("dualpipev", _zbv if num_microbatches < num_stages else _dualpipev, num_microbatches, num_devices)
+
+
+class _Order:
+    """The order of the actions of a process, as far as it has been built.
+
+    Attributes:
+        there: stage of the process on the way there.
+        back: stage of the process on the way back.
+        after: number of processes behind this one.
+        places: actions so far, each with its stage.
+    """
+
+    def __init__(self, device: int, num_microbatches: int, num_devices: int) -> None:
+        self.there, self.back, self.after = device, 2 * num_devices - 1 - device, num_devices - 1 - device
+        self.places: list[tuple[int, Action]] = []
+        self._count = num_microbatches
+        self._done: Counter[tuple[int, Kind]] = Counter()
+
+    def left(self, stage: int, kind: Kind) -> int:
+        """Return how many actions of a kind a stage has still to run."""
+        return self._count - self._done[stage, kind]
+
+    def add(self, times: int, *places: tuple[int, Kind]) -> None:
+        """Append an action of each kind with its next micro-batch, if there is one, and repeat this ``times`` times."""
+        for stage, kind in places * times:
+            of = (stage, INPUT_GRADIENT if kind is BACKWARD else kind)  # both compute the input gradient
+            if self.left(*of):
+                self.places.append((stage, Action(kind, self._done[of])))
+                self._done[of] += 1
+                if kind is BACKWARD:
+                    self._done[stage, WEIGHT_GRADIENT] += 1
+
+    def add_weights(self) -> None:
+        """Append the next weight gradient that may run, if there is one; the stage on the way back goes first."""
+        for stage in (self.back, self.there):
+            if self.left(stage, WEIGHT_GRADIENT) > self.left(stage, INPUT_GRADIENT):
+                return self.add(1, (stage, WEIGHT_GRADIENT))
+
+
+def _of(name: str, make: Callable[[_Order, int], None], num_microbatches: int, num_devices: int) -> Schedule:
+    orders = [_Order(device, num_microbatches, num_devices) for device in range(num_devices)]
+    for device, order in enumerate(orders):
+        make(order, device)
+    return Schedule.of_orders(name, num_microbatches, [order.places for order in orders])
+
+
+def _zbv(order: _Order, device: int) -> None:
+    there, back, after = order.there, order.back, order.after
+    halves = INPUT_GRADIENT, WEIGHT_GRADIENT
+    whole_there, whole_back = ([(stage, kind) for kind in halves] for stage in (there, back))
+    order.add(2 * after + 1, (there, FORWARD))
+    order.add(device, (back, FORWARD), (there, FORWARD))
+    order.add(after + 1, (back, FORWARD), *whole_back)
+    while order.left(there, FORWARD):
+        order.add(1, (there, FORWARD), *whole_there, (back, FORWARD), *whole_back)
+    while order.left(back, FORWARD):
+        order.add(1, *whole_there, (back, FORWARD), *whole_back)
+    order.add(device, (there, INPUT_GRADIENT), (back, INPUT_GRADIENT))
+    while any(order.left(stage, WEIGHT_GRADIENT) for stage in (there, back)):
+        order.add(1, (there if order.left(there, INPUT_GRADIENT) else back, INPUT_GRADIENT))
+        order.add_weights()
+
+
+def _dualpipev(order: _Order, device: int) -> None:
+    there, back, after = order.there, order.back, order.after
+    order.add(2 * after, (there, FORWARD))
+    order.add(device + 1, (there, FORWARD), (back, FORWARD))
+    order.add(after, (back, INPUT_GRADIENT), (back, WEIGHT_GRADIENT), (back, FORWARD))
+    middle = order.left(there, FORWARD)
+    order.add(middle, (there, FORWARD), (back, BACKWARD), (back, FORWARD), (there, BACKWARD))
+    order.add(after, (back, BACKWARD), (back, FORWARD), (there, BACKWARD))
+    pairs = device + 1
+    order.add(pairs - pairs // 2, (back, BACKWARD), (there, BACKWARD))
+    order.add(pairs // 2, (back, INPUT_GRADIENT), (there, INPUT_GRADIENT))
+    while any(order.left(stage, WEIGHT_GRADIENT) for stage in (there, back)):
+        order.add_weights()
+        order.add(1, (there if order.left(there, INPUT_GRADIENT) else back, INPUT_GRADIENT))
+
+
+def chimera(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
+    """Build Chimera: two copies of the model run in opposite directions, and each fills idle times of the other.
+
+    The order is found by simulating with equal times, f = b, in which the two copies never need a process at the same
+    time. Then a process is idle for D-2 actions, for any number of micro-batches. With longer backwards it is idle for
+    (D-2) b if M = D, and longer for a larger M, which the paper calls direct concatenation.
+
+    Raises:
+        ScheduleError: fewer than two micro-batches.
+    Source: Chimera, Li and Hoefler, SC 2021, arXiv:2107.06925, section 3.
+    """
+    if num_microbatches < 2:
+        raise ScheduleError(f"chimera sends micro-batches both ways, and needs two at least, not {num_microbatches}")
+    devices = (*range(num_devices), *reversed(range(num_devices)))
+    # the next micro-batch of each stage and kind: they come in ascending order
+    following = {(k, kind): k // num_devices for k in range(len(devices)) for kind in (FORWARD, BACKWARD)}
+    happened: set[Event] = set()
+    stash = [0] * num_devices
+    orders: list[list[tuple[int, Action]]] = [[] for _ in devices[:num_devices]]
+    while any(i < num_microbatches for i in following.values()):
+        chosen: dict[int, tuple[int, Action]] = {}
+        # backwards first, then the lowest micro-batch; an order found by simulation cannot deadlock
+        for (k, kind), i in sorted(
+            following.items(), key=lambda entry: (entry[0][1] is FORWARD, entry[1], entry[0][0])
+        ):
+            action, device = Action(kind, i), devices[k]
+            fits = kind is BACKWARD or stash[device] < num_devices
+            if i < num_microbatches and fits and device not in chosen and needs(action, k, num_devices) <= happened:
+                chosen[device] = k, action
+        if not chosen:
+            raise ScheduleError(f"chimera: nothing can go on with {num_microbatches} micro-batches on {num_devices}")
+        for device, (k, action) in chosen.items():
+            orders[device].append((k, action))
+            following[k, action.kind] += 2
+            stash[device] += action.kind.stash
+            happened |= results(action, k, num_devices)
+    return Schedule.of_orders("chimera", num_microbatches, orders, 2)
+
+
+_ZERO_BUBBLE = "Zero Bubble Pipeline Parallelism, Qi et al., ICLR 2024"
+_OF_HALVES = (
+    'Idle time is filled with weight gradients by ``"zb_h1"`` (idle for a third of the time of 1F1B, where both halves '
+    'of a backward take as long as a forward) and ``"zb_h2"`` (hardly idle, with twice the micro-batches in flight). '
+    "Weights are the same bit for bit. A stage that cannot split its backwards (``recompute``, checkpoints, compiled "
+    "modules) runs them whole, and says so."
+)
+RECIPES = {
+    "zb_h1": Recipe(
+        "ZB-H1", lambda k, m, *_: zb_h("zb_h1", 1, k, m), "any", "(K-1) (f+i-w)", "K", f"{_ZERO_BUBBLE}, section 2",
+        rank=50, splits=True, about=_OF_HALVES,
+    ),
+    "zb_h2": Recipe(
+        "ZB-H2", lambda k, m, *_: zb_h("zb_h2", 2, k, m), "any", "(K-1) (f+i-w)", "2 K - 1",
+        f"{_ZERO_BUBBLE}, section 2", rank=60, splits=True,
+    ),
+    # the idle times of these two are approximate, for f = i = w
+    "zbv": Recipe(
+        "ZB-V", of_devices(zbv), "v", "(D-1) f/2", "2 D",
+        "Pipeline Parallelism with Controllable Memory, Qi et al., arXiv:2405.15362", rank=30, splits=True,
+        about='With exactly two stages on each process, of which the second ones are placed in reverse: ``"zbv"``, '
+        """hardly idle with 1F1B's memory, or ``"dualpipev"``.""",
+    ),
+    "dualpipev": Recipe(
+        "DualPipeV", of_devices(dualpipev), "v", "D f/2", "2 D + 1",
+        "DeepSeek-V3, arXiv:2412.19437: DualPipe, cut in half", rank=40, splits=True,
+    ),
+    "chimera": Recipe(
+        "Chimera", of_devices(chimera), "v", "(D-2) b", "D", "Chimera, Li and Hoefler, SC 2021, arXiv:2107.06925",
+        "with M = D and b = 2 f", 2,
+        "It has the model twice, half of the micro-batches for each; it is simulated only.",
+    ),
+}  # fmt: skip
