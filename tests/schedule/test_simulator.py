@@ -129,3 +129,18 @@ def test_large_schedules_are_simulated_too() -> None:
 
 def test_evaluation_stashes_nothing() -> None:
     assert simulate(build("forward", 2, 4), StageCosts.uniform(2, 1, 2)).peak_stash == (0, 0)
+
+
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_replicas_take_micro_batches_in_turns_also_of_several_pipelines(iterations: int) -> None:
+    costs, schedule = StageCosts.uniform(2, 1, 2, 0.5, 0.25), build("1f1b", 2, 3)
+    timeline = simulate([schedule] * 2, costs, iterations=iterations, replicas=[(0, 1), (2,)])
+    assert timeline.rows == (0, 1, 2) and len(timeline.spans) == 2 * 2 * 3 * 2 * iterations
+    begins = {(s.pipeline, s.iteration, s.stage, s.action): s.begin_s for s in timeline.spans}
+    for device in timeline.rows:  # a replica does one action at a time
+        mine = [s for s in timeline.spans if timeline.device_of(s.stage, s.action.micro_batch) == device]
+        busy = sorted((s.begin_s, s.end_s) for s in mine)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(busy))
+    for t in timeline.transfers:
+        stage, kind = (1, FORWARD) if t.direction == "forward" else (0, BACKWARD)
+        assert begins[t.pipeline, t.iteration, stage, Action(kind, t.micro_batch)] >= t.arrival_s
