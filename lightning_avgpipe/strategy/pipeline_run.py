@@ -105,7 +105,6 @@ class PipelineRun:
             options.order, cluster, context.memory_per_stage, module, observers, RunHoldings(context, deployment.models)
         )
         self.state = DividedState(context.before, configuration, deployment, schedule_control)
-        self.models.check.apart = fitting and not options.policy.drains
         loop = self.iterations = Iterations(context, self.batches, deployment, self.models, schedule_control)
         order = next(filter(None, (make(loop) for make in ORDERS)), None) if fitting else None
         if order is not None:
