@@ -144,12 +144,12 @@ class Averager:
         self._end_buffers()
         self._end_buffers = nothing
 
-    def settle(self) -> None:
+    def reset(self) -> None:
         """Catch up, and continue from there as if training had just begun. All groups call it."""
         if self._models.shown is None:  # showing the reference has caught up already
             self.catch_up()
             if self._turns is not None:
-                self._turns.settle()
+                self._turns.reset()
 
     def stop_turns(self) -> None:
         """Catch up, and drop the state: the next model to average starts from the current reference."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.averager import Averager
-from lightning_avgpipe.averaging.checks import Checksums, has_nonfinite
+from lightning_avgpipe.averaging.integrity import Checksums, has_nonfinite
 from lightning_avgpipe.averaging.models import Models, ModelTensors
 from lightning_avgpipe.averaging.optimizers import ModelOptimizers
 from lightning_avgpipe.averaging.options import Averaging

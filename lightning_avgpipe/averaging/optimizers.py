@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_avgpipe.averaging.models import Models, ParallelModel
 from lightning_avgpipe.comm.collectives import ReplicaGroup
@@ -150,17 +151,31 @@ def states_of_group_0(optimizers: Sequence[Optimizer], replica_group: ReplicaGro
         optimizers: optimizers of the same parameters in all groups; their states may differ.
         replica_group: processes in other groups.
     """
-    described = replica_group.members.broadcast([_describe(optimizer) for optimizer in optimizers])
-    states: list[States] = []
-    for optimizer, entries in zip(optimizers, described, strict=True):
-        parameters = parameters_in(optimizer)
-        states.append(
-            {i: _filled(optimizer, parameters[i], entry, replica_group.number) for i, entry in entries.items()}
-        )
+    own: list[States] = [
+        {i: dict(optimizer.state[p]) for i, p in enumerate(parameters_in(optimizer)) if optimizer.state.get(p)}
+        for optimizer in optimizers
+    ]
+    told = replica_group.members.broadcast(
+        tree_map_only(Tensor, lambda t: _Described(tuple(t.shape), t.dtype, t.is_cpu), own)
+    )
+    if replica_group.number == 0:
+        states = tree_map_only(Tensor, lambda t: t.detach().clone(), own)
+    else:
+        states = [
+            {i: {key: _memory(value, parameters[i]) for key, value in entry.items()} for i, entry in entries.items()}
+            for parameters, entries in zip(map(parameters_in, optimizers), told, strict=True)
+        ]
     tensors = [v for state in states for entry in state.values() for v in entry.values() if isinstance(v, Tensor)]
     for on_host in (True, False):  # one message cannot have tensors of both
         replica_group.copy([tensor for tensor in tensors if tensor.is_cpu == on_host])
     return states
+
+
+def _memory(value: Any, parameter: Tensor) -> Any:
+    """Return memory for a described tensor of a parameter's state; other values as they are."""
+    if not isinstance(value, _Described):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device="cpu" if value.on_host else parameter.device)
 
 
 def load_states(optimizer: Optimizer, states: States) -> None:
@@ -169,30 +184,3 @@ def load_states(optimizer: Optimizer, states: States) -> None:
     optimizer.state.clear()
     for i, entry in states.items():
         optimizer.state[parameters[i]] = copy.deepcopy(dict(entry))
-
-
-def _describe(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    states = ((i, optimizer.state.get(p)) for i, p in enumerate(parameters_in(optimizer)))
-    return {i: {key: _described(value) for key, value in state.items()} for i, state in states if state}
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _Described(tuple(value.shape), value.dtype, value.is_cpu)
-    return value
-
-
-def _filled(optimizer: Optimizer, parameter: Tensor, entry: Mapping[str, Any], group: int) -> dict[str, Any]:
-    """Return the tensors of a state in group 0, and memory for them in other groups."""
-    own: Mapping[str, Any] = optimizer.state.get(parameter, {})
-    return {
-        key: (own[key].detach().clone() if group == 0 else _empty(value, parameter))
-        if isinstance(value, _Described)
-        else value
-        for key, value in entry.items()
-    }
-
-
-def _empty(described: _Described, parameter: Tensor) -> Tensor:
-    device = torch.device("cpu") if described.on_host else parameter.device
-    return torch.empty(described.shape, dtype=described.dtype, device=device)

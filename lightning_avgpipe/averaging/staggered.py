@@ -125,7 +125,7 @@ class StaggeredAveraging:
         torch._foreach_copy_(self._reference, torch._foreach_add(wide(self._reference), self._sums))
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def reset(self) -> None:
         """Wait for the last sums, and continue from there as if training had just begun. All groups call it."""
         self.catch_up()
         torch._foreach_copy_(self._known, self._reference)

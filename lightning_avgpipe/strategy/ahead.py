@@ -62,7 +62,7 @@ class Overlap:
         self._read: dict[str, Variable] = {}
         self._held: dict[str, Objects] = {}
         self._graph: CallGraph | None = None
-        self._settles = False  # the batch runs from which the step was captured
+        self._is_first = False  # the batch runs from which the step was captured
         self._trained: frozenset[str] = frozenset()  # parameters that were trained at :meth:`begin`
 
     # -- iterations that were read ahead -------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class Overlap:
         Raises:
             StepChangedError: the batch is not the one that was read ahead.
         """
-        iteration = self.coming.popleft() if self.coming else self._loop.made(STEP, batches, rest)
+        iteration = self.coming.popleft() if self.coming else self._loop.new_iteration(STEP, batches, rest)
         if iteration.batches[0] is not batches[0] or iteration.changed:
             raise StepChangedError(
                 "a batch that has been read ahead, and may have run in part, was changed or left out by a hook; with "
@@ -93,7 +93,7 @@ class Overlap:
             batches = self._loop.batches.next(ahead)
             if not batches:
                 return None
-            iteration = self._loop.made(STEP, batches, rest, ahead)
+            iteration = self._loop.new_iteration(STEP, batches, rest, ahead)
             iteration.versions = [(t, version_of(t)) for t in tree.tensors(batches) if not t.is_inference()]
             self.coming.append(iteration)
         return self.coming[ahead - 1]
@@ -179,7 +179,7 @@ class Overlap:
         What the very first one sets for all that follow (an attribute that is made when it is first needed) does not
         count as a change by a hook. Capture has seen it, and no cut lies between it and those who read it.
         """
-        unchanged = [name for name in self._held if not self._changed(name)] if self._settles else []
+        unchanged = [name for name in self._held if not self._changed(name)] if self._is_first else []
         yield
         self._held |= {name: self._hold(name) for name in unchanged if self._changed(name)}
 
@@ -190,7 +190,7 @@ class Overlap:
             keys = [key for key, _ in graph.reads if key[1] not in _IGNORED and key not in graph.written]
             self._read = {".".join(filter(None, key)): variable(module, *key) for key in keys} | outside(module)
         self._held = {name: self._hold(name) for name in self._read}
-        self._graph, self._settles = graph, graph is not self._graph
+        self._graph, self._is_first = graph, graph is not self._graph
         self._trained = self._trained_now
 
     def check(self) -> None:
@@ -199,7 +199,7 @@ class Overlap:
         Raises:
             ConfigurationError: names what has changed.
         """
-        self._settles = False
+        self._is_first = False
         changed = next(filter(self._changed, self._held), None)
         if changed is not None:
             raise ConfigurationError(

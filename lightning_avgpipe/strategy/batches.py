@@ -94,8 +94,7 @@ class BundledLoader(CombinedLoader):
     _count: Callable[[], int]
     _any_ends: Callable[[bool], bool] | None
     _look: Callable[[Any], bool] | None
-    _counts_iterations: bool
-    _done: Callable[[], int]
+    _trainer: pl.Trainer
     _epoch: _Epoch
     when_begun: Callable[[], None]
 
@@ -103,32 +102,33 @@ class BundledLoader(CombinedLoader):
     def of(
         cls,
         loader: CombinedLoader,
+        trainer: pl.Trainer,
         count: Callable[[], int],
-        counts_iterations: bool,
-        any_ends: Callable[[bool], bool] | None = None,
-        look: Callable[[Any], bool] | None = None,
-        done: Callable[[], int] = int,
+        any_ends: Callable[[bool], bool] | None,
+        look: Callable[[Any], bool] | None,
     ) -> BundledLoader:
         """Group the batches of a loader.
 
         Args:
             loader: loader that Lightning would use; must not be used otherwise from now on.
+            trainer: trainer that is about to fit.
             count: returns N, which may change between iterations.
-            counts_iterations: whether ``limits`` are numbers of iterations; else they are numbers of batches.
             any_ends: returns whether the epoch ends in any group of processes, given whether it ends here; called where
                 lengths are not known.
             look: is shown the first batch before any other is read, and may change N; called again before each further
                 group until it returns that it has seen enough.
-            done: returns the number of iterations of this epoch that an earlier run has done; called before the first
-                batch.
         """
         kind = cls if type(loader) is CombinedLoader else type(cls.__name__, (cls, type(loader)), {})
         made: BundledLoader = object.__new__(kind)
         vars(made).update(vars(loader))
-        made._count, made._counts_iterations, made._any_ends = count, counts_iterations, any_ends
-        made._look, made._done = look, done
+        made._trainer, made._count, made._any_ends, made._look = trainer, count, any_ends, look
         made.when_begun, made._epoch = nothing, _Epoch()
         return made
+
+    @property
+    def _counts_iterations(self) -> bool:
+        """Whether limits are numbers of iterations; else they are numbers of batches."""
+        return isinstance(self._trainer.limit_train_batches, int)
 
     def __iter__(self) -> Any:
         self._epoch = _Epoch()
@@ -145,7 +145,8 @@ class BundledLoader(CombinedLoader):
     def __next__(self) -> Any:
         epoch = self._epoch
         if not epoch.began:
-            epoch.iterations = self._done()
+            # those that an earlier run has done
+            epoch.iterations = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
             epoch.read = epoch.drawn = epoch.iterations * self._count()
         if self._look is not None:
             self._show(self._look)
@@ -282,15 +283,10 @@ def bundling(
         loader = request()
         if not isinstance(loader, CombinedLoader):
             loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning does
-        counts_iterations = isinstance(trainer.limit_train_batches, int)
-        return BundledLoader.of(loader, count, counts_iterations, any_ends, look(), partial(_done, trainer))
+        return BundledLoader.of(loader, trainer, count, any_ends, look())
 
     with replaced(source, "dataloader", dataloader):
         yield
-
-
-def _done(trainer: pl.Trainer) -> int:
-    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def recount(trainer: pl.Trainer) -> None:
@@ -338,7 +334,7 @@ class Batches:
         self._trainer = context.trainer
         self._cluster = context.cluster
         self._distributor = context.distributor
-        self._beside: list[Any] = []  # the batches of pipelines 1.. for this iteration
+        self._others: list[Any] = []  # the batches of pipelines 1.. for this iteration
         self._converts = False  # whether a batch is converted that Lightning's loop does not convert
 
     @property
@@ -361,7 +357,7 @@ class Batches:
             bundle.moved = [self._moved(batch, device, dataloader_idx, 0)]
             for n, (other, _, _) in enumerate(bundle.items[1:], 1):
                 bundle.moved.append(self._moved(self._converted(other), device, dataloader_idx, n))
-        batch, *self._beside = bundle.moved
+        batch, *self._others = bundle.moved
         return batch
 
     @property
@@ -420,13 +416,13 @@ class Batches:
             The batch of pipeline 0, which the step takes as its argument.
         """
         sealed = [self._distributor.seal(batch, n) for n, batch in enumerate(batches)]
-        self._beside = sealed[1:]
+        self._others = sealed[1:]
         return sealed[0]
 
     def take(self, batch: Any) -> list[Any]:
         """Return all batches of this iteration, given that of pipeline 0; fewer than N at the end of the data."""
-        beside, self._beside = self._beside, []
-        return [batch, *beside]
+        others, self._others = self._others, []
+        return [batch, *others]
 
     @contextlib.contextmanager
     def trying(self, batch: Any) -> Iterator[Any]:
@@ -435,8 +431,8 @@ class Batches:
         Returns:
             A copy on the device, after its transfer hooks. Every process asks for it.
         """
-        beside = self._beside
+        others = self._others
         try:
             yield self._moved(self._converted(copy.deepcopy(batch)), None, 0, 0)
         finally:
-            self._beside = beside
+            self._others = others

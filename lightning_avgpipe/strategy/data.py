@@ -164,13 +164,13 @@ def mirror(dataloader: Any, cluster: Cluster, distributor: Callable[[], Distribu
             "rank 0, which would not know it; use Links(reader='last')"
         )
     if cluster.reads:
-        mirrored = _SizedReader(dataloader, distributor) if length is not None else _Reader(dataloader, distributor)
+        mirrored = _Reader(dataloader, distributor)
         vars(mirrored).update(expected_batches=expected)
         if resumable:
             # as attributes of its own: Python 3.12 does not ask __getattr__ whether an object follows a protocol
             vars(mirrored).update(state_dict=dataloader.state_dict, load_state_dict=dataloader.load_state_dict)
         return mirrored
-    follower = _SizedFollower(distributor, length) if length is not None else _Follower(distributor)
+    follower = _Follower(distributor, length)
     vars(follower).update(expected_batches=expected)
     if resumable:  # Lightning compares the number of such loaders with that in the checkpoint, on every rank
         vars(follower).update(state_dict=dict, load_state_dict=_ignore)
@@ -214,6 +214,9 @@ class _Reader:
             batch, passed = following or pass_on(next(batches, _End))
         distributor.batch_stream.accept(passed)
 
+    def __len__(self) -> int:
+        return len(self._dataloader)  # which raises a TypeError where there is no length
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -223,17 +226,18 @@ class _Reader:
         setattr(self._dataloader, name, value)
 
 
-class _SizedReader(_Reader):
-    def __len__(self) -> int:
-        return len(self._dataloader)
-
-
 class _Follower:
     """The dataloader of a process that does not read: yields what it needs of each of the reader's batches, or None."""
 
-    def __init__(self, distributor: Callable[[], Distributor]) -> None:
+    def __init__(self, distributor: Callable[[], Distributor], length: int | None) -> None:
         self._distributor = distributor
+        self._length = length
         self._stream: int | None = None
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("the dataloader of the process that reads has no length")
+        return self._length
 
     def __iter__(self) -> Iterator[Any]:
         distributor = self._distributor()
@@ -243,15 +247,6 @@ class _Follower:
             if item is _End:
                 return
             yield None if item is _Later else item
-
-
-class _SizedFollower(_Follower):
-    def __init__(self, distributor: Callable[[], Distributor], length: int) -> None:
-        super().__init__(distributor)
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from lightning_avgpipe.averaging.checks import first_nonfinite, has_nonfinite, may_have_nonfinite
 from lightning_avgpipe.averaging.ensemble import Ensemble
+from lightning_avgpipe.averaging.integrity import first_nonfinite, has_nonfinite, may_have_nonfinite
 from lightning_avgpipe.errors import NonFiniteError
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.utils.lightning import grad_norm, rank_zero_warn
@@ -28,18 +28,19 @@ class GradientCheck:
         models: models that step; None: the module is the only one.
 
     Attributes:
-        apart: whether stages step one after the other, so that each process checks its own gradients.
         left_out: numbers of the models of this group that this step leaves out.
         skipped_models: how often a model was left out.
     """
 
     def __init__(self, context: RunContext, models: ParallelModels | None = None) -> None:
-        self.apart = False
         self.left_out: list[int] = []
         self.skipped_models = 0
         self._trainer, self._cluster = context.trainer, context.cluster
         self._wanted = context.configuration.options.averaging.on_nonfinite
         self._module, self._models = context.module, models
+        drains = context.configuration.options.policy.drains
+        # stages that step one after the other cannot check together
+        self._by_process = models is not None and context.fitting and not drains
 
     def after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that runs this one and then checks the gradients, if that is wanted.
@@ -57,7 +58,7 @@ class GradientCheck:
 
         def run() -> Any:
             result = closure()
-            if self.apart:
+            if self._by_process:
                 self.look_at(0)
             else:
                 self._check(skip=wanted == "skip")

@@ -76,7 +76,7 @@ class Iteration:
 
     Attributes:
         step: name of the step function.
-        context: context of the precision plugin for the step.
+        precision: context of the precision plugin for the step.
         batches: batch of each pipeline, on the device.
         works: their micro-batches, by pipeline.
         weighed: waits for the micro-batches' weights over all replicas, and returns the micro-batches with them.
@@ -97,7 +97,7 @@ class Iteration:
     """
 
     step: str
-    context: Callable[[], Any]
+    precision: Callable[[], Any]
     batches: Sequence[Any]
     works: Works
     weighed: Callable[[], Works]
@@ -164,7 +164,7 @@ class IterationOrder:
         """
         loop, models = self.loop, self.loop.models
         loop.arrange(batches)
-        iteration, steps = loop.made(STEP, batches, rest), not loop.accumulates
+        iteration, steps = loop.new_iteration(STEP, batches, rest), not loop.accumulates
         iteration.trains = not loop.passes
         iteration.finish = loop.finish(iteration, loop.clear_now())
         ran = loop.run(iteration)
@@ -177,7 +177,7 @@ class IterationOrder:
             if steps:
                 loop.deployment.models.sum_copied_gradients()
             fed = models.synchronise(len(iteration.works), steps)
-        with iteration.context():
+        with iteration.precision():
             models.step_log.issue()
         if iteration.trains:
             if loop.verifier is not None:

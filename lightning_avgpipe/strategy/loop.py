@@ -119,7 +119,7 @@ class Iterations:
             MicroBatchError: the step cannot be captured on a micro-batch; see :meth:`IterationOrder.train`.
         """
         self.order.drain()
-        iteration = self.made(step, [batch], rest)
+        iteration = self.new_iteration(step, [batch], rest)
         iteration.trains = False
         self.run(iteration)
         (outcome,) = iteration.outcomes
@@ -149,7 +149,7 @@ class Iterations:
         if self.zero_grad is not None and self.deployment.arrange(batches):
             self.schedule_control.begin_again()
 
-    def made(self, step: str, batches: Sequence[Any], rest: tuple[Any, ...], ahead: int = 0) -> Iteration:
+    def new_iteration(self, step: str, batches: Sequence[Any], rest: tuple[Any, ...], ahead: int = 0) -> Iteration:
         """Return an iteration of batches that are on the device, one for each pipeline.
 
         Args:
@@ -165,7 +165,7 @@ class Iterations:
         first = team * configuration.num_pipelines, replica * configuration.options.microbatches(stage_map.given_stages)
         return Iteration(
             step=step,
-            context=getattr(self.trainer.precision_plugin, _CONTEXTS.get(step, "predict_step_context")),
+            precision=getattr(self.trainer.precision_plugin, _CONTEXTS.get(step, "predict_step_context")),
             batches=batches,
             works=works,
             weighed=self.splitter.weighing(works) if training else lambda: works,
@@ -277,7 +277,7 @@ class Iterations:
             finally:
                 if ensemble is not None:
                     ensemble.place(0)
-        with iteration.context():  # which may decide the type of a number
+        with iteration.precision():  # which may decide the type of a number
             self.models.step_log.tell_groups() if training else self.models.step_log.issue()
         if training:
             iteration.outcomes = self._of_replicas(iteration.outcomes)
@@ -312,7 +312,7 @@ class Iterations:
         part, (pipeline, before) = iteration.works[n][i], iteration.first
         weight = self.splitter.log_weight(part, iteration.works[n])
         logs = self.models.step_log.micro_batch(part.size, (pipeline + n, before + i), weight, iteration.entries)
-        with self.order.calling(iteration), iteration.context(), logs:
+        with self.order.calling(iteration), iteration.precision(), logs:
             yield
 
     def freeze(self, trains: bool) -> None:
@@ -386,9 +386,9 @@ class Iterations:
                     if self.cluster.rank == 0:
                         self._call(iteration, n, i, part.data, *iteration.rest)
                         continue
-                    with iteration.context():
+                    with iteration.precision():
                         getattr(self.module, iteration.step)(part.data, *iteration.rest)
-        with iteration.context():
+        with iteration.precision():
             if iteration.step == STEP:
                 self.models.step_log.tell_groups()
             self.models.step_log.issue()

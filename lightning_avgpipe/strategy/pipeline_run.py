@@ -99,7 +99,6 @@ class PipelineRun:
         self.models = ParallelModels(context, deployment, step_log, observers)
         schedule_control = ScheduleControl(options.order, context, deployment.models, observers)
         context.state.begin(deployment, schedule_control)
-        self.models.check.apart = fitting and not options.policy.drains
         loop = self.iterations = Iterations(context, self.batches, deployment, self.models, schedule_control)
         order = (options.policy.order(loop) or rolling.order(loop)) if fitting else None
         if order is not None:

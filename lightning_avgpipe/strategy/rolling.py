@@ -128,7 +128,7 @@ class RollingOrder(IterationOrder):
                 if iteration is not None and goes_on:
                     self._go_on(n, iteration)
             if not goes_on:  # the same in all groups
-                ensemble.averager.settle()
+                ensemble.averager.reset()
             if iteration is not None:
                 self._issue(iteration)
                 self.overlap.check()
@@ -147,7 +147,7 @@ class RollingOrder(IterationOrder):
             self._undo(iteration, together)
         self.overlap.leave()
         if together and self.loop.deployment.models.ensemble is not None:
-            self._ensemble.averager.settle()
+            self._ensemble.averager.reset()
 
     def give_way(self) -> bool:
         """Stop rolling for this run, with ``rolling="auto"``, if the captured step or its data do not allow it.
@@ -221,7 +221,7 @@ class RollingOrder(IterationOrder):
         iteration.begun = set(numbers)
         if not ran:
             return False
-        with iteration.context():
+        with iteration.precision():
             loop.models.step_log.issue()
         if not overlap.checked and self.give_way():
             return True
@@ -285,7 +285,7 @@ class RollingOrder(IterationOrder):
 
     def _issue(self, iteration: Iteration) -> None:
         if iteration.entries is not None:  # else the iteration did not roll, and has logged
-            with iteration.context():
+            with iteration.precision():
                 self.loop.models.step_log.issue_collected(iteration.entries)
 
     # -- the next iteration -------------------------------------------------------------------------------------------

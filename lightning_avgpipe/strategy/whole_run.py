@@ -226,7 +226,7 @@ class WholeRun:
                 if is_overridden(name, module):
                     undo.enter_context(replaced(module, name, self._together(name, getattr(module, name))))
             for each in (*self._trainer.optimizers, *self._trainer.strategy._lightning_optimizers):
-                clear = self._apart(each.zero_grad)  # type: ignore[attr-defined]
+                clear = self._by_itself(each.zero_grad)  # type: ignore[attr-defined]
                 undo.enter_context(replaced(each, "zero_grad", clear))
             for optimizer in self._trainer.optimizers:
                 undo.enter_context(replaced(optimizer, "step", self._stepping(optimizer)))
@@ -267,7 +267,7 @@ class WholeRun:
 
     # -- what each process does for itself -------------------------------------------------------------------------
 
-    def _apart(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _by_itself(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.lockstep.quiet():

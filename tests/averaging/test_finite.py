@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_avgpipe import Averaging
-from lightning_avgpipe.averaging.checks import first_nonfinite, has_nonfinite, may_have_nonfinite
+from lightning_avgpipe.averaging.integrity import first_nonfinite, has_nonfinite, may_have_nonfinite
 from lightning_avgpipe.errors import AvgPipeError, NonFiniteError
 from tests import processes
 from tests.averaging.models import assert_equal, train

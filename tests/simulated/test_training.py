@@ -212,7 +212,7 @@ def waits_with(kind: type, options: dict[str, Any], *counts: int) -> list[dict[t
         pytest.param(
             MLP,
             {"num_pipelines": 2},
-            {("strategy/gradient_check.py", "_check"): 1, ("averaging/checks.py", "check"): 0.5},
+            {("strategy/gradient_check.py", "_check"): 1, ("averaging/integrity.py", "check"): 0.5},
             marks=pytest.mark.slow,
         ),
     ],

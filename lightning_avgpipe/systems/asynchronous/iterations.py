@@ -126,7 +126,7 @@ class AsynchronousOrder(IterationOrder):
             current.outcomes = [stream.run(tuple(control.observers))]
         loop.models.skipped = frozenset({0} if len(current.outcomes[0].skipped) == len(parts) else ())
         result = loop.result(current)
-        with current.context():
+        with current.precision():
             loop.models.step_log.issue()
         self._weights.keep()  # before hooks, which may change weights
         self.overlap.check()

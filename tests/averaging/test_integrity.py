@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 
 from lightning_avgpipe import Averaging
-from lightning_avgpipe.averaging.checks import Checksums
+from lightning_avgpipe.averaging.integrity import Checksums
 from lightning_avgpipe.errors import ConfigurationError
 from tests.averaging.models import Net, train
 from tests.models import MLP, loader

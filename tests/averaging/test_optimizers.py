@@ -1,0 +1,136 @@
+"""Optimizers of parallel models: a clone does what its original does, and begins with what group 0's have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.averaging.optimizers import clone_optimizer, follow, load_states, states_of_group_0
+
+
+class Own(torch.optim.SGD):
+    """Has attributes of its own, which copying loses."""
+
+    def __init__(self, params: Any, sign: float) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.signs = [sign]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad *= self.signs[0]
+        return super().step(closure)
+
+
+def leaves() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((2,), 2.0))]
+
+
+def step(optimizer: Any, parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def test_a_clone_steps_like_the_original_and_leaves_it_alone() -> None:
+    first, second = leaves(), leaves()
+    optimizer = Own(first, -1.0)
+    step(optimizer, first)
+    with torch.no_grad():
+        torch._foreach_copy_(second, first)
+    own = {id(a): b for a, b in zip(first, second, strict=True)}
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    steps: list[Any] = []
+    optimizer.register_step_post_hook(lambda stepped, *_: steps.append(stepped))
+    made = clone_optimizer(optimizer, own)
+    assert type(made) is Own and made.signs == [-1.0] and made.signs is not optimizer.signs
+
+    before = [p.detach().clone() for p in first]
+    step(made, second)
+    assert all(torch.equal(p, b) for p, b in zip(first, before, strict=True))
+    assert not getattr(optimizer, "_opt_called", False)  # the scheduler counts the original's steps only
+    step(optimizer, first)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert {id(stepped) for stepped in steps} == {id(made), id(optimizer)}
+
+    scheduler.step()
+    follow(made, optimizer, own)
+    assert made.param_groups[0]["lr"] == 0.05
+    step(optimizer, first)
+    step(made, second)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_clone_follows_new_groups_and_shares_what_is_not_its_own() -> None:
+    first, second, frozen = leaves(), leaves(), nn.Parameter(torch.ones(1), requires_grad=False)
+    optimizer = torch.optim.Adam([first[0], frozen])
+    own = {id(a): b for a, b in zip(first, second, strict=True)}
+    made = clone_optimizer(optimizer, own)
+    assert made.param_groups[0]["params"][0] is second[0]
+    assert made.param_groups[0]["params"][1] is frozen
+    optimizer.add_param_group({"params": [first[1]], "lr": 0.5})
+    follow(made, optimizer, own)
+    assert made.param_groups[1]["params"] == [second[1]] and made.param_groups[1]["lr"] == 0.5
+
+
+class Sibling:
+    """One of two groups: group 0 says what it sends, group 1 gets that."""
+
+    def __init__(self, number: int, sent: list[Any]) -> None:
+        self.number, self._sent = number, sent
+        self.members = self
+
+    def broadcast(self, item: Any) -> Any:
+        if self.number == 0:
+            self._sent.append(item)
+        return item if self.number == 0 else self._sent.pop(0)
+
+    def copy(self, tensors: Sequence[Tensor]) -> None:
+        if self.number == 0:
+            self._sent.append([tensor.clone() for tensor in tensors])
+        else:
+            for tensor, sent in zip(tensors, self._sent.pop(0), strict=True):
+                tensor.copy_(sent)
+
+
+def stepped(kind: Any, gradients: Sequence[float | None], **options: Any) -> torch.optim.Optimizer:
+    parameters = [nn.Parameter(torch.ones(size)) for size in (2, 3, 4)]
+    optimizer: torch.optim.Optimizer = kind(parameters, **options)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = None if gradient is None else torch.full_like(parameter, gradient)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.RAdam, {}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.Adafactor, {}),
+    ],
+)
+def test_states_are_those_of_group_0_even_where_others_have_more_or_fewer(kind: Any, options: Any) -> None:
+    first = stepped(kind, (1.0, None, 2.0), **options)
+    second = stepped(kind, (3.0, 4.0, None), **options)
+    sent: list[Any] = []
+    groups: list[Any] = [Sibling(0, sent), Sibling(1, sent)]
+    found = [states_of_group_0([mine], sibling)[0] for mine, sibling in zip((first, second), groups, strict=True)]
+    assert sent == []
+    made = stepped(kind, (None, None, None), **options)
+    for states in found:
+        load_states(made, states)
+        assert made.state.keys() == {made.param_groups[0]["params"][i] for i in (0, 2)}
+        for i in (0, 2):
+            mine, theirs = (o.state[o.param_groups[0]["params"][i]] for o in (made, first))
+            assert mine.keys() == theirs.keys()
+            for key, value in theirs.items():
+                assert mine[key] is not value or not isinstance(value, Tensor)
+                assert torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(value))
