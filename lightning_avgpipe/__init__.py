@@ -5,6 +5,8 @@ Importing this package registers the strategy.
 
 # ruff: noqa: E402
 import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
 from lightning_avgpipe.utils.versions import OTHER, check_versions
 
@@ -15,15 +17,21 @@ from lightning_avgpipe.utils import torch_compat
 
 torch_compat.check()
 
+if importlib.util.find_spec("lightning_avgpipe.systems"):  # before options are defined by what there is
+    importlib.import_module("lightning_avgpipe.systems")
+
 # isort: split
 from lightning_avgpipe.averaging.options import Averaging
-from lightning_avgpipe.callbacks import AdaptiveFreezing, AvgPipeTuner, PipelineTimeline
+from lightning_avgpipe.callbacks import AvgPipeTuner, PipelineTimeline
 from lightning_avgpipe.comm.options import Links
 from lightning_avgpipe.loading import from_pretrained
 from lightning_avgpipe.schedule.versions import PipeOptim
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.utils.after_import import after_import
 from lightning_avgpipe.utils.lightning import pl
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.systems.freezing.callback import AdaptiveFreezing
 
 __all__ = [
     "AdaptiveFreezing",
@@ -36,6 +44,13 @@ __all__ = [
     "from_pretrained",
 ]
 __version__ = "0.2.0.dev0"
+_LATER = {"AdaptiveFreezing": "lightning_avgpipe.systems.freezing.callback"}  # public names that systems define
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _let_the_other_refuse() -> None:

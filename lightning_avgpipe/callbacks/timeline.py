@@ -13,9 +13,9 @@ from lightning_avgpipe.comm.clock import offset_in
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.recording import Recorder, assemble
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.planning.turns import replayed_in_turns
 from lightning_avgpipe.schedule import StageCosts, Timeline, picture, simulate
 from lightning_avgpipe.schedule.trace import chrome_trace
+from lightning_avgpipe.schedule.turns import replayed_in_turns
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.utils.allowed import check, directory, documented, optional, whole
 from lightning_avgpipe.utils.lightning import (

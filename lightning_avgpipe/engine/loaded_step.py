@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.wire_format import Format
 from lightning_avgpipe.engine.attributes import OwnAttributes
-from lightning_avgpipe.engine.forward_only import Freezing
-from lightning_avgpipe.engine.frozen_outputs import Keeping
+from lightning_avgpipe.engine.prefix import Shortcut
 from lightning_avgpipe.engine.stage import Stage
+from lightning_avgpipe.planning.trained import Freezing
 from lightning_avgpipe.weights.double import Double
 from lightning_avgpipe.weights.tied import TiedParameters
 
@@ -26,7 +26,7 @@ class LoadedStep:
         copies: parameters that several stages use.
         leaves: rank -> names of the tensors of a batch that the process needs; empty if unknown.
         freezing: record of the stages that have nothing to train.
-        keeping: decides which kept outputs of frozen layers are used; None: none are kept.
+        shortcut: kept outputs of the first nodes; None: none are kept.
         doubles: stages whose input values are forwarded to the next stage -> their weights, on both processes.
         of_units: attributes that units of all stages change.
         wires: in which formats values and gradients travel on each hop, shape ``(K-1,)``; none: as they are.
@@ -38,7 +38,7 @@ class LoadedStep:
     copies: TiedParameters
     leaves: Mapping[int, frozenset[str]]
     freezing: Freezing
-    keeping: Keeping | None
+    shortcut: Shortcut | None
     doubles: Mapping[int, Double]
     of_units: OwnAttributes
     wires: Sequence[Format | None] = ()

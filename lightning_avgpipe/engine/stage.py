@@ -15,13 +15,12 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.casts import Casts
 from lightning_avgpipe.engine.compiling import Execution
-from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
-from lightning_avgpipe.engine.frozen_prefix import FrozenPrefix
 from lightning_avgpipe.engine.halves import Halves
 from lightning_avgpipe.engine.inspection import ForeignTensors
 from lightning_avgpipe.engine.own_module import OwnModule
 from lightning_avgpipe.engine.own_stream import OwnStream
 from lightning_avgpipe.engine.path import OffPathNode, Path
+from lightning_avgpipe.engine.prefix import Prefix, Shortcut
 from lightning_avgpipe.engine.recompute import Observations, Repetition
 from lightning_avgpipe.engine.replay import Observe, Replayed
 from lightning_avgpipe.engine.rewriting import explained
@@ -54,7 +53,7 @@ class Stage:
         foreign_tensors: tensors that its first forward in training must not use; None: it may use all.
         shown: whether code outside of stages, such as hooks, sees this stage's values of attributes.
         of_units: attribute values of the units of its pipeline.
-        kept: kept outputs of frozen layers, on the first stage that trains; None elsewhere.
+        kept: kept outputs of the nodes before it, with which forwards may begin; None: there are none.
         double: the previous stage with weights of its own, if its forwards run here as well.
         relayed: whether the values that it receives are forwarded to the next stage.
 
@@ -77,7 +76,7 @@ class Stage:
         foreign_tensors: ForeignTensors | None = None,
         shown: bool = True,
         of_units: OwnAttributes | None = None,
-        kept: FrozenOutputs | None = None,
+        kept: Shortcut | None = None,
         double: Stage | None = None,
         relayed: bool = False,
     ) -> None:
@@ -88,7 +87,7 @@ class Stage:
         self._seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
         self._kept_by_seeding: dict[int, Attributes] = {}
         self._step = StageStep(program, module, device, foreign_tensors, execution)
-        self._prefix = FrozenPrefix(program, device, kept)
+        self._prefix = Prefix(program, device, kept)
         self._repetition = Repetition(self.module, device, execution.recompute, relayed)
         self._halves = Halves(program.stage)
         # only for weights that do not change within an iteration; compiled code casts its own

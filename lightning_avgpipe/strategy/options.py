@@ -16,7 +16,8 @@ from lightning_avgpipe.capture.cost_cache import CostCache, default_directory
 from lightning_avgpipe.comm.options import Links
 from lightning_avgpipe.engine.weighting import LossWeight
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.planning.memory_limit import MemoryLimit, parse_limit
+from lightning_avgpipe.planning.memory import MemoryLimit, parse_limit
+from lightning_avgpipe.planning.planner import SOURCES
 from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.schedule.own import Builder
 from lightning_avgpipe.schedule.recipes import RECIPES, TRAINING
@@ -100,7 +101,7 @@ ALLOWED = {
     "static_step": flag("auto"),
     "weight_policy": either(choice(*POLICIES), instance(PipeOptim, "PipeOptim(delta='increment')")),
     "averaging": instance(Averaging, "Averaging(rolling='auto')"),
-    "planner": choice("balanced", "spp"),
+    "planner": choice(*SOURCES),
     "costs": choice("measured", "flops"),
     "costs_cache": optional(directory("auto"), "no cache"),
     "links": instance(Links, "Links(reader='first')"),
@@ -146,7 +147,7 @@ class Options:
     static_step: bool | Literal["auto"]
     weight_policy: str | PipeOptim
     averaging: Averaging
-    planner: Literal["balanced", "spp"]
+    planner: str
     costs: Literal["measured", "flops"]
     costs_cache: str | Path | None
     links: Links
@@ -237,7 +238,7 @@ class Options:
     @property
     def shares_stages(self) -> bool:
         """Whether processes may share the micro-batches of a stage."""
-        return bool(self.stage_replicas) or self.planner == "spp"
+        return bool(self.stage_replicas) or SOURCES[self.planner].replicates
 
     @property
     def replicates(self) -> bool:

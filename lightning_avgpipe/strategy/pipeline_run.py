@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.advise.request import Request
 from lightning_avgpipe.engine.observer import Observers
-from lightning_avgpipe.errors import MicroBatchError, PartitionError, StageError
+from lightning_avgpipe.errors import MicroBatchError, StageError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.halving import Halving
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.advisor import Advisor
 from lightning_avgpipe.strategy.aftermath import hooks_with_results
@@ -321,16 +320,6 @@ class PipelineRun:
             self.deployment.replan(wanted)
         if "num_pipelines" in changed and self.around.fitting:
             recount(self.around.trainer)
-
-    def _check_sharing(self, plan: Plan, counts: Sequence[int]) -> None:
-        if counts[-1] > 1 and self.models.step_log.batch_values.trained:
-            raise PartitionError(
-                "training updates metric objects, of which replicas of the last stage would each see a part of the data"
-            )
-
-    def halve(self) -> None:
-        """Allow the next plans to have fewer stages, which replicas share. Every process calls it."""
-        self.deployment.halve(Halving(self.around.memory_per_stage(), self._check_sharing))
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
         """Return a context within which the module is the model of one pipeline; None: the reference."""

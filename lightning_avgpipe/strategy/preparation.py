@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.engine.forward_only import Freezing
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.errors import AvgPipeError, MicroBatchError, StepChangedError
+from lightning_avgpipe.planning.trained import Freezing
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.training.deployment import Deployment
@@ -102,8 +102,8 @@ class Preparation:
         if epoch != self._agreed_in:
             _compare([*self.cluster.world.exchange_objects(freezing.trained)])
             self._agreed_in = epoch
-            if step.keeping is not None:
-                step.keeping.outputs.begin_epoch()
+            if step.shortcut is not None:
+                step.shortcut.begin_epoch()
         return freezing
 
 

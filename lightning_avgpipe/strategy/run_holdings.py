@@ -9,7 +9,7 @@ from lightning_avgpipe.engine.accounting import DeviceMeter, Footprint, HostMete
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.model_memory import holdings_of_models, with_doubles
+from lightning_avgpipe.planning.memory import holdings, with_doubles
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.strategy.surroundings import Surroundings
 from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
@@ -56,7 +56,7 @@ class RunHoldings:
         """Return what each stage has kept in an iteration, given what it holds for all parallel models."""
         trainer, cluster, configuration = self.around.trainer, self.around.cluster, self.around.configuration
         module, rolls, ensemble = trainer.lightning_module, configuration.rolls, self.models.ensemble
-        held = holdings_of_models(
+        held = holdings(
             plan, cluster.stages, module, trainer.optimizers, num_microbatches, num_pipelines,
             cluster.stage_map.num_teams, configuration.options.policy, rolling=rolls,
             meeting=rolls and ensemble is not None and ensemble.averager.turns.are_there,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.planning.memory_limit import MemoryLimit, limit_of
+from lightning_avgpipe.planning.memory import MemoryLimit, limit_of
 from lightning_avgpipe.strategy.checkpoint_state import WholeState
 from lightning_avgpipe.strategy.configuration import Configuration
 from lightning_avgpipe.strategy.connection import Connection

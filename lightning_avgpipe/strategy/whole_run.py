@@ -10,8 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_avgpipe.planning.memory_limit import limit_of
-from lightning_avgpipe.planning.model_memory import memory_of, state_copies
+from lightning_avgpipe.planning.memory import limit_of, memory_of, state_copies
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.batches import Batches
