@@ -1,7 +1,10 @@
-"""Systems: schedules, planners and callbacks beside the core, each in a folder that can be taken away.
+"""Systems: what goes beyond AvgPipe, each in a package of its own that can be removed by deleting its folder.
 
-A system imports the core and enters itself in the core's tables; the core imports no system by name. Whatever folder is
-here is imported, and with a folder only its own options go.
+Importing this package imports them all. A system imports the core, and registers itself where the core lets it: kinds
+of actions (``schedule/kinds.py``), named schedules (``schedule/recipes.py``), weight policies
+(``schedule/policies.py``), parts of stages (``engine/stage.py``) and of steps (``engine/loaded_step.py``), lines of
+plans (``training/plan_maker.py``), and rules on options (``strategy/combinations.py``). What it needs of the strategy's
+options it imports only when it is used, because the options are made of what is registered.
 """
 
 import importlib
