@@ -203,7 +203,7 @@ def closing(subject: Divisible, graph: CallGraph, cuts: Sequence[int], keep: Col
     calls: dict[str, list[OpenedCall]] = {}
     for call in graph.opened:
         calls.setdefault(call.path, []).append(call)
-    names = {id(p): name for name, p in subject.module.named_parameters()}
+    full_names = {id(p): name for name, p in subject.module.named_parameters()}
     observers = set(map(id, subject.observers))
 
     def may_be_closed(path: str) -> bool:
@@ -213,7 +213,7 @@ def closing(subject: Divisible, graph: CallGraph, cuts: Sequence[int], keep: Col
             return False
         if any(inner._forward_hooks or id(inner) in observers for inner in module.modules()):
             return False  # hooks are glue, which every stage executes
-        own = {names[id(p)] for p in module.parameters()}
+        own = {full_names[id(p)] for p in module.parameters()}
         for call in calls[path]:
             nodes = graph.nodes[call.begin : call.end]
             if not nodes or call.observes or any(call.begin < cut < call.end for cut in cuts):
