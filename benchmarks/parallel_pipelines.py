@@ -53,7 +53,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.engine.accounting import HostMeter
 from lightning_avgpipe.planning import Link
-from lightning_avgpipe.planning.model_memory import Holding
+from lightning_avgpipe.planning.memory import Holding
 from lightning_avgpipe.schedule import (
     BACKWARD,
     FORWARD,

@@ -34,7 +34,7 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure
 from lightning_avgpipe.planning import Costs, Plan, cut_at
 from lightning_avgpipe.planning.balance import gaps
-from lightning_avgpipe.planning.costing import Costing
+from lightning_avgpipe.planning.costs import Costing
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build

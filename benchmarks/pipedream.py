@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_avgpipe.errors import PartitionError
-from lightning_avgpipe.planning.replicated_costs import SppCosts
+from lightning_avgpipe.planning.costs import UnitCosts
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class PipeDreamPlan:
     bottleneck_s: float
 
 
-def plan(costs: SppCosts, widths: Sequence[int], bandwidths: Sequence[float]) -> PipeDreamPlan:
+def plan(costs: UnitCosts, widths: Sequence[int], bandwidths: Sequence[float]) -> PipeDreamPlan:
     """The plan whose slowest stage or link needs least time per micro-batch.
 
     With A(i, j, m) the time of the units i..j on m parts of a level, and T(i, j, m) that of one stage of m replicas::

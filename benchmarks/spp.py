@@ -38,11 +38,12 @@ from benchmarks import network, pipedream
 from benchmarks.harness import add_options, begin, launch, quiet_trainer
 from lightning_avgpipe import AvgPipeStrategy, PipelineTimeline
 from lightning_avgpipe.comm.probe import measure_bandwidth
-from lightning_avgpipe.planning.network import Network
-from lightning_avgpipe.planning.problem import BUCKET_BYTES, PlacedStage, Problem
-from lightning_avgpipe.planning.spp import SppCosts, plan
-from lightning_avgpipe.planning.turns import plan_in_turns, seconds_in_turns
+from lightning_avgpipe.planning.costs import UnitCosts
 from lightning_avgpipe.schedule import build, with_replicas
+from lightning_avgpipe.systems.spp.partition import plan
+from lightning_avgpipe.systems.spp.placement import plan_in_turns, seconds_in_turns
+from lightning_avgpipe.systems.spp.problem import Network, PlacedStage, Problem
+from lightning_avgpipe.training.gradient_sums import BUCKET_BYTES
 
 DEVICES = 4
 UNITS = 8
@@ -83,11 +84,11 @@ SETTINGS = {
 }
 
 
-def costs(forward_s: float = FORWARD_S, backward_s: float = BACKWARD_S) -> SppCosts:
+def costs(forward_s: float = FORWARD_S, backward_s: float = BACKWARD_S) -> UnitCosts:
     """Of the sleeping model, with these times of a unit."""
     between = (float(MESSAGE_BYTES),) * (UNITS - 1)
     times = (forward_s,) * UNITS, (backward_s,) * UNITS
-    return SppCosts(*times, between, between, (float(PARAMETER_BYTES),) * UNITS)
+    return UnitCosts(*times, between, between, (float(PARAMETER_BYTES),) * UNITS)
 
 
 def bandwidth(setting: Setting) -> list[list[float]]:
@@ -120,7 +121,7 @@ def strategies(setting: Setting) -> dict[str, dict[str, Any]]:
 
 
 def predicted_s(
-    setting: Setting, known: SppCosts, begins: Sequence[int], ranks: Sequence[Sequence[int]], of_ddp: bool
+    setting: Setting, known: UnitCosts, begins: Sequence[int], ranks: Sequence[Sequence[int]], of_ddp: bool
 ) -> float:
     """Seconds of an iteration as the simulator has it, in turns; whole replicas are a stage with as many."""
     order = [rank for of_stage in ranks for rank in of_stage]
@@ -128,7 +129,7 @@ def predicted_s(
     slowness = tuple(2.0 if rank == setting.slow else 1.0 for rank in order)
     if of_ddp:  # it has a first bucket, of the last unit, which it all-reduces while it computes, and one of the others
         known = replace(known, parameter_bytes=(*known.parameter_bytes[:-1], 0.0))
-    problem = Problem(known, network, MICROBATCHES, None, slowness, math.inf if of_ddp else BUCKET_BYTES)
+    problem = Problem(known, network, MICROBATCHES, slowness, math.inf if of_ddp else BUCKET_BYTES)
     firsts = [sum(map(len, ranks[:k])) for k in range(len(ranks) + 1)]
     ends = [*begins[1:], UNITS]
     stages = [PlacedStage(begins[k], ends[k], firsts[k], firsts[k + 1]) for k in range(len(ranks))]
@@ -166,7 +167,7 @@ class Unit(nn.Module):
         return Sleep.apply(x + self.weight.mean(), self.factor)
 
 
-def measured() -> SppCosts:
+def measured() -> UnitCosts:
     """Of the sleeping model: one unit with one sample, alone."""
     unit, times = Unit(1.0), list[tuple[float, float]]()
     for _ in range(_TRIALS):
@@ -305,7 +306,7 @@ def planning(units: Sequence[int], devices: Sequence[int]) -> list[dict[str, Any
             def some(number: int, most: float, draw: random.Random = draw) -> tuple[float, ...]:
                 return tuple(draw.uniform(0.1, most) for _ in range(number))
 
-            given = SppCosts(
+            given = UnitCosts(
                 some(length, 1), some(length, 2), some(length - 1, 3), some(length - 1, 3), some(length, 8)
             )
             nodes = [[8.0 if u // 8 == v // 8 else 2.0 for v in range(count)] for u in range(count)]

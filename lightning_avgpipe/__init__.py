@@ -22,7 +22,7 @@ if importlib.util.find_spec("lightning_avgpipe.systems"):  # before options are 
 
 # isort: split
 from lightning_avgpipe.averaging.options import Averaging
-from lightning_avgpipe.callbacks import AdaptiveFreezing, AvgPipeTuner, PipelineTimeline
+from lightning_avgpipe.callbacks import AvgPipeTuner, PipelineTimeline
 from lightning_avgpipe.comm.options import Links
 from lightning_avgpipe.loading import from_pretrained
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
@@ -32,6 +32,9 @@ from lightning_avgpipe.utils.patching import after_import
 if TYPE_CHECKING:
     from lightning_avgpipe.systems.asynchronous import PipeOptim
     from lightning_avgpipe.systems.broadcast import Broadcast
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.systems.freezing.callback import AdaptiveFreezing
 
 __all__ = [
     "AdaptiveFreezing",
@@ -46,7 +49,11 @@ __all__ = [
 ]
 __version__ = "0.2.0.dev0"
 # Public names that systems define.
-_LATER = {"Broadcast": "lightning_avgpipe.systems.broadcast", "PipeOptim": "lightning_avgpipe.systems.asynchronous"}
+_LATER = {
+    "AdaptiveFreezing": "lightning_avgpipe.systems.freezing.callback",
+    "Broadcast": "lightning_avgpipe.systems.broadcast",
+    "PipeOptim": "lightning_avgpipe.systems.asynchronous",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,11 +12,9 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 
 import lightning_avgpipe.strategy.connection
-from lightning_avgpipe import AdaptiveFreezing, Averaging, AvgPipeStrategy
+from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.utils.patching import replaced
 from tests.averaging.models import Batches
-from tests.callbacks.test_freed_devices import WithSlowHead
-from tests.callbacks.test_freezing import FineTuned
 from tests.models import MLP, Blocks, loader
 from tests.strategy.test_batches import AllAtOnce
 from tests.trainers import trainer
@@ -68,11 +66,11 @@ class Doomed(AvgPipeStrategy):
 
 def main(
     folder: Path, model: str = "MLP", epochs: int = 2, timeout_s: float = 60, dies=("", ""), victim=0, sharing=1,
-    costs="flops", microbatches=2, freezing=None, stages=2,
-    schedule="advance_forward", **options
+    costs="flops", microbatches=2, stages=2,
+    schedule="advance_forward", models=(), further=(), **options
 ) -> None:  # fmt: skip
     torch.manual_seed(5)
-    known = (MLP, Stuck, Divided, FineTuned, WithSlowHead, Blocks, AllAtOnce)
+    known = (MLP, Stuck, Divided, Blocks, AllAtOnce, *models)
     module = {kind.__name__: kind for kind in known}[model]()
     kind = Doomed if any(dies) else AvgPipeStrategy
     Doomed.folder, Doomed.dies = folder, dies
@@ -87,8 +85,7 @@ def main(
         if dies[1] == "training" and runner.global_step == 2 and runner.global_rank == victim:
             die(dies[0])
 
-    callbacks = [OnExceptionCheckpoint(folder), LambdaCallback(on_train_batch_start=note)]
-    callbacks += [] if freezing is None else [AdaptiveFreezing(**freezing)]
+    callbacks = [OnExceptionCheckpoint(folder), LambdaCallback(on_train_batch_start=note), *further]
     runner = trainer(strategy=strategy, max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True, **options)
     runner.fit(module, None if model == "Divided" else loader(MLP, 24, 8, shuffle=True))
     torch.save(module.state_dict(), folder / f"weights-{runner.global_rank}.pt")

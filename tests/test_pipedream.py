@@ -9,17 +9,17 @@ import pytest
 
 from benchmarks.pipedream import plan
 from lightning_avgpipe.errors import PartitionError
-from lightning_avgpipe.planning.spp import SppCosts
+from lightning_avgpipe.planning.costs import UnitCosts
 
 
-def random_costs(seed: int) -> SppCosts:
+def random_costs(seed: int) -> UnitCosts:
     draw = random.Random(seed)
     units = draw.randint(1, 6)
     sizes = (units, units, units - 1, units - 1, units)
-    return SppCosts(*(tuple(draw.uniform(0, 2) for _ in range(size)) for size in sizes))
+    return UnitCosts(*(tuple(draw.uniform(0, 2) for _ in range(size)) for size in sizes))
 
 
-def bottleneck_s(costs: SppCosts, bandwidth: float, stages: tuple[tuple[int, int, int], ...]) -> float:
+def bottleneck_s(costs: UnitCosts, bandwidth: float, stages: tuple[tuple[int, int, int], ...]) -> float:
     found = []
     for first, last, r in stages:
         units = range(first, last + 1)
@@ -47,7 +47,7 @@ def test_on_one_level_no_plan_has_a_smaller_bottleneck(seed: int) -> None:
 
 
 def test_between_slow_nodes_it_pipelines_and_within_them_it_replicates() -> None:
-    costs = SppCosts((1,) * 4, (2,) * 4, (0.1,) * 3, (0.1,) * 3, (3,) * 4)
+    costs = UnitCosts((1,) * 4, (2,) * 4, (0.1,) * 3, (0.1,) * 3, (3,) * 4)
     found = plan(costs, widths=[2, 2], bandwidths=[100, 0.2])
     assert found.stages == ((0, 1, 2), (2, 3, 2))
     assert found.bottleneck_s == pytest.approx(3)
@@ -55,4 +55,4 @@ def test_between_slow_nodes_it_pipelines_and_within_them_it_replicates() -> None
 
 def test_levels_without_bandwidth_are_refused() -> None:
     with pytest.raises(PartitionError, match="one entry per level"):
-        plan(SppCosts((1,), (1,), (), (), (1,)), [2, 2], [1])
+        plan(UnitCosts((1,), (1,), (), (), (1,)), [2, 2], [1])

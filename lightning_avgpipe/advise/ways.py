@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_avgpipe.planning.replicated_costs import SppCosts
-from lightning_avgpipe.planning.spp import partition
+import numpy as np
+
+from lightning_avgpipe.planning.costs import UnitCosts
+from lightning_avgpipe.planning.ranges import evenest, least_bottleneck
 from lightning_avgpipe.schedule import StageCosts, build, simulate
 from lightning_avgpipe.tuning.search import SamplesFactor, samples_at
 
@@ -30,7 +33,7 @@ class Alternative:
 
 
 def ways(
-    units: SppCosts, num_microbatches: int, devices: int, megabits: float, samples_factor: SamplesFactor = None
+    units: UnitCosts, num_microbatches: int, devices: int, megabits: float, samples_factor: SamplesFactor = None
 ) -> list[Alternative]:
     """Return all ways to train that are considered, the fastest first.
 
@@ -55,7 +58,7 @@ def ways(
     return sorted(found, key=lambda way: way.batch_s)
 
 
-def _ddp_s(units: SppCosts, num_microbatches: int, devices: int, rate: float) -> float:
+def _ddp_s(units: UnitCosts, num_microbatches: int, devices: int, rate: float) -> float:
     part = num_microbatches / devices
     reduce_s = _reduce_s(float(units.parameters[-1]), devices, rate)
     return part * float(units.busy_s[-1]) + max(0.0, reduce_s - part * sum(units.backward_s))
@@ -66,11 +69,11 @@ def _reduce_s(size: float, devices: int, rate: float) -> float:
 
 
 def _pipelines(
-    units: SppCosts, num_microbatches: int, stages: int, copies: int, rate: float, samples_factor: SamplesFactor
+    units: UnitCosts, num_microbatches: int, stages: int, copies: int, rate: float, samples_factor: SamplesFactor
 ) -> Iterator[Alternative]:
-    ranges = partition(units, range(stages), stages, num_microbatches)
-    costs = _stage_costs(units, [first for first, _, _ in ranges], rate)
-    heaviest = max(sum(units.parameter_bytes[first : last + 1]) for first, last, _ in ranges)
+    bounds = _even(units, stages)
+    costs = _stage_costs(units, bounds, rate)
+    heaviest = max(sum(units.parameter_bytes[a:b]) for a, b in bounds)
     reduce_s = _reduce_s(heaviest, copies, rate)
     options = f"num_stages={stages}" + (f", replicas={copies}" if copies > 1 else "")
     settings = [("1f1b", 0), *(("advance_forward", h) for h in _ADVANCES)]
@@ -89,8 +92,15 @@ def _pipelines(
             yield Alternative(seconds * factor, f"AvgPipeStrategy({options}{several}, schedule={schedule_of})")
 
 
-def _stage_costs(units: SppCosts, begins: Sequence[int], rate: float) -> StageCosts:
-    bounds = list(zip(begins, [*begins[1:], units.num_units], strict=True))
+def _even(units: UnitCosts, stages: int) -> list[tuple[int, int]]:
+    """Return the units of each stage, ``a .. b-1``, for stages of about equal time."""
+    points = np.arange(units.num_units + 1)
+    work = np.where(points[:, None] < points, units.busy_s[None, :] - units.busy_s[:, None], np.inf)
+    each, free = [work] * stages, np.zeros((stages - 1, len(points)))
+    return list(itertools.pairwise((0, *evenest(each, free, least_bottleneck(each, free)), units.num_units)))
+
+
+def _stage_costs(units: UnitCosts, bounds: Sequence[tuple[int, int]], rate: float) -> StageCosts:
     return StageCosts(
         [sum(units.forward_s[a:b]) for a, b in bounds],
         [sum(units.backward_s[a:b]) for a, b in bounds],
@@ -100,7 +110,7 @@ def _stage_costs(units: SppCosts, begins: Sequence[int], rate: float) -> StageCo
     )
 
 
-def advice(units: SppCosts, num_microbatches: int, devices: Sequence[int], megabits: Sequence[float]) -> str:
+def advice(units: UnitCosts, num_microbatches: int, devices: Sequence[int], megabits: Sequence[float]) -> str:
     """Return a table with ddp, the best single pipeline and the best parallel models for each devices and rate."""
     lines = [f"{'devices':>7} {'Mbit/s':>8}  {'batch':>9} {'ddp / it':>8}  strategy"]
     for count in devices:

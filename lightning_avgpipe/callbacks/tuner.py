@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightning_avgpipe.capture.snapshot import random_state
 from lightning_avgpipe.engine.microbatch import fewest_samples
 from lightning_avgpipe.errors import ConfigurationError, TuningError
-from lightning_avgpipe.planning.memory_limit import MemoryLimit
+from lightning_avgpipe.planning.memory import MemoryLimit
 from lightning_avgpipe.schedule import picture
 from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.strategy.options import ALLOWED, MEMORY

@@ -15,7 +15,6 @@ time.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
 from collections import Counter
@@ -50,7 +49,6 @@ from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.torch_compat import SavedHooks, is_transforming
 
 _ROUNDS = 5  # runs of the step
-_TRIALS = 3  # repetitions when reading kept outputs is timed
 _PATIENCE_S = 2.0  # a longer measurement shows its progress
 _CALLS = 2  # equal calls that are measured in one run of the step
 _REPETITIONS = 3
@@ -310,23 +308,3 @@ def _drop(tensor: Tensor) -> None:
 
 def _dropped(packed: None) -> Tensor:
     raise CaptureError("the step runs a backward itself, which cannot be measured; use costs='flops'")
-
-
-def reading_s(graph: CallGraph, frozen: int, device: torch.device | None) -> float:
-    """Measure the seconds to look up and read a frozen prefix's outputs for one micro-batch, with as many bytes.
-
-    Args:
-        graph: call graph of the step.
-        frozen: number of nodes in the prefix.
-        device: device to which outputs are read; None: the host.
-    """
-    data = [torch.zeros(leaf.nbytes, dtype=torch.uint8, device="cpu") for leaf in graph.needed_leaves(0, frozen)]
-    kept = torch.zeros(graph.boundary_bytes[frozen], dtype=torch.uint8, device="cpu")
-    times = []
-    for _ in range(_TRIALS):
-        begin = time.perf_counter()
-        for tensor in data:
-            hashlib.blake2b(tensor.numpy().data)
-        kept.clone().to(device or torch.device("cpu"))
-        times.append(time.perf_counter() - begin)
-    return min(times)

@@ -52,7 +52,7 @@ class Links:
     """The links between processes, and what travels on them: ``AvgPipeStrategy(links=Links(...))``.
 
     Args:
-        bandwidth: bandwidth of the links, for ``planner="spp"``: ``"measured"`` before the first plan, one
+        bandwidth: bandwidth of the links, for a planner that places stages by it: ``"measured"`` before the plan, one
             pair at a time, or bytes per second from each process (row) to each other one.
         wire: in which numbers of activations and of their gradients travel between processes. None: as they are.
             ``"bf16"``: rounded to bfloat16, half of the bytes of float32. ``"int8"``: each row (the last dimension)

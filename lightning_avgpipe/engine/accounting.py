@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.observer import Observer, Work
-from lightning_avgpipe.planning.model_memory import Holding
+from lightning_avgpipe.planning.memory import Holding
 from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of

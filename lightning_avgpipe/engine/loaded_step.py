@@ -12,10 +12,10 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.wire_format import Format
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.attributes import OwnAttributes
-from lightning_avgpipe.engine.forward_only import Freezing
-from lightning_avgpipe.engine.frozen_outputs import Keeping
+from lightning_avgpipe.engine.prefix import Shortcut
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.planning.trained import Freezing
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.weights.tied import TiedParameters
 
@@ -74,7 +74,7 @@ class LoadedStep:
         copies: parameters that several stages use.
         leaves: rank -> names of the tensors of a batch that the process needs; empty if unknown.
         freezing: record of the stages that have nothing to train.
-        keeping: decides which kept outputs of frozen layers are used; None: none are kept.
+        shortcut: kept outputs of the first nodes; None: none are kept.
         of_units: attributes that units of all stages change.
         relays: stages whose input may be forwarded, so that their forwards run on the next stage as well.
         parts: what systems add to the step.
@@ -87,7 +87,7 @@ class LoadedStep:
     copies: TiedParameters
     leaves: Mapping[int, frozenset[str]]
     freezing: Freezing
-    keeping: Keeping | None
+    shortcut: Shortcut | None
     of_units: OwnAttributes
     relays: frozenset[int]
     parts: Sequence[StepPart]

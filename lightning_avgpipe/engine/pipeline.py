@@ -18,16 +18,16 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.executor import Lane, execute
-from lightning_avgpipe.engine.forward_only import Freezing
-from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs, Keeping
 from lightning_avgpipe.engine.loaded_step import PARTS, LoadedStep, Loading
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.own_module import VersionedWeights
+from lightning_avgpipe.engine.prefix import Shortcut, ShortcutMaker
 from lightning_avgpipe.engine.stage import Stage, check_runnable
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.engine.tensor_use import ForeignTensors
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.planning.program import StageProgram, stage_programs
+from lightning_avgpipe.planning.trained import Freezing
 from lightning_avgpipe.schedule import Schedule, in_turn, num_forward_only
 from lightning_avgpipe.schedule.rules import check_hosted, trains, turns_of
 from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters, parameters_of
@@ -67,7 +67,7 @@ class Pipeline:
         number: as given.
         steps: step functions that can be run, by name.
         place: as given; it may change between iterations.
-        cache_limit: bytes on the host for kept outputs of frozen layers; None: none are kept.
+        shortcut: makes the shortcut of a step whose plan has kept outputs; None: none are kept.
         stream: stream on which it trains; None: the current one.
     """
 
@@ -89,7 +89,7 @@ class Pipeline:
         self.place = place
         self._execution = execution
         self.steps: dict[str, LoadedStep] = {}
-        self.cache_limit: float | None = None
+        self.shortcut: ShortcutMaker | None = None
         self.stream: OwnStream | None = None
 
     def graph(self, step: str) -> CallGraph:
@@ -100,7 +100,7 @@ class Pipeline:
         self,
         graph: CallGraph,
         cuts: Sequence[int],
-        frozen: int = 0,
+        kept: int = 0,
         relays: Collection[int] = (),
         wires: Sequence[Format | None] = (),
     ) -> None:
@@ -109,7 +109,7 @@ class Pipeline:
         Args:
             graph: call graph of the step.
             cuts: positions of the K-1 cuts.
-            frozen: number of nodes, from the first, whose outputs are kept.
+            kept: number of nodes, from the first, whose outputs are kept.
             relays: stages whose input may be forwarded, so that their forwards run on the next stage as well.
             wires: format of values and gradients on each link between stages; empty: as they are.
         Raises:
@@ -124,37 +124,36 @@ class Pipeline:
         if versions is not None:
             versions.divide({k: parameters_of(program) for k, program in enumerate(programs)}, self.cluster.stages)
         freezing = Freezing(graph, cuts, self._module)
-        keeping = None
-        if self.cache_limit is not None and frozen:
-            outputs = FrozenOutputs(self.cache_limit, frozen)
-            keeping = Keeping(outputs, self.cluster, graph, freezing, bisect.bisect_right(cuts, frozen))
+        shortcut = None
+        if self.shortcut is not None and kept:
+            shortcut = self.shortcut(kept, self.cluster, graph, freezing, bisect.bisect_right(cuts, kept))
         of_units = OwnAttributes(self._module, graph.of_units, self.number == 0)
         stages = [
             Stage(
                 programs[k], self._module, self.cluster.device, versions or copies, self._execution,
                 self._foreign_tensors, self.number == 0 and k == self.cluster.stages[-1], of_units,
-                None if keeping is None or k != keeping.stage else keeping.outputs, k in relays,
+                None if shortcut is None or k != shortcut.stage else shortcut, k in relays,
             )
             for k in self.cluster.stages
         ]  # fmt: skip
         loading = Loading(self._module, self.cluster, programs, stages, of_units, frozenset(relays))
         parts = [make(loading) for make in PARTS]
-        leaves = self._leaves(programs, keeping)
+        leaves = self._leaves(programs, shortcut)
         for part in parts:
             leaves |= {rank: leaves[rank] | names for rank, names in part.leaves.items()}
         self.steps[graph.step] = LoadedStep(
-            graph, cuts, stages, copies, leaves, freezing, keeping, of_units, loading.relays, parts, wires
+            graph, cuts, stages, copies, leaves, freezing, shortcut, of_units, loading.relays, parts, wires
         )
 
-    def _leaves(self, programs: Sequence[StageProgram], keeping: Keeping | None) -> dict[int, frozenset[str]]:
+    def _leaves(self, programs: Sequence[StageProgram], shortcut: Shortcut | None) -> dict[int, frozenset[str]]:
         """Return rank -> names of the tensors of a batch that the process needs."""
         stage_map = self.cluster.stage_map
         leaves = {
             rank: frozenset().union(*(programs[k].leaves for k in stage_map.stages(rank)))
             for rank in range(self.cluster.group.world_size)
         }
-        if keeping is not None:
-            leaves[keeping.owner] |= keeping.leaves
+        if shortcut is not None:
+            leaves[stage_map.owner(shortcut.stage)] |= shortcut.leaves
         return leaves
 
     def load_like(self, other: Pipeline, step: str) -> None:

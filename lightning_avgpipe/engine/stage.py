@@ -16,10 +16,9 @@ from lightning_avgpipe.comm.codec import pickled
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.execution import Casts, Execution, OwnStream
-from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
-from lightning_avgpipe.engine.frozen_prefix import FrozenPrefix
 from lightning_avgpipe.engine.own_module import OwnModule, Weights
 from lightning_avgpipe.engine.part import Observe, OffPathNode, Path, Replayed
+from lightning_avgpipe.engine.prefix import Prefix, Shortcut
 from lightning_avgpipe.engine.recompute import Observations, Repetition
 from lightning_avgpipe.engine.stage_step import StageStep
 from lightning_avgpipe.engine.task import Gate, Inputs, Stash, Task, entered
@@ -73,7 +72,7 @@ class Stage:
         foreign_tensors: tensors that its first forward in training must not use; None: it may use all.
         shown: whether code outside of stages, such as hooks, sees this stage's values of attributes.
         of_units: attribute values of the units of its pipeline.
-        kept: kept outputs of frozen layers, on the first stage that trains; None elsewhere.
+        kept: kept outputs of the nodes before it, with which forwards may begin; None: there are none.
         relayed: whether the values that it receives are forwarded to the next stage.
 
     Attributes:
@@ -95,7 +94,7 @@ class Stage:
         foreign_tensors: ForeignTensors | None = None,
         shown: bool = True,
         of_units: OwnAttributes | None = None,
-        kept: FrozenOutputs | None = None,
+        kept: Shortcut | None = None,
         relayed: bool = False,
     ) -> None:
         self.program = program
@@ -104,7 +103,7 @@ class Stage:
         self._seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
         self._kept_by_seeding: dict[int, Attributes] = {}
         self._step = StageStep(program, module, device, foreign_tensors, execution)
-        self._prefix = FrozenPrefix(program, device, kept)
+        self._prefix = Prefix(program, device, kept)
         self._repetition = Repetition(self.module, device, execution.recompute, relayed)
         # only for weights that do not change within an iteration; compiled code casts its own
         constant = copies.constant and not self._step.rewritten.parameters()

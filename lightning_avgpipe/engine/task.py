@@ -25,7 +25,7 @@ class Task:
         finish: return the tensor from which a backward starts, given i and the result of micro-batch i on the last
             stage; None if there is no backward. It may return None for a micro-batch that does not count.
         key: key of the random numbers of this iteration and its first micro-batch.
-        known: micro-batches for which outputs of the frozen layers are kept.
+        known: micro-batches that begin with kept outputs.
         around: ``around(i)`` is the context in which ``run`` calls the step function; None: only ``run`` can call it.
     """
 

@@ -22,7 +22,6 @@ import numpy as np
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph, Node
 from lightning_avgpipe.errors import PartitionError, StepOrderError
-from lightning_avgpipe.planning.limits import limits
 from lightning_avgpipe.planning.memory import Memory, nbytes
 from lightning_avgpipe.planning.ranges import Ranges, evenest, least_bottleneck
 from lightning_avgpipe.utils.names import is_within
@@ -30,6 +29,7 @@ from lightning_avgpipe.utils.names import is_within
 # Among partitions within this share of the best bottleneck, the most even one with the least traffic is taken.
 _SLACK = 0.01
 _SHOWN = 3  # reasons in an error
+_LEAST = 0.05  # parts of a step with a smaller share of the time are no reason
 
 
 @dataclass(frozen=True)
@@ -233,6 +233,39 @@ def _stages_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> li
         current, latest = next(stage for stage in able if stage >= current), node
         stages.append(current)
     return stages
+
+
+# -- why stages cannot be more even, or do not fit ---------------------------------------------------------------------
+
+
+def limits(
+    graph: CallGraph, costs: Costs, whole: Mapping[str, str], start: int = 0, end: int | None = None
+) -> list[str]:
+    """Return the parts between two positions of a graph that cannot be divided, and why, the largest first.
+
+    Args:
+        graph: call graph of a step.
+        costs: costs of its nodes.
+        whole: unit -> why it cannot be opened.
+        start: first position.
+        end: last position; None: the end of the graph.
+    """
+    total = sum(costs.node) or 1.0
+    nodes = graph.nodes[start:end]
+    reasons: dict[str, float] = {}
+    for node in nodes:
+        if node.kind == "call" and node.name in whole:
+            reason = f"unit '{node.name}' {whole[node.name]}"
+            reasons[reason] = reasons.get(reason, 0.0) + costs.node[node.index]
+        elif node.kind == "region":
+            reason = f"{node} is repeated in one piece; checkpoint its parts one by one, or use use_reentrant=False"
+            reasons[reason] = reasons.get(reason, 0.0) + costs.node[node.index]
+    for obstacle, group in itertools.groupby(nodes[1:], lambda node: graph.obstacles[node.index]):
+        if obstacle is not None:
+            positions = [node.index for node in group]
+            reasons[f"no cut may lie there: {obstacle}"] = sum(costs.node[positions[0] - 1 : positions[-1] + 1])
+    large = sorted(((cost / total, reason) for reason, cost in reasons.items()), key=lambda found: -found[0])
+    return [f"{share:.0%} of the time: {reason}" for share, reason in large if share >= _LEAST]
 
 
 def _too_little_memory(graph: CallGraph, ranges: Ranges, positions: Sequence[int]) -> PartitionError:

@@ -125,8 +125,3 @@ class Divisible:
         """Return for each unit that cannot be opened the reason."""
         reasons = ((unit, self._why_whole(unit)) for unit in units)
         return {unit: reason for unit, reason in reasons if reason is not None}
-
-    def half_frozen(self, units: Sequence[str]) -> list[str]:
-        """Return the units that can be opened and have both trained and frozen parameters."""
-        flags = {unit: {p.requires_grad for p in self.module.get_submodule(unit).parameters()} for unit in units}
-        return [unit for unit in units if len(flags[unit]) > 1 and self.opens(unit)]

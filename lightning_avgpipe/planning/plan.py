@@ -1,4 +1,4 @@
-"""The plan of a model: its stages with their units, parameters and boundaries."""
+"""The plan of a model: its stages with their units, parameters and boundaries, and the forecast of an iteration."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from functools import cached_property
 from lightning_avgpipe.capture.costs import Costs, Link
 from lightning_avgpipe.capture.graph import CallGraph, Leaf, Value
 from lightning_avgpipe.capture.wire_format import Format, wire_bytes
+from lightning_avgpipe.planning.costs import UnitCosts
 from lightning_avgpipe.planning.memory import Memory, Need, nbytes
 from lightning_avgpipe.planning.ranges import Ranges
-from lightning_avgpipe.planning.replicated_costs import SppCosts
+from lightning_avgpipe.planning.trained import num_frozen
+from lightning_avgpipe.schedule import Schedule, StageCosts, forward_only, simulate
+from lightning_avgpipe.schedule.builders import without_relays
+from lightning_avgpipe.schedule.policies import WeightPolicy
+from lightning_avgpipe.schedule.rules import trains
 from lightning_avgpipe.utils.names import table
+
+_ITERATIONS = 4  # of rolling models, after which one takes as long as the next
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ class Plan:
         forecast: forecast of an iteration; None if no schedule was given.
         links: link of each hop, shape ``(K-1,)``, in the unit of the stages' times.
         note: why the stages are not even; empty if they are.
-        frozen: number of nodes, from the first, whose outputs are kept from epoch to epoch and not computed again.
+        kept: number of nodes, from the first, whose outputs are kept and not computed again.
         devices: ranks of the processes of each stage; empty: those of the stage map.
         remarks: lines on what stages do otherwise than the schedule wants.
         units: costs of the units between possible cuts; None if they were not measured.
@@ -110,10 +117,10 @@ class Plan:
     forecast: Forecast | None = None
     links: tuple[Link, ...] = ()
     note: str = ""
-    frozen: int = 0
+    kept: int = 0
     devices: tuple[tuple[int, ...], ...] = ()
     remarks: tuple[str, ...] = ()
-    units: SppCosts | None = field(default=None, repr=False)
+    units: UnitCosts | None = field(default=None, repr=False)
 
     @property
     def slowest(self) -> StagePlan:
@@ -284,6 +291,60 @@ def _with_double(need: Need, stage: int, memory: Memory, ranges: Ranges, before:
     held = sum(memory.doubled[name] for name in {*before[-1].parameters, *before[-1].states})
     stash = int(ranges.stash[stage] - ranges.stash[stage - 1])
     return replace(need, held=need.held + held, stash=need.stash + stash)
+
+
+def stage_costs(plan: Plan, frozen: int = 0) -> StageCosts:
+    """Return the costs of the stages for the simulator, in seconds if the plan was measured.
+
+    Args:
+        plan: plan of the stages.
+        frozen: number of stages, from the first, that run forwards only.
+    """
+    hops = list(zip(plan.links, plan.stages[:-1], strict=True))
+    return StageCosts(
+        [stage.forward for stage in plan.stages],
+        [stage.backward * (stage.index >= frozen) for stage in plan.stages],
+        [link.per_byte * stage.wire_bytes for link, stage in hops],
+        [link.per_byte * stage.gradient_bytes for link, stage in hops],
+        [link.latency for link, _ in hops],
+    )
+
+
+def forecast_of(
+    plan: Plan,
+    schedule: Schedule | None,
+    policy: WeightPolicy,
+    owners: Sequence[int] = (),
+    num_models: int = 1,
+    rolling: bool = False,
+) -> Forecast | None:
+    """Simulate the schedule with the costs of the stages.
+
+    Args:
+        plan: plan of the stages.
+        schedule: schedule to simulate; None: there is no forecast.
+        policy: weight policy, which says which weights actions use.
+        owners: rank of the process of each stage, shape ``(K,)``; empty: one process per stage.
+        num_models: number N of parallel models in these stages.
+        rolling: whether each model begins its next batch without waiting for the others.
+    """
+    if schedule is None:
+        return None
+    if not policy.drains and plan.num_stages > 1:
+        count = schedule.num_microbatches
+        # the costs already include repeated forwards
+        timeline = policy.simulate(stage_costs(plan), count, 2 + 4 * plan.num_stages, repeats=False)
+        copies = " ".join(map(str, policy.copies(plan.num_stages, count)))
+        name = f"1f1b, weight_policy='{policy.name}' with {copies} copies of the weights"
+        return Forecast(name, count, timeline.steady_s, max(0.0, timeline.steady_bubble_fraction))
+    frozen = num_frozen(plan.graph, plan.cuts, plan.graph.trained) if trains(schedule.rows[-1]) else 0
+    schedule = without_relays(schedule) if frozen else schedule
+    costs = stage_costs(plan, frozen)
+    costs = costs.on(owners) if owners else costs
+    iterations = _ITERATIONS if rolling and num_models > 1 else 1
+    timeline = simulate([forward_only(schedule, frozen)] * num_models, costs, owners, iterations=iterations)
+    idle = max(0.0, timeline.steady_bubble_fraction)
+    return Forecast(schedule.name, schedule.num_microbatches, timeline.steady_s, idle, num_models)
 
 
 def first_to_last(units: Sequence[str]) -> str:

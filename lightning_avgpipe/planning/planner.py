@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, NamedTuple
 
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.measure import measure, reading_s
+from lightning_avgpipe.capture.measure import measure
 from lightning_avgpipe.capture.ways import Way, fullest
 from lightning_avgpipe.capture.wire_format import Wire
 from lightning_avgpipe.errors import PartitionError
-from lightning_avgpipe.planning import Costs, Forecast, Link, Memory, Plan, cut_at, cut_balanced, make_plan, scattered
-from lightning_avgpipe.planning.coarsening import closing
-from lightning_avgpipe.planning.costing import Costing
+from lightning_avgpipe.planning.balance import cut_at, cut_balanced, limits, scattered
+from lightning_avgpipe.planning.costs import Costing, Costs, units_between
 from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.forecast import forecast_of, idle_share
-from lightning_avgpipe.planning.freezing import backward_ends, frozen_prefix
-from lightning_avgpipe.planning.halving import Halving, expected, fewest, processes_of
-from lightning_avgpipe.planning.limits import limits
-from lightning_avgpipe.planning.model_memory import Updates, memory_of, with_shards, with_versions
-from lightning_avgpipe.planning.network import Matrix
+from lightning_avgpipe.planning.memory import Memory, Updates, memory_of, with_shards, with_versions
+from lightning_avgpipe.planning.plan import Link, Plan, forecast_of, make_plan
 from lightning_avgpipe.planning.recompute_policy import Recompute
-from lightning_avgpipe.planning.refinement import Refinement
-from lightning_avgpipe.planning.spp import SppPlan
-from lightning_avgpipe.planning.turns import plan_in_turns, units_between
-from lightning_avgpipe.schedule import Schedule, build, with_replicas
+from lightning_avgpipe.planning.refinement import Refinement, closing
+from lightning_avgpipe.planning.trained import backward_ends
+from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.schedule.rules import trains
 
 _log = logging.getLogger(__name__)
@@ -53,11 +46,7 @@ class Conditions:
         state_copies: size of the optimizer state of each trained parameter, in multiples of the parameter.
         num_pipelines: N, number of parallel models.
         num_groups: number of process groups, each with N pipelines.
-        bandwidth: bytes per second between every two processes on which SPP may place stages, shape ``(V, V)``; None:
-            the stages of each process are given.
         owners: rank of the process of each stage, shape ``(K,)``; empty: one process per stage, or as ``turns`` says.
-        slowness: time of each process in units of the fastest, shape ``(V,)``; empty: all are equally fast.
-        halving: conditions for fewer stages than processes, which then share stages; None: not allowed.
     """
 
     schedule: Schedule | None = None
@@ -65,10 +54,70 @@ class Conditions:
     state_copies: int = 2
     num_pipelines: int = 1
     num_groups: int = 1
-    bandwidth: Matrix | None = None
     owners: tuple[int, ...] = ()
-    slowness: tuple[float, ...] = ()
-    halving: Halving | None = None
+
+
+class Proposal(NamedTuple):
+    """A plan that takes the place of the balanced one.
+
+    Attributes:
+        planner: planner with its number of stages, and of replicas of each.
+        plan: plan with the processes of its stages and a forecast.
+        costs: costs of the nodes and hops.
+        memory: what its memory was estimated from.
+    """
+
+    planner: Planner
+    plan: Plan
+    costs: Costs
+    memory: Memory
+
+
+class PlanSource:
+    """A source of other plans than balanced stages, one on each process; this one has none.
+
+    A system derives from it and enters its class in :data:`SOURCES`, or hands an instance to the planner.
+
+    Args:
+        bandwidth: the option of :class:`Links`: bytes per second between every two processes, or ``"measured"``.
+
+    Attributes:
+        replicates: whether it chooses how many stages there are, at most as many as asked for, and how many processes
+            share each.
+    """
+
+    replicates = False
+
+    def __init__(self, bandwidth: Any = "measured") -> None:
+        pass
+
+    def measure(self, cluster: Any, seconds: Callable[[], float] | None) -> None:
+        """Measure what plans depend on. Every process calls it before each plan for training.
+
+        Args:
+            cluster: the connected processes.
+            seconds: measure the seconds of the step on the device of this process; None: it has not the whole module.
+        """
+
+    def opened(self, subject: Divisible, units: Sequence[str]) -> Sequence[str]:
+        """Return the units to begin with in the place of these."""
+        return units
+
+    def costs(self, subject: Divisible, graph: CallGraph, costs: Costs) -> Costs:
+        """Return the costs of a graph's nodes in the place of these."""
+        return costs
+
+    def kept(self, graph: CallGraph, costs: Costs) -> int:
+        """Return how many nodes of a final graph, from the first, have outputs that are kept; 0: none."""
+        return 0
+
+    def propose(self, planner: Planner, plan: Plan, costs: Costs, conditions: Conditions) -> Proposal | None:
+        """Return a plan to be used in the place of the balanced one; None: it stays."""
+        return None
+
+
+SOURCES: dict[str, type[PlanSource]] = {"balanced": PlanSource}
+"""The sources of plans, by the name with which the option ``planner`` chooses them."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +133,8 @@ class Planner:
         recompute: what is repeated before, or in, a backward.
         replicas: number of replicas of each stage, which share its micro-batches; empty: one of each.
         updates: how stages are updated.
-        keeps: whether the outputs of frozen layers are kept, where reading them is faster than computing them.
         wire: format in which values travel between stages.
+        source: source of other plans.
     """
 
     subject: Divisible
@@ -96,8 +145,8 @@ class Planner:
     recompute: Recompute = Recompute()  # noqa: RUF009
     replicas: Sequence[int] = ()
     updates: Updates = Updates()  # noqa: RUF009
-    keeps: bool = False
     wire: Wire = None
+    source: PlanSource = field(default_factory=PlanSource)
 
     @property
     def measures(self) -> bool:
@@ -124,13 +173,13 @@ class Planner:
 
     def provisional(self, step: Step, conditions: Conditions) -> Plan:
         """Make a plan for a step that runs before the deciding step; the last stage runs it if it cannot be divided."""
-        planner = replace(self, costing=Costing())
+        planner = replace(self, costing=Costing(), source=PlanSource())
         try:
             return planner.plan(step, conditions=conditions)
         except PartitionError as error:
             _log.debug("%s runs on the last stage until training begins: %s", step.name, error)
             graph = self.subject.capture(step)
-            return self._made(graph, (0,) * (self.num_stages - 1), planner._counted(graph))
+            return self.made(graph, (0,) * (self.num_stages - 1), planner._counted(graph))
 
     def plan(self, step: Step, units: Sequence[str] = (), conditions: Conditions | None = None) -> Plan:
         """Divide a step into stages.
@@ -146,20 +195,19 @@ class Planner:
             PartitionError: there are not enough legal cuts, however fine the units, or memory is too small.
         """
         conditions = conditions or Conditions()
-        if conditions.bandwidth is not None and self.num_stages > 2:
-            try:  # refine units as far as one stage on each device needs it
-                return self._plan(step, units, conditions)
-            except PartitionError as error:
-                _log.debug("%s: %s", step.name, error)
-                fewer = replace(self, num_stages=self.num_stages - 1)
-                try:
-                    return fewer.plan(step, units, conditions)
-                except PartitionError:
-                    raise error from None
-        return self._plan(step, units, conditions)
+        try:  # refine units as far as so many stages need it
+            return self._plan(step, units, conditions)
+        except PartitionError as error:
+            if not self.source.replicates or self.num_stages <= 2:
+                raise
+            _log.debug("%s: %s", step.name, error)
+            try:
+                return replace(self, num_stages=self.num_stages - 1).plan(step, units, conditions)
+            except PartitionError:
+                raise error from None
 
     def _plan(self, step: Step, units: Sequence[str], conditions: Conditions) -> Plan:
-        memory, subject = self._memory(conditions), self.subject
+        memory, subject = self.memory(conditions), self.subject
         units = self._initial(units)
         graph = subject.capture(step, units)
         way = Way(graph, step.run)
@@ -174,40 +222,36 @@ class Planner:
         if self.split_points is not None:
             cuts = cut_at(graph, self.split_points, self.num_stages)
             costs = (measured if self.measures else self._counted)(graph)
-            plan = self._made(graph, cuts, costs, memory)
+            plan = self.made(graph, cuts, costs, memory)
         else:
             counted = replace(memory, limit=math.inf, weights={}) if self.measures else memory
-            plan, costs = refinement.best(graph, self._counted, partial(self._balanced, memory=counted))
+            plan, costs = refinement.best(graph, self._counted, partial(self.balanced, memory=counted))
             if self.measures:
-                plan, costs = refinement.best(plan.graph, measured, partial(self._balanced, memory=memory))
+                plan, costs = refinement.best(plan.graph, measured, partial(self.balanced, memory=memory))
             plan = self._for_schedule(plan, costs, memory, conditions)
         way.check(plan.graph.units)
-        if conditions.bandwidth is not None and conditions.schedule is not None:
-            return self._placed(step, plan.graph, costs, conditions.bandwidth, conditions)
         apart = units_between(plan.graph, costs, subject.nbytes)[0] if self.measures else None
-        fewer = self._fewest(plan, costs, conditions)
-        if fewer is not None:
-            planner, plan, memory, forecast = fewer
-            plan = planner._closed(step, plan, costs, memory)
-            plan = replace(plan, devices=processes_of(planner.replicas), forecast=forecast)
+        proposed = self.source.propose(self, plan, costs, conditions)
+        if proposed is not None:
+            planner, other, costs, memory = proposed
+            plan = planner._closed(step, other, costs, memory)
+            plan = replace(plan, devices=other.devices, forecast=other.forecast)
         else:
             note = self._note(plan, costs, refinement.spared)
             plan = self._closed(step, plan, costs, memory)
             models = conditions.num_pipelines, self.updates.rolling
             expected = forecast_of(plan, conditions.schedule, self.updates.policy, conditions.owners, *models)
             plan = replace(plan, forecast=expected, note=note)
-        return replace(plan, units=apart, frozen=self._kept(plan.graph, costs))
+        return replace(plan, units=apart, kept=self.source.kept(plan.graph, costs))
 
     def _initial(self, units: Sequence[str]) -> tuple[str, ...]:
         """Return the units to start from, which are opened where this is known to be needed."""
         units = self.subject.split(units or self.subject.units(), self.recompute.modules)
-        while self.keeps and (mixed := self.subject.half_frozen(units)):
-            units = self.subject.refine(units, mixed)
-        return self.subject.split(units, self.split_points or ())
+        return self.subject.split(self.source.opened(self.subject, units), self.split_points or ())
 
     def _for_schedule(self, plan: Plan, costs: Costs, memory: Memory, conditions: Conditions) -> Plan:
         """Return a less even plan with less traffic if the simulated schedule is faster with it, otherwise the plan."""
-        if not any(link.per_byte for link in costs.links) or conditions.bandwidth is not None:
+        if not any(link.per_byte for link in costs.links):
             return plan
         least = forecast_of(plan, conditions.schedule, self.updates.policy)
         tried = {plan.cuts}
@@ -216,69 +260,11 @@ class Planner:
             if cuts in tried:
                 continue
             tried.add(cuts)
-            other = self._made(plan.graph, cuts, costs, memory)
+            other = self.made(plan.graph, cuts, costs, memory)
             expected = forecast_of(other, conditions.schedule, self.updates.policy)
             if least is not None and expected is not None and expected.iteration_s < least.iteration_s * _QUICKER:
                 plan, least = other, expected
         return plan
-
-    def _placed(self, step: Step, graph: CallGraph, costs: Costs, bandwidth: Matrix, conditions: Conditions) -> Plan:
-        """Make the plan with SPP's stages and the processes of each."""
-        begin, schedule = time.perf_counter(), conditions.schedule
-        assert schedule is not None
-        num_microbatches = schedule.num_microbatches
-        slow = conditions.slowness
-        units, positions = units_between(graph, costs, self.subject.nbytes)
-        if slow and slow[0] > 1:  # costs were measured on rank 0
-            faster = ((seconds / slow[0] for seconds in of) for of in (units.forward_s, units.backward_s))
-            units = replace(units, **dict(zip(("forward_s", "backward_s"), map(tuple, faster), strict=True)))
-
-        def divided(found: SppPlan) -> tuple[Planner, Plan, Memory, Costs]:
-            devices = tuple(ranks for _, _, ranks in found.stages)
-            slowest = [min(bandwidth[u][v] for u in here for v in after) for here, after in itertools.pairwise(devices)]
-            counts = tuple(map(len, devices))
-            order = with_replicas(build(schedule.name, found.num_stages, num_microbatches), counts)
-            chosen = replace(self, num_stages=found.num_stages, replicas=counts)
-            memory = chosen._memory(replace(conditions, schedule=order))
-            cuts = tuple(positions[last] for _, last, _ in found.stages[:-1])
-            linked = replace(costs, links=tuple(Link(1 / speed) for speed in slowest), kept=0)
-            return chosen, chosen._made(graph, cuts, linked, memory), memory, linked
-
-        def fits(found: SppPlan) -> bool:
-            limit = self.memory_limit
-            return limit == math.inf or all(stage.memory.total <= limit for stage in divided(found)[1].stages)
-
-        found = plan_in_turns(units, bandwidth, num_microbatches, slow, fits)
-        took_s = time.perf_counter() - begin
-        _log.info("planned %d units on %d devices in %.1f s", units.num_units, len(bandwidth), took_s)
-        chosen, made, memory, linked = divided(found)
-        plan = chosen._closed(step, made, linked, memory)
-        forecast = Forecast("spp", num_microbatches, found.makespan_s, idle_share(units, found, num_microbatches, slow))
-        return replace(plan, forecast=forecast, devices=tuple(ranks for _, _, ranks in found.stages))
-
-    def _fewest(
-        self, plan: Plan, costs: Costs, conditions: Conditions
-    ) -> tuple[Planner, Plan, Memory, Forecast] | None:
-        """Return a plan with fewer stages that processes share, if that is allowed and not slower; None otherwise."""
-        halving, schedule = conditions.halving, conditions.schedule
-        if halving is None or schedule is None or self.split_points is not None:
-            return None
-        nbytes = self.subject.nbytes
-        trained = {name: nbytes[name] for name, p in self.subject.module.named_parameters() if p.requires_grad}
-        slowest = max(plan.links, key=lambda link: (link.per_byte, link.latency), default=Link())
-        tried: dict[tuple[int, ...], tuple[Planner, Plan, Memory]] = {}
-
-        def divide(counts: tuple[int, ...]) -> Plan:
-            fewer = replace(self, num_stages=len(counts), replicas=counts, memory_limit=halving.memory_limit)
-            order = with_replicas(build(schedule.name, len(counts), schedule.num_microbatches), counts)
-            memory = fewer._memory(replace(conditions, schedule=order))
-            made = fewer._balanced(plan.graph, replace(costs, links=(slowest,)), memory)
-            halving.accept(made, counts)
-            tried[counts] = fewer, made, memory
-            return made
-
-        found = fewest(plan, divide, partial(expected, schedule=schedule, link=slowest, trained=trained))
-        return None if found is None else (*tried[found[0]], found[1])
 
     def _note(self, plan: Plan, costs: Costs, spared: Collection[str]) -> str:
         """Return why the slowest stage takes so long; empty if the stages are even."""
@@ -296,7 +282,8 @@ class Planner:
             f"{1 / slowest.share:.2f} times as fast as one{because}"
         )
 
-    def _memory(self, conditions: Conditions) -> Memory:
+    def memory(self, conditions: Conditions) -> Memory:
+        """Return the sizes and limits of memory that stages depend on."""
         memory = memory_of(
             self.subject.module,
             conditions.schedule,
@@ -319,7 +306,7 @@ class Planner:
     def _counted(self, graph: CallGraph) -> Costs:
         counted, first = Costs.from_flops(graph), backward_ends(graph)
         counted = replace(counted, backward=(0.0,) * first + counted.backward[first:], wire=self.wire)
-        return self._with_kept(graph, self.recompute.costs(graph, counted))
+        return self.source.costs(self.subject, graph, self.recompute.costs(graph, counted))
 
     def _closed(self, step: Step, plan: Plan, costs: Costs, memory: Memory) -> Plan:
         """Return the plan with those units closed again that neither a cut nor the end of kept outputs divides."""
@@ -331,42 +318,26 @@ class Planner:
         if not closed.is_met_by(graph, stays):  # for instance, it uses what a part has set
             _log.debug("%s needs its units open: %s", step.name, ", ".join(plan.graph.units))
             return plan
-        return self._made(graph, closed.cuts(plan.cuts), closed.costs(costs), memory)
+        return self.made(graph, closed.cuts(plan.cuts), closed.costs(costs), memory)
 
-    def _balanced(self, graph: CallGraph, costs: Costs, memory: Memory) -> Plan:
+    def balanced(self, graph: CallGraph, costs: Costs, memory: Memory) -> Plan:
         """Return the most balanced plan for this graph.
 
         Raises:
             PartitionError: no plan has enough legal cuts, or fits into memory.
         """
         whole = self.subject.whole(graph.units)
-        return self._made(
+        return self.made(
             graph, cut_balanced(graph, costs, self.num_stages, memory, whole, self.replicas), costs, memory
         )
 
     def _measured(self, costing: Costing, step: Step, links: tuple[Link, ...], graph: CallGraph) -> Costs:
         # the cache holds costs without recomputation
         costs = costing.measured(self.subject, step, graph)
-        return self._with_kept(graph, self.recompute.costs(graph, replace(costs, links=links, wire=self.wire)))
+        costs = self.recompute.costs(graph, replace(costs, links=links, wire=self.wire))
+        return self.source.costs(self.subject, graph, costs)
 
-    def _with_kept(self, graph: CallGraph, costs: Costs) -> Costs:
-        """Return costs in which nodes with kept outputs take no time, if reading the outputs is faster."""
-        frozen = frozen_prefix(graph, graph.trained)[0] if self.keeps else 0
-        if costs.measured and sum(costs.forward[:frozen]) < reading_s(graph, frozen, self.subject.device):
-            return costs
-        return replace(costs, forward=(0.0,) * frozen + tuple(costs.forward[frozen:]), kept=frozen)
-
-    def _kept(self, graph: CallGraph, costs: Costs) -> int:
-        """Return how many nodes, from the first, are frozen and kept; log why there are not more."""
-        frozen, why = frozen_prefix(graph, graph.trained) if self.keeps else (0, "")
-        if frozen and not costs.kept:
-            frozen, why = 0, "computing them takes less time than reading them"
-        if why and frozen:
-            _log.info("outputs of frozen layers are kept up to %s: %s", graph.nodes[frozen - 1], why)
-        elif why:
-            _log.warning("outputs of frozen layers are not kept: %s", why)
-        return frozen
-
-    def _made(self, graph: CallGraph, cuts: Sequence[int], costs: Costs, memory: Memory | None = None) -> Plan:
+    def made(self, graph: CallGraph, cuts: Sequence[int], costs: Costs, memory: Memory | None = None) -> Plan:
+        """Return the plan of the stages between cuts."""
         sizes = {name: parameter.numel() for name, parameter in self.subject.module.named_parameters()}
         return make_plan(graph, cuts, costs, sizes, memory, self.replicas)

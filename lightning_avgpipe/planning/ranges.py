@@ -161,16 +161,19 @@ def evenest(stages: Sequence[np.ndarray], transfer: np.ndarray, limit: float) ->
     return chosen[::-1]
 
 
+def uses_of(graph: CallGraph) -> dict[str, list[int]]:
+    """Return at which nodes each parameter and changed buffer is used; upkeep counts at its site."""
+    uses: dict[str, list[int]] = defaultdict(list)
+    for node in graph.nodes:
+        for name in dict.fromkeys((*node.parameters, *node.states)):
+            uses[name].append(graph.upkeep.get(node.index, node.index))
+    return uses
+
+
 def _owned(graph: CallGraph, points: np.ndarray, sizes: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the bytes of names used between points i and j, and of names used only there, each ``(n, n)``."""
     n = len(points)
-    users: dict[str, list[int]] = defaultdict(list)
-    for node in graph.nodes:
-        for name in dict.fromkeys((*node.parameters, *node.states)):
-            site = graph.upkeep.get(node.index, node.index)
-            users[name].append(int(np.searchsorted(points, site, side="right")) - 1)
-    for intervals in users.values():
-        intervals.sort()
+    users = {name: np.searchsorted(points, sorted(sites), side="right") - 1 for name, sites in uses_of(graph).items()}
     uses = np.zeros(n)
     both = np.zeros((n, n))  # [a, b]: bytes of names used in interval a and next in interval b
     ends = np.zeros((n, n))  # [a, b]: bytes of names used first in interval a and last in interval b

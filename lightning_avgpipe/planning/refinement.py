@@ -1,11 +1,23 @@
-"""Refinement: open units as far as the balance of stages needs it."""
+"""Refinement: open units as far as the balance of stages needs it, and close again those that no cut divides.
+
+::
+
+    opened    embed | norm  qkv  out  up  down | norm  qkv  out  up  down | head
+    cut                                                  |
+    closed    embed | block0                   | norm  qkv  out  up  down | head
+
+A stage then runs a whole block as in plain PyTorch, instead of call by call. Nothing else changes: a module is closed
+only where its calls use all of its parameters, no others, change only its own buffers, and observe nothing, and where
+its parts have no forward hooks and are not called from elsewhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 from lightning_avgpipe.capture.costs import Costs
-from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.graph import CallGraph, FollowedCall
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.plan import Plan
@@ -127,3 +139,100 @@ def _gains(plan: Plan, best: Plan) -> bool:
     """Return whether a plan with finer units is faster or more even by enough to justify its additional calls."""
     now, before = plan.slowest.share, best.slowest.share
     return now < before * _WORTH or (now <= before and _unevenness(plan) < _unevenness(best) * _WORTH)
+
+
+# -- closing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Closing:
+    """A mapping from a graph with open units to one with coarser units.
+
+    Attributes:
+        graph: graph as captured with the open units.
+        units: paths of the coarser units.
+        names: names of the nodes with the coarser units, in order.
+        bounds: the nodes ``bounds[i] .. bounds[i + 1] - 1`` of the graph become node i.
+    """
+
+    graph: CallGraph
+    units: tuple[str, ...]
+    names: tuple[str, ...]
+    bounds: tuple[int, ...]
+
+    def cuts(self, cuts: Sequence[int]) -> tuple[int, ...]:
+        """Return cuts of the graph as positions among the coarser nodes."""
+        return tuple(self.bounds.index(cut) for cut in cuts)
+
+    def costs(self, costs: Costs) -> Costs:
+        """Return the costs of the coarser nodes: the sums over their parts."""
+        ranges = [slice(*pair) for pair in zip(self.bounds, self.bounds[1:], strict=False)]
+        return replace(
+            costs,
+            forward=tuple(sum(costs.forward[r]) for r in ranges),
+            backward=tuple(sum(costs.backward[r]) for r in ranges),
+            stash_bytes=tuple(sum(costs.stash_bytes[r]) for r in ranges),
+        )
+
+    def is_met_by(self, graph: CallGraph, cuts: Sequence[int]) -> bool:
+        """Return whether a capture with the coarser units has the expected nodes, and allows the same cuts."""
+        fine = self.graph
+        if tuple(node.name for node in graph.nodes) != self.names:
+            return False
+        for node, begin, end in zip(graph.nodes, self.bounds, self.bounds[1:], strict=False):
+            parts = fine.nodes[begin:end]
+            if set(node.parameters) != {name for part in parts for name in part.parameters}:
+                return False
+            if set(node.states) != {name for part in parts for name in part.states}:
+                return False
+        return all(
+            graph.obstacles[new] is None and graph.boundary_bytes[new] == fine.boundary_bytes[old]
+            for old, new in zip(cuts, self.cuts(cuts), strict=True)
+        )
+
+
+def closing(subject: Divisible, graph: CallGraph, cuts: Sequence[int], keep: Collection[str]) -> Closing | None:
+    """Find the units that can be closed; None if there are none.
+
+    Args:
+        subject: module whose step was captured.
+        graph: graph as captured with the open units.
+        cuts: positions that must stay possible cuts.
+        keep: paths of modules that stay units, or hold units.
+    """
+    calls: dict[str, list[FollowedCall]] = {}
+    for call in graph.followed_calls:
+        calls.setdefault(call.path, []).append(call)
+    full_names = {id(p): name for name, p in subject.module.named_parameters()}
+    observers = set(map(id, subject.observers))
+
+    def may_be_closed(path: str) -> bool:
+        """Return whether a module may become a unit, given all of its calls."""
+        module, below = subject.module.get_submodule(path), f"{path}."
+        if any(name.startswith(below) for name in keep):
+            return False
+        if any(inner._forward_hooks or id(inner) in observers for inner in module.modules()):
+            return False  # hooks are glue, which every stage executes
+        own = {full_names[id(p)] for p in module.parameters()}
+        for call in calls[path]:
+            nodes = graph.nodes[call.begin : call.end]
+            if not nodes or call.observes or any(call.begin < cut < call.end for cut in cuts):
+                return False
+            used = {name for node in nodes for name in node.parameters}
+            if used != own or not all(name.startswith(below) for node in nodes for name in node.states):
+                return False
+        inside = {i for call in calls[path] for i in range(call.begin, call.end)}
+        return all(n.index in inside for n in graph.nodes if n.kind == "call" and n.name.startswith(below))
+
+    allowed = [path for path in calls if may_be_closed(path)]
+    chosen = [path for path in allowed if not any(path.startswith(f"{other}.") for other in allowed)]
+    if not chosen:
+        return None
+    wholes = {call.begin: call for path in chosen for call in calls[path]}
+    names, bounds = [], [0]
+    while bounds[-1] < len(graph.nodes):
+        whole = wholes.get(bounds[-1])
+        names.append(graph.nodes[bounds[-1]].name if whole is None else whole.path)
+        bounds.append(bounds[-1] + 1 if whole is None else whole.end)
+    outer = (next((path for path in chosen if unit.startswith(f"{path}.")), unit) for unit in graph.units)
+    return Closing(graph, tuple(dict.fromkeys(outer)), tuple(names), tuple(bounds))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.planning.memory_limit import parse_limit
+from lightning_avgpipe.planning.memory import parse_limit
+from lightning_avgpipe.planning.planner import SOURCES
 from lightning_avgpipe.schedule.builders import NAMES
 from lightning_avgpipe.utils.device import TUNED_WITHOUT_GRAPHS, keeps_graphs
 from lightning_avgpipe.utils.lightning import rank_zero_warn
@@ -33,16 +33,15 @@ def options(given: Options) -> None:
             f"advance={given.advance} has no meaning for schedule={given.schedule!r}; use schedule='advance_forward', "
             "or advance=0"
         )
-    spp = given.planner == "spp"
-    if spp and given.replicas != "auto":
+    replicates = SOURCES[given.planner].replicates
+    if replicates and given.replicas != "auto":
         raise ConfigurationError(
-            f"replicas={given.replicas!r} and planner='spp': the planner chooses stages and their "
+            f"replicas={given.replicas!r} and planner={given.planner!r}: the planner chooses stages and their "
             "replicas together; leave replicas out"
         )
-    if not spp and given.links.bandwidth != "measured":
-        raise ConfigurationError(
-            f"Links(bandwidth=...) has no use with planner={given.planner!r}; use planner='spp', or leave it"
-        )
+    if not replicates and given.links.bandwidth != "measured":
+        others = "".join(f"use planner={name!r}, or " for name, source in SOURCES.items() if source.replicates)
+        raise ConfigurationError(f"Links(bandwidth=...) has no use with planner={given.planner!r}; {others}leave it")
     if given.shares_stages:
         _stage_replicas(given)
     if given.shard is not None:
@@ -67,27 +66,6 @@ def num_split_points(names: Sequence[str], num_stages: int) -> None:
             f"split_points names {len(names)} units, but num_stages={num_stages} needs {num_stages - 1}: one for each "
             "stage after the first"
         )
-
-
-def sharing_later(given: Options, stage_map: StageMap) -> None:
-    """Check options for training that begins with one stage per process, and later makes replicas of fewer stages."""
-    group_size, count = stage_map.group_size, stage_map.num_stages
-    refused = {
-        "num_stages": (count != group_size, f"one stage on each of {group_size} devices; use num_stages={group_size}"),
-        "replicas": (given.replicates, "none at first, since it makes them of what is freed"),
-        "num_pipelines": (given.num_pipelines > 1, "one model; use num_pipelines=1"),
-        "verify": (given.verifies, "no verification, since a replica has but a share of a batch"),
-    }
-    if stage_map.num_groups > 1:
-        refused["num_stages"] = True, f"all devices in one group; use num_stages={stage_map.world_size}"
-    asked = "AdaptiveFreezing(freed='replicas')"
-    refuse(given, refused, lambda option, needed: f"{asked} with {option} needs {needed}, or leave freed=None")
-    try:
-        replace(given, replicas=[1] * count)
-    except ConfigurationError as error:
-        raise ConfigurationError(
-            f"{asked} makes replicas of single stages later: {error}; or leave freed=None"
-        ) from error
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.planning.memory_limit import MemoryLimit, limit_of
+from lightning_avgpipe.planning.memory import MemoryLimit, limit_of
 from lightning_avgpipe.strategy.checkpoint_state import CheckpointState
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.data import Distributor

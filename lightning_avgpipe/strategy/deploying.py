@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,27 +11,22 @@ from torchmetrics import Metric
 
 from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.probe import measure_bandwidth
 from lightning_avgpipe.engine.execution import Compiler, Execution
-from lightning_avgpipe.engine.forward_only import Freezing
-from lightning_avgpipe.errors import AvgPipeError, ConfigurationError, MicroBatchError, StepChangedError
+from lightning_avgpipe.errors import AvgPipeError, MicroBatchError, StepChangedError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.costing import Costing
+from lightning_avgpipe.planning.costs import Costing
 from lightning_avgpipe.planning.divisible import Divisible
-from lightning_avgpipe.planning.memory_limit import limit_of
-from lightning_avgpipe.planning.model_memory import Updates
-from lightning_avgpipe.planning.network import Matrix
+from lightning_avgpipe.planning.memory import Updates, limit_of
 from lightning_avgpipe.planning.plan import format_seconds
-from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning.planner import SOURCES, Planner, PlanSource
 from lightning_avgpipe.planning.recompute_policy import chosen
+from lightning_avgpipe.planning.trained import Freezing
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.iteration import STEP, Iteration
-from lightning_avgpipe.strategy.options import Options
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.plan_maker import Examples
-from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import TrainerFn, rank_zero_info, rank_zero_warn
 from lightning_avgpipe.weights.initialisation import on_meta
 
@@ -62,34 +56,14 @@ def deploy(context: RunContext) -> Deployment:
             context.fitting and context.configuration.rolls,
         ),
         wire=options.links.wire if cluster.group.world_size > 1 else None,
+        source=SOURCES[options.planner](options.links.bandwidth) if context.fitting else PlanSource(),
         **planned(context),
     )
     origin = context.state.take_origin(cluster, seed)
     parts = module, cluster, planner, lambda: trainer.optimizers, origin, options.averaging, metrics, weights
-    place_by = partial(_bandwidth, cluster, options, context.fitting)
     compiler = None if options.compile is False else Compiler({} if options.compile is True else options.compile)
     execution = Execution(recompute, compiler, options.averaging.streams, options.static_step)
-    return Deployment(*parts, place_by, options.shard is not None, execution)
-
-
-def _bandwidth(cluster: Cluster, options: Options, trains: bool) -> Matrix | None:
-    """Return the bandwidth between processes; None if stages are not placed by it. Every process calls it."""
-    if options.planner != "spp" or not trains:
-        return None
-    if isinstance(options.links.bandwidth, str):
-        if not port_of(cluster.device).is_host:
-            raise ConfigurationError(
-                f"planner='spp' with Links(bandwidth='measured') measures links between hosts, not "
-                f"between {cluster.device} and others; give a matrix of bytes per second, one row per process"
-            )
-        return measure_bandwidth(cluster.group)
-    bandwidth = options.links.bandwidth
-    if len(bandwidth) != cluster.group.world_size:
-        raise ConfigurationError(
-            f"bandwidth has {len(bandwidth)} rows, but there are {cluster.group.world_size} processes; give a "
-            "row, and an entry in each, for every process"
-        )
-    return bandwidth
+    return Deployment(*parts, options.shard is not None, execution)
 
 
 def planned(context: RunContext) -> dict[str, Any]:
@@ -255,8 +229,8 @@ class Preparation:
         if epoch != self._agreed_in:
             _compare([*self._cluster.world.exchange_objects(freezing.trained)])
             self._agreed_in = epoch
-            if step.keeping is not None:
-                step.keeping.outputs.begin_epoch()
+            if step.shortcut is not None:
+                step.shortcut.begin_epoch()
         return freezing
 
 

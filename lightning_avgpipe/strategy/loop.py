@@ -358,17 +358,11 @@ class Iterations:
         return together
 
     def _known(self, works: Sequence[Sequence[MicroBatch]], schedule: Schedule, num_pipelines: int) -> frozenset[int]:
-        """Return the micro-batches with kept outputs of the frozen layers: their forwards begin after these layers.
-
-        Every process calls it.
-        """
-        keeping = self.deployment.pipeline.steps["training_step"].keeping
-        if keeping is None:
+        """Return the micro-batches whose forwards begin with kept outputs. Every process calls it."""
+        shortcut = self.deployment.pipeline.steps["training_step"].shortcut
+        if shortcut is None:
             return frozenset()
-        if num_pipelines > 1:
-            keeping.outputs.stop(f"{num_pipelines} pipelines train, and outputs are kept for one")
-            return frozenset()
-        found = keeping.known([(part.data, part.size) for part in works[0]], schedule)
+        found = shortcut.known([(part.data, part.size) for part in works[0]], schedule, num_pipelines)
         # memory is measured in an iteration in which everything runs
         return frozenset() if self.schedule_control.measures(works, num_pipelines) else found
 

@@ -18,7 +18,8 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.options import Links
 from lightning_avgpipe.engine.loss import LossWeight
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.planning.memory_limit import MemoryLimit, parse_limit
+from lightning_avgpipe.planning.memory import MemoryLimit, parse_limit
+from lightning_avgpipe.planning.planner import SOURCES
 from lightning_avgpipe.schedule.builders import Builder
 from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.schedule.policies import ABOUT, GIVEN, POLICIES, WeightPolicy
@@ -106,7 +107,7 @@ ALLOWED = {
     "static_step": flag("auto"),
     "weight_policy": reduce(either, (instance(kind, example) for kind, example in GIVEN.items()), choice(*POLICIES)),
     "averaging": instance(Averaging, "Averaging(rolling='auto')"),
-    "planner": choice("balanced", "spp"),
+    "planner": choice(*SOURCES),
     "costs": choice("measured", "flops"),
     "costs_cache": optional(directory("auto"), "no cache"),
     "links": instance(Links, "Links(reader='first')"),
@@ -152,7 +153,7 @@ class Options:
     static_step: bool | Literal["auto"]
     weight_policy: str | Any
     averaging: Averaging
-    planner: Literal["balanced", "spp"]
+    planner: str
     costs: Literal["measured", "flops"]
     costs_cache: str | Path | None
     links: Links
@@ -243,7 +244,7 @@ class Options:
     @property
     def shares_stages(self) -> bool:
         """Whether processes may share the micro-batches of a stage."""
-        return bool(self.stage_replicas) or self.planner == "spp"
+        return bool(self.stage_replicas) or SOURCES[self.planner].replicates
 
     @property
     def replicates(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -13,9 +13,8 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_avgpipe.engine.observer import Observers
-from lightning_avgpipe.errors import MicroBatchError, PartitionError, StageError
+from lightning_avgpipe.errors import MicroBatchError, StageError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.halving import Halving
 from lightning_avgpipe.strategy import commands, rolling
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.batches import Batches
@@ -241,16 +240,6 @@ class PipelineRun:
     def end_iteration(self) -> None:
         """Apply the changes that were asked for within the iteration."""
         self.iterations.end_iteration()
-
-    def _check_sharing(self, plan: Plan, counts: Sequence[int]) -> None:
-        if counts[-1] > 1 and self.models.step_log.batch_values.trained:
-            raise PartitionError(
-                "training updates metric objects, of which replicas of the last stage would each see a part of the data"
-            )
-
-    def halve(self) -> None:
-        """Allow the next plans to have fewer stages, which replicas share. Every process calls it."""
-        self.deployment.halve(Halving(self.context.memory_per_stage(), self._check_sharing))
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
         """Return a context within which the module is the model of one pipeline; None: the reference."""

@@ -14,8 +14,7 @@ from tqdm.auto import tqdm
 from lightning_avgpipe.engine.recording import KernelTrace, sampling_device, tracing_kernels
 from lightning_avgpipe.errors import MemoryShortage, TuningError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.memory_limit import limit_of
-from lightning_avgpipe.planning.model_memory import ModelBytes, model_bytes
+from lightning_avgpipe.planning.memory import ModelBytes, limit_of, model_bytes
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Kind
 from lightning_avgpipe.strategy.rehearsal import BusyRecording, Rehearsal
 from lightning_avgpipe.tuning import (

@@ -34,7 +34,7 @@ from lightning_avgpipe.engine.observer import MemoryGuard
 from lightning_avgpipe.engine.recording import BusyRecorder, Recording
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.model_memory import Holding, holdings
+from lightning_avgpipe.planning.memory import Holding, holdings
 from lightning_avgpipe.schedule import Kind, Schedule
 from lightning_avgpipe.strategy.data import has_transfer_hooks
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun

@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.forecast import stage_costs
 from lightning_avgpipe.planning.memory import nbytes
+from lightning_avgpipe.planning.plan import stage_costs
 from lightning_avgpipe.schedule import (
     Schedule,
     build,

@@ -24,8 +24,7 @@ from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.memory import nbytes
-from lightning_avgpipe.planning.model_memory import holdings_of_models, with_doubles
+from lightning_avgpipe.planning.memory import holdings, nbytes, with_doubles
 from lightning_avgpipe.schedule import Action, Schedule, in_turn, peak_stash
 from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decision, IterationShape
 from lightning_avgpipe.strategy.context import RunContext
@@ -41,53 +40,6 @@ _log = logging.getLogger(__name__)
 Decisions = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, int], ...]] | None
 # (number, seconds) for each iteration; (number, stage, footprint values) for each measurement of memory.
 Report = tuple[Sequence[tuple[int, float]], Sequence[Any]]
-
-
-@dataclass(frozen=True)
-class RunHoldings:
-    """The memory of stages in a run of the trainer.
-
-    Attributes:
-        context: trainer, connection and options of the run.
-        models: models that are trained.
-    """
-
-    context: RunContext
-    models: ParallelPipelines
-
-    def meter(self, task: Task, plan: Plan, works: Sequence[Sequence[MicroBatch]] = ()) -> Meter | None:
-        """Return a meter for the memory of an iteration; None where it cannot be measured.
-
-        On the host that is a plan without measured costs, since its step may not bear being measured.
-
-        Args:
-            task: task of pipeline 0.
-            plan: plan of the step.
-            works: micro-batches of every pipeline; given where each pipeline has a model of its own.
-        """
-        device, module = self.context.cluster.device, self.context.module
-        if port_of(device).memory.is_counted:
-            return DeviceMeter(device)
-        if not plan.measured:
-            return None
-        ensemble = self.models.ensemble if works else None
-        others = range(1, 1 if ensemble is None else ensemble.models.size)
-        beside = [] if ensemble is None else [t for n in others for t in ensemble.tensors(n).values()]
-        batches = tree.tensors((tuple(map(tuple, task.args)), [part.data for parts in works for part in parts]))
-        return HostMeter([*module.parameters(), *module.buffers(), *beside, *batches])
-
-    def footprints(
-        self, meter: Meter, plan: Plan, schedule: Schedule, num_microbatches: int, num_pipelines: int
-    ) -> dict[int, Footprint]:
-        """Return what each stage has kept in an iteration, given what it holds for all parallel models."""
-        trainer, cluster, configuration = self.context.trainer, self.context.cluster, self.context.configuration
-        module, rolls, ensemble = trainer.lightning_module, configuration.rolls, self.models.ensemble
-        held = holdings_of_models(
-            plan, cluster.stages, module, trainer.optimizers, num_microbatches, num_pipelines,
-            cluster.stage_map.num_teams, configuration.options.policy, rolling=rolls,
-            meeting=rolls and ensemble is not None and ensemble.averager.takes_turns,
-        )  # fmt: skip
-        return meter.finish(with_doubles(held, plan, schedule, module, num_pipelines))
 
 
 class ScheduleControl:
@@ -296,7 +248,7 @@ class ScheduleControl:
         """Return what each stage has kept in an iteration, given what it holds for all parallel models."""
         cluster, configuration, ensemble = self._cluster, self._context.configuration, self._models.ensemble
         rolls = configuration.rolls
-        held = holdings_of_models(
+        held = holdings(
             plan, cluster.stages, self._module, self._context.trainer.optimizers, num_microbatches, num_pipelines,
             cluster.stage_map.num_teams, configuration.options.policy, rolling=rolls,
             meeting=rolls and ensemble is not None and ensemble.averager.takes_turns,

@@ -108,7 +108,7 @@ class AvgPipeStrategy(ParallelStrategy):
             the weights of one model alone is refused, and so is a step that reaches another model's tensors.
         replicas: synchronous copies of the pipelines, as ddp has copies of a model: ``devices=8``, ``replicas=2`` are
             two pipelines of four stages. ``"auto"``: as many as there are devices for ``num_stages``, or as
-            ``planner="spp"`` chooses. Each replica trains on its own part of the data, by a distributed
+            the ``planner`` chooses. Each replica trains on its own part of the data, by a distributed
             sampler. Gradients are summed, stage by stage, before the optimizers step, so all replicas stay equal. The
             loss of a replica is weighted by its share of the samples, so the gradient is that of one batch with the
             samples of all replicas. Each replica normalises its own micro-batches, and buffers that steps change
@@ -160,9 +160,8 @@ class AvgPipeStrategy(ParallelStrategy):
         averaging: how parallel models are held together, and how they share devices: an :class:`Averaging`. With one
             model it changes nothing.
         planner: planner of the stages. ``"balanced"`` makes stages of about equal time, one for each device of a
-            replica. ``"spp"`` chooses the number of stages, their cuts, and which devices share each, by times measured
-            on every device and the bandwidth between every two, for the shortest iteration within ``memory_limit`` (Luo
-            et al., INFOCOM 2022); with ``replicas="auto"`` and a given ``num_microbatches``.
+            replica. Others choose the number of stages, their cuts, and which devices share each, for the shortest
+            iteration within ``memory_limit``; with ``replicas="auto"`` and a given ``num_microbatches``.
         costs: ``"measured"`` times each submodule's forward and backward on the device before training, which takes
             from an instant to half a minute, and the links between the processes. ``"flops"`` counts operations: the
             same plan on every machine.
@@ -228,7 +227,7 @@ class AvgPipeStrategy(ParallelStrategy):
         static_step: bool | Literal["auto"] = "auto",
         weight_policy: PolicyChoice = "flush",
         averaging: Averaging = Averaging(),  # noqa: B008  # frozen
-        planner: Literal["balanced", "spp"] = "balanced",
+        planner: str = "balanced",
         costs: Literal["measured", "flops"] = "measured",
         costs_cache: str | Path | None = "auto",
         links: Links = Links(),  # noqa: B008

@@ -24,8 +24,7 @@ from lightning_avgpipe.engine.exchange import Exchange
 from lightning_avgpipe.engine.lockstep import Lockstep
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.memory_limit import limit_of
-from lightning_avgpipe.planning.model_memory import memory_of, state_copies
+from lightning_avgpipe.planning.memory import limit_of, memory_of, state_copies
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.batches import Batches

@@ -20,10 +20,8 @@ from lightning_avgpipe.engine.execution import Execution
 from lightning_avgpipe.engine.own_module import VersionedWeights
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError, PartitionError, StepOrderError
-from lightning_avgpipe.planning import Plan, cut_like, scattered
-from lightning_avgpipe.planning.halving import Halving, processes_of
-from lightning_avgpipe.planning.network import Matrix
-from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning import Plan, cut_like
+from lightning_avgpipe.planning.planner import Planner, PlanSource
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.training.holdings import Holdings
@@ -49,8 +47,6 @@ class Deployment:
         averaging: options of the averaging of parallel models.
         observers: modules that only read values (metrics).
         weights: versions of the weights in training; None: there is one version.
-        bandwidth: returns the bandwidth between processes, if stages are to be placed by it, else None. Every process
-            calls it.
         shards: whether replicas divide the states of optimizers among them.
         execution: options of the execution of units.
 
@@ -73,7 +69,6 @@ class Deployment:
         averaging: Averaging | None = None,
         observers: Collection[nn.Module] = (),
         weights: VersionedWeights | None = None,
-        bandwidth: Callable[[], Matrix | None] = lambda: None,
         shards: bool = False,
         execution: Execution = Execution(),  # noqa: B008
     ) -> None:
@@ -86,7 +81,7 @@ class Deployment:
         self._cluster = cluster
         shared = OptimizerShards(module, cluster) if shards else None
         self.holdings = Holdings(module, cluster, optimizers, origin, shared)
-        self._maker = PlanMaker(module, cluster, planner, self.holdings, optimizers, bandwidth)
+        self._maker = PlanMaker(module, cluster, planner, self.holdings, optimizers)
         self._final = False
         self.replans = False
         self._given = self._planned = cluster.stage_map  # before any plan, and of the current plan
@@ -170,7 +165,7 @@ class Deployment:
         self._place()
         if begins_alike:
             self.holdings.begin_alike(plan.copied)
-        self.pipeline.load(plan.graph, plan.cuts, plan.frozen, schedule.relays, plan.wires)
+        self.pipeline.load(plan.graph, plan.cuts, plan.kept, schedule.relays, plan.wires)
         self._load_others(plan, others)
         return True
 
@@ -223,24 +218,6 @@ class Deployment:
         if self.plan is not None:
             self.holdings.restore()
 
-    def halve(self, leave: Halving) -> None:
-        """Let later plans have fewer stages than processes, where that is faster. Every process calls it."""
-        self._maker.halving = replace(leave, check=partial(self._check_halved, leave.check))
-
-    def _check_halved(self, check: Callable[[Plan, Sequence[int]], None], plan: Plan, counts: Sequence[int]) -> None:
-        """Raise a PartitionError if the stages of a plan cannot have these numbers of processes, in any step."""
-        check(plan, counts)
-        shared = self._cluster.stage_map.placed(processes_of(counts))
-        check_shared(plan.graph, plan.cuts, shared)
-        for graph in (self.pipeline.graph(step) for step in self.pipeline.steps if step != plan.graph.step):
-            wide = scattered(graph, plan.stages_of)
-            if wide and all(map(self._maker.planner.subject.opens, wide)):
-                # these units are opened when the step runs next; until then any stage may have the whole step
-                cuts: Sequence[int] = (len(graph.nodes),) * (plan.num_stages - 1)
-            else:
-                cuts = cut_like(graph, plan.stages_of, plan.num_stages)
-            check_shared(graph, cuts, shared)
-
     def replan(self, placement: Placement | None = None, **changes: Any) -> None:
         """Make a new plan with the next step of training that begins with cleared gradients. Every process calls it.
 
@@ -261,10 +238,14 @@ class Deployment:
         self.replans = True
         self.pipeline.need_all("training_step")
 
-    def keep_frozen(self, limit: float) -> None:
-        """Let later plans keep outputs of frozen layers, up to ``limit`` bytes. Every process calls it."""
-        self.pipeline.cache_limit = limit
-        self._maker.change(keeps=True)
+    @property
+    def planner(self) -> Planner:
+        """The planner of the next plan."""
+        return self._maker.planner
+
+    def plan_by(self, source: PlanSource) -> None:
+        """Let later plans come from another source. Every process calls it."""
+        self._maker.change(source=source)
 
     def state_dict(self, whole: bool = True) -> dict[str, Any]:
         """Return the state dict of the module, for parallel models that of the reference. Every process calls it.

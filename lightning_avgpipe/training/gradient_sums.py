@@ -25,9 +25,11 @@ from torch import Tensor, nn
 from lightning_avgpipe.comm.collectives import Collectives, ReplicaGroup, buckets
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.observer import Observer, Work
-from lightning_avgpipe.planning.problem import BUCKET_BYTES
 from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.utils.torch_compat import version_of
+
+BUCKET_BYTES = 4 * 1024**2
+"""The least bytes of gradients that are all-reduced as one message during a backward, except the last message."""
 
 _DENSE, _SPARSE, _LATE = 0, 1, 2
 

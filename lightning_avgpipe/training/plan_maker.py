@@ -20,12 +20,9 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import AvgPipeError, MicroBatchError, SkippedStepError, described
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.divisible import Step
-from lightning_avgpipe.planning.halving import Halving
-from lightning_avgpipe.planning.model_memory import state_copies
-from lightning_avgpipe.planning.network import Matrix
+from lightning_avgpipe.planning.memory import state_copies
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.planning.recompute_policy import Recompute
-from lightning_avgpipe.planning.turns import slowness_of
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.training.holdings import Holdings
 from lightning_avgpipe.utils.forked import ForkError, in_child, why_no_fork
@@ -78,12 +75,9 @@ class PlanMaker:
         planner: planner for the module.
         holdings: parameters, buffers and states of each process.
         optimizers: returns the current optimizers of the module.
-        bandwidth: returns the bandwidth between processes, if stages are to be placed by it, else None. Every process
-            calls it.
 
     Attributes:
         planner: planner of the next plan.
-        halving: conditions for fewer stages than processes; None: there must be as many.
     """
 
     def __init__(
@@ -93,16 +87,12 @@ class PlanMaker:
         planner: Planner,
         holdings: Holdings,
         optimizers: Callable[[], Sequence[Optimizer]],
-        bandwidth: Callable[[], Matrix | None],
     ) -> None:
         self.planner = planner
-        self.halving: Halving | None = None
         self._module = module
         self._cluster = cluster
         self._holdings = holdings
         self._optimizers = optimizers
-        self._bandwidth = bandwidth
-        self._slowness: tuple[float, ...] = ()  # of each process, measured while it had the whole module
 
     def change(self, rolling: bool | None = None, **changes: Any) -> None:
         """Change attributes of the planner of the next plan, and whether its pipelines roll."""
@@ -129,18 +119,11 @@ class PlanMaker:
         """
         planner, group = self.planner, self._cluster.group
         with self._holdings.whole_on_rank_zero() if divided else contextlib.nullcontext():
-            bandwidth = self._bandwidth()
-            if bandwidth is not None and not divided:
-                self._slowness = self._measured_slowness(examples)
+            planner.source.measure(self._cluster, None if divided else partial(self._seconds, examples))
             # rank 0 decides, because it measures
-            asks = bandwidth is None and group.broadcast(planner.measures)
-            conditions = replace(
-                self._conditions(schedule, num_pipelines),
-                links=self._cluster.links(self._cluster.stage_map) if asks else (),
-                bandwidth=bandwidth,
-                slowness=self._slowness,
-                halving=self.halving if planner.num_stages == group.world_size else None,
-            )
+            asks = not planner.source.replicates and group.broadcast(planner.measures)
+            links = self._cluster.links(self._cluster.stage_map) if asks else ()
+            conditions = replace(self._conditions(schedule, num_pipelines), links=links)
             units, device = () if before is None else before.graph.units, self._cluster.device
 
             def make(step: Step) -> Plan:
@@ -215,10 +198,9 @@ class PlanMaker:
         with alone():
             return make(step)
 
-    def _measured_slowness(self, examples: Examples) -> tuple[float, ...]:
-        seconds = 0.0
+    def _seconds(self, examples: Examples) -> float:
+        """Measure the step on this device, with the first example that is not skipped; 0 if all are."""
         for step in examples.steps():
             with contextlib.suppress(SkippedStepError), self._cluster.watch.during("measures its device"):
-                seconds = self._isolated(self.planner.seconds, step)
-                break
-        return slowness_of(self._cluster.group.exchange_objects(seconds))
+                return float(self._isolated(self.planner.seconds, step))
+        return 0.0

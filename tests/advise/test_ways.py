@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from lightning_avgpipe.advise.ways import advice, ways
-from lightning_avgpipe.planning.replicated_costs import SppCosts
+from lightning_avgpipe.planning.costs import UnitCosts
 
 
-def units(message_bytes: float, parameter_bytes: float) -> SppCosts:
+def units(message_bytes: float, parameter_bytes: float) -> UnitCosts:
     """Eight equal ones."""
     between = (message_bytes,) * 7
-    return SppCosts((0.01,) * 8, (0.02,) * 8, between, between, (parameter_bytes,) * 8)
+    return UnitCosts((0.01,) * 8, (0.02,) * 8, between, between, (parameter_bytes,) * 8)
 
 
 def seconds(found: list, text: str) -> float:

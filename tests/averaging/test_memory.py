@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.engine.accounting import Footprint, HostMeter
-from lightning_avgpipe.planning.model_memory import holdings_of_models
+from lightning_avgpipe.planning.memory import holdings
 from lightning_avgpipe.schedule import FORWARD, Action, Schedule, build
 from tests.models import Regression, loader
 from tests.trainers import pipeline
@@ -102,7 +102,7 @@ def test_groups_hold_a_reference_and_what_they_sum_up_even_with_one_model_each()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
     def total(num_pipelines: int, num_groups: int) -> int:
-        held = holdings_of_models(strategy.plan, [0], module, [optimizer], NUM_MICROBATCHES, num_pipelines, num_groups)
+        held = holdings(strategy.plan, [0], module, [optimizer], NUM_MICROBATCHES, num_pipelines, num_groups)
         assert held[0].coming == num_pipelines * 3 * LAYER  # momentum
         return held[0].total
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.engine.accounting import Footprint, HostMeter
 from lightning_avgpipe.engine.microbatch import split
-from lightning_avgpipe.planning.model_memory import Holding
+from lightning_avgpipe.planning.memory import Holding
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Schedule, build, peak_stash
 from tests.driver import Engine, assert_same_gradients
 from tests.models import Regression, TinyTransformer

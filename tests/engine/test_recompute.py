@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.planning import Memory
-from lightning_avgpipe.planning.model_memory import memory_of
+from lightning_avgpipe.planning.memory import memory_of
 from lightning_avgpipe.planning.recompute_policy import Recompute, chosen, repeated
 from lightning_avgpipe.schedule import build
 from tests import processes

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.tracer import StepTracer
-from lightning_avgpipe.planning.coarsening import Closing, closing
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning.refinement import Closing, closing
 from tests.driver import Engine, assert_same_gradients
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.planning.memory_limit import limit_of, parse_limit
-from lightning_avgpipe.planning.model_memory import memory_of, state_copies
+from lightning_avgpipe.planning.memory import limit_of, memory_of, parse_limit, state_copies
 from lightning_avgpipe.schedule import build
 
 

@@ -16,7 +16,7 @@ from lightning_avgpipe.capture.cost_cache import CostCache
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Link
-from lightning_avgpipe.planning.costing import Costing
+from lightning_avgpipe.planning.costs import Costing
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
@@ -60,7 +60,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
             times = [seconds(node.name) if node.kind == "call" else 0.0 for node in graph.nodes]
             return replace(of_nodes(times), stash_bytes=(100,) * len(times), links=(), measured=True)
 
-        monkeypatch.setattr("lightning_avgpipe.planning.costing.measure", measure)
+        monkeypatch.setattr("lightning_avgpipe.planning.costs.measure", measure)
         return seen
 
     return install
@@ -149,42 +149,6 @@ def test_a_further_plan_does_not_measure_what_an_earlier_one_has_measured(frozen
     assert 0 < len(calls) - first < first
 
 
-def test_units_are_open_where_what_is_kept_ends() -> None:
-    net = Net()
-    planner, args = Planner(Divisible(net), 2, keeps=True), (torch.randn(2, 8), 0)
-    net.blocks[0].parts[:2].requires_grad_(False)
-    plan = planner.plan(Step("training_step", net.training_step, args))
-    assert plan.frozen == 2 and plan.graph.nodes[1].name == "blocks.0.parts.1"
-    net.blocks[:2].requires_grad_(False)
-    plan = planner.plan(Step("training_step", net.training_step, args), plan.graph.units)
-    assert [node.name for node in plan.graph.nodes[: plan.frozen]] == ["blocks.0", "blocks.1"]
-
-
-def test_it_is_logged_why_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    net = Net()
-    net.blocks[0].parts[0] = nn.Dropout(0.5)
-    net.blocks[0].requires_grad_(False)
-    planner = Planner(Divisible(net), 2, keeps=True)
-    assert planner.plan(Step("training_step", net.training_step, (torch.randn(2, 8), 0))).frozen == 0
-    assert "outputs of frozen layers are not kept" in caplog.text and "draws random numbers" in caplog.text
-
-
-class Counting(nn.Linear):
-    calls = 0
-
-    def forward(self, x: Any) -> Any:
-        self.calls += 1
-        return super().forward(x)
-
-
-def test_what_counts_its_calls_is_called() -> None:
-    net = Net()
-    net.blocks[1].parts[1] = Counting(8, 8)
-    net.blocks[:2].requires_grad_(False)
-    plan = Planner(Divisible(net), 2, keeps=True).plan(Step("training_step", net.training_step, (torch.randn(2, 8), 0)))
-    assert [node.name for node in plan.graph.nodes[: plan.frozen]] == ["blocks.0", "blocks.1.parts.0"]
-
-
 def test_nothing_is_measured_where_nothing_depends_on_it(recorded: Recorder) -> None:
     seen = recorded(by_block)
     assert not planned(Net(), 1).measured
@@ -212,16 +176,3 @@ def test_memory_decides_where_time_would_cut_elsewhere(recorded: Recorder) -> No
     assert all(stage.memory.total <= limit for stage in tight.stages)
     with pytest.raises(PartitionError, match=r"does not fit into num_stages=2 stages with memory_limit=1000 B: .* a "):
         planned(Net(), 2, conditions, memory_limit=1000)
-
-
-def test_stages_on_devices_keep_within_their_memory(recorded: Recorder) -> None:
-    recorded(lambda name: 1.0)
-    net, examples = Net(), (torch.randn(4, 8), 0)
-    conditions = Conditions(build("1f1b", 4, 8), bandwidth=[[1e12] * 4] * 4)
-    planner = Planner(Divisible(net), 4, costing=Costing("measured"))
-    copies = planner.plan(Step("training_step", net.training_step, examples), conditions=conditions)
-    assert copies.devices == ((0, 1, 2, 3),)
-    limit = copies.stages[0].memory.total - 1
-    less = replace(planner, memory_limit=limit)
-    stages = less.plan(Step("training_step", net.training_step, examples), conditions=conditions)
-    assert stages.num_stages > 1 and max(stage.memory.total for stage in stages.stages) <= limit

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_avgpipe.capture.graph import CallGraph, Node, Value
 from lightning_avgpipe.planning import Costs, Link, Plan, cut_balanced, make_plan
-from lightning_avgpipe.planning.forecast import stage_costs
+from lightning_avgpipe.planning.plan import stage_costs
 
 ROW = 1024
 SHAPES = ((32, ROW),) * 4

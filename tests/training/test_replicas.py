@@ -366,32 +366,6 @@ def test_replicas_of_a_stage_train_parallel_models_evaluate_and_resume(tmp_path:
             assert metrics == pytest.approx(other_metrics, rel=1e-5)
 
 
-def placed(rank: int | None) -> Any:
-    """Ranks 0 and 2 have a fast link, and so have 1 and 3; two runs, of which the second places stages again."""
-    torch.set_num_threads(1)
-    torch.manual_seed(5)
-    fast, slow = 1e12, 1e3
-    bandwidth = [[fast if u % 2 == v % 2 else slow for v in range(4)] for u in range(4)]
-    spp = {} if rank is None else {"planner": "spp", "replicas": "auto", "links": Links(bandwidth=bandwidth)}
-    strategy = AvgPipeStrategy(num_microbatches=5, **(spp or {"num_stages": 2}))  # type: ignore[arg-type]
-    runner, model = trainer(devices=1 if rank is None else 4, strategy=strategy, max_epochs=1), MLP()
-    runner.fit(model, loader(MLP, 30, 10), loader(MLP, 12, 6))
-    plan = strategy.plan
-    runner.validate(model, loader(MLP, 12, 6), verbose=False)
-    runner.fit_loop.max_epochs = 2
-    runner.fit(model, loader(MLP, 30, 10))
-    return state(model), plan and plan.devices
-
-
-@pytest.mark.slow
-def test_stages_are_placed_by_bandwidth_and_train_as_one_process(tmp_path: Path) -> None:
-    expected, _ = placed(None)
-    for weights, devices in processes.results(processes.run(4, placed, folder=tmp_path)):
-        assert_close(weights, expected)
-        assert sorted(rank for ranks in devices for rank in ranks) == [0, 1, 2, 3]
-        assert 0 in devices[-1] and all(len({rank % 2 for rank in ranks}) == 1 for ranks in devices)
-
-
 # -- and otherwise ---------------------------------------------------------------------------------------------------
 
 
@@ -418,10 +392,6 @@ def test_what_replicas_cannot_be_is_refused_by_name() -> None:
         pipeline(3, 4, {"replicas": 2})
     with pytest.raises(ConfigurationError, match="replicas=0: must be"):
         pipeline(1, 1, {"replicas": 0})
-    with pytest.raises(ConfigurationError, match="the planner chooses stages and their replicas together"):
-        pipeline("auto", 4, {"planner": "spp", "replicas": 2})  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="replicas='auto' and num_microbatches='auto'"):
-        pipeline("auto", 4, {"planner": "spp"})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"Links\(bandwidth=...\) has no use with planner='balanced'"):
         pipeline("auto", 4, {"links": Links(bandwidth=[[1.0]])})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"replicas=\[3, 1\] and schedule='zb_h1'"):

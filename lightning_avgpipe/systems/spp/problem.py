@@ -1,25 +1,141 @@
-"""The planning problem of SPP, and the times of plans for it."""
+"""SPP's planning problem: units, the network of devices, and the times of plans.
+
+Units and devices are counted from 0. A stage slices each micro-batch over its r replicas. A message of d bytes to a
+stage of r' replicas takes ``d / (r r' b)`` seconds, b being the least bandwidth between the two, and the all-reduce of
+a stage's gradients ``2 (r-1)/r bytes / b`` seconds, b being the least within it. Links are full-duplex and do not
+disturb each other.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
+import networkx as nx
 import numpy as np
 
 from lightning_avgpipe.errors import PartitionError
-from lightning_avgpipe.planning.network import Network
-from lightning_avgpipe.planning.replicated_costs import SppCosts
+from lightning_avgpipe.planning.costs import UnitCosts
 from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
 from lightning_avgpipe.schedule.costs import least_possible_s
-
-BUCKET_BYTES = 4 * 1024**2
-"""The least bytes of gradients that are all-reduced as one message during a backward, except the last message."""
+from lightning_avgpipe.schedule.turns import Matrix
+from lightning_avgpipe.training.gradient_sums import BUCKET_BYTES
 
 _SLACK = 0.1  # share above evenly shared work within which plans are searched first; it is doubled until one is found
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network of V devices with the bandwidth between every two of them.
+
+    Attributes:
+        bandwidth: bytes per second from device u to device v, shape ``(V, V)``; the diagonal is ignored.
+        ranks: ranks of the devices, if they all-reduce in a ring of ascending ranks; empty: an all-reduce uses the
+            links between every two of them.
+    Raises:
+        PartitionError: there is no device, the matrix is not square, or a bandwidth is not positive.
+    """
+
+    bandwidth: tuple[tuple[float, ...], ...]
+    ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        size = len(self.bandwidth)
+        if size == 0 or any(len(row) != size for row in self.bandwidth):
+            raise PartitionError(
+                f"bandwidth has rows of {[len(row) for row in self.bandwidth]} entries; it needs V rows of V each, "
+                "with at least one device"
+            )
+        for u, row in enumerate(self.bandwidth):
+            for v, speed in enumerate(row):
+                if u != v and not speed > 0:
+                    raise PartitionError(f"bandwidth[{u}][{v}]={speed}: every two devices need more than 0 bytes/s")
+
+    @classmethod
+    def of(cls, bandwidth: Matrix, rings: bool = False) -> Network:
+        """Make a network from a matrix; ``rings`` says whether devices all-reduce in rings."""
+        return cls(tuple(tuple(map(float, row)) for row in bandwidth), tuple(range(len(bandwidth))) if rings else ())
+
+    def __len__(self) -> int:
+        return len(self.bandwidth)
+
+    def ordered(self, order: Sequence[int]) -> Network:
+        """Return the network with its devices in another order: device i is ``order[i]`` of this network."""
+        ranks = tuple(self.ranks[u] for u in order) if self.ranks else ()
+        return Network(tuple(tuple(self.bandwidth[u][v] for v in order) for u in order), ranks)
+
+    @cached_property
+    def within(self) -> np.ndarray:
+        """The least bandwidth of the links over which devices ``a .. b-1`` all-reduce, in either direction.
+
+        Its shape is ``(V+1, V+1)``; it is infinite for one device.
+        """
+        size = len(self)
+        least = np.full((size + 1, size + 1), math.inf)
+        if self.ranks:
+            for b in range(2, size + 1):
+                for a in range(b - 1):
+                    ring = sorted(range(a, b), key=self.ranks.__getitem__)
+                    links = zip(ring, [*ring[1:], ring[0]], strict=True)
+                    least[a, b] = min(min(self.bandwidth[u][v], self.bandwidth[v][u]) for u, v in links)
+            return least
+        for b in range(2, size + 1):
+            for a in range(b - 2, -1, -1):
+                ends = min(self._array[a, b - 1], self._array[b - 1, a])
+                least[a, b] = min(least[a + 1, b], least[a, b - 1], ends)
+        return least
+
+    @cached_property
+    def forward(self) -> np.ndarray:
+        """The least bandwidth from devices ``a .. b-1`` to devices ``b .. c-1``, shape ``(V+1, V+1, V+1)``."""
+        return _between(self._array)
+
+    @cached_property
+    def backward(self) -> np.ndarray:
+        """The least bandwidth from devices ``b .. c-1`` to devices ``a .. b-1``, shape ``(V+1, V+1, V+1)``."""
+        return _between(self._array.T)
+
+    @cached_property
+    def _array(self) -> np.ndarray:
+        return np.array(self.bandwidth)
+
+
+def _between(bandwidth: np.ndarray) -> np.ndarray:
+    size = len(bandwidth)
+    least = np.full((size + 1, size + 1, size + 1), math.inf)
+    for b in range(1, size):
+        from_a = np.minimum.accumulate(bandwidth[:b, b:][::-1], axis=0)[::-1]  # row a: of devices a .. b-1
+        least[:b, b, b + 1 :] = np.minimum.accumulate(from_a, axis=1)
+    return least
+
+
+def device_order(bandwidth: Matrix) -> tuple[int, ...]:
+    """Return an order of devices in which neighbours have fast links, by cutting the network recursively.
+
+    Args:
+        bandwidth: bytes per second between every two devices, shape ``(V, V)``; the sum of both directions is used.
+    Returns:
+        All devices. Of the two sides of a cut, the one with the lowest device index comes first.
+    Raises:
+        PartitionError: as for :class:`Network`.
+    Source: RDO in Luo et al., INFOCOM 2022; global minimum cuts by Stoer and Wagner.
+    """
+    speeds = Network.of(bandwidth).bandwidth
+    graph = nx.Graph()
+    graph.add_nodes_from(range(len(speeds)))
+    graph.add_weighted_edges_from((u, v, speeds[u][v] + speeds[v][u]) for u, v in combinations(range(len(speeds)), 2))
+    return tuple(_ordered(graph))
+
+
+def _ordered(graph: nx.Graph) -> list[int]:
+    if len(graph) < 3:
+        return sorted(graph)
+    _, sides = nx.stoer_wagner(graph)
+    return [device for side in sorted(sides, key=min) for device in _ordered(graph.subgraph(side).copy())]
 
 
 class PlacedStage(NamedTuple):
@@ -44,17 +160,15 @@ class Problem:
         costs: costs of the units, on a device that is not slow.
         network: network of the devices.
         num_microbatches: M, number of micro-batches of an iteration.
-        memory_limit: bytes of parameters that a device may hold; None: no limit.
         slowness: time of each device in units of a device that is not slow, shape ``(V,)``; empty: none is slow. The
             simulation of turns and the bottleneck use it; SPP's own simulation ignores it.
         bucket_bytes: bytes of gradients that are all-reduced as one message while the last backward still computes.
             SPP's own simulation all-reduces after the last backward instead.
     """
 
-    costs: SppCosts
+    costs: UnitCosts
     network: Network
     num_microbatches: int
-    memory_limit: float | None
     slowness: tuple[float, ...] = ()
     bucket_bytes: float = BUCKET_BYTES
 
@@ -65,8 +179,11 @@ class Problem:
             )
         if self.num_microbatches < 1:
             raise PartitionError(f"num_microbatches={self.num_microbatches}: at least 1 is needed")
-        if self.memory_limit is not None and not self.memory_limit > 0:
-            raise PartitionError(f"memory_limit={self.memory_limit}: bytes must be more than 0")
+
+    @cached_property
+    def messages(self) -> np.ndarray:
+        """The bytes that are sent forwards and backwards after each unit, shape ``(2, L)``; 0 after the last one."""
+        return np.array([(*self.costs.bytes_forward, 0.0), (*self.costs.bytes_backward, 0.0)])
 
     # -- one plan --------------------------------------------------------------------------------------------------
 
@@ -121,16 +238,16 @@ class Problem:
         """Return a lower bound for the seconds of an iteration with any order of execution, which is at least W."""
         return max(self.bound_s(stages), least_possible_s(self.stage_costs(stages), self.num_microbatches))
 
-    def makespan(self, stages: Sequence[PlacedStage], schedules: Iterable[Schedule]) -> tuple[float, tuple[int, ...]]:
-        """Return the seconds of an iteration with the fastest of these schedules, and the warm-up of this schedule."""
+    def makespan(self, stages: Sequence[PlacedStage], schedules: Iterable[Schedule]) -> float:
+        """Return the seconds of an iteration with the fastest of these schedules."""
         costs, reduce_s = self.stage_costs(stages), [self.reduce_s(stage) for stage in stages]
         found = []
         for schedule in schedules:
             ends = [0.0] * len(stages)
             for span in simulate(schedule, costs).spans:
                 ends[span.stage] = max(ends[span.stage], span.end_s)
-            found.append((max(map(float.__add__, ends, reduce_s)), schedule.warm_up))
-        return min(found, key=lambda result: result[0])
+            found.append(max(map(float.__add__, ends, reduce_s)))
+        return min(found)
 
     # -- all plans -------------------------------------------------------------------------------------------------
 
@@ -153,17 +270,3 @@ class Problem:
             yield evenly_s * (1 + slack)
             slack *= 2
         yield most_s
-
-    def fits(self, nbytes: np.ndarray) -> np.ndarray:
-        """Return whether ``nbytes`` bytes of parameters fit on a device, elementwise."""
-        return nbytes <= (math.inf if self.memory_limit is None else self.memory_limit)
-
-    def too_little_memory(self) -> PartitionError:
-        """Make the error that says how many bytes of parameters a device would have to hold."""
-        evenly = float(self.costs.parameters[-1]) / self.most_stages
-        need = max(evenly, max(self.costs.parameter_bytes))
-        return PartitionError(
-            f"no plan keeps the parameters of every device within memory_limit={self.memory_limit:g} bytes: "
-            f"{self.costs.num_units} units on {len(self.network)} devices need {need:g} or more on one of them; use "
-            "more devices, smaller units, or raise memory_limit"
-        )

@@ -7,29 +7,29 @@ import random
 import pytest
 
 from lightning_avgpipe.errors import PartitionError
-from lightning_avgpipe.planning.network import Network
-from lightning_avgpipe.planning.problem import PlacedStage, Problem
-from lightning_avgpipe.planning.spp import SppCosts, all_plans
-from lightning_avgpipe.planning.turns import (
+from lightning_avgpipe.planning.costs import UnitCosts
+from lightning_avgpipe.schedule import StageCosts, build, simulate, with_replicas
+from lightning_avgpipe.systems.spp.partition import all_plans
+from lightning_avgpipe.systems.spp.placement import (
     least_in_turns_s,
     plan_in_turns,
     seconds_in_turns,
     slowness_of,
 )
-from lightning_avgpipe.schedule import StageCosts, build, simulate, with_replicas
+from lightning_avgpipe.systems.spp.problem import Network, PlacedStage, Problem
 
 
-def costs_of(units: int, draw: random.Random) -> SppCosts:
+def costs_of(units: int, draw: random.Random) -> UnitCosts:
     def numbers(count: int, largest: float) -> tuple[float, ...]:
         return tuple(draw.uniform(0, largest) for _ in range(count))
 
-    return SppCosts(
+    return UnitCosts(
         numbers(units, 1), numbers(units, 2), numbers(units - 1, 3), numbers(units - 1, 3), numbers(units, 8)
     )
 
 
-def problem_of(costs: SppCosts, bandwidth: list[list[float]], num_microbatches: int) -> Problem:
-    return Problem(costs, Network.of(bandwidth), num_microbatches, None)
+def problem_of(costs: UnitCosts, bandwidth: list[list[float]], num_microbatches: int) -> Problem:
+    return Problem(costs, Network.of(bandwidth), num_microbatches)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "afab"])
@@ -44,7 +44,7 @@ def test_without_replicas_turns_take_what_the_simulator_says(name: str) -> None:
 
 def test_replicas_in_turns_pass_each_micro_batch_whole() -> None:
     # F of 2 s on two replicas, then F and B of 1 s on one; micro-batches 0 and 2 on the first replica
-    problem = problem_of(SppCosts((2, 1), (2, 1), (0,), (0,), (0, 0)), [[1.0] * 3] * 3, 4)
+    problem = problem_of(UnitCosts((2, 1), (2, 1), (0,), (0,), (0, 0)), [[1.0] * 3] * 3, 4)
     stages = [PlacedStage(0, 1, 0, 2), PlacedStage(1, 2, 2, 3)]
     schedule = with_replicas(build("afab", 2, 4), (2, 1))
     #   replica 0   F0 F0 F2 F2 .. .. .. B0 B0 ..     forwards end at 2 and 4
@@ -61,25 +61,25 @@ def test_replicas_in_turns_pass_each_micro_batch_whole() -> None:
 
 
 def test_a_stage_ends_when_its_gradients_are_all_reduced() -> None:
-    problem = problem_of(SppCosts((1,), (1,), (), (), (6,)), [[1.0, 2.0], [2.0, 1.0]], 2)
+    problem = problem_of(UnitCosts((1,), (1,), (), (), (6,)), [[1.0, 2.0], [2.0, 1.0]], 2)
     assert seconds_in_turns(problem, [PlacedStage(0, 1, 0, 2)], build("1f1b", 1, 2)) == 1 + 1 + 6 / 2
 
 
 def test_all_reduces_go_round_a_ring_of_ascending_ranks() -> None:
     # links of 8 between neighbours on a ring of four, of 1 across; two replicas that are no neighbours have only that
     bandwidth = [[8.0 if (u - v) % 4 in (1, 3) else 1.0 for v in range(4)] for u in range(4)]
-    costs = SppCosts((0,), (0,), (), (), (8,))
+    costs = UnitCosts((0,), (0,), (), (), (8,))
     whole = Network.of(bandwidth, rings=True)
     for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
-        problem = Problem(costs, whole.ordered(order), 1, None)
+        problem = Problem(costs, whole.ordered(order), 1)
         assert problem.reduce_s(PlacedStage(0, 1, 0, 4)) == 2 * 3 / 4 * 8 / 8
-    assert Problem(costs, whole.ordered((0, 2, 1, 3)), 1, None).reduce_s(PlacedStage(0, 1, 0, 2)) == 2 / 2 * 8 / 1
-    assert Problem(costs, Network.of(bandwidth), 1, None).reduce_s(PlacedStage(0, 1, 0, 4)) == 2 * 3 / 4 * 8 / 1
+    assert Problem(costs, whole.ordered((0, 2, 1, 3)), 1).reduce_s(PlacedStage(0, 1, 0, 2)) == 2 / 2 * 8 / 1
+    assert Problem(costs, Network.of(bandwidth), 1).reduce_s(PlacedStage(0, 1, 0, 4)) == 2 * 3 / 4 * 8 / 1
 
 
 def test_a_ring_of_fast_links_is_planned_as_copies() -> None:
     bandwidth = [[1000.0 if (u - v) % 4 in (1, 3) else 1.0 for v in range(4)] for u in range(4)]
-    costs = SppCosts((1,) * 4, (2,) * 4, (1,) * 3, (1,) * 3, (20,) * 4)
+    costs = UnitCosts((1,) * 4, (2,) * 4, (1,) * 3, (1,) * 3, (20,) * 4)
     assert plan_in_turns(costs, bandwidth, 4).num_stages == 1
 
 
@@ -94,7 +94,7 @@ def test_no_plan_in_turns_is_faster_and_none_falls_short_of_its_bound(seed: int)
     order = [device for _, _, ranks in found.stages for device in ranks]
     assert sorted(order) == list(range(devices))
     assert found.stages[-1][2][0] == 0
-    problem = Problem(costs, Network.of(bandwidth), count, None, slowness, draw.choice((1.0, 8.0)))
+    problem = Problem(costs, Network.of(bandwidth), count, slowness, draw.choice((1.0, 8.0)))
     for stages in all_plans(problem):
         schedule = with_replicas(build("1f1b", len(stages), count), [stage.replicas for stage in stages])
         assert seconds_in_turns(problem, stages, schedule) >= least_in_turns_s(problem, stages) * (1 - 1e-9)
@@ -102,18 +102,18 @@ def test_no_plan_in_turns_is_faster_and_none_falls_short_of_its_bound(seed: int)
 
 
 def test_an_all_reduce_begins_within_the_last_backward_bucket_by_bucket() -> None:
-    costs = SppCosts((0, 0, 0), (1, 2, 4), (0, 0), (0, 0), (6, 2, 10))
+    costs = UnitCosts((0, 0, 0), (1, 2, 4), (0, 0), (0, 0), (6, 2, 10))
     stages, network = [PlacedStage(0, 3, 0, 2)], Network.of([[1.0] * 2] * 2)
     #   backward    2 2 2 2 1 1 0      buckets from 8 bytes on: {2}, {1, 0}, and an all-reduce takes a second for a byte
     #   all-reduce          2 2 2 2 2 2 2 2 2 2 1 1 0 0 0 0 0 0
-    problem = Problem(costs, network, 1, None, bucket_bytes=8)
+    problem = Problem(costs, network, 1, bucket_bytes=8)
     assert seconds_in_turns(problem, stages, build("1f1b", 1, 1)) == 4 + 10 + 8
-    whole = Problem(costs, network, 1, None, bucket_bytes=100)
+    whole = Problem(costs, network, 1, bucket_bytes=100)
     assert seconds_in_turns(whole, stages, build("1f1b", 1, 1)) == 7 + 18
 
 
 def test_a_slow_device_gets_less_to_do() -> None:
-    costs, bandwidth = SppCosts((1,) * 8, (2,) * 8, (0,) * 7, (0,) * 7, (1000,) * 8), [[1.0] * 4] * 4
+    costs, bandwidth = UnitCosts((1,) * 8, (2,) * 8, (0,) * 7, (0,) * 7, (1000,) * 8), [[1.0] * 4] * 4
     alike = plan_in_turns(costs, bandwidth, 8)
     for device in range(4):
         slowness = [3.0 if device == v else 1.0 for v in range(4)]
@@ -127,7 +127,7 @@ def test_devices_are_slow_that_take_clearly_longer_than_the_fastest() -> None:
 
 
 def test_plans_that_do_not_fit_are_left_out_and_none_is_an_error() -> None:
-    costs = SppCosts((1,) * 2, (2,) * 2, (0,), (0,), (1,) * 2)
+    costs = UnitCosts((1,) * 2, (2,) * 2, (0,), (0,), (1,) * 2)
     assert plan_in_turns(costs, [[1.0] * 2] * 2, 8).num_stages == 1
     assert plan_in_turns(costs, [[1.0] * 2] * 2, 8, fits=lambda plan: plan.num_stages == 2).num_stages == 2
     with pytest.raises(PartitionError, match="none of 2 plans for 2 devices fits their memory; use more devices"):
@@ -136,10 +136,10 @@ def test_plans_that_do_not_fit_are_left_out_and_none_is_an_error() -> None:
 
 def test_devices_with_fast_links_share_a_stage() -> None:
     bandwidth = [[100.0 if u % 2 == v % 2 else 0.1 for v in range(4)] for u in range(4)]
-    costs = SppCosts((1, 1), (2, 2), (0.1,), (0.1,), (5, 5))
+    costs = UnitCosts((1, 1), (2, 2), (0.1,), (0.1,), (5, 5))
     assert [ranks for _, _, ranks in plan_in_turns(costs, bandwidth, 8).stages] == [(1, 3), (0, 2)]
 
 
 def test_equal_links_and_heavy_parameters_ask_for_a_straight_pipeline() -> None:
-    costs = SppCosts((1,) * 4, (2,) * 4, (0.1,) * 3, (0.1,) * 3, (1000,) * 4)
+    costs = UnitCosts((1,) * 4, (2,) * 4, (0.1,) * 3, (0.1,) * 3, (1000,) * 4)
     assert plan_in_turns(costs, [[1.0] * 4] * 4, 16).num_stages == 4

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_avgpipe import AdaptiveFreezing
-from lightning_avgpipe.callbacks.freezing_order import by_gradient_norms, by_schedule, mean_squares, repeated_blocks
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.systems.freezing.order import by_gradient_norms, by_schedule, mean_squares, repeated_blocks
 from tests import processes
 from tests.commands import LIMIT_S, started
 from tests.models import MLP, Regression, loader
@@ -231,7 +231,7 @@ def test_a_script_freezes_as_one_process_does(freezing: dict[str, Any], tmp_path
         "costs": "measured",
         "microbatches": MICRO_BATCHES,
     }
-    script = str(Path(__file__).parents[1] / "script.py")
+    script = str(Path(__file__).parent / "script.py")
     with started(([script, str(tmp_path), json.dumps({**given, "freezing": options})], {})) as (process,):
         _, errors = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0, errors

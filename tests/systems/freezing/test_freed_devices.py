@@ -24,8 +24,8 @@ from lightning_avgpipe import AdaptiveFreezing, AvgPipeStrategy, PipelineTimelin
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import DeviceLayout, Party, StageMap
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.options import Options
+from lightning_avgpipe.systems.freezing.callback import check_sharing_later
 from tests import processes
 from tests.commands import LIMIT_S, started
 from tests.models import MLP, Regression, loader
@@ -234,7 +234,7 @@ def test_a_script_shares_stages_and_trains_as_one_process_does(tmp_path: Path) -
     """With the default launcher, measured costs and shuffled data."""
     freezing, epochs = {"alpha": 0.4, "freed": "replicas"}, 4
     given = {"devices": 2, "model": "WithSlowHead", "epochs": epochs, "costs": "measured", "microbatches": 4}
-    script = str(Path(__file__).parents[1] / "script.py")
+    script = str(Path(__file__).parent / "script.py")
     with started(([script, str(tmp_path), json.dumps({**given, "freezing": freezing})], {})) as (process,):
         _, errors = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0, errors
@@ -282,12 +282,12 @@ def options_of(**given: Any) -> Options:
 )
 def test_options_that_do_not_go_with_sharing_later_are_refused_by_name(options: Any, stages: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=f"freed='replicas'.*{message}"):
-        combinations.sharing_later(options_of(**options), StageMap.on(DeviceLayout(2), stages))
+        check_sharing_later(options_of(**options), StageMap.on(DeviceLayout(2), stages))
 
 
 def test_devices_in_several_groups_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="needs all devices in one group; use num_stages=4"):
-        combinations.sharing_later(options_of(), StageMap.on(DeviceLayout(4), 2))
+        check_sharing_later(options_of(), StageMap.on(DeviceLayout(4), 2))
 
 
 class Measured(FineTuned):

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs, digests
 from lightning_avgpipe.errors import VerificationError
+from lightning_avgpipe.planning.divisible import Divisible, Step
+from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.systems.freezing.kept_outputs import FrozenOutputs, KeptOutputsSource, digests
+from tests.planning.test_planner import Net
 
 HOST = torch.device("cpu")
 X = torch.arange(24.0).reshape(8, 3)
@@ -139,3 +142,44 @@ def test_what_was_stopped_keeps_nothing_more() -> None:
     kept.stop("two pipelines train")
     assert epoch(kept, [0, 1, 2, 3]) == epoch(kept, [0, 1, 2, 3]) == [None, None]
     assert not kept.wants(0) and kept.why_not == "two pipelines train"
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_units_are_open_where_what_is_kept_ends() -> None:
+    net = Net()
+    planner, args = Planner(Divisible(net), 2, source=KeptOutputsSource()), (torch.randn(2, 8), 0)
+    net.blocks[0].parts[:2].requires_grad_(False)
+    plan = planner.plan(Step("training_step", net.training_step, args))
+    assert plan.kept == 2 and plan.graph.nodes[1].name == "blocks.0.parts.1"
+    net.blocks[:2].requires_grad_(False)
+    plan = planner.plan(Step("training_step", net.training_step, args), plan.graph.units)
+    assert [node.name for node in plan.graph.nodes[: plan.kept]] == ["blocks.0", "blocks.1"]
+
+
+def test_it_is_logged_why_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    net = Net()
+    net.blocks[0].parts[0] = nn.Dropout(0.5)
+    net.blocks[0].requires_grad_(False)
+    planner = Planner(Divisible(net), 2, source=KeptOutputsSource())
+    assert planner.plan(Step("training_step", net.training_step, (torch.randn(2, 8), 0))).kept == 0
+    assert "outputs of frozen layers are not kept" in caplog.text and "draws random numbers" in caplog.text
+
+
+class Counting(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_what_counts_its_calls_is_called() -> None:
+    net = Net()
+    net.blocks[1].parts[1] = Counting(8, 8)
+    net.blocks[:2].requires_grad_(False)
+    plan = Planner(Divisible(net), 2, source=KeptOutputsSource()).plan(
+        Step("training_step", net.training_step, (torch.randn(2, 8), 0))
+    )
+    assert [node.name for node in plan.graph.nodes[: plan.kept]] == ["blocks.0", "blocks.1.parts.0"]

@@ -1,30 +1,78 @@
-"""Handle the frozen prefix of a stage: earlier stages that run forwards only, and kept outputs of frozen layers."""
+"""Begin the forwards of a stage: behind stages that run forwards only, or behind nodes whose outputs are kept."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.part import Path, Replayed, Tapped
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.planning.trained import Freezing
+from lightning_avgpipe.schedule import Schedule
 
 
-class FrozenPrefix:
-    """The beginning of a stage's forwards when layers before it, or its own first ones, are frozen.
+class Shortcut(Protocol):
+    """Kept outputs of the first nodes of a step, behind which the forwards of some micro-batches begin.
+
+    Attributes:
+        position: number of nodes, from the first, whose outputs are kept.
+        stage: stage that begins with them, the first one that trains.
+        leaves: names of the tensors of a batch by which micro-batches are told apart.
+    """
+
+    position: int
+    stage: int
+
+    @property
+    def leaves(self) -> frozenset[str]: ...
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch of training. Every process calls it."""
+
+    def known(self, samples: Sequence[tuple[Any, int]], schedule: Schedule, num_pipelines: int) -> frozenset[int]:
+        """Return the micro-batches of an iteration that begin with kept outputs. Every process calls it.
+
+        Args:
+            samples: data and number of samples, by micro-batch.
+            schedule: schedule of the iteration.
+            num_pipelines: number of pipelines that train in it.
+        """
+
+    def read(self, micro_batch: int, device: torch.device, forward_only: int) -> Message:
+        """Return the kept outputs for a known micro-batch, as a message of the stage before."""
+
+    def wants(self, micro_batch: int) -> bool:
+        """Return whether :meth:`fill` has a use for the outputs for a micro-batch."""
+
+    def fill(self, micro_batch: int, tensors: Sequence[Tensor], entries: Any) -> None:
+        """Take the values that are alive at the position, and descriptions of what the nodes before it returned."""
+
+
+# given the position, the cluster, the call graph of the step, the parameters that are trained now, and the stage
+ShortcutMaker = Callable[[int, Cluster, CallGraph, Freezing, int], Shortcut]
+
+
+class Prefix:
+    """The beginning of a stage's forwards.
 
     Args:
         program: program of the stage.
         device: device of the stage.
-        kept: kept outputs of frozen layers, on the first stage that trains; None elsewhere.
+        kept: kept outputs with which the stage may begin; None: it has none.
 
     Attributes:
         stages: number of stages, from the first, that run forwards only while others train.
     """
 
-    def __init__(self, program: StageProgram, device: torch.device, kept: FrozenOutputs | None) -> None:
+    def __init__(self, program: StageProgram, device: torch.device, kept: Shortcut | None) -> None:
         self.stages = 0
         self._program = program
         self._device = device

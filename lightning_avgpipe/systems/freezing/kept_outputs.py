@@ -17,26 +17,32 @@ from __future__ import annotations
 import hashlib
 import logging
 import pickle
+import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.codec import TensorForm, as_bytes
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.engine.forward_only import Freezing
 from lightning_avgpipe.errors import VerificationError
+from lightning_avgpipe.planning.divisible import Divisible
+from lightning_avgpipe.planning.planner import PlanSource
+from lightning_avgpipe.planning.trained import Freezing, requiring_gradient
 from lightning_avgpipe.schedule import Schedule, num_forward_only
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.names import is_within
 from lightning_avgpipe.utils.placeholder import Absent
 
 _log = logging.getLogger(__name__)
 
 _FEWEST_HITS = 0.5  # least share of known samples in later epochs
+_TRIALS = 3  # repetitions when reading kept outputs is timed
 
 _Key = tuple[int, bytes]  # number of samples in the micro-batch, and the digest of one
 
@@ -227,55 +233,153 @@ class FrozenOutputs:
         self.stop(found)
 
 
-@dataclass(frozen=True)
-class Keeping:
-    """The decision which micro-batches of a step begin behind the frozen layers, the same on every process.
+class KeptOutputs(FrozenOutputs):
+    """The outputs of frozen layers in a pipeline: the shortcut of a step, the same on every process.
 
-    Attributes:
-        outputs: kept outputs; used on the owner only.
+    Args:
+        limit: bytes on the host.
+        position: number of nodes, from the first, that are frozen.
         cluster: cluster of the process.
         graph: call graph of the step.
         freezing: record of the parameters that are trained now.
-        stage: first stage that trains.
+        stage: first stage that trains, whose process keeps the outputs.
+
+    Attributes:
+        stage: as given.
     """
 
-    outputs: FrozenOutputs
-    cluster: Cluster
-    graph: CallGraph
-    freezing: Freezing
-    stage: int
-
-    @property
-    def owner(self) -> int:
-        """The rank of the process that keeps the outputs."""
-        return self.cluster.stage_map.owner(self.stage)
+    def __init__(
+        self, limit: float, position: int, cluster: Cluster, graph: CallGraph, freezing: Freezing, stage: int
+    ) -> None:
+        super().__init__(limit, position)
+        self.stage = stage
+        self._cluster = cluster
+        self._graph = graph
+        self._freezing = freezing
 
     @property
     def leaves(self) -> frozenset[str]:
         """The names of the tensors of a batch that the frozen layers read."""
-        return frozenset(leaf.name for leaf in self.graph.needed_leaves(0, self.outputs.position))
+        return frozenset(leaf.name for leaf in self._graph.needed_leaves(0, self.position))
 
-    def known(self, samples: Sequence[tuple[Any, int]], schedule: Schedule) -> frozenset[int]:
-        """Return the micro-batches of an iteration whose outputs are kept. Every process must call this.
+    def known(self, samples: Sequence[tuple[Any, int]], schedule: Schedule, num_pipelines: int) -> frozenset[int]:
+        """Return the micro-batches of an iteration whose outputs are kept. Every process calls it.
 
         Args:
             samples: data and number of samples, by micro-batch.
             schedule: schedule of the iteration.
+            num_pipelines: number of pipelines that train in it.
         """
-        why, found = self._why_not(schedule), frozenset[int]()
-        if self.cluster.rank == self.owner:
+        if num_pipelines > 1:
+            self.stop(f"{num_pipelines} pipelines train, and outputs are kept for one")
+            return frozenset()
+        why, found, owner = self._why_none(schedule), frozenset[int](), self._cluster.stage_map.owner(self.stage)
+        if self._cluster.rank == owner:
             if why:
-                self.outputs.stop(why)
+                self.stop(why)
             there = {} if why or _lacks(samples, self.leaves) else dict(enumerate(samples))
-            found = self.outputs.look_up({i: digests(*sample, self.leaves) for i, sample in there.items()})
-        return found if why else self.cluster.group.broadcast(found, self.owner)
+            found = self.look_up({i: digests(*sample, self.leaves) for i, sample in there.items()})
+        return found if why else self._cluster.group.broadcast(found, owner)
 
-    def _why_not(self, schedule: Schedule) -> str:
-        if not self.freezing.trained <= self.graph.trained:
+    def _why_none(self, schedule: Schedule) -> str:
+        if not self._freezing.trained <= self._graph.trained:
             return "layers train that were frozen when the stages were planned"
         if num_forward_only(schedule) != self.stage:
             return f"stage {self.stage}, which would keep them, is not the first that trains"
         return f"stages of one process take turns in schedule={schedule.name!r}" if schedule.turns else ""
+
+
+# -- plans ----------------------------------------------------------------------------------------------------------
+
+
+class KeptOutputsSource(PlanSource):
+    """Plans in which frozen layers take no time, because their outputs are kept; units are open where these end."""
+
+    def opened(self, subject: Divisible, units: Sequence[str]) -> Sequence[str]:
+        """Return units of which none that can be opened has both trained and frozen parameters."""
+        while True:
+            flags = {unit: {p.requires_grad for p in subject.module.get_submodule(unit).parameters()} for unit in units}
+            mixed = [unit for unit in units if len(flags[unit]) > 1 and subject.opens(unit)]
+            if not mixed:
+                return units
+            units = subject.refine(units, mixed)
+
+    def costs(self, subject: Divisible, graph: CallGraph, costs: Costs) -> Costs:
+        """Return costs in which nodes with kept outputs take no time, if reading the outputs is faster."""
+        frozen, _ = frozen_prefix(graph, graph.trained)
+        if costs.measured and sum(costs.forward[:frozen]) < reading_s(graph, frozen, subject.device):
+            return costs
+        return replace(costs, forward=(0.0,) * frozen + tuple(costs.forward[frozen:]), kept=frozen)
+
+    def kept(self, graph: CallGraph, costs: Costs) -> int:
+        """Return how many nodes, from the first, are frozen and kept; log why there are not more."""
+        frozen, why = frozen_prefix(graph, graph.trained)
+        if frozen and not costs.kept:
+            frozen, why = 0, "computing them takes less time than reading them"
+        if why and frozen:
+            _log.info("outputs of frozen layers are kept up to %s: %s", graph.nodes[frozen - 1], why)
+        elif why:
+            _log.warning("outputs of frozen layers are not kept: %s", why)
+        return frozen
+
+
+def frozen_prefix(graph: CallGraph, trained: Collection[str]) -> tuple[int, str]:
+    """Return how many nodes, from the first, compute the same outputs for the same samples while they are frozen.
+
+    Values that cross the cut behind these nodes require no gradient. The nodes neither draw random numbers nor use
+    anything that the step changes.
+
+    Args:
+        graph: call graph of the step.
+        trained: full names of the parameters that are trained now.
+    Returns:
+        The number of nodes, 0 if there are none; and why there are not more, empty if these are all frozen nodes.
+    """
+    if graph.batch_writes:
+        return 0, f"{graph.step} changes its batch"
+    asking, most, why = requiring_gradient(graph, frozenset(trained)), len(graph.nodes) - 1, ""
+    for path in sorted(graph.drawing | graph.host_drawing):
+        if not any(is_within(path, unit) for unit in graph.units):  # code between units
+            begins = min((call.begin for call in graph.followed_calls if call.path == path), default=0)
+            if begins < most:
+                most, why = begins, f"{f'the code of {path!r}' if path else graph.step} draws random numbers"
+    assigning = {path for path, _ in graph.of_units}
+    for node in graph.nodes:
+        found = (
+            "draws random numbers" if node.draws or graph.host_drawing.intersection(node.drawn)
+            else "uses what the step changes" if node.states or node.index in graph.upkeep
+            else "writes into objects" if node.writes_objects
+            else "assigns attributes" if node.kind == "call" and any(is_within(p, node.name) for p in assigning)
+            else ""
+        )  # fmt: skip
+        if found:
+            if node.index < most:
+                most, why = node.index, f"{node} {found}"
+            break
+    free = (p for p in range(len(graph.nodes)) if graph.obstacles[p] is None and asking.isdisjoint(graph.live(p)))
+    frozen = list(free)
+    position = max((p for p in frozen if p <= most), default=0)
+    return position, why if position < max(frozen, default=0) else ""
+
+
+def reading_s(graph: CallGraph, frozen: int, device: torch.device | None) -> float:
+    """Measure the seconds to look up and read a frozen prefix's outputs for one micro-batch, with as many bytes.
+
+    Args:
+        graph: call graph of the step.
+        frozen: number of nodes in the prefix.
+        device: device to which outputs are read; None: the host.
+    """
+    data = [torch.zeros(leaf.nbytes, dtype=torch.uint8, device="cpu") for leaf in graph.needed_leaves(0, frozen)]
+    kept = torch.zeros(graph.boundary_bytes[frozen], dtype=torch.uint8, device="cpu")
+    times = []
+    for _ in range(_TRIALS):
+        begin = time.perf_counter()
+        for tensor in data:
+            hashlib.blake2b(tensor.numpy().data)
+        kept.clone().to(device or torch.device("cpu"))
+        times.append(time.perf_counter() - begin)
+    return min(times)
 
 
 def _lacks(samples: Sequence[tuple[Any, int]], names: Collection[str]) -> bool:

@@ -10,20 +10,21 @@ from itertools import combinations, pairwise
 import pytest
 
 from lightning_avgpipe.errors import PartitionError
-from lightning_avgpipe.planning.network import Network, device_order
-from lightning_avgpipe.planning.spp import SppCosts, execution_order, partition, plan
+from lightning_avgpipe.planning.costs import UnitCosts
 from lightning_avgpipe.schedule import StageCosts, simulate
+from lightning_avgpipe.systems.spp.partition import execution_order, partition, plan
+from lightning_avgpipe.systems.spp.problem import Network, device_order
 
 Stages = tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
-def uniform(units: int, forward_s: float, backward_s: float, message: float, parameters: float) -> SppCosts:
+def uniform(units: int, forward_s: float, backward_s: float, message: float, parameters: float) -> UnitCosts:
     between = (message,) * (units - 1)
-    return SppCosts((forward_s,) * units, (backward_s,) * units, between, between, (parameters,) * units)
+    return UnitCosts((forward_s,) * units, (backward_s,) * units, between, between, (parameters,) * units)
 
 
 # four equal devices; two heavy units in the middle, most parameters at the end
-HEAVY_MIDDLE = SppCosts((1, 1, 2, 2, 1, 1), (2, 2, 4, 4, 2, 2), (1,) * 5, (1,) * 5, (1, 1, 1, 1, 4, 4))
+HEAVY_MIDDLE = UnitCosts((1, 1, 2, 2, 1, 1), (2, 2, 4, 4, 2, 2), (1,) * 5, (1,) * 5, (1, 1, 1, 1, 4, 4))
 EQUAL = [[1.0] * 4] * 4
 # two nodes of four devices
 EIGHT_UNIFORM = uniform(12, 1, 2, 3, 6)
@@ -37,7 +38,7 @@ def all_stages(units: int, order: tuple[int, ...], num_stages: int) -> Iterator[
             yield tuple((a, b - 1, order[i:j]) for (a, b), (i, j) in zip(ends, places, strict=True))
 
 
-def bottleneck_s(costs: SppCosts, bandwidth: list[list[float]], num_microbatches: int, stages: Stages) -> float:
+def bottleneck_s(costs: UnitCosts, bandwidth: list[list[float]], num_microbatches: int, stages: Stages) -> float:
     """W, written down once more from its definition."""
     found = []
     for first, last, devices in stages:
@@ -54,14 +55,14 @@ def bottleneck_s(costs: SppCosts, bandwidth: list[list[float]], num_microbatches
     return max(found)
 
 
-def random_problem(seed: int) -> tuple[SppCosts, list[list[float]], int]:
+def random_problem(seed: int) -> tuple[UnitCosts, list[list[float]], int]:
     draw = random.Random(seed)
     units, devices = draw.randint(1, 7), draw.randint(1, 5)
 
     def numbers(count: int, largest: float) -> tuple[float, ...]:
         return tuple(draw.uniform(0, largest) for _ in range(count))
 
-    costs = SppCosts(
+    costs = UnitCosts(
         numbers(units, 1), numbers(units, 2), numbers(units - 1, 3), numbers(units - 1, 3), numbers(units, 8)
     )
     return costs, [[draw.uniform(0.5, 8) for _ in range(devices)] for _ in range(devices)], draw.randint(1, 6)
@@ -141,19 +142,6 @@ def test_without_replicas_an_iteration_is_that_of_the_schedule_simulator() -> No
     assert found.num_stages == 2
     stage_costs = StageCosts.uniform(2, 1, 2, send_s=0.5)
     assert found.makespan_s == simulate(execution_order(2, 4), stage_costs).iteration_s
-
-
-def test_a_memory_limit_forbids_stages_that_hold_too_much() -> None:
-    free = plan(HEAVY_MIDDLE, EQUAL, 4)
-    tight = plan(HEAVY_MIDDLE, EQUAL, 4, memory_limit=5)
-    held = [sum(HEAVY_MIDDLE.parameter_bytes[first : last + 1]) for first, last, _ in tight.stages]
-    assert max(held) <= 5 < max(sum(HEAVY_MIDDLE.parameter_bytes[a : b + 1]) for a, b, _ in free.stages)
-
-
-def test_what_fits_nowhere_is_refused_with_the_numbers() -> None:
-    for candidates in ("paper", "all"):
-        with pytest.raises(PartitionError, match=r"memory_limit=3 bytes: 6 units on 4 devices need 4 or more"):
-            plan(HEAVY_MIDDLE, EQUAL, 4, memory_limit=3, candidates=candidates)  # type: ignore[arg-type]
 
 
 def test_too_many_candidates_are_refused() -> None:

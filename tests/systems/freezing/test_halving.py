@@ -13,9 +13,9 @@ from torch import nn
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.halving import Halving, processes_of
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
+from lightning_avgpipe.systems.freezing.halving import Halving, processes_of
 
 PROCESSES, MICRO_BATCHES = 4, 8
 MANY, FEW = 1024, 1  # samples of a micro-batch: with few of them sums of gradients take longer than anything else
@@ -39,9 +39,9 @@ def may_be_shared(plan: Plan, counts: Sequence[int]) -> None:
 def planned(rows: int, limit: float = math.inf, check: Any = may_be_shared, norm: bool = False) -> Plan:
     module = Net(norm)
     schedule = build("1f1b", PROCESSES, MICRO_BATCHES)
-    conditions = Conditions(schedule, halving=Halving(limit, check))
-    return Planner(Divisible(module), PROCESSES).plan(
-        Step("training_step", module.training_step, (torch.ones(rows, 8), 0)), conditions=conditions
+    planner = Planner(Divisible(module), PROCESSES, source=Halving(PROCESSES, limit, check))
+    return planner.plan(
+        Step("training_step", module.training_step, (torch.ones(rows, 8), 0)), conditions=Conditions(schedule)
     )
 
 

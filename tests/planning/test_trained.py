@@ -7,10 +7,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.engine.forward_only import Freezing
 from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.freezing import num_frozen
 from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning.trained import Freezing, num_frozen
 
 WIDTH = 4
 

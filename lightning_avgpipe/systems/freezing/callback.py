@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_avgpipe.callbacks.freezing_order import FreezingOrder, by_gradient_norms, by_schedule, mean_squares
 from lightning_avgpipe.callbacks.timeline import PipelineTimeline
 from lightning_avgpipe.callbacks.tuner import AvgPipeTuner
+from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.planning.memory_limit import limit_of
-from lightning_avgpipe.strategy import combinations
-from lightning_avgpipe.strategy.options import MEMORY
+from lightning_avgpipe.planning.memory import limit_of
+from lightning_avgpipe.strategy.combinations import refuse
+from lightning_avgpipe.strategy.options import MEMORY, Options
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
+from lightning_avgpipe.systems.freezing.halving import Halving, check_sharing
+from lightning_avgpipe.systems.freezing.kept_outputs import KeptOutputs, KeptOutputsSource
+from lightning_avgpipe.systems.freezing.order import FreezingOrder, by_gradient_norms, by_schedule, mean_squares
 from lightning_avgpipe.utils.allowed import Count, check, choice, documented, flag, names, number, optional, whole
 from lightning_avgpipe.utils.lightning import Callback, SingleDeviceStrategy, pl, rank_zero_info, refuse_other
 
@@ -148,7 +152,9 @@ class AdaptiveFreezing(Callback):
         if self._options.replans and run is not None:
             self._check_replanning(run)
             if self._options.cache is not None:
-                run.deployment.keep_frozen(limit_of(self._options.cache, torch.device("cpu"), 1))
+                limit = limit_of(self._options.cache, torch.device("cpu"), 1)
+                run.deployment.pipeline.shortcut = partial(KeptOutputs, limit)
+                run.deployment.plan_by(KeptOutputsSource())
             if self._options.freed is not None:
                 self._check_freed(trainer, run)
 
@@ -160,7 +166,7 @@ class AdaptiveFreezing(Callback):
                     "process of each stage; remove one of the two"
                 )
         if run.cluster.world.world_size > 1:  # one process frees nothing
-            combinations.sharing_later(run.configuration.options, run.cluster.stage_map)
+            check_sharing_later(run.configuration.options, run.cluster.stage_map)
 
     def _check_replanning(self, run: PipelineRun) -> None:
         options = run.configuration.options
@@ -220,7 +226,8 @@ class AdaptiveFreezing(Callback):
     def _share(self, trainer: pl.Trainer) -> None:
         run = _run(trainer)
         if self._options.freed and run is not None:
-            run.halve()
+            size, limit = run.cluster.group.world_size, run.context.memory_per_stage()
+            run.deployment.plan_by(Halving(size, limit, partial(check_sharing, run)))
 
     # -- gradients of the last batch of an epoch ---------------------------------------------------------------------
 
@@ -261,3 +268,24 @@ def _run(trainer: pl.Trainer) -> PipelineRun | None:
     """Return the run of a pipeline; None if the strategy is another, or runs steps whole."""
     run = trainer.strategy.run if isinstance(trainer.strategy, AvgPipeStrategy) else None
     return run if isinstance(run, PipelineRun) else None
+
+
+def check_sharing_later(given: Options, stage_map: StageMap) -> None:
+    """Check options for training that begins with one stage per process, and later makes replicas of fewer stages."""
+    group_size, count = stage_map.group_size, stage_map.num_stages
+    refused = {
+        "num_stages": (count != group_size, f"one stage on each of {group_size} devices; use num_stages={group_size}"),
+        "replicas": (given.replicates, "none at first, since it makes them of what is freed"),
+        "num_pipelines": (given.num_pipelines > 1, "one model; use num_pipelines=1"),
+        "verify": (given.verifies, "no verification, since a replica has but a share of a batch"),
+    }
+    if stage_map.num_groups > 1:
+        refused["num_stages"] = True, f"all devices in one group; use num_stages={stage_map.world_size}"
+    asked = "AdaptiveFreezing(freed='replicas')"
+    refuse(given, refused, lambda option, needed: f"{asked} with {option} needs {needed}, or leave freed=None")
+    try:
+        replace(given, replicas=[1] * count)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"{asked} makes replicas of single stages later: {error}; or leave freed=None"
+        ) from error

@@ -1,0 +1,79 @@
+"""Stages that are placed by the bandwidth between processes, and train as in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_avgpipe import AvgPipeStrategy, Links
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.planning import Costs
+from lightning_avgpipe.planning.costs import Costing
+from lightning_avgpipe.planning.divisible import Divisible, Step
+from lightning_avgpipe.planning.planner import Conditions, Planner
+from lightning_avgpipe.schedule import build
+from lightning_avgpipe.systems.spp.placement import SppSource
+from tests import processes
+from tests.averaging.models import state
+from tests.models import MLP, loader
+from tests.planning.known_costs import of_nodes
+from tests.planning.test_planner import Net
+from tests.trainers import pipeline, trainer
+from tests.training.test_replicas import assert_close
+
+
+def placed(rank: int | None) -> Any:
+    """Ranks 0 and 2 have a fast link, and so have 1 and 3; two runs, of which the second places stages again."""
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    fast, slow = 1e12, 1e3
+    bandwidth = [[fast if u % 2 == v % 2 else slow for v in range(4)] for u in range(4)]
+    spp = {} if rank is None else {"planner": "spp", "replicas": "auto", "links": Links(bandwidth=bandwidth)}
+    strategy = AvgPipeStrategy(num_microbatches=5, **(spp or {"num_stages": 2}))  # type: ignore[arg-type]
+    runner, model = trainer(devices=1 if rank is None else 4, strategy=strategy, max_epochs=1), MLP()
+    runner.fit(model, loader(MLP, 30, 10), loader(MLP, 12, 6))
+    plan = strategy.plan
+    runner.validate(model, loader(MLP, 12, 6), verbose=False)
+    runner.fit_loop.max_epochs = 2
+    runner.fit(model, loader(MLP, 30, 10))
+    return state(model), plan and plan.devices
+
+
+@pytest.mark.slow
+def test_stages_are_placed_by_bandwidth_and_train_as_one_process(tmp_path: Path) -> None:
+    expected, _ = placed(None)
+    for weights, devices in processes.results(processes.run(4, placed, folder=tmp_path)):
+        assert_close(weights, expected)
+        assert sorted(rank for ranks in devices for rank in ranks) == [0, 1, 2, 3]
+        assert 0 in devices[-1] and all(len({rank % 2 for rank in ranks}) == 1 for ranks in devices)
+
+
+def test_what_the_planner_chooses_is_not_given() -> None:
+    with pytest.raises(ConfigurationError, match="the planner chooses stages and their replicas together"):
+        pipeline("auto", 4, {"planner": "spp", "replicas": 2})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="replicas='auto' and num_microbatches='auto'"):
+        pipeline("auto", 4, {"planner": "spp"})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"no use with planner='balanced'; use planner='spp', or leave it"):
+        pipeline("auto", 4, {"links": Links(bandwidth=[[1.0]])})  # type: ignore[arg-type]
+
+
+def test_stages_on_devices_keep_within_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(graph: CallGraph, *_: Any) -> Costs:
+        times = of_nodes([float(node.kind == "call") for node in graph.nodes])
+        return replace(times, stash_bytes=(100,) * len(graph.nodes), links=(), measured=True)
+
+    monkeypatch.setattr("lightning_avgpipe.planning.costs.measure", measure)
+    net, examples = Net(), (torch.randn(4, 8), 0)
+    conditions = Conditions(build("1f1b", 4, 8))
+    planner = Planner(Divisible(net), 4, costing=Costing("measured"), source=SppSource([[1e12] * 4] * 4))
+    copies = planner.plan(Step("training_step", net.training_step, examples), conditions=conditions)
+    assert copies.devices == ((0, 1, 2, 3),)
+    limit = copies.stages[0].memory.total - 1
+    less = replace(planner, memory_limit=limit)
+    stages = less.plan(Step("training_step", net.training_step, examples), conditions=conditions)
+    assert stages.num_stages > 1 and max(stage.memory.total for stage in stages.stages) <= limit
