@@ -28,19 +28,28 @@ from tqdm.auto import tqdm
 
 from lightning_avgpipe.capture.costs import Costs, value_bytes
 from lightning_avgpipe.capture.graph import CallGraph, Node
-from lightning_avgpipe.capture.node_trial import REGION_BACKWARD, Kept, NodeExecution, NodeTrial, sums_of
+from lightning_avgpipe.capture.node_trial import (
+    REGION_BACKWARD,
+    Kept,
+    NodeExecution,
+    NodeTrial,
+    Sample,
+    Samples,
+    Sampling,
+    sums_of,
+)
 from lightning_avgpipe.capture.recorder import owned_tensors
-from lightning_avgpipe.capture.samples import Sample, Samples, Sampling
 from lightning_avgpipe.capture.saved_tensors import SavedTensors, tensors_of
-from lightning_avgpipe.capture.snapshot import untouched
-from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
-from lightning_avgpipe.capture.visit import visiting
+from lightning_avgpipe.capture.tracer import StepTracer, function_name
 from lightning_avgpipe.errors import CaptureError, StepChangedError
+from lightning_avgpipe.state.parcel import Packer
+from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.state.untouched import untouched
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.device import visiting
 from lightning_avgpipe.utils.output import heard
-from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.saved_hooks import SavedHooks
+from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import is_transforming, storage_id
 
 _ROUNDS = 5  # runs of the step
@@ -91,7 +100,7 @@ def measure(
             sampling, first = Sampling(kinds, samples, deadline), saved is None
             timer = _Timer(graph, module, device, trial, sampling, batch, first, bar)
             following = timer.following(compiled=not graph.drawing)
-            with untouched(module, graph.changed), Objects(batch, opaque=True).restored(), timer.visiting(), following:
+            with untouched(module, graph.changed), Snapshot(batch, opaque=True).restored(), timer.visiting(), following:
                 run(*batch)
             timer.check_finished()
             saved = timer.saved if saved is None else saved

@@ -1,23 +1,100 @@
-"""Run a node alone, on detached copies of its inputs, so that nothing of the run remains."""
+"""Run a node alone, on detached copies of its inputs, so that nothing of the run remains; collect such samples."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.samples import Sample
-from lightning_avgpipe.capture.snapshot import random_state, untouched
+from lightning_avgpipe.state.parcel import Packer
+from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.state.untouched import random_state, untouched
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
-from lightning_avgpipe.utils.objects import Objects
-from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.saved_hooks import SavedHooks
+
+_CALLS = 2  # equal calls that are measured in one run of the step
+_REPETITIONS = 3
+_SHORT_S = 0.02  # repetitions of one call end after this time
+
+
+class Sample(NamedTuple):
+    """The seconds of one execution of a node alone."""
+
+    forward_s: float
+    backward_s: float
+
+
+@dataclass
+class Samples:
+    """Samples by kind of call, shared by graphs that have the same calls."""
+
+    found: dict[Hashable, list[Sample]] = field(default_factory=lambda: defaultdict(list))
+    complete: set[Hashable] = field(default_factory=set)
+    spent_s: float = 0.0
+
+    def median(self, kind: Hashable) -> Sample:
+        """Return the median of the forwards, and that of the backwards."""
+        samples = self.found[kind]
+        return Sample(statistics.median(s.forward_s for s in samples), statistics.median(s.backward_s for s in samples))
+
+    def take(self, other: Samples) -> None:
+        """Replace these samples by another process's, which started from these."""
+        self.found, self.complete, self.spent_s = other.found, other.complete, other.spent_s
+
+
+class Sampling:
+    """The samples that are taken in one run of a step.
+
+    Args:
+        kinds: kind of each node; nodes of the same kind share their samples.
+        samples: collection to which new samples are added.
+        deadline: time at which repetitions end, as ``time.perf_counter()``.
+    """
+
+    def __init__(self, kinds: Sequence[Hashable], samples: Samples, deadline: float) -> None:
+        self._kinds = kinds
+        self._samples = samples
+        self._deadline = deadline
+        self._calls: dict[Hashable, int] = defaultdict(int)
+
+    def wants(self, index: int) -> bool:
+        """Return whether a node is to be measured in this run."""
+        kind = self._kinds[index]
+        return kind not in self._samples.complete and self._calls[kind] < _CALLS
+
+    def add(self, index: int, sample: Sample) -> None:
+        """Add a sample of a node."""
+        self._samples.found[self._kinds[index]].append(sample)
+
+    def repeat(self, index: int, begin: float, warm_up: Sample, once: Callable[[], Sample]) -> None:
+        """Measure a node a few times, or use the warm-up as its sample if there is no time for more.
+
+        Args:
+            index: index of the node.
+            begin: start of the warm-up, as ``time.perf_counter()``.
+            warm_up: first execution, which takes longer.
+            once: execute the node once more.
+        """
+        self._calls[self._kinds[index]] += 1
+        took = time.perf_counter() - begin
+        share = max(0.0, self._deadline - time.perf_counter()) / (len(self._kinds) - index)
+        if took > share:
+            self.add(index, warm_up)
+            return
+        for _ in range(_REPETITIONS):
+            self.add(index, once())
+            if time.perf_counter() - begin > min(share, _SHORT_S) + took:
+                break
+
 
 REGION_BACKWARD = 3.0  # in forwards: a recomputed forward, and a backward of two forwards
 
@@ -41,13 +118,13 @@ class NodeExecution:
     run: Callable[..., Any]
     arguments: Callable[[Callable[[Tensor], Tensor]], Any]
 
-    def objects(self, args: Any, kwargs: Any) -> Objects | None:
+    def objects(self, args: Any, kwargs: Any) -> Snapshot | None:
         """Return the objects that the node may write into; None if it writes into none."""
         if not self.node.opens:
             return None
         module = self.module if self.node.exports else None
         modules = () if module is None else module.modules()
-        return Objects((args, kwargs), modules, generators=self.node.generators)
+        return Snapshot((args, kwargs), modules, generators=self.node.generators)
 
     @property
     def changing(self) -> set[str]:
@@ -69,7 +146,7 @@ class NodeTrial:
         self._packer = packer
         self._start_s = math.inf  # overhead of starting a backward, which a stage has once and each node alone has too
 
-    def given(self, result: Any, objects: Objects | None) -> list[Tensor]:
+    def given(self, result: Any, objects: Snapshot | None) -> list[Tensor]:
         """Return the tensors that a node gives, including those that it has left in objects."""
         return tree.tensors(result) if objects is None else self._packer.pack(result, objects)[1]
 
@@ -87,7 +164,7 @@ class NodeTrial:
         """
         copies = _Copies(clones=bool(execution.node.writes))
         args, kwargs = execution.arguments(copies)
-        objects, module = Objects((args, kwargs), opaque=True), execution.module
+        objects, module = Snapshot((args, kwargs), opaque=True), execution.module
         with untouched(module, execution.changing) if module is not None else random_state(), objects.restored():
             objects.replace_tensors(copies)  # tensors that units collect in objects belong to the graph of other nodes
             written = execution.objects(args, kwargs)

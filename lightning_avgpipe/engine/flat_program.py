@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.tracer import function_name, tensor_arguments
+from lightning_avgpipe.capture.tracer import function_name
 from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.operation import Operation, OperationResult, Runner
 from lightning_avgpipe.engine.path import Entry
@@ -31,6 +31,7 @@ from lightning_avgpipe.engine.templates import Fields, Items, fill, key_of, slot
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import TensorMeta
+from lightning_avgpipe.utils.tensors import tensor_arguments
 
 _NOTHING = contextlib.nullcontext()
 

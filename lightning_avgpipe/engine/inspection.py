@@ -19,11 +19,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_avgpipe.capture.tracer import tensor_arguments
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.placeholder import has_memory
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import storage_id
 
 # Maps the names of buffers that a step changes to the other models' parameters and such buffers, by name.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.wire_format import Format
-from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.forward_only import Freezing
 from lightning_avgpipe.engine.frozen_outputs import Keeping
+from lightning_avgpipe.engine.own_module import OwnAttributes
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.weights.double import Double
 from lightning_avgpipe.weights.tied import TiedParameters

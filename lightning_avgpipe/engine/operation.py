@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.known_tensors import KnownTensors
 from lightning_avgpipe.engine.compiling import Compiler
 from lightning_avgpipe.engine.path import Entry
 from lightning_avgpipe.engine.randomness import Draws
+from lightning_avgpipe.state.parcel import Packer, Parcel
+from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.objects import Objects
-from lightning_avgpipe.utils.parcel import Packer, Parcel
 from lightning_avgpipe.utils.placeholder import described
+from lightning_avgpipe.utils.tensors import KnownTensors
 
 Repeat = Callable[[Node, Callable[..., Any]], Callable[..., Any]]
 Around = Callable[["Operation", Node], contextlib.AbstractContextManager[None]]
@@ -54,12 +54,12 @@ class Operation(NamedTuple):
         """Return the name of the called unit, or the names of the parameters that the operation uses."""
         return {self.name} if self.kind == "call" else {owned[id(t)] for t in self.tensors if id(t) in owned}
 
-    def opened(self, node: Node) -> tuple[list[Tensor], Objects | None]:
+    def opened(self, node: Node) -> tuple[list[Tensor], Snapshot | None]:
         """Return all tensors that a node takes, also those in objects that it may write into, and these objects."""
         if not node.opens:
             return self.tensors, None
         modules = self.module.modules() if self.module is not None and node.exports else ()
-        objects = Objects((self.args, self.kwargs), modules, generators=node.generators)
+        objects = Snapshot((self.args, self.kwargs), modules, generators=node.generators)
         return [*self.tensors, *objects.tensors], objects
 
 
@@ -81,7 +81,7 @@ class OperationResult(NamedTuple):
         """The description of the outcome for later stages."""
         return described(self.result) if self.parcel is None else self.parcel
 
-    def is_as_captured(self, node: Node, taken: Sequence[Tensor], known: KnownTensors) -> bool:
+    def is_as_captured(self, node: Node, taken: Sequence[Tensor], known: KnownTensors[int]) -> bool:
         """Return whether a node returned as many tensors as when captured, and its arguments in the same places."""
         if len(self.tensors) != len(node.outputs):
             return False
@@ -139,7 +139,7 @@ class Runner:
         self._around = around
         self._compiler = compiler
 
-    def run(self, operation: Operation, node: Node, objects: Objects | None) -> OperationResult:
+    def run(self, operation: Operation, node: Node, objects: Snapshot | None) -> OperationResult:
         """Execute an operation that stands at a node and may write into these objects."""
         with _NOTHING if self._around is None else self._around(operation, node):
             result = self._result(operation, node)

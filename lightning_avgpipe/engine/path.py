@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.utils.parcel import Parcel
+from lightning_avgpipe.state.parcel import Parcel
 from lightning_avgpipe.utils.placeholder import Description
 
 # Description of a node's result, with the objects that it wrote into if there are any.

@@ -15,7 +15,6 @@ from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.capture.wire_format import Format
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.memory_channel import MemoryChannel
-from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.executor import IterationContext, Lane, execute
 from lightning_avgpipe.engine.forward_only import Freezing
@@ -23,6 +22,7 @@ from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs, Keeping
 from lightning_avgpipe.engine.inspection import ForeignTensors
 from lightning_avgpipe.engine.loaded_step import LoadedStep
 from lightning_avgpipe.engine.observer import Observer
+from lightning_avgpipe.engine.own_module import OwnAttributes
 from lightning_avgpipe.engine.own_stream import OwnStream
 from lightning_avgpipe.engine.stage import Stage, check_runnable
 from lightning_avgpipe.engine.task import Task

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments, watching
+from lightning_avgpipe.capture.tracer import StepTracer, function_name, watching
 from lightning_avgpipe.engine.attestation import Attestation, Attested
 from lightning_avgpipe.engine.compiling import Compiler
-from lightning_avgpipe.engine.constants import Constants
 from lightning_avgpipe.engine.detour import Detour
 from lightning_avgpipe.engine.operation import Around, Operation, Repeat, Runner
 from lightning_avgpipe.engine.path import Entry, OffPathNode, Path
@@ -36,14 +35,16 @@ from lightning_avgpipe.engine.program_writer import ProgramWriter
 from lightning_avgpipe.engine.randomness import Drawing, Draws
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.engine.stand_ins import StandIns
+from lightning_avgpipe.engine.unforeseen import Unforeseen
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.state.objects import ObjectState, put_state, state_of
+from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.object_state import ObjectState, put_state, state_of
-from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 from lightning_avgpipe.utils.random_streams import RandomKey, peek_host, stream
 from lightning_avgpipe.utils.source import caught_line, source_line
+from lightning_avgpipe.utils.tensors import tensor_arguments
 
 Observe = Callable[[Callable[..., Any], Any, Any], Any]
 
@@ -85,7 +86,7 @@ class Ground:
         device: device of the stage.
         packer: packer of the module; None if no unit writes into objects.
         compiler: compiler of units; None: they run uncompiled.
-        constants: buffers that free glue must not change; None: it may change all.
+        unforeseen: check for effects that the captured step did not have; None: it may have any.
     """
 
     units: Mapping[int, str]
@@ -94,7 +95,7 @@ class Ground:
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     packer: Packer | None = None
     compiler: Compiler | None = None
-    constants: Constants | None = None
+    unforeseen: Unforeseen | None = None
 
 
 _NOTHING = contextlib.nullcontext()
@@ -260,7 +261,7 @@ class _Replayer(StepTracer):
             self.attestation = Attestation(self.known, program.stage, attested, program.is_last)
         self._program = program
         self._writer = writer
-        self._constants = ground.constants
+        self._unforeseen = ground.unforeseen
         self._runner = runner
         self._observe = observe
         self._observed: list[Tensor] = []  # tensors that the last stage will observe
@@ -317,8 +318,8 @@ class _Replayer(StepTracer):
             with Absent.flowing():
                 result = func(*args, **kwargs)
         else:
-            if self._constants is not None and tensors:
-                self._constants.check_write(name, tensors[0])
+            if self._unforeseen is not None and tensors:
+                self._unforeseen.check_write(name, tensors[0])
             result = func(*args, **kwargs)
         if self.attestation is not None:
             self.attestation.made(name, args, kwargs, result)
@@ -498,7 +499,7 @@ class _Replayer(StepTracer):
             raise self._changed(None, program.graph.nodes[position])
 
     def _ended(self) -> _StageEnd:
-        self._held = [] if self._constants is None else self._constants.held()
+        self._held = [] if self._unforeseen is None else self._unforeseen.held()
         self._trail.left = _StageEnd()
         return self._trail.left
 

@@ -9,17 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.snapshot import Attributes
 from lightning_avgpipe.comm.codec import pickled
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.casts import Casts
 from lightning_avgpipe.engine.compiling import Execution
 from lightning_avgpipe.engine.frozen_outputs import FrozenOutputs
 from lightning_avgpipe.engine.frozen_prefix import FrozenPrefix
 from lightning_avgpipe.engine.halves import Halves
 from lightning_avgpipe.engine.inspection import ForeignTensors
-from lightning_avgpipe.engine.own_module import OwnModule
+from lightning_avgpipe.engine.own_module import OwnAttributes, OwnModule
 from lightning_avgpipe.engine.own_stream import OwnStream
 from lightning_avgpipe.engine.path import OffPathNode, Path
 from lightning_avgpipe.engine.recompute import Observations, Repetition
@@ -33,6 +31,8 @@ from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Action, Kind, Schedule
 from lightning_avgpipe.schedule.kinds import DOUBLE_FORWARD, GRAPH
 from lightning_avgpipe.schedule.rules import check_can_run
+from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.state.untouched import attributes
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.random_streams import restored
 from lightning_avgpipe.utils.torch_compat import version_of
@@ -86,7 +86,7 @@ class Stage:
         self.module = OwnModule(program, module, copies, of_units, shown)
         self._device = device
         self._seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
-        self._kept_by_seeding: dict[int, Attributes] = {}
+        self._kept_by_seeding: dict[int, Snapshot] = {}
         self._step = StageStep(program, module, device, foreign_tensors, execution)
         self._prefix = FrozenPrefix(program, device, kept)
         self._repetition = Repetition(self.module, device, execution.recompute, relayed)
@@ -183,7 +183,7 @@ class Stage:
 
     def _keep(self, micro_batch: int, gates: tuple[Gate, ...], roots: tuple[Tensor, ...]) -> None:
         if self._seeding:
-            self._kept_by_seeding[micro_batch] = Attributes(self._seeding)
+            self._kept_by_seeding[micro_batch] = attributes(self._seeding)
         self.stash[micro_batch] = Stash(gates, roots, "" if (watch := self._halves.watch) is None else watch.found)
 
     def _replay(
@@ -347,7 +347,7 @@ class Stage:
         if then is None:
             yield
             return
-        now = Attributes(self._seeding)
+        now = attributes(self._seeding)
         then.restore()
         try:
             with restored(self._device):

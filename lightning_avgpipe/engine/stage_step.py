@@ -16,12 +16,9 @@ from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.capture.tracer import uncompiled, watching
 from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.compiling import Execution
-from lightning_avgpipe.engine.constants import Constants
 from lightning_avgpipe.engine.flat_program import FlatProgram, Surprise
-from lightning_avgpipe.engine.idle_iterators import IdleIterators
 from lightning_avgpipe.engine.inspection import ForeignTensors, Inspection
 from lightning_avgpipe.engine.operation import Repeat, Runner
-from lightning_avgpipe.engine.own_generators import OwnGenerators, unmoved
 from lightning_avgpipe.engine.own_stream import OwnStream
 from lightning_avgpipe.engine.path import Entry, Path
 from lightning_avgpipe.engine.programs import Form, Programs
@@ -29,9 +26,10 @@ from lightning_avgpipe.engine.randomness import Drawing, Draws
 from lightning_avgpipe.engine.replay import Ground, Observe, Replayed, replay
 from lightning_avgpipe.engine.rewriting import Rewritten
 from lightning_avgpipe.engine.task import Task
+from lightning_avgpipe.engine.unforeseen import Unforeseen
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.random_streams import seed_host, stream
 
 
@@ -66,14 +64,12 @@ class StageStep:
         self._foreign_tensors = foreign_tensors
         units = {id(module.get_submodule(path)): path for path in graph.units}
         packer = Packer(module) if any(node.opens for node in graph.nodes) else None
-        constants = Constants.of(program, module)
+        self._unforeseen = unforeseen = Unforeseen(program, module)
         drawing = Drawing.of(module, graph)
-        self._ground = Ground(units, owned_tensors(module, ()), drawing, device, packer, execution.compiler, constants)
+        self._ground = Ground(units, owned_tensors(module, ()), drawing, device, packer, execution.compiler, unforeseen)
         self._began_on_host = False  # in this iteration
         self.rewritten = Rewritten.of(program, module)
         self.stream: OwnStream | None = None
-        self._generators = OwnGenerators(program, module)
-        self._iterators = IdleIterators(program, module)
 
     def begin(self, stream: OwnStream | None) -> None:
         """Begin an iteration whose actions run on this stream."""
@@ -115,10 +111,9 @@ class StageStep:
                 with watched(), self.rewritten.saved(task.trains), contextlib.suppress(Surprise):
                     return self._run_program(written, form, task, micro_batch, entries, attested, observe, repeat)
             writer = self._programs.writer(form)
-        constants = self._ground.constants
-        checked = nullcontext() if constants is None else constants.checked()
-        with self._inspected(task) as inspection, self.rewritten.saved(task.trains), checked:
-            with watched(), self._iterators.untouched(), self._generators.watched(), unmoved(task.args[micro_batch]):
+        args = task.args[micro_batch]
+        with self._inspected(task) as inspection, self.rewritten.saved(task.trains):
+            with watched(), self._unforeseen.checked(args):
                 if writer is not None and form is not None and task.around is not None:
                     with task.around(micro_batch):  # the context may set modes, such as autocast
                         writer.begin(form.tensors)
@@ -126,14 +121,14 @@ class StageStep:
                     program,
                     self._ground_now(copies),
                     partial(task.run, micro_batch),
-                    task.args[micro_batch],
+                    args,
                     received,
                     entries,
                     task.key_of(micro_batch),
                     observe,
                     repeat,
                     tap,
-                    self._generators.node if program.num_stages > 1 else None,
+                    self._unforeseen.node if program.num_stages > 1 else None,
                     attested if task.trains else None,
                     writer,
                 )

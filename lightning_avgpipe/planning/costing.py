@@ -11,7 +11,7 @@ from lightning_avgpipe.capture.cost_cache import CostCache, fingerprint
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure
-from lightning_avgpipe.capture.samples import Samples
+from lightning_avgpipe.capture.node_trial import Samples
 from lightning_avgpipe.planning.divisible import Divisible, Step
 
 _log = logging.getLogger(__name__)

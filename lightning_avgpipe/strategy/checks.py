@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_avgpipe.averaging.optimizer_clone import unwrapped
-from lightning_avgpipe.capture.attributes import is_compiled
+from lightning_avgpipe.capture.tracer import is_compiled
 from lightning_avgpipe.comm.device_layout import DeviceLayout
 from lightning_avgpipe.comm.stage_map import StageMap
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError

@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.outside import outside, variable
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.state.objects import Variable
+from lightning_avgpipe.state.outside import outside, variable
+from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils.lightning import pl
-from lightning_avgpipe.utils.object_state import Variable
-from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.patching import replaced
 
 # Attributes of the trainer that are known only when the batch before has ended.
@@ -93,7 +93,7 @@ class AheadWatch:
         self._view: Any = None
         self._modules: list[pl.LightningModule] = []
         self._read: dict[str, Variable] = {}
-        self._held: dict[str, Objects] = {}
+        self._held: dict[str, Snapshot] = {}
         self._graph: CallGraph | None = None
         self._settles = False  # the batch runs from which the step was captured
 
@@ -149,8 +149,8 @@ class AheadWatch:
                 f"self.global_step, or use {self._instead}"
             )
 
-    def _hold(self, name: str) -> Objects:
-        return Objects((self._read[name],), opaque=True)
+    def _hold(self, name: str) -> Snapshot:
+        return Snapshot((self._read[name],), opaque=True)
 
     def _changed(self, name: str) -> bool:
         return any(not isinstance(found, nn.Parameter) for found in self._held[name].changed())

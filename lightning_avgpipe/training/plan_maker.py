@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.samples import Samples
+from lightning_avgpipe.capture.node_trial import Samples
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.whole_backwards import whole_backwards

@@ -6,13 +6,14 @@ import contextlib
 import functools
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_avgpipe.utils.device_memory import AllocatorMemory, DeviceMemory
 
@@ -252,3 +253,19 @@ class AcceleratorPort(DevicePort):
 
     def utilization(self) -> float:
         return float(self._torch.utilization(self.device)) / 100
+
+
+@contextlib.contextmanager
+def visiting(tensors: Collection[Tensor], device: torch.device | None) -> Iterator[None]:
+    """Move tensors to a device within this context, and back after it."""
+    moves = device is not None and not port_of(device).is_host
+    # tensors without contents here are fetched on demand instead
+    homes = [(t, t.data) for t in tensors if moves and t.device != device and not t.is_meta]
+    for tensor, home in homes:
+        tensor.data = home.to(device)
+    try:
+        yield
+    finally:
+        for tensor, home in homes:
+            home.copy_(tensor.data)
+            tensor.data = home

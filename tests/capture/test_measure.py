@@ -19,7 +19,7 @@ from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure
-from lightning_avgpipe.capture.samples import Samples
+from lightning_avgpipe.capture.node_trial import Samples
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.utils import tree
@@ -50,7 +50,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     fake = SimpleNamespace(perf_counter=clock.perf_counter, thread_time=clock.perf_counter)
-    for module in ("capture.measure", "capture.samples", "utils.device"):
+    for module in ("capture.measure", "capture.node_trial", "utils.device"):
         monkeypatch.setattr(f"lightning_avgpipe.{module}.time", fake)
     return clock
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_avgpipe.capture.neighbours import neighbours
+from lightning_avgpipe.capture.units import neighbours
 
 
 class Net(nn.Module):

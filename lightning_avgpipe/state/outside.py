@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_avgpipe.utils.object_state import Variable
-from lightning_avgpipe.utils.objects import is_open, led_to
-from lightning_avgpipe.utils.opaque import is_opaque
+from lightning_avgpipe.state.objects import Variable, is_restorable
+from lightning_avgpipe.state.snapshot import is_open, led_to
 from lightning_avgpipe.utils.torch_compat import REGISTRIES
 
 _LIBRARY = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")})
@@ -148,7 +147,7 @@ class _Reached:
     def _default(self, function: types.FunctionType, name: str, held: Any) -> None:
         if isinstance(held, _CODE):
             self.enter(held)
-        elif is_open(type(held)) or is_opaque(held):
+        elif is_open(type(held)) or is_restorable(held):
             self._variable(f"enclosed {_name(function)}", {name: held}, name)
 
     def read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
