@@ -8,13 +8,17 @@ variable, register     its value, or values            assignment in the namespa
 module, class          attributes, no registries       assignment
 function, tuple        what it refers to               nothing: these references never change
 array, generator       a copy of its contents          copying the contents back; arrays count only as contents
+bytes, C data          a copy of its contents          likewise, like arrays
 iterator               how far it has come             nothing: an iterator cannot be put back
 =====================  ==============================  ========================================================
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
+import contextvars
+import ctypes
 import functools
 import inspect
 import itertools
@@ -38,6 +42,7 @@ from lightning_avgpipe.utils.weak_cache import weakly_cached
 
 ITEMS = (list, dict, set, deque)
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
+BYTES = (bytearray, array.array, ctypes.Array.__mro__[1])  # the last is the base of all data of C
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
@@ -132,6 +137,8 @@ class ObjectState(NamedTuple):
             return state_of(obj).is_same(self)
         if isinstance(obj, np.ndarray):
             return obj.shape == self.items.shape and np.array_equal(_words(obj), _words(self.items))
+        if isinstance(obj, BYTES):
+            return bytes(obj) == bytes(self.items)  # a number that is none differs from itself
         return bool(contents(obj) == self.items)
 
     def now(self, obj: Any) -> ObjectState:
@@ -162,6 +169,10 @@ def put_state(obj: Any, state: ObjectState) -> None:
     """Set an object to a state."""
     if isinstance(obj, np.ndarray) and state.is_contents:
         obj[...] = state.items
+    elif isinstance(obj, (bytearray, array.array)) and state.is_contents:
+        obj[:] = state.items
+    elif isinstance(obj, BYTES) and state.is_contents:
+        ctypes.memmove(ctypes.addressof(obj), state.items, len(state.items))
     else:
         _kind(type(obj)).put(obj, state)
 
@@ -185,6 +196,18 @@ def _read_cell(obj: types.CellType) -> ObjectState:
         return ObjectState(None, {"cell_contents": obj.cell_contents})
     except ValueError:  # not assigned yet
         return ObjectState(None, {})
+
+
+def _read_context_variable(obj: contextvars.ContextVar[Any]) -> ObjectState:
+    try:
+        return ObjectState(None, {"value": obj.get()})
+    except LookupError:  # neither set nor given a default
+        return ObjectState(None, {})
+
+
+def _put_context_variable(obj: contextvars.ContextVar[Any], state: ObjectState) -> None:
+    if state.attributes:  # a variable that was not set cannot be put back
+        obj.set(state.attributes["value"])
 
 
 def _put_cell(obj: types.CellType, state: ObjectState) -> None:
@@ -218,6 +241,7 @@ _EXACT: dict[type, _Kind] = {
     Variable: _AS_OBJECT,
     Buffers: _AS_OBJECT,
     types.CellType: _Kind(_read_cell, _put_cell),
+    contextvars.ContextVar: _Kind(_read_context_variable, _put_context_variable),
     types.MethodType: _Kind(lambda obj: ObjectState((obj.__self__, obj.__func__), {}), _put_nothing),
     types.FunctionType: _Kind(
         lambda obj: ObjectState(
@@ -359,6 +383,8 @@ def is_restorable(obj: Any) -> bool:
     """Return whether an object is a random generator or a writable array that is not large or mapped from a file."""
     if isinstance(obj, np.ndarray):
         return obj.flags.writeable and not isinstance(obj, np.memmap) and obj.nbytes <= _LARGEST
+    if isinstance(obj, BYTES):
+        return memoryview(obj).nbytes <= _LARGEST
     return is_generator(obj)
 
 
@@ -384,6 +410,8 @@ def contents(obj: Any) -> Any:
         return _progress(obj)
     if isinstance(obj, np.ndarray):
         return obj.copy()
+    if isinstance(obj, BYTES):
+        return obj[:] if isinstance(obj, (bytearray, array.array)) else bytes(obj)
     if isinstance(obj, torch.Generator):
         return obj.get_state().numpy().tobytes()
     if isinstance(obj, random.Random):

@@ -165,6 +165,8 @@ class _Reached:
             if operation in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"):
                 self.lines[name].add((code, line))
                 before = self._name(namespace, name)
+                if operation == "STORE_GLOBAL":  # it may not exist yet
+                    self._variable(f"global {namespace.get('__name__')}", namespace, name)
             elif operation in ("LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"):
                 self.lines[name].add((code, line))
             elif operation in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"):

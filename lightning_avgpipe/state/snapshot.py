@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import sys
 import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
@@ -46,7 +47,9 @@ _CLOSED = (
     "torch.utils.data", "torch.distributed", "torch.cuda", "torch._C",
 )  # fmt: skip
 _OPEN = (
-    "builtins", "collections", "types.SimpleNamespace", "functools.partial", "abc", "typing",
+    "builtins", "collections", "types.SimpleNamespace", "argparse.Namespace", "argparse._AttributeHolder",
+    "weakref.WeakKeyDictionary", "weakref.WeakValueDictionary", "_weakrefset.WeakSet", "functools.partial", "abc",
+    "typing",
     "lightning.fabric.utilities.data.AttributeDict", "lightning_fabric.utilities.data.AttributeDict",
 )  # fmt: skip
 _CHOICES = {"generators": objects.is_generator, "iterators": objects.is_iterator}
@@ -254,7 +257,7 @@ def is_open(cls: type) -> bool:
     """Return whether objects of a type are entered."""
     if issubclass(cls, (Tensor, nn.Module, type, types.ModuleType, *GENERATORS)):
         return False
-    if cls in (types.FunctionType, types.MethodType, types.CellType, Variable, Buffers):
+    if cls in (types.FunctionType, types.MethodType, types.CellType, contextvars.ContextVar, Variable, Buffers):
         return True
     for base in cls.__mro__[:-1]:
         name, root = f"{base.__module__}.{base.__qualname__}", base.__module__.partition(".")[0]

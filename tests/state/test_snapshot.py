@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import tracemalloc
+from argparse import Namespace
+from array import array as numbers
 from collections import OrderedDict, defaultdict, deque
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import lightning as L
 import numpy as np
@@ -54,6 +59,10 @@ HOLDERS = {
     "set": ({1}, lambda o: o.add(2), set),
     "deque": (deque([1, 2], maxlen=2), lambda o: o.append(3), list),
     "namespace": (SimpleNamespace(a=1), lambda o: vars(o).update(b=1), lambda o: dict(vars(o))),
+    "arguments": (Namespace(a=1), lambda o: setattr(o, "a", 2), lambda o: o.a),
+    "context": (ContextVar("x", default=1), lambda o: o.set(2), lambda o: o.get()),
+    "weak": (WeakKeyDictionary({Slotted: 1}), lambda o: o.update({Slotted: 2}), dict),
+    "weak set": (WeakSet([Slotted]), lambda o: o.clear(), set),
     "slots": (Slotted(), lambda o: setattr(o, "other", 2), lambda o: hasattr(o, "other")),
     "inside": (([Frozen()],), lambda o: o[0][0].items.append(1), lambda o: list(o[0][0].items)),
     "method": (Frozen().items.append, lambda o: None, lambda o: None),
@@ -121,6 +130,25 @@ def test_an_array_is_seen_to_be_changed_and_put_back_whatever_it_holds(name: str
     assert len(objects.changed()) == 1
     objects.restore()
     assert array.tobytes() == before and not objects.changed()
+
+
+BYTES = {
+    "bytes": (bytearray(b"abc"), lambda o: o.append(1), bytes),
+    "array": (numbers("d", [1.0, float("nan")]), lambda o: o.append(2.0), bytes),
+    "number of C": (ctypes.c_double(1.0), lambda o: setattr(o, "value", 2.0), bytes),
+    "numbers of C": ((ctypes.c_int * 3)(1, 2, 3), lambda o: o.__setitem__(0, 2), bytes),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_and_data_of_c_are_put_back(name: str) -> None:
+    held, change, seen = BYTES[name]
+    snapshot, before = Snapshot([{"a": held}], opaque=True), seen(held)
+    assert not snapshot.changed()
+    change(held)
+    assert len(snapshot.changed()) == 1 and seen(held) != before
+    snapshot.restore()
+    assert seen(held) == before
 
 
 def test_a_zero_with_another_sign_is_a_change() -> None:
