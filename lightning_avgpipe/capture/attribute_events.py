@@ -363,7 +363,7 @@ class AttributeEvents:
                 yield *read.apart_from(node), reason.format(joined(*key), read.source, unit)
         for key, by in self._by_units.items():
             for read in self._reads_of(key):
-                if read.position <= min(by):  # reads the value of the previous micro-batch
+                if read.carried and read.position <= min(by):  # reads the value of the previous micro-batch
                     why = reason.format(joined(*key), read.source, by[max(by)])
                     yield *read.apart_from(max(by)), f"{why} for the next micro-batch"
 

@@ -101,7 +101,8 @@ class Effects:
     @property
     def unseen(self) -> frozenset[Key]:
         """The attributes whose assignment was not seen."""
-        return self._unseen | (self.of_units & self._reassigned)
+        by_both = self.attributes.of_units.intersection(self.assigned)
+        return self._unseen | ((self.of_units | by_both) & self._reassigned)
 
     def repeated(self, again: Effects) -> None:
         """Compare with a repeated step: changes that it did not make again are made only once."""

@@ -74,7 +74,6 @@ class ObjectEvents:
         modules: modules whose attributes lead to the objects, by path.
         chosen: ids of the objects that are known to change while the step runs; only these are watched.
         now: tells the position.
-        reads: reads of attributes.
 
     Attributes:
         attributes: attributes by path and name, and variables outside of modules by full name.

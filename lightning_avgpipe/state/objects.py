@@ -42,7 +42,7 @@ from lightning_avgpipe.utils.weak_cache import weakly_cached
 
 ITEMS = (list, dict, set, deque)
 ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
-BYTES = (bytearray, array.array, ctypes.Array.__mro__[1])  # the last is the base of all data of C
+BYTES: tuple[Any, ...] = (bytearray, array.array, ctypes.Array.__mro__[1])  # the last is the base of all data of C
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
