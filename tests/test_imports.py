@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "lightning_avgpipe"
 
 # The rooms from the ground up: each may import those before it, and itself.
 ROOMS = (
-    "errors", "utils", "schedule", "capture", "planning", "comm", "weights", "loading", "engine", "averaging", "tuning",
-    "advise", "training", "verify", "strategy", "callbacks", "systems", "__init__", "__main__",
+    "errors", "utils", "schedule", "state", "capture", "planning", "comm", "weights", "loading", "engine", "averaging",
+    "tuning", "advise", "training", "verify", "strategy", "callbacks", "systems", "__init__", "__main__",
 )  # fmt: skip
 # What knows Lightning, and where it is imported for them.
 UPPER = ("training", "verify", "strategy", "callbacks", "systems", "__init__")

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_avgpipe.capture.snapshot import random_state
 from lightning_avgpipe.engine.microbatch import fewest_samples
 from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.planning.memory import MemoryLimit
 from lightning_avgpipe.schedule import picture
+from lightning_avgpipe.state.untouched import random_state
 from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.strategy.options import ALLOWED, MEMORY
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from lightning_avgpipe.capture.graph import Leaf
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
-from lightning_avgpipe.utils.tensors import tensor_bytes
+from lightning_avgpipe.utils.tensors import KnownTensors, tensor_bytes
 
 
 def leaf_names(batch: Any) -> tuple[str, ...]:
@@ -31,14 +30,14 @@ class BatchUse:
     def __init__(self, device: torch.device | None) -> None:
         self._device = device or torch.device("cpu")
         self._leaves: list[Leaf] = []
-        self._origins: dict[int, tuple[weakref.ref[Tensor], frozenset[int]]] = {}
+        self._origins = KnownTensors[frozenset[int]]()
 
     def begin(self, batch: Any) -> None:
         """Begin to follow the tensors of the batch that the step will be given."""
         tensors = tree.tensors(batch)
         for i, (name, tensor) in enumerate(zip(leaf_names(batch), tensors, strict=True)):
             self._leaves.append(Leaf(name, tensor_bytes(tensor)))
-            self._origins[id(tensor)] = (weakref.ref(tensor), frozenset((i,)))
+            self._origins.learn(tensor, frozenset((i,)))
 
     def leaves(self) -> tuple[Leaf, ...]:
         """Return the tensors of the batch, with all uses so far."""
@@ -61,7 +60,7 @@ class BatchUse:
         """Note that these results are views or copies of tensors of the batch."""
         origin = self._of(tensors)
         for result in results:
-            self._origins[id(result)] = (weakref.ref(result), origin)
+            self._origins.learn(result, origin)
 
     def computed(self, tensors: Sequence[Tensor], position: int) -> None:
         """Note that free glue or a free unit computes with these tensors before the node at this position."""
@@ -85,13 +84,8 @@ class BatchUse:
 
     def _of(self, tensors: Sequence[Tensor]) -> frozenset[int]:
         """Return the indices of the batch's tensors that these are made from."""
-        found: frozenset[int] = frozenset()
-        for tensor in tensors:
-            for candidate in (tensor, tensor._base):
-                entry = self._origins.get(id(candidate))
-                if entry is not None and entry[0]() is candidate:
-                    found |= entry[1]
-        return found
+        known = (self._origins.own_value_of(one) for t in tensors for one in (t, t._base) if one is not None)
+        return frozenset[int]().union(*(found for found in known if found is not None))
 
     def _absent(self, tensor: Tensor) -> Tensor:
         if not self._of([tensor]):

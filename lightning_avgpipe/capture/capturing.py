@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.calls import watching_seeds
 from lightning_avgpipe.capture.draft import ANYWHERE
+from lightning_avgpipe.capture.generators import Iterators, Key
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.iterators import Iterators, Key
 from lightning_avgpipe.capture.named_state import trained_parameters
 from lightning_avgpipe.capture.recorder import Preview, StepRecorder
-from lightning_avgpipe.capture.snapshot import untouched
 from lightning_avgpipe.capture.tracer import watching
 from lightning_avgpipe.capture.units import neighbours
 from lightning_avgpipe.errors import CaptureError, SkippedStepError
+from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.state.untouched import untouched
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.tensors import INSTEAD_OF_NESTED
 from lightning_avgpipe.utils.torch_compat import version_of
 
@@ -59,7 +59,7 @@ def capture(
     while True:
         batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
         make = partial(StepRecorder, module, units, device, preview, ignore)
-        with contextlib.closing(make([*tree.tensors(batch), *Objects(batch).tensors])) as recorder:
+        with contextlib.closing(make([*tree.tensors(batch), *Snapshot(batch).tensors])) as recorder:
             try:
                 trained = trained_parameters(module)
                 followed = _followed(recorder, make, module, step, run, batch)
@@ -102,10 +102,10 @@ def _followed(
     batch = [(leaf, version_of(leaf)) for leaf in tree.tensors(args)]
     if args:
         recorder.batch.begin(args[0])
-    iterators = Iterators(recorder.unnamed.mutations.attributes)
-    with untouched(module), Objects(args, opaque=True).restored(), recorder.visiting(module), recorder.state.changes:
+    iterators = Iterators(recorder.effects.objects.attributes)
+    with untouched(module), Snapshot(args, opaque=True).restored(), recorder.visiting(module), recorder.state.changes:
         seeds = watching_seeds(recorder.calls.seeds)
-        with recorder.unnamed.watched(), recorder.following(), watching(recorder.calls), seeds:
+        with recorder.effects.watched(), recorder.following(), watching(recorder.calls), seeds:
             result = run(*args)
         recorder.finish(result)
         if taken := iterators.advanced():
@@ -113,11 +113,11 @@ def _followed(
                 0, ANYWHERE, f"{step} takes items from the iterator '{taken}', which nobody can put back: each stage "
                 "would take others. Make it a part of the batch (CombinedLoader), or count in an attribute",
             )  # fmt: skip
-        carried = tuple(recorder.unnamed.assignments.carried())
-        passing = tuple(recorder.unnamed.assignments.passing())
+        carried = tuple(recorder.effects.attributes.carried())
+        passing = tuple(recorder.effects.attributes.passing())
         loss = _loss(result) if step == "training_step" else None
         _find_what_lasts(recorder, make, run, spare)
-        holders = tuple(recorder.unnamed.mutations.holders().items())
+        holders = tuple(recorder.effects.objects.holders().items())
     writes = any(version_of(leaf) != version for leaf, version in batch)
     return _Followed(iterators.leads(), carried, passing, loss, holders, writes)
 
@@ -126,7 +126,7 @@ def _graph(
     recorder: StepRecorder, module: nn.Module, step: str, trained: frozenset[str], followed: _Followed
 ) -> CallGraph:
     """Make the call graph of what was recorded."""
-    draft, unnamed, calls = recorder.draft, recorder.unnamed, recorder.calls
+    draft, effects, calls = recorder.draft, recorder.effects, recorder.calls
     drawing = calls.drawing | calls.host_drawing
     return CallGraph(
         step=step,
@@ -141,21 +141,21 @@ def _graph(
         from_entropy=calls.from_entropy,
         leaves=recorder.batch.leaves(),
         batch_writes=followed.batch_writes,
-        glue_states=frozenset(recorder.uses.by_glue),
+        glue_states=frozenset(recorder.state.by_glue),
         rewritten=frozenset(recorder.state.rewritten),
-        attributes=unnamed.assigned,
+        attributes=effects.assigned,
         passing=followed.passing,
         carried=followed.carried,
         holders=followed.holders,
-        of_units=tuple(sorted(unnamed.of_units - dict(followed.holders).keys())),
-        written=unnamed.mutations.written(recorder.state.changes.nameless),
-        reads=tuple(unnamed.assignments.reads.items()),
+        of_units=tuple(sorted(effects.of_units - dict(followed.holders).keys())),
+        written=effects.objects.written(recorder.state.changes.nameless),
+        reads=tuple(effects.attributes.first_reads.items()),
         pinned=tuple(draft.pinned),
         leaking=frozenset(recorder.hidden.leaking),
         followed_calls=tuple(calls.ended),
         trained=trained,
         finite=followed.loss is None or bool(followed.loss.isfinite().all()),
-        generators=unnamed.generators.uses(),
+        generators=effects.generators.uses(),
         iterators=followed.iterators,
         uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(calls.calls),
         neighbours=tuple(neighbours(module, calls.calls)),
@@ -175,18 +175,18 @@ def _find_what_lasts(
     """
     with contextlib.ExitStack() as stack:
         again = None
-        if recorder.unnamed.may_last or recorder.hidden.own:
+        if recorder.effects.may_last or recorder.hidden.has_own:
             again = stack.enter_context(contextlib.closing(make(tree.tensors(args))))
-            again.hidden.own.follow(recorder.hidden.own)
+            again.hidden.follow(recorder.hidden)
             try:
-                with again.state.changes, again.unnamed.assignments.watched(), again.following(), watching(again.calls):
+                with again.state.changes, again.effects.attributes.watched(), again.following(), watching(again.calls):
                     run(*args)
             except Exception:  # any error of the user's code is ignored here; training will show it
                 again = None
         recorder.draft.pinned += recorder.hidden.settle(None if again is None else again.hidden)
         if again is not None:
-            recorder.unnamed.repeated(again.unnamed)
-    recorder.draft.pinned += recorder.unnamed.pinned(recorder.draft.nodes)
+            recorder.effects.repeated(again.effects)
+    recorder.draft.pinned += recorder.effects.pinned(recorder.draft.nodes)
 
 
 def _loss(result: Any) -> Tensor:

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node, Value
-from lightning_avgpipe.capture.operation import KnownTensors
 from lightning_avgpipe.capture.tracer import tensor_arguments
 from lightning_avgpipe.capture.upkeep import made_by
+from lightning_avgpipe.state.parcel import Packer
+from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.objects import Objects
-from lightning_avgpipe.utils.parcel import Packer
-from lightning_avgpipe.utils.tensors import is_strided, tensor_bytes
+from lightning_avgpipe.utils.tensors import KnownTensors, is_strided, tensor_bytes
 from lightning_avgpipe.utils.torch_compat import address, version_of
 
 # Functions whose results have a length that depends on numbers, ...
@@ -154,7 +153,7 @@ class Draft:
     # -- objects that units write into ---------------------------------------------------------------------------------
 
     def with_objects(
-        self, node: Node, result: Any, objects: Objects, lasting: Objects, exports: bool, writes: bool
+        self, node: Node, result: Any, objects: Snapshot, lasting: Snapshot, exports: bool, writes: bool
     ) -> tuple[Node, list[Tensor]]:
         """Return the node, and the tensors that it gave: those in its result, or also those that it wrote into objects.
 

@@ -72,7 +72,7 @@ class Node:
         flops: forward floating-point operations, an estimate.
         writes_objects: whether the node writes into objects among its arguments, or returns objects that hold tensors.
             The tensors in these objects then follow the tensors in its arguments, and its outputs are those of a
-            :class:`~lightning_avgpipe.utils.parcel.Parcel`.
+            :class:`~lightning_avgpipe.state.parcel.Parcel`.
         exports: whether attributes of the unit's modules count as such objects.
         lasting: indices of the objects that the node writes into and that existed before the step.
         generators: indices, among all random generators in the arguments, of those that the step has made; they count

@@ -1,16 +1,166 @@
-"""Find tensors that are made inside a unit and reach other code without being returned."""
+"""Follow tensors that are made inside a unit and reach other code without being returned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_avgpipe.capture.calls import Calls
 from lightning_avgpipe.capture.draft import ANYWHERE, Draft, Pin
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.own_tensors import OwnTensors, TensorRead
-from lightning_avgpipe.capture.unit_operations import Provenance
+from lightning_avgpipe.capture.named_state import NamedState
+from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.tensors import KnownTensors, is_lent, tensor_arguments
+from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets, version_of
+
+# Operations whose results depend only on shape, dtype and device of their arguments.
+_LIKE = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
+        "empty_like", "full_like", "ones_like", "zeros_like",
+    )
+)  # fmt: skip
+
+
+class _Again(torch.autograd.Function):
+    """An identity whose result is another tensor object with the same memory, but no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def _again(tensor: Tensor) -> Tensor:
+    if tensor.grad_fn is None:
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+    with torch.enable_grad():
+        again: Tensor = _Again.apply(tensor)
+    return again
+
+
+class Provenance(TorchDispatchMode):
+    """A dispatch mode that watches the operations inside of units, where torch functions are not followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made = KnownTensors[tuple[int, bool]]()  # node that made it; whether it is a constant
+        self._mixed: set[int] = set()  # memory of constants into which something else was written
+        self._told = False  # whether Python code of the node has read numbers that are not constant
+        self._node = 0
+        self._descriptions: dict[int, tuple[Any, ...]] = {}  # of the arguments, by node
+        self._used: dict[int, tuple[Tensor, int]] = {}
+
+    def at(self, node: int, args: Any, kwargs: Any) -> Provenance:
+        """Return the context in which a node runs with these arguments."""
+        self._node = node
+        self._descriptions[node] = _description(args, kwargs)
+        self._used = {}
+        self._told = False
+        return self
+
+    @property
+    def used(self) -> list[Tensor]:
+        """The tensors that the running or last node took and did not make itself."""
+        return [tensor for tensor, _ in self._used.values()]
+
+    def written(self) -> list[Tensor]:
+        """Return the tensors in :attr:`used` that the node changed in place."""
+        return [tensor for tensor, version in self._used.values() if version_of(tensor) != version]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = tensor_arguments(args, kwargs)
+        for tensor in tensors:
+            if self.birth(tensor) != self._node and not is_lent(tensor):
+                self._used.setdefault(id(tensor), (tensor, version_of(tensor)))
+        known = func.overloadpacket in _LIKE or all(map(self.is_constant, tensors))
+        constant = known and not self._told and torch.Tag.nondeterministic_seeded not in func.tags
+        if is_mutable(func) and not constant:
+            self._mixed.update(map(address, targets(func, args, kwargs)))
+        result = func(*args, **kwargs)
+        found = tensor_arguments(result)
+        self._told |= not (found or known)
+        before = set(map(address, tensors))
+        for tensor in found:
+            if id(tensor) not in self._used:
+                self._made.learn(tensor, (self._node, constant))
+            if constant and address(tensor) not in before:  # new memory at the address of an earlier tensor
+                self._mixed.discard(address(tensor))
+        return result
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Return whether a node made a tensor without parameters, the batch or random numbers."""
+        made = self._made.value_of(tensor)
+        return made is not None and made[1] and address(tensor) not in self._mixed
+
+    def makes_again(self, tensor: Tensor) -> bool:
+        """Return whether the running or last node, given equal arguments, would make this same tensor again."""
+        birth = self.birth(tensor)
+        alike = birth is not None and self._descriptions[birth] == self._descriptions[self._node]
+        return alike and self.is_constant(tensor)
+
+    def followed(self, result: Any, arguments: Any, modules: Iterable[nn.Module]) -> Any:
+        """Return the result of the last node, with new tensor objects in place of those that the node made.
+
+        The step, and the objects that the node was given, go on with the new ones. Code that uses one of the original
+        objects must have found it where the node left it.
+        """
+        others: dict[int, Tensor] = {}
+
+        def other(tensor: Tensor) -> Tensor:
+            made = self._made.own_value_of(tensor)
+            if made is None or made[0] != self._node:
+                return tensor
+            if id(tensor) not in others:
+                others[id(tensor)] = again = _again(tensor)
+                vars(again).update(vars(tensor))
+            return others[id(tensor)]
+
+        holder = [result]
+        Snapshot((arguments, holder), modules).replace_tensors(other)
+        return holder[0]
+
+    def birth(self, tensor: Tensor) -> int | None:
+        """Return the node inside of which this very tensor, or its base, was made."""
+        made = self._made.value_of(tensor)
+        return None if made is None else made[0]
+
+    def forget(self) -> None:
+        """Forget the tensors of the last unit, which was no node, so that its tensors are free."""
+        self._made.forget(lambda made: made[0] == self._node)
+
+
+_ATOMS = (type(None), bool, int, float, str)
+
+
+def _description(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Return the arguments of a node with shapes and dtypes in place of tensors."""
+    leaves = tree.flatten((args, kwargs))[0]
+    return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x if type(x) in _ATOMS else type(x) for x in leaves)
+
+
+class TensorRead(NamedTuple):
+    """A read of a tensor that the reading unit made in an earlier call.
+
+    The fields are: the node that made the tensor, the node that reads it, its shape and its dtype.
+    """
+
+    maker: int
+    reader: int
+    shape: tuple[int, ...]
+    dtype: str
 
 
 class HiddenTensors:
@@ -19,33 +169,46 @@ class HiddenTensors:
     Args:
         module: module whose submodules are units.
         draft: call graph under construction.
-        is_buffer: return whether a tensor is a buffer, whose changes are known by name.
-        draws_on_host: return whether a unit draws from the generators of Python or NumPy.
+        state: parameters and buffers, whose changes are known by name.
+        draws: knows which units draw from the generators of Python or NumPy.
         exports: units in whose attributes other code is known to find tensors.
 
     Attributes:
         exports: these units, and those that were found since.
         leaking: units that have left a tensor outside of their results and attributes.
         provenance: record of the node in which each tensor was made.
-        own: tensors that units keep in attributes for later calls of their own.
     """
 
     def __init__(
         self,
         module: nn.Module,
         draft: Draft,
-        is_buffer: Callable[[Tensor], bool],
-        draws_on_host: Callable[[str], bool],
+        state: NamedState,
+        draws: Calls,
         exports: Collection[str],
     ) -> None:
         self.exports = set(exports)
         self.leaking: set[str] = set()
         self._draft = draft
         self.provenance = Provenance()
-        self.own = OwnTensors(module, self.provenance)
-        self._is_buffer = is_buffer
-        self._draws_on_host = draws_on_host
+        self._module = module
+        self._state = state
+        self._draws = draws
         self._written: dict[int, tuple[Tensor, Node]] = {}  # written to without being arguments, and the writer
+        self._own: dict[str, list[tuple[TensorRead, Pin]]] = defaultdict(list)  # reads of a unit's own tensors, by unit
+        self._carried: set[str] = set()  # units that read tensors of the previous run
+        self._earlier: Provenance | None = None
+        self._before: dict[str, dict[tuple[str, str], Any]] = {}  # numbers in units' attributes after the previous run
+
+    @property
+    def has_own(self) -> bool:
+        """Whether units keep tensors in attributes for later calls of their own."""
+        return bool(self._own)
+
+    def follow(self, before: HiddenTensors) -> None:
+        """Take over the tensors of the previous run of the same step."""
+        self._earlier = before.provenance
+        self._before = {unit: self._numbers(unit) for unit in before._own}
 
     def wrote(self, node: Node, buffers: Sequence[Tensor | None], followed: Collection[int]) -> None:
         """Note tensors that a unit writes into besides its arguments; they are not sent to other stages.
@@ -75,24 +238,25 @@ class HiddenTensors:
             birth = self.provenance.birth(tensor)
             held, writer = self._written.get(id(tensor), (None, None))
             # a unit's changes of its own buffers are known by name
-            if held is tensor and writer is not None and (writer.name != unit or not self._is_buffer(tensor)):
+            if held is tensor and writer is not None and (writer.name != unit or not self._state.is_buffer(tensor)):
                 reason = f"{name} at {source_line()} reads a tensor that {writer} writes into"
                 pins.append((writer.index + 1, end, reason))
             if birth is None or birth >= len(nodes) or self._draft.values_of([tensor]):
                 continue
             maker = nodes[birth]
             if maker.kind == "call" and maker.name == unit:
-                if self._draws_on_host(unit) or not self.provenance.makes_again(tensor):
+                if self._draws.draws_on_host(unit) or not self.provenance.makes_again(tensor):
                     reason = f"{name} at {source_line()} reads an attribute of its own that {maker} has made"
                     read = TensorRead(birth, len(nodes), tuple(tensor.shape), str(tensor.dtype))
-                    self.own.add(unit, read, (birth + 1, end, reason))
+                    self._own[unit].append((read, (birth + 1, end, reason)))
                 continue
             if maker.kind == "call":
                 self.exports.add(maker.name)
                 self.leaking.add(maker.name)
             reason = f"{name} at {source_line()} reads a tensor that {maker} left where it cannot be followed"
             pins.append((birth + 1, end, reason))
-        self.own.look(unit, tensors)
+        if self._earlier is not None and any(self._earlier.birth(tensor) is not None for tensor in tensors):
+            self._carried.add(unit)
         return pins
 
     def settle(self, again: HiddenTensors | None) -> list[Pin]:
@@ -104,6 +268,17 @@ class HiddenTensors:
         Args:
             again: record of the same step when it ran once more; None if that run failed.
         """
-        anew = set() if again is None else self.own.made_anew(again.own)
+        anew = set() if again is None else self._made_anew(again)
         self.exports |= anew
-        return self.own.pins(anew)
+        return [pin for unit, reads in self._own.items() if unit not in anew for _, pin in reads]
+
+    def _made_anew(self, again: HiddenTensors) -> set[str]:
+        """Return the units that, in a repeated step, made their tensors again and read none of the first run."""
+        reads = {unit: [read for read, _ in found] for unit, found in self._own.items()}
+        alike = {unit for unit in reads if reads[unit] == [read for read, _ in again._own.get(unit, ())]}
+        return {unit for unit in alike - again._carried if again._before[unit] == again._numbers(unit)}
+
+    def _numbers(self, unit: str) -> dict[tuple[str, str], Any]:
+        """Return the numbers in attributes of a unit, such as a counter that decides when a tensor is made anew."""
+        modules = self._module.get_submodule(unit).named_modules()
+        return {(path, n): held for path, m in modules for n, held in vars(m).items() if isinstance(held, (int, float))}

@@ -38,14 +38,16 @@ from lightning_avgpipe.capture.node_trial import (
 )
 from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.capture.recorder import owned_tensors
-from lightning_avgpipe.capture.snapshot import untouched
-from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
-from lightning_avgpipe.capture.units import tensors_of, visiting
+from lightning_avgpipe.capture.tracer import StepTracer, function_name
+from lightning_avgpipe.capture.units import tensors_of
 from lightning_avgpipe.errors import CaptureError, StepChangedError
+from lightning_avgpipe.state.parcel import Packer
+from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.state.untouched import untouched
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.utils.device import visiting
 from lightning_avgpipe.utils.output import heard
-from lightning_avgpipe.utils.parcel import Packer
+from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import SavedHooks, is_transforming
 
 _ROUNDS = 5  # runs of the step
@@ -98,7 +100,7 @@ def measure(
             counted = None if saved else SavedTensors(len(graph.nodes), [*tensors_of(module), *tree.tensors(batch)])
             timer = _Timer(graph, module, device, trial, kinds, samples, deadline, counted, bar)
             following = timer.following(compiled=not graph.drawing)
-            with untouched(module, graph.changed), Objects(batch, opaque=True).restored(), timer.visiting(), following:
+            with untouched(module, graph.changed), Snapshot(batch, opaque=True).restored(), timer.visiting(), following:
                 run(*batch)
             timer.check_finished()
             saved = saved or counted

@@ -1,15 +1,19 @@
-"""Track parameters and buffers by name while a step is followed, and find which of them it changes."""
+"""Track parameters and buffers by name while a step is followed: which nodes use and change them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.changes import Changes
-from lightning_avgpipe.capture.units import visiting
+from lightning_avgpipe.capture.draft import ANYWHERE
+from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.state.writes import Changes
+from lightning_avgpipe.utils.device import visiting
+from lightning_avgpipe.utils.names import is_within
 from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import address, untraced
 
@@ -28,6 +32,7 @@ class NamedState:
     Args:
         module: module whose state is tracked.
         owned: ``id -> full name`` of the tensors whose use makes a node.
+        by_glue: names of buffers that glue is known to change.
         batch: tensors that the step is given, which it may change.
         device: device on which the step computes; None: where its parameters are.
 
@@ -35,14 +40,19 @@ class NamedState:
         buffers: buffers by full name, as registered when the step began.
         changes: notes writes while it is entered.
         rewritten: names of tensors that were written to, or that got other memory.
+        by_glue: the given names, and those that were found since.
     """
 
     def __init__(
-        self, module: nn.Module, owned: Mapping[int, str], batch: Sequence[Tensor], device: torch.device | None
-    ) -> None:
+        self, module: nn.Module, owned: Mapping[int, str], by_glue: Iterable[str], batch: Sequence[Tensor],
+        device: torch.device | None,
+    ) -> None:  # fmt: skip
         self.buffers = dict(module.named_buffers())
         self.changes = Changes(module, batch)
         self.rewritten: set[str] = set()
+        self.by_glue = set(by_glue)
+        self._seen: set[str] = set()  # names of the state that glue was given
+        self._in_units: set[str] = set()  # names of the state that units change
         self._module = module
         self._device = device
         self._parameters = {name for name, _ in module.named_parameters()}
@@ -93,3 +103,39 @@ class NamedState:
         found = self.changes.written | moved | other
         order = dict.fromkeys(name for name, _, _ in state)
         return [*(name for name in order if name in found), *sorted(found - order.keys())]
+
+    # -- uses by nodes -------------------------------------------------------------------------------------------------
+
+    def parameters(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+        """Return the names of the parameters among tensors."""
+        names = dict.fromkeys(self._owned[id(t)] for t in tensors if id(t) in self._owned)
+        return tuple(name for name in names if name not in self.buffers)
+
+    def states(self, used: Sequence[Tensor], changed: Sequence[str], in_unit: bool) -> tuple[str, ...]:
+        """Return the names of the state that a node changes, or that it uses and :attr:`by_glue` holds."""
+        if in_unit:
+            self._in_units.update(changed)
+        names = (self._owned.get(id(tensor)) for tensor in used)
+        return tuple(dict.fromkeys((*changed, *(name for name in names if name in self.by_glue))))  # type: ignore[arg-type]
+
+    def seen(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the parameters and buffers among the arguments of glue, by name."""
+        found = {name: t for t in tensors if (name := self.name_of(t)) is not None}
+        self._seen.update(found)
+        return found
+
+    def reassigned(self, nodes: Sequence[Node]) -> Iterator[tuple[int, int, str]]:
+        """Yield ``(first, last, reason)`` so that only the last stage replaces a buffer that glue assigns anew."""
+        for name, buffer in self.buffers.items():
+            if name not in self._in_units and self.buffer(name) is not buffer:
+                self.by_glue.add(name)
+                first = next((node.index for node in nodes if name in node.states), 0)
+                yield first + 1, ANYWHERE, f"the step assigns a new tensor to the buffer '{name}'"
+
+    def find_shared(self, nodes: Sequence[Node]) -> None:
+        """Find buffers that a unit changes and that glue, another unit or another call of the unit uses too."""
+        users = Counter(name for node in nodes for name in node.parameters)
+        calls = Counter(node.name for node in nodes if node.kind == "call")
+        changes = Counter((node.name, name) for node in nodes for name in node.changes)
+        reads = {name for (unit, name), count in changes.items() if is_within(name, unit) and count < calls[unit]}
+        self.by_glue |= {name for name in self._in_units if users[name] > 1 or name in self._seen or name in reads}

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
-from lightning_avgpipe.capture.snapshot import random_state, untouched
 from lightning_avgpipe.capture.units import tensors_of
+from lightning_avgpipe.state.parcel import Packer
+from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.state.untouched import random_state, untouched
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
-from lightning_avgpipe.utils.objects import Objects
-from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.torch_compat import SavedHooks, storage_id
 
 
@@ -128,7 +128,7 @@ class NodeTrial:
         self._packer = packer
         self._start_s = math.inf  # overhead of starting a backward, which a stage has once and each node alone has too
 
-    def given(self, result: Any, objects: Objects | None) -> list[Tensor]:
+    def given(self, result: Any, objects: Snapshot | None) -> list[Tensor]:
         """Return the tensors that a node gives, including those that it has left in objects."""
         return tree.tensors(result) if objects is None else self._packer.pack(result, objects)[1]
 
@@ -150,7 +150,7 @@ class NodeTrial:
         copies, module = _Copies(clones=bool(node.writes)), operation.module
         copy_tensors = tree.map_tensors if node.kind == "call" else _map_arguments
         args, kwargs = copy_tensors(copies, (operation.args, operation.kwargs))
-        objects = Objects((args, kwargs), opaque=True)
+        objects = Snapshot((args, kwargs), opaque=True)
         within = random_state() if module is None else untouched(module, _changed_in(node))
         with within, objects.restored():
             objects.replace_tensors(copies)  # tensors that units collect in objects belong to the graph of other nodes

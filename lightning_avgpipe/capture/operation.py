@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.utils.objects import Objects
+from lightning_avgpipe.state.snapshot import Snapshot
 
 
 class Operation(NamedTuple):
@@ -41,41 +40,10 @@ class Operation(NamedTuple):
         """Return the name of the called unit, or the names of the parameters that the operation uses."""
         return {self.name} if self.kind == "call" else {owned[id(t)] for t in self.tensors if id(t) in owned}
 
-    def with_objects(self, node: Node) -> tuple[list[Tensor], Objects | None]:
+    def with_objects(self, node: Node) -> tuple[list[Tensor], Snapshot | None]:
         """Return all tensors that a node takes, also those in objects that it may write into, and these objects."""
         if not node.writes_objects:
             return self.tensors, None
         modules = self.module.modules() if self.module is not None and node.exports else ()
-        objects = Objects((self.args, self.kwargs), modules, generators=node.generators)
+        objects = Snapshot((self.args, self.kwargs), modules, generators=node.generators)
         return [*self.tensors, *objects.tensors], objects
-
-
-class KnownTensors:
-    """A mapping from tensor objects to the indices of their values, which keeps no tensor alive."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-
-    def learn(self, tensor: Tensor, value: int) -> None:
-        """Remember that this tensor object holds a value."""
-        self._known[id(tensor)] = (weakref.ref(tensor), value)
-
-    def own_value_of(self, tensor: Tensor) -> int | None:
-        """Return the value that this very object (not its base) holds; None if it holds none."""
-        entry = self._known.get(id(tensor))
-        return entry[1] if entry is not None and entry[0]() is tensor else None
-
-    def value_of(self, tensor: Tensor) -> int | None:
-        """Return the value that a tensor or its base holds; None if it holds none."""
-        value = self.own_value_of(tensor)
-        if value is None and tensor._base is not None:
-            return self.own_value_of(tensor._base)
-        return value
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        """Return whether this very object (not its base) holds a value."""
-        return self.own_value_of(tensor) is not None
-
-    def alive(self) -> dict[int, Tensor]:
-        """Return value -> the tensor object that holds it, for objects that still exist."""
-        return {value: tensor for ref, value in self._known.values() if (tensor := ref()) is not None}

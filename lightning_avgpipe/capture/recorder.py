@@ -13,26 +13,26 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.batch_use import BatchUse
 from lightning_avgpipe.capture.calls import Calls
 from lightning_avgpipe.capture.draft import ANYWHERE, Draft
+from lightning_avgpipe.capture.effects import Effects
+from lightning_avgpipe.capture.flop_counter import Flops, recurrent_flops
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.hidden import HiddenTensors
 from lightning_avgpipe.capture.named_state import Before, NamedState
-from lightning_avgpipe.capture.state_use import StateUse
 from lightning_avgpipe.capture.tracer import (
     METADATA,
     STAGE_QUESTIONS,
     StepTracer,
     function_name,
-    tensor_arguments,
 )
-from lightning_avgpipe.capture.unit_operations import Flops, recurrent_flops
-from lightning_avgpipe.capture.units import Units, tensors_of, visiting
-from lightning_avgpipe.capture.unnamed_state import UnnamedState
+from lightning_avgpipe.capture.units import Units, tensors_of
 from lightning_avgpipe.errors import AbsentValueError, CaptureError
+from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.device import visiting
 from lightning_avgpipe.utils.names import is_within
-from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta, described
 from lightning_avgpipe.utils.source import is_copying, source_line
+from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import is_transformed, version_of
 
 # Tensor methods by which a step sees or changes gradients.
@@ -48,17 +48,17 @@ class Preview:
         exports: units in whose attributes other code finds tensors.
         readers: units that find values in objects; they are nodes even if nothing else makes them nodes.
         mutable: ids of objects in attributes that change; they are watched, to see whether units or glue change them.
-        left: attributes whose assignment is not seen; they are watched, to see whether units or glue assign them.
+        unseen: attributes whose assignment is not seen; they are watched, to see whether units or glue assign them.
     """
 
     glue_states: frozenset[str] = frozenset()
     exports: frozenset[str] = frozenset()
     readers: frozenset[str] = frozenset()
     mutable: frozenset[int] = frozenset()
-    left: frozenset[tuple[str, str]] = frozenset()
+    unseen: frozenset[tuple[str, str]] = frozenset()
 
 
-class _Effects(NamedTuple):
+class _UnitEffects(NamedTuple):
     """The effects of a unit besides its result: changed state and objects, draws, inner calls and operations."""
 
     changes: list[str]
@@ -99,14 +99,14 @@ class StepRecorder(StepTracer):
         self.units = Units(module, units, ignore)
         self.draft = Draft(module, self.known, self._owned, preview.readers)
         position = self.draft.position
-        self.unnamed = UnnamedState(module, preview.mutable, preview.left, position, lambda: self._inside, ignore)
+        now = lambda: (position(), self._inside)  # noqa: E731
+        self.effects = Effects(module, preview.mutable, preview.unseen, now, ignore)
         # all buffers are tracked, since glue may change those of a unit that is never called
-        self.state = NamedState(module, self._owned, batch, device)
-        self.uses = StateUse(self.state, self._owned, preview.glue_states)
+        self.state = NamedState(module, self._owned, preview.glue_states, batch, device)
         self._in_units = {id(t) for path in units for t in tensors_of(module.get_submodule(path))}
         self.calls = Calls(module, device, lambda module: not self._inside and self.unit(module) is None, position)
         self.batch = BatchUse(device)
-        self.hidden = HiddenTensors(module, self.draft, self.state.is_buffer, self.calls.draws_on_host, preview.exports)
+        self.hidden = HiddenTensors(module, self.draft, self.state, self.calls, preview.exports)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
@@ -139,109 +139,106 @@ class StepRecorder(StepTracer):
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        draft, provenance, unnamed, index = self.draft, self.hidden.provenance, self.unnamed, self.draft.position()
+        draft, provenance, index = self.draft, self.hidden.provenance, self.draft.position()
         self._pin_foreign(module, path)
         exports, visible = path in self.hidden.exports, tree.tensors((args, kwargs))
         modules = [*module.modules()] if exports else []
-        generators = unnamed.generators.given(Objects((args, kwargs), modules, opaque="generators"), path)
-        objects = Objects((args, kwargs), modules, generators=generators)
+        generators = self.effects.generators.given(Snapshot((args, kwargs), modules, opaque="generators"), path)
+        objects = Snapshot((args, kwargs), modules, generators=generators)
         tensors = [*visible, *objects.tensors]
         versions = [version_of(t) for t in tensors]
         with self.state.visiting(tensors_of(module)):
-            result, effects = self._executed(self.state.of(path), run, args, kwargs, path)
+            result, own = self._executed(self.state.of(path), run, args, kwargs, path)
         used = provenance.used
-        states = self.uses.of_unit([*module.parameters(), *module.buffers(), *used], effects.changes)
+        states = self.state.states([*module.parameters(), *module.buffers(), *used], own.changes, in_unit=True)
         result = provenance.followed(result, (args, kwargs), modules)
-        unnamed.mutations.pass_over()
+        self.effects.objects.pass_over()
         used += [t for t in tree.tensors(result) if provenance.birth(t) is not None or t in self.known]
         inputs = draft.values_of([*visible, *used])
-        parameters = self.uses.parameters([*module.parameters(), *used])
-        free = not (inputs or parameters or states or effects.draws or path in draft.resident)
+        parameters = self.state.parameters([*module.parameters(), *used])
+        free = not (inputs or parameters or states or own.draws or path in draft.resident)
         draft.pinned += self.hidden.find(used, f"unit '{path}'", free, path)
         if free:
-            return self._ran_freely(module, [*visible, *used], result, effects)
-        unnamed.left.ran(path)
-        if parameters or states or effects.draws:
+            return self._ran_freely(module, [*visible, *used], result, own)
+        if parameters or states or own.draws:
             draft.resident.add(path)
         elif not draft.values_of(visible):
             draft.readers.add(path)
         self._pin_call(module, path, tensors, result)
-        flops = (effects.flops or recurrent_flops(module, result)) + _elements(result)
+        flops = (own.flops or recurrent_flops(module, result)) + _elements(result)
         node = Node(index, "call", path, source_line(), inputs, parameters=parameters, states=states, flops=flops)
-        node = effects.noted(node, generators)
+        node = own.noted(node, generators)
         self._taken([*visible, *used])
         changed = {id(t) for t, version in zip(tensors, versions, strict=True) if version_of(t) != version}
-        unnamed.generators.drew(index)
         writes = bool(generators) or not changed <= set(map(id, visible))
-        node, given = draft.with_objects(node, result, objects, unnamed.mutations.objects, exports, writes)
-        unnamed.shared.wrote(index, path, effects.objects_changed, set(map(id, objects.owners)))
-        self.hidden.wrote(node, [self.state.buffer(name) for name in effects.changes], changed)
+        node, given = draft.with_objects(node, result, objects, self.effects.objects.objects, exports, writes)
+        self.effects.ran(path, own.objects_changed, set(map(id, objects.owners)))
+        self.hidden.wrote(node, [self.state.buffer(name) for name in own.changes], changed)
         draft.add(node, given, tensors if node.writes_objects else visible, versions)
         return result
 
-    def _ran_freely(self, module: nn.Module, taken: Sequence[Tensor], result: Any, effects: _Effects) -> Any:
+    def _ran_freely(self, module: nn.Module, taken: Sequence[Tensor], result: Any, own: _UnitEffects) -> Any:
         """Note a unit that depends on the batch alone, so that every stage runs it; return its result."""
         index = self.draft.position()
         self.batch.computed(taken, index)
-        self.unnamed.assignments.held.computed(taken, result, index)
+        self.effects.attributes.held.computed(taken, result, index)
         self.hidden.provenance.forget()
-        self.unnamed.ran_freely(module, effects.objects_changed)
+        self.effects.ran_freely(module, own.objects_changed)
         return result
 
     def _executed(
         self, before: Before, run: Callable[..., Any], args: Any, kwargs: Any, unit: str | None = None
-    ) -> tuple[Any, _Effects]:
+    ) -> tuple[Any, _UnitEffects]:
         """Run a unit or a region; return its result and effects. ``before`` may be filled while it runs."""
         watch = self.calls
         watch.check_seeds()
-        self.unnamed.look()
+        self.effects.look()
         random_before, calls = watch.bits(), len(watch.calls)
         self.state.changes.begin()
         provenance = self.hidden.provenance.at(self.draft.position(), args, kwargs)
         seeding = nullcontext() if unit is None else watch.within(unit)
-        with self.unnamed.mutations.elsewhere() as objects_changed, provenance, seeding, Flops() as counter:
+        with self.effects.objects.elsewhere() as objects_changed, provenance, seeding, Flops() as counter:
             result = run(*args, **kwargs)
         changes, draws = self.state.changed(before), random_before != watch.bits()
         draws |= unit is not None and any(is_within(path, unit) for path in watch.seeding)
         flops = float(counter.get_total_flops())
-        return result, _Effects(changes, draws, tuple(watch.calls[calls:]), objects_changed, flops)
+        return result, _UnitEffects(changes, draws, tuple(watch.calls[calls:]), objects_changed, flops)
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         draft = self.draft
         tensors = tensor_arguments(args, kwargs)
         versions = [version_of(t) for t in tensors]
-        made, names, state = self._made_generators(args, kwargs), dict[str, None](), Before()
+        made, names, before = self._made_generators(args, kwargs), dict[str, None](), Before()
 
         @contextmanager
         def visited(module: nn.Module) -> Iterator[None]:
             with self.state.visiting(tensors_of(module)):
                 names[path := self.calls.path(module)] = None
-                state.extend(self.state.of(path))
+                before.extend(self.state.of(path))
                 yield
 
         with self.calls.within_region(visited):
-            result, effects = self._executed(state, run, args, kwargs)
+            result, own = self._executed(before, run, args, kwargs)
         used, given = self.hidden.provenance.used, tree.tensors(result)
         draft.pinned += self.hidden.find(used, "a checkpointed region", False)
         node = Node(
             draft.position(), "region", ", ".join(names) or "a function", source_line(),
-            draft.values_of([*tensors, *used]), parameters=self.uses.parameters(used),
-            states=self.uses.of_unit(used, effects.changes), changes=tuple(effects.changes),
-            draws=effects.draws, drawn=effects.drawn, flops=effects.flops + sum(t.numel() for t in given),
+            draft.values_of([*tensors, *used]), parameters=self.state.parameters(used),
+            states=self.state.states(used, own.changes, in_unit=True), changes=tuple(own.changes),
+            draws=own.draws, drawn=own.drawn, flops=own.flops + sum(t.numel() for t in given),
         )  # fmt: skip
         self._taken([*tensors, *used])
-        self.unnamed.left.ran(node.name)
-        self.unnamed.generators.drew(node.index)
+        self.effects.ran(node.name, own.objects_changed, ())
         if made.changed():
             what = f"{node} draws random numbers from a generator that the step makes"
             draft.pin(node.index + 1, ANYWHERE, what)
         draft.add(node, given, tensors, versions)
         return result
 
-    def _made_generators(self, args: Any, kwargs: Any) -> Objects:
+    def _made_generators(self, args: Any, kwargs: Any) -> Snapshot:
         """Return the random generators among arguments that the step has made."""
-        found = Objects((args, kwargs), opaque="generators")
-        chosen = self.unnamed.generators.given(found, "")
+        found = Snapshot((args, kwargs), opaque="generators")
+        chosen = self.effects.generators.given(found, "")
         return found.among([id(one) for i, one in enumerate(found.opaque) if i in chosen])
 
     def region(self, generator: Iterator[Any]) -> Iterator[Any]:
@@ -258,22 +255,21 @@ class StepRecorder(StepTracer):
         draft.pinned += self.hidden.find(tensors, f"{name}()", True)
         versions = [version_of(t) for t in tensors]
         watch.check_seeds()
-        self.unnamed.look()
+        self.effects.look()
         free = not inputs and not any(id(t) in self._owned for t in tensors)
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
         random_before = watch.bits()
         result, changed = self._executed_glue(func, args, kwargs, tensors)
-        self.uses.by_glue.update(changed)
+        self.state.by_glue.update(changed)
         if passive:
             self.batch.passed_on(tensors, tree.tensors(result))
         elif free:
             self.batch.computed(tensors, index)
         if free:
-            self.unnamed.assignments.held.computed(tensors, result, index)
+            self.effects.attributes.held.computed(tensors, result, index)
             return result
-        self.unnamed.generators.drew(index)
-        self.unnamed.mutations.pass_over()
-        states, parameters = self.uses.of_glue(tensors, changed), self.uses.parameters(tensors)
+        self.effects.objects.glue_ran(name)
+        states, parameters = self.state.states(tensors, changed, in_unit=False), self.state.parameters(tensors)
         draws = random_before != watch.bits()
         self._pin_glue(name, tensors, result)
         self._taken(tensors)
@@ -293,7 +289,7 @@ class StepRecorder(StepTracer):
         with self.state.visiting([t for t in tensors if id(t) in self._in_units]):
             if function_name(func) in _HOOKING:
                 self._pin_hook(function_name(func), args[0])
-            before = self.state.of_tensors(self.uses.seen(tensors))
+            before = self.state.of_tensors(self.state.seen(tensors))
             self.state.changes.begin()
             result = func(*args, **kwargs)
             if self.state.changes.strange:
@@ -374,17 +370,13 @@ class StepRecorder(StepTracer):
         """Note that the next node takes these tensors."""
         index = self.draft.position()
         self.batch.taken(tensors, index)
-        self.unnamed.assignments.held.taken([t for t in tensors if self.known.value_of(t) is None], index)
+        self.effects.attributes.held.taken([t for t in tensors if self.known.value_of(t) is None], index)
 
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.calls.observe()
         self._keep(tree.tensors((args, kwargs)))
-        self.unnamed.generators.look(self.draft.position())
-        with self.unnamed.mutations.elsewhere():
-            result = run(*args, **kwargs)
-        self.unnamed.left.changed()
-        self.unnamed.generators.pass_over()
-        return result
+        with self.effects.observing():
+            return run(*args, **kwargs)
 
     def unit(self, module: nn.Module) -> str | None:
         return self.units.path(module)
@@ -402,23 +394,23 @@ class StepRecorder(StepTracer):
 
     def finish(self, result: Any) -> None:
         """Note the result of the step, and what can be known only when it has ended."""
-        self.unnamed.finish()
+        self.effects.finish()
         self.calls.look()
         self.calls.check_seeds()
         self._keep(tree.tensors(result))
-        self.draft.pinned += self.uses.reassigned(self.draft.nodes)
-        self.uses.find_shared(self.draft.nodes)
-        self.draft.pinned += self.unnamed.assignments.pinned()
+        self.draft.pinned += self.state.reassigned(self.draft.nodes)
+        self.state.find_shared(self.draft.nodes)
+        self.draft.pinned += self.effects.attributes.pinned()
 
     @property
     def preview(self) -> Preview:
         """The facts that this recording has found."""
         return Preview(
-            frozenset(self.uses.by_glue),
-            frozenset(self.hidden.exports | self.unnamed.left.exports()),
+            frozenset(self.state.by_glue),
+            frozenset(self.hidden.exports | self.effects.attributes.exports()),
             frozenset(self.draft.readers),
-            frozenset(self.unnamed.mutable),
-            self.unnamed.known_left,
+            frozenset(self.effects.mutable),
+            self.effects.unseen,
         )
 
     def close(self) -> None:

@@ -24,17 +24,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from lightning_avgpipe.capture.operation import KnownTensors
 from lightning_avgpipe.errors import AvgPipeError, CaptureError
 from lightning_avgpipe.utils.output import muted
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.tensors import KnownTensors, tensor_arguments
 from lightning_avgpipe.utils.torch_compat import (
     CHECKPOINT_BRACKET,
     disabling,
     disabling_others,
-    is_transformed,
-    untransformed,
 )
 
 # fmt: off
@@ -103,22 +101,6 @@ def function_name(func: Any) -> str:
     return name
 
 
-def tensor_arguments(*arguments: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts, in order, also those that torch.func has wrapped."""
-    found: list[Tensor] = []
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            found.append(argument)
-            if is_transformed(argument):
-                found.append(untransformed(argument))
-        elif isinstance(argument, (list, tuple)):
-            if argument:
-                found.extend(tensor_arguments(*argument))
-        elif isinstance(argument, dict) and argument:
-            found.extend(tensor_arguments(*argument.values()))
-    return found
-
-
 class CallWatcher:
     """A base class for watchers of module calls, also inside units; by default it does nothing.
 
@@ -181,7 +163,7 @@ class StepTracer(TorchFunctionMode):
         self._units = units
         self._owned = owned
         self._inside = False  # whether a unit or the work of a node is running, so that nothing is a node
-        self.known = KnownTensors()
+        self.known = KnownTensors[int]()
         self._bare = False  # whether this mode is off the stack of modes
         self._eager: contextlib.AbstractContextManager[Any] | None = None  # the context that is left while a unit runs
         self._raised: AvgPipeError | None = None  # the first error of ours, which the step may have caught
@@ -485,3 +467,8 @@ def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     function.__name__ = name
     return function
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` has compiled a module."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")

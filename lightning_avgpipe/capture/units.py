@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.names import around
 
 # Containers are not called by users, or only call their children, so they are followed from the start.
@@ -97,19 +94,3 @@ def neighbours(root: nn.Module, called: Collection[str]) -> Iterator[tuple[str, 
 def tensors_of(module: nn.Module) -> list[Tensor]:
     """Return the parameters and buffers of a module."""
     return [*module.parameters(), *module.buffers()]
-
-
-@contextlib.contextmanager
-def visiting(tensors: Collection[Tensor], device: torch.device | None) -> Iterator[None]:
-    """Move tensors to a device within this context, and back after it."""
-    moves = device is not None and not port_of(device).is_host
-    # tensors without contents here are fetched on demand instead
-    homes = [(t, t.data) for t in tensors if moves and t.device != device and not t.is_meta]
-    for tensor, home in homes:
-        tensor.data = home.to(device)
-    try:
-        yield
-    finally:
-        for tensor, home in homes:
-            home.copy_(tensor.data)
-            tensor.data = home

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.capture.operation import KnownTensors, Operation
+from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.tensors import KnownTensors
 
 _PLAIN = frozenset((bool, int, str, bytes, type(None), complex, torch.dtype, torch.memory_format, torch.layout))
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
@@ -72,14 +73,14 @@ class Attestation:
         compares: whether this is the last stage, which compares.
     """
 
-    def __init__(self, known: KnownTensors, stage: int, told: tuple[Attested, ...], compares: bool) -> None:
+    def __init__(self, known: KnownTensors[int], stage: int, told: tuple[Attested, ...], compares: bool) -> None:
         self._known = known
         self._stage = stage
         self._told = {attested.position: attested for attested in told} if compares else {}
         self._compares = compares
         self._own: list[Attested] = []
         self._before = told
-        self._free = KnownTensors()  # tensors made by free glue, with their digests
+        self._free = KnownTensors[int]()  # tensors made by free glue, with their digests
 
     def batch(self, tensors: Iterable[Tensor]) -> None:
         """Number the tensors of the batch, in this order."""

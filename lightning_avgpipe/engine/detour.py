@@ -24,12 +24,13 @@ from typing import Any
 from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.operation import KnownTensors, Operation
+from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.engine.part import Entry, OffPathNode, OperationResult, Path, Runner
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.tensors import KnownTensors
 from lightning_avgpipe.utils.torch_compat import address, version_of
 
 
@@ -50,7 +51,7 @@ class Detour:
     def __init__(
         self,
         program: StageProgram,
-        known: KnownTensors,
+        known: KnownTensors[int],
         owned: Mapping[int, str],
         before: Sequence[Entry | OffPathNode],
         shared: frozenset[int] = frozenset(),

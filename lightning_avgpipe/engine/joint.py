@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from lightning_avgpipe.engine.exchange import Exchange
 from lightning_avgpipe.engine.tensor_use import leaves_of, nodes_of
 from lightning_avgpipe.errors import CaptureError, UnsendableError
+from lightning_avgpipe.state.objects import ITEMS
+from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.object_state import ITEMS, same_items
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import version_of
 
@@ -140,7 +141,7 @@ class Joint:
         entered = _Entered(traced, writes)
         own_args, own_kwargs = tree.map_tensors(entered.enter, (args, kwargs))
         record.leaves = entered.leaves
-        before, num_arguments = _attributes(module), len(entered.tensors)
+        before, num_arguments = Snapshot((), module.modules()), len(entered.tensors)
         self.runs = True
         try:
             with entered.lent(hidden):
@@ -384,26 +385,16 @@ def _hidden(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     ]
 
 
-def _attributes(module: nn.Module) -> list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]:
-    """Return the attributes of all submodules, with copies of their containers."""
-    found = []
-    for path, inner in module.named_modules():
-        own = {name: value for name, value in vars(inner).items() if name not in _INTERNALS}
-        held = {name: value.copy() for name, value in own.items() if isinstance(value, ITEMS)}
-        found.append((path, inner, own, held))
-    return found
-
-
-def _changes(module: nn.Module, before: Sequence[Any]) -> list[tuple[str, str, Any]]:
-    """Return the attributes that have changed: path of the submodule, name, value."""
-    found = []
-    for path, inner, own, held in before:
-        for name, value in vars(inner).items():
-            if name in _INTERNALS or name == "forward":
-                continue
-            if name not in own or own[name] is not value or (name in held and not same_items(value, held[name])):
-                found.append((path, name, value))
-    return found
+def _changes(module: nn.Module, before: Snapshot) -> list[tuple[str, str, Any]]:
+    """Return the attributes that hold another object than before, or a changed container: path, name, value."""
+    changed = {id(obj): names for obj, names in before.differences()}
+    return [
+        (path, name, value)
+        for path, inner in module.named_modules()
+        for name, value in vars(inner).items()
+        if name not in _INTERNALS and name != "forward"
+        if name in (changed.get(id(inner)) or ()) or (id(value) in changed and isinstance(value, ITEMS))
+    ]
 
 
 def _refuse_outer(record: _Record, made: Sequence[Tensor], begin: Tensor) -> None:

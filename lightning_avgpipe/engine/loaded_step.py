@@ -11,7 +11,7 @@ from torch import nn
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.wire_format import Format
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.engine.attributes import OwnAttributes
+from lightning_avgpipe.engine.own_module import OwnAttributes
 from lightning_avgpipe.engine.prefix import Shortcut
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.planning.program import StageProgram

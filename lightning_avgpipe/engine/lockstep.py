@@ -27,13 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_avgpipe.capture.tracer import METADATA, StepTracer, function_name, tensor_arguments
+from lightning_avgpipe.capture.tracer import METADATA, StepTracer, function_name
 from lightning_avgpipe.engine.exchange import Exchange
 from lightning_avgpipe.engine.joint import Joint, Unit
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.random_streams import RandomState
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.tensors import tensor_arguments
 
 _Tensor: Any = Tensor  # whose descriptors are not typed
 _READ_GRADIENT = _Tensor.grad.__get__

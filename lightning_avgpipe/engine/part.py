@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.operation import KnownTensors, Operation
+from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.execution import Compiler
 from lightning_avgpipe.engine.randomness import Drawing, Draws
-from lightning_avgpipe.engine.tensor_use import Constants
+from lightning_avgpipe.engine.unforeseen import Unforeseen
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.state.parcel import Packer, Parcel
+from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.objects import Objects
-from lightning_avgpipe.utils.parcel import Packer, Parcel
 from lightning_avgpipe.utils.placeholder import Description, described
 from lightning_avgpipe.utils.random_streams import RandomKey
+from lightning_avgpipe.utils.tensors import KnownTensors
 
 # Description of a node's result, with the objects that it wrote into if there are any.
 Entry = Description | Parcel
@@ -121,7 +122,7 @@ class ReplayContext:
         device: device of the stage.
         packer: packer of the module.
         compiler: compiler of units; None: they run uncompiled.
-        constants: buffers that free glue must not change; None: it may change all.
+        unforeseen: check for effects that the captured step did not have; None: it may have any.
     """
 
     units: Mapping[int, str]
@@ -130,7 +131,7 @@ class ReplayContext:
     device: torch.device
     packer: Packer
     compiler: Compiler | None = None
-    constants: Constants | None = None
+    unforeseen: Unforeseen | None = None
 
     @property
     def compiled(self) -> bool:
@@ -208,7 +209,7 @@ class Runner:
         self._around = around
         self._compiler = context.compiler
 
-    def run(self, operation: Operation, node: Node, objects: Objects | None) -> OperationResult:
+    def run(self, operation: Operation, node: Node, objects: Snapshot | None) -> OperationResult:
         """Execute an operation that stands at a node and may write into these objects."""
         with _NOTHING if self._around is None else self._around(operation, node):
             result = self._result(operation, node)

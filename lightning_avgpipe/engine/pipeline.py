@@ -15,12 +15,11 @@ from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.capture.wire_format import Format
 from lightning_avgpipe.comm.channel import MemoryChannel
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.executor import Lane, execute
 from lightning_avgpipe.engine.loaded_step import PARTS, LoadedStep, Loading
 from lightning_avgpipe.engine.observer import Observer
-from lightning_avgpipe.engine.own_module import VersionedWeights
+from lightning_avgpipe.engine.own_module import OwnAttributes, VersionedWeights
 from lightning_avgpipe.engine.prefix import Shortcut, ShortcutMaker
 from lightning_avgpipe.engine.stage import Stage, check_runnable
 from lightning_avgpipe.engine.task import Task

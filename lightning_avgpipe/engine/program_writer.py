@@ -34,8 +34,8 @@ from lightning_avgpipe.engine.flat_program import (
 from lightning_avgpipe.engine.part import OperationResult
 from lightning_avgpipe.engine.purity import Purity
 from lightning_avgpipe.engine.randomness import Draw
+from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.torch_compat import modes
 

@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.outside import outside
-from lightning_avgpipe.capture.snapshot import Attributes, attribute_values, random_state
 from lightning_avgpipe.engine.own_module import OwnModule
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
 from lightning_avgpipe.schedule import Action
+from lightning_avgpipe.state.outside import outside
+from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.state.untouched import attributes, random_state
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.random_streams import RandomState
 
 # -- what a repetition finds, and leaves -----------------------------------------------------------------------------
@@ -74,9 +74,8 @@ class ForwardState:
     ) -> None:
         self._modules = modules
         self._read = read
-        self._objects, self._inner = self._now()
+        self._before = self._now()
         self._parameters = [(p, p.detach().clone()) for p in parameters]
-        self._before = Attributes(modules)
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         copies: dict[int, Tensor] = {}
         for module in modules if buffers else ():
@@ -86,13 +85,12 @@ class ForwardState:
                         copies[id(buffer)] = buffer.detach().clone()
                     self._buffers.append((module, name, copies[id(buffer)]))
 
-    def _now(self) -> tuple[Objects, Objects]:
-        return Objects(self._read, opaque=True), Objects(attribute_values(self._modules), opaque=True)
+    def _now(self) -> tuple[Snapshot, Snapshot]:
+        return Snapshot(self._read, opaque=True), attributes(self._modules)
 
     def done(self) -> None:
         """End the first execution: keep only what it has changed."""
-        self._before.keep_changed()
-        self._inner = self._inner.among(set(map(id, self._inner.changed())))
+        self._before[1].keep_changed()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -101,11 +99,10 @@ class ForwardState:
         Raises:
             StepChangedError: a tensor that is no buffer was changed in place, which cannot be undone.
         """
-        now, (objects, inner) = Attributes(self._modules), self._now()
+        now = self._now()
         outer, _repeating.now = _repeating.now, True
-        self._before.restore()
-        self._inner.restore()
-        self._objects.restore()
+        for before in self._before[::-1]:
+            before.restore()
         for module, name, copy in self._buffers:
             # another object, since the contents may be saved for a backward
             module._buffers[name] = copy
@@ -114,20 +111,21 @@ class ForwardState:
             parameter.data = copy
         try:
             yield
-            written = now.written()
+            written = set(map(id, now[1].written()))
         finally:
             _repeating.now = outer
-            now.restore()
-            inner.restore()
-            objects.restore()
+            for present in now[::-1]:
+                present.restore()
             for parameter, own in memory:
                 parameter.data = own
-        if written is not None:
-            raise StepChangedError(
-                f"'{written[1]}' of {type(written[0]).__name__} is a tensor that a forward changes in place, and its "
-                "repetition (recompute) changed it once more; make it a buffer (register_buffer), or do without "
-                "recompute"
-            )
+        for module in self._modules if written else ():
+            for name, held in (*vars(module).items(), *module._buffers.items()):
+                if id(held) in written:
+                    raise StepChangedError(
+                        f"'{name}' of {type(module).__name__} is a tensor that a forward changes in place, and its "
+                        "repetition (recompute) changed it once more; make it a buffer (register_buffer), or do "
+                        "without recompute"
+                    )
 
 
 class Observations:
@@ -269,7 +267,7 @@ def _unowned(program: StageProgram, module: nn.Module) -> list[Any]:
     """Return the variables that units change (global counters), and random generators in others, for late draws."""
     changed, found = {name for path, name in program.graph.of_units if not path}, list[Any]()
     for name, variable in outside(module).items():
-        found += [variable] if name in changed else Objects([variable], opaque="generators").opaque
+        found += [variable] if name in changed else Snapshot([variable], opaque="generators").opaque
     return found
 
 

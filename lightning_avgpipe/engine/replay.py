@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
-from lightning_avgpipe.capture.tracer import StepTracer, function_name, tensor_arguments
+from lightning_avgpipe.capture.tracer import StepTracer, function_name
 from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.detour import Detour
 from lightning_avgpipe.engine.part import (
@@ -43,11 +43,12 @@ from lightning_avgpipe.engine.program_writer import ProgramWriter
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.engine.stage_values import StageValues
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
+from lightning_avgpipe.state.objects import ObjectState, put_state, state_of
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.object_state import ObjectState, put_state, state_of
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 from lightning_avgpipe.utils.random_streams import peek_host
 from lightning_avgpipe.utils.source import caught_line, source_line
+from lightning_avgpipe.utils.tensors import tensor_arguments
 
 _NOTHING = contextlib.nullcontext()
 
@@ -115,7 +116,7 @@ class _Replayer(StepTracer):
         self._tap = part.tap
         self._observe = part.observe
         self._writer = writer
-        self._constants = context.constants
+        self._unforeseen = context.unforeseen
         self._runner = runner
         self._position = 0
         # what the nodes of earlier stages returned: fewer if the step ended on one of them, more after a detour
@@ -174,8 +175,8 @@ class _Replayer(StepTracer):
             with Absent.flowing():
                 result = func(*args, **kwargs)
         else:
-            if self._constants is not None and tensors:
-                self._constants.check_write(name, tensors[0])
+            if self._unforeseen is not None and tensors:
+                self._unforeseen.check_write(name, tensors[0])
             result = func(*args, **kwargs)
         if self.attestation is not None:
             self.attestation.made(name, args, kwargs, result)
@@ -357,7 +358,7 @@ class _Replayer(StepTracer):
             raise self._changed(None, program.graph.nodes[position])
 
     def _ended(self) -> _StageEnd:
-        self._held = [] if self._constants is None else self._constants.held()
+        self._held = [] if self._unforeseen is None else self._unforeseen.held()
         self._end = _StageEnd()
         return self._end
 

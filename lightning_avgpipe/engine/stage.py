@@ -10,13 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.snapshot import Attributes
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.codec import pickled
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.engine.attributes import OwnAttributes
 from lightning_avgpipe.engine.execution import Casts, Execution, OwnStream
-from lightning_avgpipe.engine.own_module import OwnModule, Weights
+from lightning_avgpipe.engine.own_module import OwnAttributes, OwnModule, Weights
 from lightning_avgpipe.engine.part import Observe, OffPathNode, Path, Replayed
 from lightning_avgpipe.engine.prefix import Prefix, Shortcut
 from lightning_avgpipe.engine.recompute import Observations, Repetition
@@ -27,6 +25,8 @@ from lightning_avgpipe.errors import ScheduleError, StepChangedError, Unsendable
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Kind, Schedule
 from lightning_avgpipe.schedule.rules import check_can_run
+from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.state.untouched import attributes
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.random_streams import restored
 from lightning_avgpipe.utils.torch_compat import version_of
@@ -101,7 +101,7 @@ class Stage:
         self.module = OwnModule(program, module, copies, of_units, shown)
         self._device = device
         self._seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
-        self._kept_by_seeding: dict[int, Attributes] = {}
+        self._kept_by_seeding: dict[int, Snapshot] = {}
         self._step = StageStep(program, module, device, foreign_tensors, execution)
         self._prefix = Prefix(program, device, kept)
         self._repetition = Repetition(self.module, device, execution.recompute, relayed)
@@ -179,7 +179,7 @@ class Stage:
 
     def _keep(self, micro_batch: int, gates: tuple[Gate, ...], roots: tuple[Tensor, ...]) -> None:
         if self._seeding:
-            self._kept_by_seeding[micro_batch] = Attributes(self._seeding)
+            self._kept_by_seeding[micro_batch] = attributes(self._seeding)
         self.stash[micro_batch] = Stash(gates, roots)
         for part in self.parts.values():
             part.kept(micro_batch)
@@ -359,7 +359,7 @@ class Stage:
         if then is None:
             yield
             return
-        now = Attributes(self._seeding)
+        now = attributes(self._seeding)
         then.restore()
         try:
             with restored(self._device):

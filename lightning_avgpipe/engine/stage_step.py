@@ -28,17 +28,16 @@ from lightning_avgpipe.capture.tracer import uncompiled
 from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.flat_program import VALUES, FlatProgram, Surprise, description
-from lightning_avgpipe.engine.idle_iterators import IdleIterators
-from lightning_avgpipe.engine.own_generators import OwnGenerators, unmoved
 from lightning_avgpipe.engine.part import Entry, Observe, Part, Path, Repeat, ReplayContext, Replayed, Runner
 from lightning_avgpipe.engine.program_writer import ProgramWriter
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.replay import replay
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.engine.tensor_use import Constants, ForeignTensors, Inspection, Rewritten
+from lightning_avgpipe.engine.tensor_use import ForeignTensors, Inspection, Rewritten
+from lightning_avgpipe.engine.unforeseen import Unforeseen
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.parcel import Packer
 from lightning_avgpipe.utils.random_streams import seed_host
 
 _TRUSTED_AFTER = 1  # iterations in which all micro-batches are followed and compared
@@ -210,6 +209,7 @@ class StageStep:
         self._module = module
         self._foreign_tensors = foreign_tensors
         units = {id(module.get_submodule(path)): path for path in graph.units}
+        self._unforeseen = Unforeseen(program, module)
         self._context = ReplayContext(
             units,
             owned_tensors(module, ()),
@@ -217,14 +217,12 @@ class StageStep:
             device,
             Packer(module),
             execution.compiler,
-            Constants.of(program, module),
+            self._unforeseen,
         )
         self._programs = Programs(program, module, self._context, execution.static)
         self._began_on_host = False  # in this iteration
         self.rewritten = Rewritten.of(program, module)
         self.stream: OwnStream | None = None
-        self._generators = OwnGenerators(program, module)
-        self._iterators = IdleIterators(program, module)
 
     def begin(self, stream: OwnStream | None) -> None:
         """Begin an iteration whose actions run on this stream."""
@@ -277,14 +275,12 @@ class StageStep:
                 with watched(), self.rewritten.saved(trains), contextlib.suppress(Surprise):
                     return self._run_program(written, form, part, task.around(micro_batch))
             writer = self._programs.writer(form)
-        constants = self._context.constants
-        checked = nullcontext() if constants is None else constants.checked()
-        with self._inspected(task) as inspection, self.rewritten.saved(trains), checked:
-            with watched(), self._iterators.untouched(), self._generators.watched(), unmoved(part.args):
+        with self._inspected(task) as inspection, self.rewritten.saved(trains):
+            with watched(), self._unforeseen.checked(part.args):
                 if writer is not None and form is not None and task.around is not None:
                     with task.around(micro_batch):  # the context may set modes, such as autocast
                         writer.begin(form.tensors)
-                around = self._generators.node if program.num_stages > 1 else None
+                around = self._unforeseen.node if program.num_stages > 1 else None
                 replayed = replay(part, self._context_now(copies), around, writer)
             self._began_on_host |= replayed.began_on_host
             if inspection is not None:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.operation import KnownTensors
 from lightning_avgpipe.engine.part import Entry
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.state.objects import ObjectState, put_state, state_of
+from lightning_avgpipe.state.parcel import Packer, Parcel
+from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.object_state import ObjectState, put_state, state_of
-from lightning_avgpipe.utils.objects import Objects
-from lightning_avgpipe.utils.parcel import Packer, Parcel
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
+from lightning_avgpipe.utils.tensors import KnownTensors
 
 
 class StageValues:
@@ -39,7 +39,7 @@ class StageValues:
         self,
         program: StageProgram,
         received: Mapping[int, Tensor],
-        known: KnownTensors,
+        known: KnownTensors[int],
         device: torch.device,
         packer: Packer,
         tap: int,
@@ -67,7 +67,7 @@ class StageValues:
                 return tensors[value]
         return torch.empty(0, device=self.device)
 
-    def result(self, node: Node, entry: Entry, tensors: list[Tensor], objects: Objects | None) -> Any:
+    def result(self, node: Node, entry: Entry, tensors: list[Tensor], objects: Snapshot | None) -> Any:
         """Return the result of a node that is not executed here.
 
         Args:
@@ -112,7 +112,7 @@ class StageValues:
             self._known.learn(self._stand_ins[value], value)
         return self._stand_ins[value]
 
-    def _open(self, node: Node, parcel: Parcel, tensors: list[Tensor], objects: Objects | None) -> Any:
+    def _open(self, node: Node, parcel: Parcel, tensors: list[Tensor], objects: Snapshot | None) -> Any:
         """Apply the unit's changes of objects to the objects of this stage."""
         assert objects is not None
         given = [self._stand_in(node, i, meta, tensors) for i, meta in enumerate(parcel.tensors)]

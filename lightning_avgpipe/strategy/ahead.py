@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lightning_avgpipe.capture.graph import CallGraph, changed_in_common
-from lightning_avgpipe.capture.outside import outside, variable
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
+from lightning_avgpipe.state.objects import Variable
+from lightning_avgpipe.state.outside import outside, variable
+from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.strategy.iteration import STEP, Iteration, as_it_will_be
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import ModelCheckpoint, _Stateful, pl
-from lightning_avgpipe.utils.object_state import Variable
-from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.torch_compat import version_of
 
@@ -60,7 +60,7 @@ class Overlap:
         self._view: Any = None
         self._modules: list[pl.LightningModule] = []
         self._read: dict[str, Variable] = {}
-        self._held: dict[str, Objects] = {}
+        self._held: dict[str, Snapshot] = {}
         self._graph: CallGraph | None = None
         self._is_first = False  # the batch runs from which the step was captured
         self._trained: frozenset[str] = frozenset()  # parameters that were trained at :meth:`begin`
@@ -227,8 +227,8 @@ class Overlap:
     def _trained_now(self) -> frozenset[str]:
         return self._loop.deployment.pipeline.steps[STEP].freezing.trained
 
-    def _hold(self, name: str) -> Objects:
-        return Objects((self._read[name],), opaque=True)
+    def _hold(self, name: str) -> Snapshot:
+        return Snapshot((self._read[name],), opaque=True)
 
     def _changed(self, name: str) -> bool:
         return any(not isinstance(found, nn.Parameter) for found in self._held[name].changed())

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_avgpipe.averaging.optimizers import unwrapped
-from lightning_avgpipe.capture.attributes import is_compiled
+from lightning_avgpipe.capture.tracer import is_compiled
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError

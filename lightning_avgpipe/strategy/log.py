@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_avgpipe.capture.snapshot import unchanged
 from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.errors import AbsentValueError, AvgPipeError
+from lightning_avgpipe.state.untouched import unchanged
 from lightning_avgpipe.strategy.metric_objects import BatchValues
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import _LoggerConnector, pl

@@ -7,31 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import pickle
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
-from lightning_avgpipe.capture.outside import outside
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.codec import as_bytes
 from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.state.objects import Variable
+from lightning_avgpipe.state.outside import outside
+from lightning_avgpipe.state.parcel import Packer, Parcel
+from lightning_avgpipe.state.snapshot import Snapshot, assign, leading
+from lightning_avgpipe.state.writes import Writes
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import is_overridden, pl
 from lightning_avgpipe.utils.names import joined, listed
-from lightning_avgpipe.utils.object_state import Variable
-from lightning_avgpipe.utils.objects import Objects, assign
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.placeholder import Absent
-from lightning_avgpipe.utils.tensors import is_strided
-from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets
+from lightning_avgpipe.utils.tensors import is_strided, tensor_bytes
 
 # Hooks of the LightningModule that look at what a step returned or collected, which only the last stage has.
 _HOOKS = tuple(
@@ -43,6 +40,7 @@ _OF_LIGHTNING = frozenset(vars(pl.LightningModule())) - {"training"}
 _MISSING = object()
 
 Key = tuple[str, str]  # path of a module, name of the attribute or buffer
+_Packed = tuple[bytes, list[Tensor], list[bool]]  # a pickled value, its tensors, and whether each was on the host
 
 
 @contextlib.contextmanager
@@ -71,7 +69,7 @@ class _Hooks:
         metrics = (m for m in module.modules() if isinstance(m, Metric))  # their states stay on rank 0
         ignored = {id(m) for metric in metrics for m in metric.modules()}
         self._modules = {path: m for path, m in module.named_modules() if id(m) not in ignored}
-        self._variables = outside(module)
+        self._variables, self._packer = outside(module), Packer(module)
 
     def around(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a hook for every process to call.
@@ -93,10 +91,12 @@ class _Hooks:
     def _lead(self, name: str, hook: Callable[[], Any]) -> Any:
         """Run a hook, and tell the other processes what it has changed."""
         before, optimization = _Attributes(self._modules), _optimization(self._trainer)
-        with _Writes(self._module) as writes:
+        absent = [(full, p) for full, p in self._module.named_parameters() if p.is_meta]
+        with Writes(self._module) as writes:
             result = hook()
-        writes.check(name, self._kept_elsewhere())
-        news = before.news(name, self._needed_elsewhere(), writes.found)
+        written = writes.written.union(full for full, p in absent if not p.is_meta)
+        _check_writes(name, written & self._kept_elsewhere())
+        news = before.news(name, self._needed_elsewhere(), writes.written)
         after = _optimization(self._trainer)
         self._cluster.control.publish((news, after if after != optimization else None))
         return result
@@ -121,8 +121,9 @@ class _Hooks:
         """Apply the changes that rank 0's hook has made."""
         told: Any = self._cluster.control.publish()
         news, optimization = told
-        for (path, attribute), content in news:
-            value = _Unpickler(io.BytesIO(content), self._modules, self._cluster.device).load()
+        for (path, attribute), content, tensors, on_host in news:
+            here = [t if of_host else t.to(self._cluster.device) for t, of_host in zip(tensors, on_host, strict=True)]
+            value = self._packer.unpack(Parcel(content, ()), here, Snapshot(()))
             if attribute in self._variables:
                 _accept_variable(self._variables[attribute], value)
             else:
@@ -154,52 +155,23 @@ def _accept_variable(variable: Variable, value: Any) -> None:
         variable.put({"value": value})
 
 
-class _Writes(TorchDispatchMode):
-    """Within this context writes into parameters and buffers are noted, whether these have contents or not.
+def _check_writes(hook: str, lost: Collection[str]) -> None:
+    """Check that a hook has written into nothing that other processes hold.
 
-    Attributes:
-        found: full names of the parameters and buffers that were written into.
+    Args:
+        hook: name of the hook.
+        lost: full names of what it has written into and other processes hold.
+    Raises:
+        StepChangedError: there are such names.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._module = module
-        self._names: dict[int, list[str]] = defaultdict(list)  # by address
-        self._absent: list[tuple[str, nn.Parameter]] = []
-        self.found: set[str] = set()
-
-    def __enter__(self) -> _Writes:
-        for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
-            self._names[address(tensor)].append(name)
-        self._absent = [(name, p) for name, p in self._module.named_parameters() if p.is_meta]
-        super().__enter__()
-        return self
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if is_mutable(func):
-            for tensor in targets(func, args, kwargs):
-                self.found.update(self._names.get(address(tensor), ()))
-        return func(*args, **kwargs)
-
-    def check(self, hook: str, elsewhere: Collection[str]) -> None:
-        """Check that the hook has written into nothing that other processes hold.
-
-        Args:
-            hook: name of the hook.
-            elsewhere: full names of what other processes hold and change.
-        Raises:
-            StepChangedError: the hook has written into one of these.
-        """
-        given = {name for name, parameter in self._absent if not parameter.is_meta}
-        lost = sorted((self.found | given) & set(elsewhere))
-        if not lost:
-            return
-        raise StepChangedError(
-            f"{hook}() runs on rank 0 only and changes {listed([*map(repr, lost)])}, which other "
-            "processes hold, so that it would not change there. Change weights, and buffers that a step changes, in a "
-            "hook that every process runs: on_train_batch_start, on_before_zero_grad, or one of a Callback"
-        )
+    if not lost:
+        return
+    names = [repr(name) for name in sorted(lost)]
+    raise StepChangedError(
+        f"{hook}() runs on rank 0 only and changes {listed(names)}, which other "
+        "processes hold, so that it would not change there. Change weights, and buffers that a step changes, in a "
+        "hook that every process runs: on_train_batch_start, on_before_zero_grad, or one of a Callback"
+    )
 
 
 class _Gone:
@@ -218,9 +190,10 @@ class _Attributes:
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
+        self._packer = Packer(modules[""])
         self._variables = outside(modules[""])
         self._held = self._holds()
-        self._objects = Objects((*self._held.values(),), opaque=True)
+        self._objects = Snapshot((*self._held.values(),), opaque=True)
 
     def _holds(self) -> dict[Key, Any]:
         found = {("", name): held for name, v in self._variables.items() for held in v.state().values()}
@@ -231,7 +204,7 @@ class _Attributes:
             if name not in _OF_LIGHTNING
         }
 
-    def news(self, hook: str, needed: Collection[Key], written: Collection[str]) -> list[tuple[Key, bytes]]:
+    def news(self, hook: str, needed: Collection[Key], written: Collection[str]) -> list[tuple[Any, ...]]:
         """Return what has changed since, packed.
 
         Args:
@@ -246,7 +219,7 @@ class _Attributes:
         for key in {**self._held, **now}:
             value = now.get(key, _MISSING)
             before = self._held.get(key, _MISSING)
-            reaches = changed and Objects([value], opaque=True).reach(changed)
+            reaches = leading({key: value}, changed)
             if before is value and not reaches and joined(*key) not in written:
                 continue
             must = key in needed
@@ -260,15 +233,19 @@ class _Attributes:
                     f"read on other processes too, but it cannot be sent there: {error}. Change it in a hook that "
                     "every process runs, such as on_train_epoch_start or on_train_batch_start"
                 ) from error
-            found.append((key, content))
+            found.append((key, *content))
         return found
 
-    def _packed(self, value: Any, most: int) -> bytes:
-        buffer = io.BytesIO()
-        _Pickler(buffer, self._modules, most).dump(value)
-        if buffer.tell() > most:
-            raise pickle.PicklingError(f"it has {buffer.tell()} bytes, and {most} at most are sent")
-        return buffer.getvalue()
+    def _packed(self, value: Any, most: int) -> _Packed:
+        parcel, tensors = self._packer.pack(value, Snapshot(()))
+        if any(isinstance(t, (nn.Parameter, Absent)) or t.is_meta for t in tensors):
+            raise pickle.PicklingError("it holds a parameter, or a tensor that another stage has")
+        if not all(map(is_strided, tensors)):
+            raise pickle.PicklingError("it holds a sparse or nested tensor")
+        size = len(parcel.content) + sum(map(tensor_bytes, tensors))
+        if size > most:
+            raise pickle.PicklingError(f"it has {size} bytes, and {most} at most are sent")
+        return parcel.content, [t.detach().clone().cpu() for t in tensors], [t.is_cpu for t in tensors]
 
 
 def _flags(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -278,49 +255,6 @@ def _flags(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 _TRAINED, _FROZEN = _Flag(True), _Flag(False)
-
-
-class _Pickler(pickle.Pickler):
-    """A pickler that replaces modules by their paths, and tensors by numbers that do not depend on the device."""
-
-    def __init__(self, file: io.BytesIO, modules: dict[str, nn.Module], most: int) -> None:
-        super().__init__(file)
-        self._paths = {id(module): path for path, module in modules.items()}
-        self._left = most
-
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, nn.Module):
-            if id(obj) not in self._paths:
-                raise pickle.PicklingError(f"it holds {type(obj).__name__}, a module that is no submodule")
-            return "module", self._paths[id(obj)]
-        if not isinstance(obj, Tensor):
-            return None
-        if isinstance(obj, (nn.Parameter, Absent)) or obj.is_meta:
-            raise pickle.PicklingError("it holds a parameter, or a tensor that another stage has")
-        if not is_strided(obj):
-            raise pickle.PicklingError("it holds a sparse or nested tensor")
-        self._left -= obj.numel() * obj.element_size()
-        if self._left < 0:
-            raise pickle.PicklingError("the tensors that it holds are too large")
-        numbers = as_bytes(obj.detach().cpu()).numpy().tobytes()
-        return "tensor", (numbers, obj.dtype, tuple(obj.shape), obj.is_cpu)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, modules: dict[str, nn.Module], device: torch.device) -> None:
-        super().__init__(file)
-        self._modules = modules
-        self._device = device
-
-    def persistent_load(self, pid: Any) -> Any:
-        kind, content = pid
-        if kind == "module":
-            return self._modules[content]
-        numbers, dtype, shape, on_host = content
-        flat = (
-            torch.frombuffer(bytearray(numbers), dtype=dtype) if numbers else torch.empty(0, dtype=dtype, device="cpu")
-        )
-        return flat.reshape(shape).to("cpu" if on_host else self._device)
 
 
 # -- optimizers and schedulers, of which every process has a copy -----------------------------------------------------

@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.averaging_step import average
 from lightning_avgpipe.averaging.optimizers import unwrapped
-from lightning_avgpipe.capture.snapshot import unchanged, untouched
 from lightning_avgpipe.comm.probe import ClockOffset
 from lightning_avgpipe.engine.accounting import Footprint
 from lightning_avgpipe.engine.microbatch import MicroBatch
@@ -36,6 +35,7 @@ from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory import Holding, holdings
 from lightning_avgpipe.schedule import Kind, Schedule
+from lightning_avgpipe.state.untouched import unchanged, untouched
 from lightning_avgpipe.strategy.data import has_transfer_hooks
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.schedule_choice import Order

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.options import Averaging
-from lightning_avgpipe.capture import outside
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.options import Links
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.state import outside
 from lightning_avgpipe.strategy import checks, combinations, commands, launch
 from lightning_avgpipe.strategy.batches import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards

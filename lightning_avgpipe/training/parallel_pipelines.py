@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.capture.graph import changed_in_common
-from lightning_avgpipe.capture.outside import variable
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.state.outside import variable
+from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.training.holdings import full_ensemble_state, load_ensemble_state
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import rank_zero_info
-from lightning_avgpipe.utils.objects import Objects
 from lightning_avgpipe.utils.torch_compat import address
 
 
@@ -138,7 +138,7 @@ class ParallelPipelines:
     def _written(self) -> list[Tensor]:
         """Return tensors in attributes and variables that training writes into, without parameters and buffers."""
         keys = self._first.graph("training_step").written
-        found = Objects(variable(self._module, *key) for key in keys).tensors
+        found = Snapshot(variable(self._module, *key) for key in keys).tensors
         named = {address(t) for t in (*self._module.parameters(), *self._module.buffers())}
         return [t for t in found if address(t) not in named and t.is_leaf and not t.requires_grad]
 

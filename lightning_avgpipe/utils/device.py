@@ -8,13 +8,14 @@ import os
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 _WITHOUT_STREAMS = ("cpu", "meta", "mps")
 _HOST_BACKEND = "gloo"
@@ -374,3 +375,19 @@ class Stopwatch:
             self._laps.popleft()
             found.append((number, seconds_between(begin, end)))
         return found
+
+
+@contextlib.contextmanager
+def visiting(tensors: Collection[Tensor], device: torch.device | None) -> Iterator[None]:
+    """Move tensors to a device within this context, and back after it."""
+    moves = device is not None and not port_of(device).is_host
+    # tensors without contents here are fetched on demand instead
+    homes = [(t, t.data) for t in tensors if moves and t.device != device and not t.is_meta]
+    for tensor, home in homes:
+        tensor.data = home.to(device)
+    try:
+        yield
+    finally:
+        for tensor, home in homes:
+            home.copy_(tensor.data)
+            tensor.data = home

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_avgpipe.utils.torch_compat import is_transformed, untransformed
 
 INSTEAD_OF_NESTED = (
     "pad it (torch.nested.to_padded_tensor) with a mask beside it, or let the batch hold a list of tensors"
@@ -158,3 +161,57 @@ def reduction_name(reduction: Any) -> str:
 def reduced(stacked: Tensor, name: str) -> Tensor | None:
     """Reduce a tensor over its first dimension; None if there is no reduction of this name."""
     return _REDUCE[name](stacked) if name in _REDUCE else None
+
+
+def tensor_arguments(*arguments: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts, in order, also those that torch.func has wrapped."""
+    found: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+            if is_transformed(argument):
+                found.append(untransformed(argument))
+        elif isinstance(argument, (list, tuple)):
+            if argument:
+                found.extend(tensor_arguments(*argument))
+        elif isinstance(argument, dict) and argument:
+            found.extend(tensor_arguments(*argument.values()))
+    return found
+
+
+V = TypeVar("V")
+
+
+class KnownTensors(Generic[V]):
+    """A mapping from tensor objects to values, which keeps no tensor alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], V]] = {}
+
+    def learn(self, tensor: Tensor, value: V) -> None:
+        """Set the value of this tensor object."""
+        self._known[id(tensor)] = (weakref.ref(tensor), value)
+
+    def forget(self, is_gone: Callable[[V], bool]) -> None:
+        """Forget the tensors with such values."""
+        self._known = {key: entry for key, entry in self._known.items() if not is_gone(entry[1])}
+
+    def own_value_of(self, tensor: Tensor) -> V | None:
+        """Return the value of this very object (not of its base); None if it has none."""
+        entry = self._known.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def value_of(self, tensor: Tensor) -> V | None:
+        """Return the value of a tensor or its base; None if it has none."""
+        value = self.own_value_of(tensor)
+        if value is None and tensor._base is not None:
+            return self.own_value_of(tensor._base)
+        return value
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        """Return whether this very object (not its base) has a value."""
+        return self.own_value_of(tensor) is not None
+
+    def alive(self) -> dict[V, Tensor]:
+        """Return value -> the tensor object that has it, for objects that still exist."""
+        return {value: tensor for ref, value in self._known.values() if (tensor := ref()) is not None}

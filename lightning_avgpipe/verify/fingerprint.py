@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.utils.tensors import words
+from lightning_avgpipe.utils.tensors import strided_parts, words
 
 _CHUNK = 1 << 20  # elements that are converted at a time
 _ODD, _SIGNS = 0x9E3779B1, 0x85EBCA6B  # multipliers that spread positions over all bits
@@ -58,15 +58,10 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
 def _strided(tensor: Tensor) -> list[Tensor]:
     """Return the dense, real-valued tensors that a tensor consists of."""
     if tensor.is_quantized:
-        return _strided(tensor.int_repr())
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return [tensor.indices(), *_strided(tensor.values())]
-    if tensor.layout != torch.strided:
-        return _strided(tensor.to_dense())
-    if tensor.is_complex():
-        return [torch.view_as_real(tensor.resolve_conj())]
-    return [tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor]
+        tensor = tensor.int_repr()
+    parts = strided_parts(tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor)
+    real = [torch.view_as_real(part.resolve_conj()) if part.is_complex() else part for part in parts]
+    return [part.to(torch.uint8) if part.dtype == torch.bool else part for part in real]
 
 
 def _weights(chunk: Tensor) -> Tensor:

@@ -19,11 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_avgpipe.averaging.optimizers import unwrapped
-from lightning_avgpipe.capture.snapshot import random_state
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.engine.loss import LossWeight, counts_for, loss_in
 from lightning_avgpipe.engine.microbatch import MicroBatch
+from lightning_avgpipe.state.untouched import random_state
 from lightning_avgpipe.utils.forked import in_child
 from lightning_avgpipe.utils.lightning import DummyLogger, PassThroughProfiler, SingleDeviceStrategy, pl
 from lightning_avgpipe.utils.patching import nothing, replaced

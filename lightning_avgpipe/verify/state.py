@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric
 
+from lightning_avgpipe.state.objects import OF_EVERY_MODULE
 from lightning_avgpipe.utils.lightning import LIGHTNING, pl
 from lightning_avgpipe.utils.names import joined
-from lightning_avgpipe.utils.object_state import OF_EVERY_MODULE
 from lightning_avgpipe.utils.placeholder import Absent
 
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
@@ -28,23 +28,19 @@ _NO_DATA = (
     DataLoader, Sampler,
 )  # fmt: skip
 _DEPTH = 6
+_ENTERED = object()  # the value of an entry that is no value, but may hold some
+_Entry = tuple[str, Any, tuple[int, str] | None]
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
     """Return name -> value of what may change, not copied; ``...`` for placeholders and what cannot be compared."""
-    found: dict[str, Any] = {}
-    registered = {id(t) for t in (*module.parameters(), *module.buffers())}
-    for path, m in module.named_modules():
-        for name, value in _own(m):
-            _enter(joined(path, name), value, found, registered, _DEPTH)
-    return found
+    registered = frozenset(id(t) for t in (*module.parameters(), *module.buffers()))
+    return {name: value for name, value, _ in _all(module, registered) if value is not _ENTERED}
 
 
 def state_of(thing: object, name: str) -> dict[str, Any]:
     """Return name -> value of what is in an object, as :func:`attributes` does."""
-    found: dict[str, Any] = {}
-    _enter(name, thing, found, set(), _DEPTH)
-    return found
+    return {full: value for full, value, _ in _entries(name, thing, frozenset(), _DEPTH) if value is not _ENTERED}
 
 
 def aliases(module: nn.Module) -> list[list[str]]:
@@ -52,11 +48,17 @@ def aliases(module: nn.Module) -> list[list[str]]:
 
     Only groups of several names are returned.
     """
-    places: dict[tuple[int, str], list[str]] = {}
+    places: dict[tuple[int, str], list[str]] = defaultdict(list)
+    for name, _, place in _all(module, frozenset()):
+        if place is not None:
+            places[place].append(name)
+    return [names for names in places.values() if len(names) > 1]
+
+
+def _all(module: nn.Module, registered: frozenset[int]) -> Iterator[_Entry]:
     for path, m in module.named_modules():
         for name, value in _own(m):
-            _enter(joined(path, name), value, {}, set(), _DEPTH, places)
-    return [names for names in places.values() if len(names) > 1]
+            yield from _entries(joined(path, name), value, registered, _DEPTH)
 
 
 def _own(module: nn.Module) -> Iterable[tuple[str, Any]]:
@@ -66,49 +68,34 @@ def _own(module: nn.Module) -> Iterable[tuple[str, Any]]:
     return [(name, value) for name, value in vars(module).items() if name not in library or name == "training"]
 
 
-def _enter(
-    name: str,
-    value: Any,
-    found: dict[str, Any],
-    passed: set[int],
-    depth: int,
-    places: dict[tuple[int, str], list[str]] | None = None,
-) -> None:
-    """Note the value that has this name, and the values in it.
+def _entries(
+    name: str, value: Any, passed: frozenset[int], depth: int, place: tuple[int, str] | None = None
+) -> Iterator[_Entry]:
+    """Yield the entry of this name, and the entries in it: full name, value, and (id of an object, place in it).
 
     Args:
         name: full name.
         value: value with this name.
-        found: dictionary that gets names -> values.
         passed: ids of the enclosing objects, which are not entered again.
         depth: number of levels to go down.
-        places: dictionary that gets (id of an object, place in it) -> names.
+        place: the object that holds the value, and the place in it; None: a module holds it.
     """
     if isinstance(value, Absent):
-        found[name] = ...
-        return
-    if isinstance(value, Tensor):
-        if id(value) not in passed:
-            found[name] = value.detach()
-        return
-    if isinstance(value, (*_LEAVES, np.ndarray)):
-        found[name] = value if _can_be_compared(value) else ...
-        return
-    if id(value) in passed or isinstance(value, _NO_DATA) or _library(value) in _TOOLS:
-        return
-    passed = passed | {id(value)}
-    below = _below(value) if depth else None
-    if below is None:
-        found[name] = ...
-        return
-    if isinstance(value, (list, tuple, dict, set, frozenset, deque)):
-        found[f"len({name})"] = len(value)
-        if places is not None:
-            places.setdefault((id(value), "its length"), []).append(f"len({name})")
-    for place, entry in below:
-        if places is not None:
-            places.setdefault((id(value), place), []).append(name + place)
-        _enter(name + place, entry, found, passed, depth - 1, places)
+        yield name, ..., place
+    elif isinstance(value, Tensor):
+        yield name, _ENTERED if id(value) in passed else value.detach(), place
+    elif isinstance(value, (*_LEAVES, np.ndarray)):
+        yield name, value if _can_be_compared(value) else ..., place
+    elif id(value) in passed or isinstance(value, _NO_DATA) or _library(value) in _TOOLS:
+        yield name, _ENTERED, place
+    elif (below := _below(value) if depth else None) is None:
+        yield name, ..., place
+    else:
+        yield name, _ENTERED, place
+        if isinstance(value, (list, tuple, dict, set, frozenset, deque)):
+            yield f"len({name})", len(value), (id(value), "its length")
+        for inner, entry in below:
+            yield from _entries(name + inner, entry, passed | {id(value)}, depth - 1, (id(value), inner))
 
 
 def _can_be_compared(value: Any) -> bool:

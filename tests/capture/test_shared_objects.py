@@ -58,11 +58,15 @@ class Counting(nn.Module):
 
 
 def count(box: Any) -> int:
+    if isinstance(box, np.ndarray):
+        return int(box[0])
     return int(box["count"] if isinstance(box, dict) else box.count)
 
 
 def increase(box: Any) -> None:
-    if isinstance(box, dict):
+    if isinstance(box, np.ndarray):
+        box[0] += 1
+    elif isinstance(box, dict):
         box["count"] += 1
     else:
         box.count += 1
@@ -76,10 +80,13 @@ def legal(module: nn.Module) -> list[str]:
     return [node.name[-1] for node in nodes if graph.obstacles[node.index] is None]
 
 
-BOXES = [Box, lambda: SimpleNamespace(count=0), lambda: {"count": 0}]
+BOXES = {
+    "object": Box, "namespace": lambda: SimpleNamespace(count=0), "dict": lambda: {"count": 0},
+    "array": lambda: np.zeros(1),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("box", BOXES, ids=["object", "namespace", "dict"])
+@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
 @pytest.mark.parametrize(
     ("writer", "reader", "expected"),
     [
@@ -97,7 +104,7 @@ def test_who_reads_what_a_unit_changes_is_on_its_stage(
     assert legal(Counting(box(), writer, reader)) == expected
 
 
-@pytest.mark.parametrize("box", BOXES, ids=["object", "namespace", "dict"])
+@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
 @pytest.mark.parametrize(("reader", "expected"), [("begin", []), (2, ["1", "2"]), ("end", ALL)])
 def test_what_is_changed_once_behind_the_last_unit_is_not_read_on_another_stage(
     box: Callable[[], Any], reader: Any, expected: list[str]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import random
+from argparse import Namespace
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
+from ctypes import c_double
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning as L
 import numpy as np
@@ -134,6 +139,28 @@ class WithinUnit(Layers):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         penalty = self.norm.running_mean.square().mean()
         return (self.d(self.c(self.norm(self.b(self.a(batch[0]))))) - batch[1]).square().mean() * (1 + penalty)
+
+
+class Deeper(nn.Module):
+    """A layer that counts its calls, and divides by their number."""
+
+    depth = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.depth += 1
+        return x + x.tanh() / self.depth
+
+
+class Repeated(Layers):
+    """Calls one layer several times, which counts, and sets its count back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Deeper()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.b.depth = 0
+        return (self.d(self.b(self.c(self.b(self.b(self.a(batch[0])))))) - batch[1]).square().mean()
 
 
 class Encoder(nn.Module):
@@ -279,6 +306,7 @@ def assert_same(module: nn.Module, other: nn.Module) -> None:
         (Hooked, 3, "flops"),
         (Counting, 2, "measured"),
         (Counting, 3, "flops"),
+        (Repeated, 2, "flops"),
     ],
 )
 def test_what_a_step_changes_is_what_one_process_makes_of_it(
@@ -575,6 +603,64 @@ def test_variables_outside_of_modules_change_once_per_micro_batch() -> None:
         assert found == counts
     _, (*_, seen) = result(lambda module: piped(module, 2, costs="flops", num_pipelines=2))
     assert len(seen) == 4 * NUM_MICROBATCHES
+
+
+def made_late() -> float:
+    global LATE
+    if "LATE" not in globals():
+        LATE = 1.0
+    LATE *= 0.9
+    return LATE
+
+
+SCALE, SCALES = ContextVar("scale", default=1.0), WeakKeyDictionary()
+
+
+class Annealed(Layers):
+    """Multiplies by a number that gets smaller with each micro-batch, wherever it is kept."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept = kept
+        self.arguments, self.number, self.array = Namespace(scale=1.0), c_double(1.0), array("d", [1.0])
+
+    def scale(self) -> float:
+        if self.kept == "a global variable that the step makes":
+            return made_late()
+        if self.kept == "a context variable":
+            SCALE.set(SCALE.get() * 0.9)
+            return SCALE.get()
+        if self.kept == "a weak dict":
+            SCALES[Annealed] = SCALES.get(Annealed, 1.0) * 0.9
+            return SCALES[Annealed]
+        if self.kept == "an array":
+            self.array[0] *= 0.9
+            return self.array[0]
+        if self.kept == "a number of C":
+            self.number.value *= 0.9
+            return self.number.value
+        self.arguments.scale *= 0.9
+        return self.arguments.scale
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.through(batch[0] * self.scale()) - batch[1]).square().mean()
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "a global variable that the step makes", "a context variable", "a weak dict", "an array", "a number of C",
+        "arguments of a program",
+    ],
+)  # fmt: skip
+def test_a_number_changes_once_per_micro_batch_wherever_it_is_kept(kept: str) -> None:
+    def result(run: Callable[[Layers], nn.Module]) -> nn.Module:
+        globals().pop("LATE", None)
+        SCALE.set(1.0)
+        SCALES.clear()
+        return run(Annealed(kept))
+
+    assert_same(result(lambda module: piped(module, 2, costs="flops")), result(by_hand))
 
 
 class OutsideLate(Layers):

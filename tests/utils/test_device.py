@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_avgpipe.capture import calls
-from lightning_avgpipe.capture.snapshot import random_state
+from lightning_avgpipe.state.untouched import random_state
 from lightning_avgpipe.utils.device import (
     AcceleratorPort,
     DeviceClock,
@@ -31,7 +31,7 @@ HOST = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 # Names of a library, and of values that an option has.
 NAMES = {
-    "utils/objects.py": {"torch.cuda"}, "comm/options.py": {"'cpu:gloo,cuda:nccl'"},
+    "state/snapshot.py": {"torch.cuda"}, "comm/options.py": {"'cpu:gloo,cuda:nccl'"},
 }  # fmt: skip
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

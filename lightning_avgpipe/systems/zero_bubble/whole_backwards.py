@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_avgpipe.capture.attributes import is_compiled
 from lightning_avgpipe.capture.recorder import owned_tensors
-from lightning_avgpipe.capture.snapshot import untouched
-from lightning_avgpipe.capture.tracer import uncompiled
-from lightning_avgpipe.capture.units import tensors_of, visiting
+from lightning_avgpipe.capture.tracer import is_compiled, uncompiled
+from lightning_avgpipe.capture.units import tensors_of
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.part import Part, ReplayContext
 from lightning_avgpipe.engine.randomness import Drawing
@@ -23,11 +21,13 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.program import StageProgram, stage_programs
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
 from lightning_avgpipe.schedule import Schedule
+from lightning_avgpipe.state.parcel import Packer
+from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.state.untouched import untouched
 from lightning_avgpipe.systems.zero_bubble.halves import GraphWatch, why_whole
 from lightning_avgpipe.systems.zero_bubble.schedules import INPUT_GRADIENT
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.objects import Objects
-from lightning_avgpipe.utils.parcel import Packer
+from lightning_avgpipe.utils.device import visiting
 
 
 def whole_backwards(
@@ -57,7 +57,7 @@ def whole_backwards(
     drawing = Drawing.of(module, graph)
     repeat = UnitRepeater(module, recompute, device) if recompute.modules else None
     batch, message = tree.map_tensors(torch.clone, tuple(args)), Message(0, ())
-    with untouched(module, graph.changed), Objects(batch, opaque=True).restored(), uncompiled():
+    with untouched(module, graph.changed), Snapshot(batch, opaque=True).restored(), uncompiled():
         for program in stage_programs(graph, plan.cuts):
             gates, values = entered(message, program.receives, True, frozenset())
             context = ReplayContext(units, owned_tensors(module, graph.glue_states), drawing, device, Packer(module))

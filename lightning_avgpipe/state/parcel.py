@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_avgpipe.state.objects import ATOMS, ObjectState, put_state, same_items, state_of
+from lightning_avgpipe.state.snapshot import Snapshot, is_open
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.object_state import ObjectState, put_state, same_items, state_of
-from lightning_avgpipe.utils.objects import ATOMS, Objects, is_open
 from lightning_avgpipe.utils.placeholder import TensorMeta
 
 
@@ -69,16 +69,16 @@ class Packer:
         self._paths = {id(module): path for path, module in self._modules.items()}
 
     @staticmethod
-    def is_needed(result: Any, objects: Objects) -> bool:
+    def is_needed(result: Any, objects: Snapshot) -> bool:
         """Return whether a call changed objects, or its result hides tensors or objects that existed before."""
         opaque = [x for x in tree.flatten(result)[0] if not isinstance(x, Tensor) and is_open(type(x))]
         if opaque:
-            inside = Objects(opaque)
+            inside = Snapshot(opaque)
             if inside.tensors or any(id(owner) in objects.indices for owner in inside.owners):
                 return True
         return any(True for _ in objects.modified())
 
-    def pack(self, result: Any, objects: Objects) -> tuple[Parcel, list[Tensor]]:
+    def pack(self, result: Any, objects: Snapshot) -> tuple[Parcel, list[Tensor]]:
         """Make a parcel, and return it with the tensors that it describes.
 
         Args:
@@ -91,7 +91,7 @@ class Packer:
         content, found = self.pickled((result, changes), objects)
         return Parcel(content, tuple(map(TensorMeta.of, found))), found
 
-    def pickled(self, item: Any, objects: Objects | None = None) -> tuple[bytes, list[Tensor]]:
+    def pickled(self, item: Any, objects: Snapshot | None = None) -> tuple[bytes, list[Tensor]]:
         """Pickle an item without the tensors, submodules and given objects in it; return also the tensors."""
         buffer = io.BytesIO()
         pickler = _Pickler(buffer, self._paths, {} if objects is None else objects.indices)
@@ -102,7 +102,7 @@ class Packer:
         """Return a new item like a pickled one, with these tensors and objects."""
         return _Unpickler(io.BytesIO(content), tensors, objects, self._modules).load()
 
-    def unpack(self, parcel: Parcel, tensors: Sequence[Tensor], objects: Objects) -> Any:
+    def unpack(self, parcel: Parcel, tensors: Sequence[Tensor], objects: Snapshot) -> Any:
         """Apply the changes of a parcel to objects, and return the result.
 
         Args:
@@ -118,7 +118,7 @@ class Packer:
         return result
 
 
-def _change(objects: Objects, obj: Any, before: ObjectState, now: ObjectState) -> Change:
+def _change(objects: Snapshot, obj: Any, before: ObjectState, now: ObjectState) -> Change:
     old = before.attributes
     return Change(
         objects.indices[id(obj)],

@@ -1,4 +1,4 @@
-"""Find out which parameters and buffers the operations of a step write into, and keep what they held before.
+"""Note which parameters and buffers the operations of user code write into, and keep what they held before.
 
 The schema of an operation says what it writes to. So a write is seen before it happens, also through views, ``.data``
 and lists of tensors. Writes that the schema does not mention (the statistics of a batch normalisation) are found by
@@ -8,51 +8,81 @@ comparing contents. A parameter that gets other memory (``p.data = ...``) is fou
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_avgpipe.capture.tracer import tensor_arguments
+from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets, untraced
 
 
-class Changes(TorchDispatchMode):
-    """A context that notes writes to a module's parameters and buffers, and restores the parameters when it ends.
+class Writes(TorchDispatchMode):
+    """A context that notes writes into a module's parameters and buffers, whether these have contents or not.
+
+    Attributes:
+        written: full names of the tensors that were written into.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.written: set[str] = set()
+        self._module = module
+        self._names: dict[int, list[str]] = {}  # by address
+
+    def __enter__(self) -> Self:
+        self._locate([*self._module.named_parameters(), *self._module.named_buffers()])
+        super().__enter__()
+        return self
+
+    def _locate(self, named: Iterable[tuple[str, Tensor]]) -> list[int]:
+        places = []
+        for name, tensor in named:
+            places.append(address(tensor))
+            self._names.setdefault(places[-1], []).append(name)
+        return places
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_mutable(func):
+            for tensor in targets(func, args, kwargs):
+                self._wrote(tensor, self._names.get(address(tensor), ()))
+        return func(*args, **kwargs)
+
+    def _wrote(self, tensor: Tensor, names: Sequence[str]) -> None:
+        self.written.update(names)
+
+
+class Changes(Writes):
+    """A context that also restores the parameters when it ends, and notes writes into tensors without a name.
 
     Args:
         module: module whose parameters and buffers are watched.
         others: other tensors that may be written to, such as the batch.
 
     Attributes:
-        written: names of the tensors that were written into since :meth:`begin`.
         strange: whether a tensor was written to since :meth:`begin` that the step did not make and that has no name.
         nameless: memory addresses of all such tensors.
     """
 
     def __init__(self, module: nn.Module, others: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self.written: set[str] = set()
+        super().__init__(module)
         self.strange = False
         self.nameless: set[int] = set()
-        self._module = module
         self._made = {address(tensor) for tensor in others}
         self._parameters: dict[str, nn.Parameter] = {}
         self._memory: dict[str, Tensor] = {}  # of parameters; held, so that no other tensor gets the same address
         self._contents: dict[str, Tensor] = {}  # former contents, by name of a parameter that was written to
-        self._names: dict[int, list[str]] = {}  # by address
         self._paused = False
 
-    def __enter__(self) -> Changes:
+    def __enter__(self) -> Self:
         self._parameters = dict(self._module.named_parameters())
         with untraced():  # reading the data must not fetch absent weights
             self._memory = {name: p.detach() for name, p in self._parameters.items()}
-        self._locate([*self._parameters.items(), *self._module.named_buffers()])
-        super().__enter__()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
@@ -92,33 +122,19 @@ class Changes(TorchDispatchMode):
         finally:
             self._paused = False
 
-    def _locate(self, named: Iterable[tuple[str, Tensor]]) -> list[int]:
-        places = []
-        for name, tensor in named:
-            places.append(address(tensor))
-            self._names.setdefault(places[-1], []).append(name)
-        return places
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if self._paused:
-            return func(*args, **kwargs)
-        if is_mutable(func):
-            for tensor in targets(func, args, kwargs):
-                self._note(tensor)
-        result = func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         places = map(address, tensor_arguments(result))
         self._made.update(place for place in places if place not in self._names)
         return result
 
-    def _note(self, tensor: Tensor) -> None:
-        names = self._names.get(address(tensor))
-        if names is None:
-            if address(tensor) not in self._made:
-                self.strange = True
-                self.nameless.add(address(tensor))
-            return
-        self.written.update(names)
+    def _wrote(self, tensor: Tensor, names: Sequence[str]) -> None:
+        super()._wrote(tensor, names)
+        if not names and address(tensor) not in self._made:
+            self.strange = True
+            self.nameless.add(address(tensor))
         for name in names:
             if name in self._parameters and name not in self._contents:
                 self.keep([(name, self._parameters[name].detach())])

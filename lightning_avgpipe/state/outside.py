@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_avgpipe.utils.object_state import Variable
-from lightning_avgpipe.utils.objects import is_open, led_to
-from lightning_avgpipe.utils.opaque import is_opaque
+from lightning_avgpipe.state.objects import Variable, is_restorable
+from lightning_avgpipe.state.snapshot import is_open, led_to
 from lightning_avgpipe.utils.torch_compat import REGISTRIES
 
 _LIBRARY = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")})
@@ -148,7 +147,7 @@ class _Reached:
     def _default(self, function: types.FunctionType, name: str, held: Any) -> None:
         if isinstance(held, _CODE):
             self.enter(held)
-        elif is_open(type(held)) or is_opaque(held):
+        elif is_open(type(held)) or is_restorable(held):
             self._variable(f"enclosed {_name(function)}", {name: held}, name)
 
     def read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
@@ -166,6 +165,8 @@ class _Reached:
             if operation in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"):
                 self.lines[name].add((code, line))
                 before = self._name(namespace, name)
+                if operation == "STORE_GLOBAL":  # it may not exist yet
+                    self._variable(f"global {namespace.get('__name__')}", namespace, name)
             elif operation in ("LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"):
                 self.lines[name].add((code, line))
             elif operation in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"):

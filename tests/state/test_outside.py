@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.outside import outside
+from lightning_avgpipe.state.outside import outside
 
 
 class Missing:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from lightning_avgpipe.capture.operation import KnownTensors
+from lightning_avgpipe.utils.tensors import KnownTensors
 
 
 def test_a_view_has_the_value_of_its_base_but_none_of_its_own() -> None:
-    known, base = KnownTensors(), torch.zeros(2, 2)
+    known, base = KnownTensors[int](), torch.zeros(2, 2)
     known.learn(base, 7)
     view = base[0]
     assert base in known and view not in known
@@ -18,7 +18,7 @@ def test_a_view_has_the_value_of_its_base_but_none_of_its_own() -> None:
 
 
 def test_nothing_is_kept_alive() -> None:
-    known, kept = KnownTensors(), torch.zeros(1)
+    known, kept = KnownTensors[int](), torch.zeros(1)
     known.learn(kept, 0)
     known.learn(torch.zeros(1), 1)
     assert list(known.alive()) == [0]

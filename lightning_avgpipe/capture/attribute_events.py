@@ -1,0 +1,394 @@
+"""Watch reads and assignments of modules' attributes, while a step is followed, as events at positions between nodes.
+
+::
+
+    position        0                         1                        2
+                      | unit 'a'                | unit 'b'               | loss
+    between units   n = self.n + 1            1 + max(self.b.load)     self.n = n      what each stage runs that comes
+    inside of units                             self.load = [3, 1]                     so far; what one stage runs
+
+From the events follow, by rules, the positions where no cut may lie:
+
+=====================================================  ==========================================================
+events                                                 no cut at
+=====================================================  ==========================================================
+read; later assigned between units                     the positions between them, since the next micro-batch
+                                                       reads what this one has assigned
+assigned by a unit; read later, and not sent along     all positions from the assignment to the read
+read; later assigned by a unit                         the positions between them, for the next micro-batch
+=====================================================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import sys
+import types
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.draft import ANYWHERE, Pin
+from lightning_avgpipe.state.objects import OF_EVERY_MODULE
+from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.names import is_within, joined
+from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.tensors import KnownTensors
+from lightning_avgpipe.utils.torch_compat import REGISTRIES, untraced
+
+Key = tuple[str, str]  # path of a module and name of an attribute; or "" and the full name of a variable
+Names = frozenset[Any] | None  # names of an object's attributes; None: all of its contents
+Now = Callable[[], tuple[int, bool]]  # returns the number of nodes so far, and whether a unit is running
+
+_MISSING = object()
+# Methods of collections that change them and return nothing.
+_WRITING = ("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "update")
+
+
+class Read(NamedTuple):
+    """A read of an attribute, or of an object.
+
+    Attributes:
+        position: number of nodes before.
+        in_unit: whether the running node reads it, on one stage; else each stage that comes so far does.
+        source: the line that reads it.
+        held: the object that the attribute holds.
+        carried: whether the object may come from the previous step.
+        adds: whether the line only adds to a collection, so that it does not read its contents.
+        own: whether the running unit has assigned the attribute itself.
+    """
+
+    position: int
+    in_unit: bool
+    source: str
+    held: Any = None
+    carried: bool = True
+    adds: bool = False
+    own: bool = False
+
+    @property
+    def end(self) -> int:
+        """The first position behind the read."""
+        return self.position + self.in_unit
+
+    def apart_from(self, node: int) -> tuple[int, int]:
+        """Return the first and last position at which a cut would part the read from a change by a node."""
+        if not self.in_unit:  # every stage that gets that far reads it
+            return max(1, min(self.position, node + 1)), ANYWHERE
+        return min(node, self.position) + 1, max(node, self.position)
+
+
+class _Assignment(NamedTuple):
+    """An assignment of an attribute by code between units.
+
+    The fields are: how many nodes came before, the line, the layout of the tensors in the assigned value, whether any
+    of them has a gradient history, and whether the value differs from the one before the step.
+    """
+
+    position: int
+    source: str
+    layout: Any
+    has_history: bool
+    is_other: bool
+
+
+def freed(reads: Iterable[Read], position: int) -> list[Read]:
+    """Count the reads of the unit at this position as reads between units: it is no node, so every stage runs it."""
+    return [read._replace(in_unit=False) if read.position == position else read for read in reads]
+
+
+class HeldTensors:
+    """A record of tensors in attributes, followed through glue that computes other tensors from them.
+
+    Attributes:
+        uses: attribute -> index of the first node that takes its tensor, or one that was computed from it.
+    """
+
+    def __init__(self) -> None:
+        self._holders = KnownTensors[frozenset[Key]]()
+        self.uses: dict[Key, int] = {}
+
+    def add(self, tensors: Iterable[Tensor], *keys: Key) -> None:
+        """Note that these attributes hold these tensors."""
+        for tensor in tensors:
+            self._holders.learn(tensor, self._keys([tensor]).union(keys))
+
+    def taken(self, tensors: Iterable[Tensor], node: int) -> None:
+        """Note that a node takes these tensors, which no node of this step has made."""
+        for key in self._keys(tensors):
+            self.uses.setdefault(key, node)
+
+    def computed(self, tensors: Iterable[Tensor], result: Any, position: int) -> None:
+        """Note that free glue computed this result from these tensors, at a position before the next node."""
+        keys = self._keys(tensors)
+        if not keys:
+            return
+        if all(isinstance(leaf, Tensor) for leaf in tree.flatten(result)[0]):
+            self.add(tree.tensors(result), *keys)
+            return
+        for key in keys:  # plain numbers are not followed, so they count as used here
+            self.uses.setdefault(key, position - 1)
+
+    def _keys(self, tensors: Iterable[Tensor]) -> frozenset[Key]:
+        return frozenset[Key]().union(*(self._holders.own_value_of(tensor) or () for tensor in tensors))
+
+
+class AttributeEvents:
+    """The reads and assignments of modules' attributes in one step.
+
+    Assignments inside of units, and those that bypass ``nn.Module.__setattr__``, are not seen when they happen. So for
+    attributes that an earlier execution has found, the value is compared before and after each node.
+
+    Args:
+        modules: modules to watch, by path.
+        unseen: attributes whose assignment is known to be unseen.
+        now: tells the position.
+
+    Attributes:
+        followed: attributes of which each read is noted, not only the first; with those in ``unseen``.
+        held: the tensors that attributes hold, and the tensors that are computed from them.
+        reads: attribute -> its reads.
+        first_reads: attribute -> number of nodes before its first read.
+        of_units: attributes that units have assigned, to another value or the same.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], unseen: Collection[Key], now: Now) -> None:
+        self._modules = modules
+        self._paths = {id(m): path for path, m in modules.items()}
+        self._now = now
+        self._unseen = {key: self._value(key) for key in unseen if key[0] in modules}
+        self.followed = set(self._unseen)
+        self.reads: dict[Key, list[Read]] = {}
+        self._assignments: dict[Key, list[_Assignment]] = defaultdict(list)
+        self._by_units: dict[Key, dict[int, str]] = defaultdict(dict)  # node -> name of the unit
+        self._before: dict[Key, Any] = {}
+        self.held = HeldTensors()
+        self.first_reads: dict[Key, int] = {}
+        self.of_units: set[Key] = set()
+
+    def _value(self, key: Key) -> Any:
+        return vars(self._modules[key[0]]).get(key[1], _MISSING)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch reads and assignments of attributes within this context."""
+        assign = nn.Module.__setattr__
+        read = nn.Module.__getattribute__
+        outer = vars(nn.Module).get("__getattribute__")  # not None while an outer step is watched
+
+        def watched_assign(module: nn.Module, name: str, value: Any) -> None:
+            with untraced():
+                self._assigned(module, name, value)
+            assign(module, name, value)
+
+        def watched_read(module: nn.Module, name: str) -> Any:
+            if name not in OF_EVERY_MODULE and name not in ("__dict__", "__class__"):
+                with untraced():
+                    self._was_read(module, name)
+            return read(module, name)
+
+        nn.Module.__setattr__ = watched_assign  # type: ignore[method-assign, assignment]
+        nn.Module.__getattribute__ = watched_read  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.__setattr__ = assign  # type: ignore[method-assign]
+            if outer is None:
+                del nn.Module.__getattribute__
+            else:
+                nn.Module.__getattribute__ = outer  # type: ignore[method-assign]
+
+    def _key(self, module: nn.Module, name: str) -> Key | None:
+        path = self._paths.get(id(module))
+        return None if path is None or self._modules[path] is not module else (path, name)
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def _was_read(self, module: nn.Module, name: str) -> None:
+        key = self._key(module, name)
+        if key is None:
+            return
+        position, in_unit = self._now()
+        if name in vars(module):
+            held = vars(module)[name]
+            self.first_reads.setdefault(key, position)
+        else:  # a class attribute, until an instance assigns its own
+            held = getattr(type(module), name, _MISSING)
+            if held is _MISSING or hasattr(held, "__get__"):
+                return
+        reads, carried = self.reads.setdefault(key, []), key not in self._assignments
+        adds = _only_adds(sys._getframe(2), held)
+        known = adds or any(r.held is held and r.carried >= carried and not r.adds for r in reads)
+        if carried and not known:
+            self.held.add(Snapshot((held,)).tensors, key)
+        if not known or key in self.followed:
+            own = key in self._unseen and self._value(key) is not self._unseen[key]
+            reads.append(Read(position, in_unit, source_line(), held, carried, adds, own))
+
+    def _assigned(self, module: nn.Module, name: str, value: Any) -> None:
+        (position, in_unit), key = self._now(), self._key(module, name)
+        if key is None or any(name in vars(module)[register] for register in REGISTRIES):
+            return
+        if in_unit:
+            self.of_units.add(key)
+            return
+        is_other = value is not self._before.setdefault(key, self._value(key))
+        self._note(key, position, source_line(), value, is_other)
+
+    def _note(self, key: Key, position: int, source: str, value: Any, is_other: bool) -> None:
+        tensors = Snapshot((value,)).tensors
+        has_history = any(tensor.grad_fn is not None for tensor in tensors)
+        self._assignments[key].append(_Assignment(position, source, _layout(value), has_history, is_other))
+        self.held.add(tensors, key)
+
+    def look(self) -> None:
+        """Note assignments by code between units that bypassed ``nn.Module.__setattr__``."""
+        position = self._now()[0]
+        for key, before in self.pass_over():
+            if all(known.position != position for known in self._assignments[key]):
+                self._before.setdefault(key, before)
+                value = None if self._value(key) is _MISSING else self._value(key)
+                self._note(key, position, "a line that goes past nn.Module.__setattr__", value, True)
+
+    def pass_over(self) -> list[tuple[Key, Any]]:
+        """Ignore unseen assignments since the last call; return their attributes, and what these held before."""
+        found = [(key, held) for key, held in self._unseen.items() if self._value(key) is not held]
+        self._unseen.update((key, self._value(key)) for key, _ in found)
+        return found
+
+    def ran(self, unit: str) -> None:
+        """Note the assignments of a unit that has run as the next node; tensors are followed elsewhere."""
+        for key, _ in self.pass_over():
+            if not Snapshot((self._unseen[key],)).tensors:
+                self._by_units[key][self._now()[0]] = unit
+
+    def was_free(self) -> None:
+        """Count the last unit as code between units: it is no node, so every stage that gets that far runs it."""
+        self.pass_over()
+        here = self._now()[0]
+        self.reads = {key: freed(reads, here) for key, reads in self.reads.items()}
+
+    # -- after the step -----------------------------------------------------------------------------------------------
+
+    def changed(self) -> list[Key]:
+        """Return the attributes whose value is another object than before the step."""
+        return [key for key, before in self._before.items() if vars(self._modules[key[0]]).get(key[1]) is not before]
+
+    def passing(self) -> set[Key]:
+        """Return attributes that changed during the step and were set back, such as a mode or a flag."""
+        return self._others().difference(self.changed())
+
+    def _others(self) -> set[Key]:
+        return {key for key, found in self._assignments.items() if any(one.is_other for one in found)}
+
+    def created(self) -> set[Key]:
+        """Return the attributes that did not exist before the step."""
+        return {key for key in self.changed() if self._before[key] is _MISSING}
+
+    def assigned(self) -> set[Key]:
+        """Return all attributes that were assigned, to another value or the same."""
+        return set(self._assignments)
+
+    def _first(self, key: Key) -> Read | None:
+        """Return the first read that may see a value of the previous step; None if there is none."""
+        reads = (read for read in self.reads.get(key, ()) if read.carried and not read.adds)
+        return min(reads, key=lambda read: read.end, default=None)
+
+    def carried(self) -> Iterator[str]:
+        """Yield the full names of attributes that carry tensors with two or more dimensions to the next micro-batch."""
+        for key in self.changed():
+            held = Snapshot((vars(self._modules[key[0]]).get(key[1]),)).tensors
+            if self._first(key) and key in self.held.uses and any(tensor.ndim > 1 for tensor in held):
+                yield joined(*key)
+
+    def exports(self) -> set[str]:
+        """Return the units whose attributes are read later, so that these must be sent along with their results."""
+        return {unit for key, _, _, unit in self._read_later() if is_within(joined(*key), unit)}
+
+    def _read_later(self) -> Iterator[tuple[Key, Read, int, str]]:
+        """Yield each read after an assignment by a unit, with the last node that assigned before, and its unit."""
+        for key, by in self._by_units.items():
+            for read in self._reads_of(key):
+                node = max((node for node in by if node < read.position), default=None)
+                if node is not None:
+                    yield key, read, node, by[node]
+
+    def _reads_of(self, key: Key) -> list[Read]:
+        return sorted((read for read in self.reads.get(key, ()) if not read.own), key=lambda read: read[:3])
+
+    # -- rules --------------------------------------------------------------------------------------------------------
+
+    def pinned(self) -> Iterator[Pin]:
+        """Yield where no cut may lie because code between units assigns what the next micro-batch reads.
+
+        A stage that reads an attribute which the previous step assigned must also execute the assignment.
+
+        ::
+
+            training_step    if h is None: h = zeros | embed | rnn(x, h) | decoder | h = ... of rnn
+            stage 0          reads h, which stays zeros here; no node of this stage takes it
+            stage 1                                    takes h, and comes to the last assignment
+        """
+        # an attribute that was assigned the same object may get another one for another micro-batch
+        for key in (*self.changed(), *(self._assignments.keys() - self._others())):
+            first, found = self._first(key), self._assignments[key]
+            if first is None:
+                continue
+            last = found[-1]
+            reason = (
+                f"the attribute '{joined(*key)}' is read at {first.source} and assigned at {last.source}, for the next "
+                "micro-batch; assign it before the first submodule is called, or in on_train_batch_start"
+            )
+            for end in range(first.end, last.position):
+                held = next((one for one in reversed(found) if one.position <= end), None)
+                alike = held is not None and held.layout is not None and held.layout == last.layout
+                if held is not None and held.has_history > last.has_history:
+                    alike = False  # a later micro-batch would extend a graph that this one's backward has freed
+                if not alike or self.held.uses.get(key, last.position) < end:
+                    yield end, end, reason
+
+    def pinned_by_units(self) -> Iterator[Pin]:
+        """Yield where no cut may lie because units assign attributes.
+
+        Values that a unit leaves outside of itself, or for the next micro-batch, are not sent.
+        """
+        reason = "the attribute '{}' is read at {}, and unit '{}' assigns it"
+        for key, read, node, unit in self._read_later():
+            if not is_within(joined(*key), unit):
+                yield *read.apart_from(node), reason.format(joined(*key), read.source, unit)
+        for key, by in self._by_units.items():
+            for read in self._reads_of(key):
+                if read.carried and read.position <= min(by):  # reads the value of the previous micro-batch
+                    why = reason.format(joined(*key), read.source, by[max(by)])
+                    yield *read.apart_from(max(by)), f"{why} for the next micro-batch"
+
+
+def _only_adds(frame: types.FrameType, held: Any) -> bool:
+    """Return whether the next operation on a loaded collection only adds to it, so that its contents are not read.
+
+    ``self.outputs.append(self.loss(batch))`` loads the list first. Counted as a read, this would keep the whole step on
+    one stage.
+    """
+    if type(held) not in (list, dict, set, deque):
+        return False
+    following = next((i for i in _instructions(frame.f_code) if i.offset > frame.f_lasti), None)
+    return following is not None and following.argval in _WRITING and following.opname in ("LOAD_ATTR", "LOAD_METHOD")
+
+
+@functools.lru_cache(maxsize=256)
+def _instructions(code: types.CodeType) -> tuple[dis.Instruction, ...]:
+    return tuple(dis.get_instructions(code))
+
+
+def _layout(value: Any) -> Any:
+    """Return the tree structure of a value that holds tensors only; None if it holds anything else."""
+    try:
+        leaves, spec = tree.flatten(value)
+    except RecursionError:  # a value that contains itself is no tree
+        return None
+    return spec if leaves and all(isinstance(leaf, Tensor) for leaf in leaves) else None

@@ -1,0 +1,51 @@
+"""Count the floating-point operations of units."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_avgpipe.utils import tree
+
+
+class Flops(FlopCounterMode):
+    """A counter for the operations of a unit as a whole.
+
+    Torch's own per-module counts need gradient hooks, which fail where a parameter is the argument of a module and
+    gradients are off, as in a parametrization under ``torch.inference_mode``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(display=False, custom_mapping=_others())
+        self.mod_tracker = _NoModules()  # type: ignore[assignment]
+
+
+class _NoModules(contextlib.nullcontext[None]):
+    parents = frozenset({"Global"})
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Accept no arguments, as torch calls this method."""
+
+
+def _others() -> dict[Any, Callable[..., int]]:
+    """Operations of other libraries, if they are imported: the product with a matrix in 4 bits of bitsandbytes."""
+    product = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
+
+    def count(left: Sequence[int], packed: Sequence[int], shape: Sequence[int], *_: Any, **__: Any) -> int:
+        return 2 * math.prod(left) * shape[0]
+
+    return {} if product is None else {product: count}
+
+
+def recurrent_flops(unit: nn.Module, result: Any) -> float:
+    """Return two operations per weight and time step for fused recurrent kernels, which torch does not count."""
+    weights = sum(p.numel() for m in unit.modules() if isinstance(m, nn.RNNBase) for p in m.parameters())
+    outputs = tree.tensors(result)
+    rows = outputs[0].numel() // max(outputs[0].shape[-1], 1) if weights and outputs and outputs[0].ndim else 0
+    return 2.0 * weights * rows

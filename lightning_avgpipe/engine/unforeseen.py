@@ -1,0 +1,277 @@
+"""Check that a step has no effects that it did not have when it was captured, and that stages would have several times.
+
+Each process has its own copy of what the module holds, and every stage executes the code between units as far as it
+gets. Effects that were captured are known to the cuts. Later ones (a branch that is taken every hundredth batch) would
+happen once per stage, with other results in each process:
+
+============================  ======================================================================================
+buffers                       code between units of a stage that is not the last one must not change them
+generators of random numbers  units may begin to draw where no other stage may; code between units of the last stage
+                              where no stage before comes to it
+iterators                     nobody can put their items back, so nothing may take any
+============================  ======================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.generators import Iterators
+from lightning_avgpipe.capture.graph import GeneratorUse, Node
+from lightning_avgpipe.capture.operation import Operation
+from lightning_avgpipe.engine.tensor_use import places
+from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.state.objects import ObjectState, is_generator, state_of
+from lightning_avgpipe.state.outside import outside, variable
+from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.names import is_within, joined
+from lightning_avgpipe.utils.torch_compat import version_of
+
+_WRITES = re.compile(
+    r"\w*[a-z0-9]_|__setitem__|data\.__set__|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
+)
+_PLAIN = frozenset((Tensor, nn.Parameter, type(None), bool, int, float, str))
+_NOTHING = contextlib.nullcontext()
+
+
+class Unforeseen:
+    """A check for effects of a stage's forwards that the captured step did not have.
+
+    Args:
+        program: program of the stage.
+        module: the whole module.
+    """
+
+    def __init__(self, program: StageProgram, module: nn.Module) -> None:
+        self._program = program
+        self._module = module
+        self._generators = _Generators(program, module)
+        self._constants: dict[str, tuple[dict[str, Any], str]] = {}  # buffers outside of units, register and name
+        if not program.is_last:
+            names = [
+                name for name, _ in module.named_buffers()
+                if name not in program.graph.changed and not any(is_within(name, unit) for unit in program.graph.units)
+            ]  # fmt: skip
+            self._constants = dict(zip(names, places(module, names), strict=True))
+        self._holders = [variable(module, *key) for key, _ in program.graph.holders if not program.is_last]
+
+    @contextlib.contextmanager
+    def checked(self, args: Sequence[Any]) -> Iterator[None]:
+        """Run a forward with these arguments within this context, and check its effects.
+
+        Generators in a micro-batch are restored, since stages of one process share the micro-batch.
+
+        Raises:
+            StepChangedError: it has changed a buffer, other than by one of another size, such as a larger table; it has
+                made a draw that other stages do not take into account; or it has taken items from an iterator.
+        """
+        buffers = [(name, *self._buffer(name)) for name in self._constants]
+        iterators = self._iterators()
+        given = [leaf for leaf in tree.leaves(tuple(args)) if is_generator(leaf)]
+        with self._generators.watched(), Snapshot(given, opaque="generators").restored() if given else _NOTHING:
+            yield
+        if iterators is not None and (taken := iterators.advanced()):
+            raise self._changed(
+                f"takes items from the iterator '{taken}', and did not when it was followed to be divided; each stage "
+                f"would take others (stage {self._program.stage}). Make it a part of the batch (CombinedLoader), or "
+                "count in an attribute"
+            )
+        for name, tensor, version in buffers:
+            now, changes = self._buffer(name)
+            if (now is tensor and changes != version) or (now is not tensor and _is_like(now, tensor)):
+                raise self._changed_buffer(name)
+
+    def check_write(self, function: str, tensor: Tensor) -> None:
+        """Check that code between units does not write into a buffer by calling this function with this first argument.
+
+        Raises:
+            StepChangedError: it does.
+        """
+        if self._program.is_last or _WRITES.fullmatch(function) is None:
+            return
+        for name, buffer in self._module.named_buffers():
+            if buffer is tensor:
+                raise self._changed_buffer(name)
+
+    def node(self, operation: Operation, node: Node) -> contextlib.AbstractContextManager[None]:
+        """Run a node of this stage within this context, and check its draws."""
+        return self._generators.node(operation, node)
+
+    def held(self) -> list[tuple[Any, ObjectState]]:
+        """Return the objects that code between units changes, without those inside of them, and their contents.
+
+        When a stage leaves the step, ``finally`` and the like still run and may change these objects again.
+        """
+        return [(obj, state_of(obj)) for holder in self._holders for obj in holder.state().values()]
+
+    def _iterators(self) -> Iterators | None:
+        held = {}
+        for key in self._program.graph.iterators:
+            with contextlib.suppress(KeyError, AttributeError):  # only rank 0 may have what leads there
+                held[key] = variable(self._module, *key)
+        return Iterators(held) if held else None
+
+    def _buffer(self, name: str) -> tuple[Tensor | None, int]:
+        register, leaf = self._constants[name]
+        return register.get(leaf), version_of(register.get(leaf))
+
+    def _changed_buffer(self, name: str) -> StepChangedError:
+        return self._changed(
+            f"changes the buffer '{name}', which it did not do when it was captured, and each stage would do it (stage "
+            f"{self._program.stage}). Change it in a hook such as on_train_batch_end, within a submodule, or with "
+            "every micro-batch (by nothing, if need be)"
+        )
+
+    def _changed(self, what: str) -> StepChangedError:
+        return StepChangedError(f"{self._program.graph.step} {what}")
+
+
+def _is_like(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.shape == other.shape
+
+
+class _Generators:
+    """A check for stages that begin to draw from a random generator that the model holds.
+
+    The draws in the captured step are known, and the cuts allow for them. Code between units runs on every stage that
+    gets that far, so draws that it begins later would be made by several stages; only the last stage runs all of it. A
+    unit runs on one stage and may begin to draw, unless other units may draw from the same generator.
+
+    Args:
+        program: program of the stage.
+        module: the whole module.
+    """
+
+    def __init__(self, program: StageProgram, module: nn.Module) -> None:
+        self._program = program
+        self._module = module
+        self._uses = program.graph.generators if program.num_stages > 1 else ()
+        nodes = program.graph.nodes
+        called = {node.name for node in (*nodes[: program.start], *nodes[program.end :]) if node.kind == "call"}
+        self._own = program.own - called
+        self._units = [_reaching(use, program, module) for use in self._uses]
+        self._found: dict[int, tuple[Any, int]] = {}  # id of a generator -> the generator, and the index of its use
+        self._before = Snapshot(())
+        self._position = -1  # position up to which code between nodes was checked
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """Run a forward within this context, and check the draws in it.
+
+        Raises:
+            StepChangedError: this stage has made a draw that other stages do not take into account.
+        """
+        return self._watched() if self._uses else _NOTHING
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        self._position = -1
+        for number, use in enumerate(self._uses):
+            one = self._generator(use)
+            if one is not None:
+                self._found[id(one)] = one, number
+        self._before = Snapshot((one for one, _ in self._found.values()), opaque="generators")
+        yield
+        self._look(self._program.end)
+        self._found = {}
+
+    def _generator(self, use: GeneratorUse) -> Any:
+        """Return the generator of a use; None if only rank 0 holds what leads to it."""
+        for path, name, number in use.leads:
+            with contextlib.suppress(KeyError, IndexError, AttributeError):
+                return Snapshot([variable(self._module, path, name)], opaque="generators").opaque[number]
+        return None
+
+    def node(self, operation: Operation, node: Node) -> contextlib.AbstractContextManager[None]:
+        """Run a node of this stage within this context, and check its draws."""
+        made = self._made(operation, node)
+        return _NOTHING if made is None and not self._uses else self._node(node, made)
+
+    @contextlib.contextmanager
+    def _node(self, node: Node, made: Snapshot | None) -> Iterator[None]:
+        self._look(node.index)
+        yield
+        for one in self._changed():
+            self._check_node(self._uses[one], self._units[one], node)
+        if made is not None and any(id(one) not in self._found for one in made.changed() if is_generator(one)):
+            self._refuse(f"a generator that the step makes, in {node}")
+
+    def _made(self, operation: Operation, node: Node) -> Snapshot | None:
+        """Return generators that the step may have made and that are not sent with the micro-batch; None if none."""
+        given = (*operation.args, *operation.kwargs.values())
+        if self._program.is_last or node.generators or _PLAIN.issuperset(map(type, given)):
+            return None
+        return Snapshot(given, opaque="generators")
+
+    def _changed(self) -> list[int]:
+        """Return the indices of the uses whose generators have drawn since the last call."""
+        changed = self._before.changed() if self._found else []
+        self._before.follow(changed)
+        return [self._found[id(one)][1] for one in changed if id(one) in self._found]
+
+    def _check_node(self, use: GeneratorUse, units: frozenset[str], node: Node) -> None:
+        """Check that all draws from a generator are on this stage, after a node of it has drawn."""
+        program = self._program
+        if use.nodes:
+            allowed = program.start <= use.nodes[0] < program.end
+        elif use.between is not None:
+            allowed = program.is_last and use.between > program.start
+        else:
+            allowed = units <= self._own and node.name in units
+        if not allowed:
+            others = [path for path in sorted(units) if path != node.name]
+            beside = f", which others may draw from too ({_listed(others)})" if others else ""
+            self._refuse(f"{self._name(use)} in {node}{beside}")
+
+    def _look(self, position: int) -> None:
+        """Check the draws of code between nodes up to this position."""
+        program, before, self._position = self._program, self._position, position
+        for number in self._changed():
+            use = self._uses[number]
+            if use.renewed and (not use.nodes or before < program.start):
+                allowed = True
+            elif use.nodes:
+                allowed = program.is_last and use.nodes[0] >= program.start
+            elif use.between is None:
+                allowed = program.is_last and self._units[number] <= self._own
+            elif program.stage == 0 or use.between > program.start:  # no stage before comes to it
+                allowed = program.is_last or use.between <= program.end
+            else:
+                allowed = before < program.start
+            if not allowed:
+                self._refuse(f"{self._name(use)} between submodules")
+
+    def _name(self, use: GeneratorUse) -> str:
+        path, name, _ = use.leads[0]
+        held = variable(self._module, path, name).state().get("value")
+        return f"'{joined(path, name)}'" if is_generator(held) else f"a generator in '{joined(path, name)}'"
+
+    def _refuse(self, where: str) -> None:
+        raise StepChangedError(
+            f"{self._program.graph.step} draws random numbers from {where}, and did not when it was followed to be "
+            f"divided, so each stage would draw its own (stage {self._program.stage}); draw from it in the first step "
+            "too, so that no cut lies before the last draw, or draw from torch's, Python's or NumPy's common "
+            "generator, which gives all stages the same"
+        )
+
+
+def _reaching(use: GeneratorUse, program: StageProgram, module: nn.Module) -> frozenset[str]:
+    """Return the units that may draw from a generator: those that hold it, name it, or were given it."""
+    found = set(use.given)
+    for path, name, _ in use.leads:
+        for unit in program.graph.units:
+            if (path and is_within(path, unit)) or (
+                not path and " " in name and name in outside(module.get_submodule(unit))
+            ):
+                found.add(unit)
+    return frozenset(found)
+
+
+def _listed(names: list[str], most: int = 3) -> str:
+    return ", ".join(f"'{name}'" for name in names[:most]) + (", ..." if len(names) > most else "")

@@ -1,0 +1,278 @@
+"""Walk over the objects that are reached from some roots, take a snapshot of each, compare it and restore it.
+
+::
+
+    roots       attributes of modules, variables that code names, arguments of a call
+    walk        root -> items, attributes, closures -> their items, ... ; modules only where they are asked for
+    snapshot    (object, its state) of each, copies of tensors' contents where they are asked for
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import sys
+import types
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from itertools import count
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.state import objects
+from lightning_avgpipe.state.objects import (
+    ATOMS,
+    FIXED,
+    GENERATORS,
+    ITEMS,
+    Buffers,
+    ObjectState,
+    Variable,
+    put_state,
+    state_of,
+)
+from lightning_avgpipe.utils.lightning import LIGHTNING
+from lightning_avgpipe.utils.tensors import is_strided, same_contents
+from lightning_avgpipe.utils.torch_compat import version_of
+from lightning_avgpipe.utils.weak_cache import weakly_cached
+
+Opaque = bool | Literal["generators", "iterators"]
+K = TypeVar("K", bound=Hashable)
+
+# Packages whose objects are not entered: they hold no values of a step, and lead to everything else. Of the standard
+# library and of Lightning, only the containers in _OPEN are entered.
+_CLOSED = (
+    *LIGHTNING, "lightning_avgpipe", "torchmetrics", "torch.optim",
+    "torch.utils.data", "torch.distributed", "torch.cuda", "torch._C",
+)  # fmt: skip
+_OPEN = (
+    "builtins", "collections", "types.SimpleNamespace", "argparse.Namespace", "argparse._AttributeHolder",
+    "weakref.WeakKeyDictionary", "weakref.WeakValueDictionary", "_weakrefset.WeakSet", "functools.partial", "abc",
+    "typing",
+    "lightning.fabric.utilities.data.AttributeDict", "lightning_fabric.utilities.data.AttributeDict",
+)  # fmt: skip
+_CHOICES = {"generators": objects.is_generator, "iterators": objects.is_iterator}
+
+
+class Snapshot:
+    """The objects that are reached from some roots, with the state of each.
+
+    Neither modules nor objects of a Trainer are entered.
+
+    Args:
+        roots: objects to begin with.
+        entered: modules, classes and other objects that are entered nevertheless.
+        contents: whether the values of tensors are kept as well, except those of parameters.
+        opaque: whether the contents of arrays and random generators are kept as well; ``"generators"``: only those of
+            random generators; ``"iterators"``: only the progress of iterators.
+        generators: random generators that are owners, by their numbers among all random generators that are reached.
+        like: earlier snapshot, whose copies of arrays and generators are reused where these have not changed.
+
+    Attributes:
+        tensors: tensors that are reached, each once, in the order in which they are reached.
+        opaque: arrays, generators or iterators whose contents are kept, in the order in which they are reached.
+        owners: other mutable objects that are reached, in an order that is the same for equal structures.
+        indices: id of an owner -> its position in ``owners``.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[Any],
+        entered: Iterable[Any] = (),
+        contents: bool = False,
+        opaque: Opaque = False,
+        generators: Collection[int] = (),
+        like: Snapshot | None = None,
+    ) -> None:
+        self.tensors: list[Tensor] = []
+        self.opaque: list[Any] = []
+        self.owners: list[Any] = []
+        self.indices: dict[int, int] = {}
+        self._states: list[tuple[Any, ObjectState]] = []
+        opened = {id(obj): obj for obj in entered}
+        kept = {} if like is None else like._copies()
+        is_opaque = _CHOICES.get(str(opaque), objects.is_restorable)
+        seen, numbering = set[int](), count()
+        waiting = [*opened.values(), *roots][::-1]
+        while waiting:
+            obj = waiting.pop()
+            cls: Any = type(obj)
+            if cls in ATOMS or id(obj) in seen:
+                continue
+            seen.add(id(obj))
+            if isinstance(obj, Tensor):
+                self.tensors.append(obj)
+            elif opaque and is_opaque(obj):
+                known = kept.get(id(obj))
+                state = known if known is not None and known.is_of(obj) else ObjectState.of_contents(obj)
+                self._states.append((obj, state))
+                self.opaque.append(obj)
+            elif is_open(cls) or id(obj) in opened or (objects.is_generator(obj) and next(numbering) in generators):
+                state = state_of(obj)
+                self._states.append((obj, state))
+                if cls not in FIXED:
+                    self.indices[id(obj)] = len(self.owners)
+                    self.owners.append(obj)
+                children = state.children()
+                if not ATOMS.issuperset(map(type, children)):  # long lists of numbers are common
+                    waiting.extend(children[::-1])
+        self._versions = [(tensor, version_of(tensor)) for tensor in self.tensors]
+        numbers = [t for t in self.tensors if contents and not isinstance(t, nn.Parameter)]
+        self._contents = [(t, t.detach().clone()) for t in numbers]
+
+    def _copies(self) -> dict[int, ObjectState]:
+        """Return the kept contents of arrays, generators and iterators by id."""
+        return {id(obj): state for obj, state in self._states if state.is_contents}
+
+    # -- compare ------------------------------------------------------------------------------------------------------
+
+    def modified(self) -> Iterator[tuple[Any, ObjectState, ObjectState]]:
+        """Yield each object whose state differs from its snapshot, with the snapshot and the current state."""
+        for obj, before in self._states:
+            if not before.is_of(obj):
+                yield obj, before, before.now(obj)
+
+    def changed(self) -> list[Any]:
+        """Return the objects and tensors that have been changed since the snapshot."""
+        return [obj for obj, before in self._states if not before.is_of(obj)] + self.written()
+
+    def written(self) -> list[Any]:
+        """Return the tensors that have been changed in place since the snapshot."""
+        return [tensor for tensor, version in self._versions if version_of(tensor) != version]
+
+    def differences(self) -> list[tuple[Any, frozenset[Any] | None]]:
+        """Return the changed objects and their changed attributes and dict items; None where these are not known."""
+        return [(obj, now.changed_names(before)) for obj, before, now in self.modified()]
+
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        """Return pairs of each object and the items in its snapshot; None for objects without items."""
+        return ((obj, state.items) for obj, state in self._states)
+
+    def reach(self, others: Collection[int]) -> bool:
+        """Return whether an object or tensor with one of these ids is among the reached ones."""
+        return any(id(obj) in others for obj in (*(obj for obj, _ in self._states), *self.tensors))
+
+    # -- restore ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore every object to its snapshot at the end of this context."""
+        try:
+            yield
+        finally:
+            self.restore()
+
+    def restore(self, now: Snapshot | None = None) -> None:
+        """Restore every object to its snapshot.
+
+        Args:
+            now: snapshot of the current state, made with ``like`` this one, which saves comparisons.
+        """
+        known = {} if now is None else now._copies()
+        for obj, before in self._states:
+            if not (known[id(obj)] is before if id(obj) in known else before.is_of(obj)):
+                put_state(obj, before)
+        for tensor, copy in self._contents:
+            _put_contents(tensor, copy)
+
+    # -- change what the snapshot holds -------------------------------------------------------------------------------
+
+    def follow(self, changed: Iterable[Any]) -> None:
+        """Replace the snapshots of some objects by their current states."""
+        ids = set(map(id, changed))
+        self._states = [(obj, state.now(obj) if id(obj) in ids else state) for obj, state in self._states]
+
+    def adopt(self, others: Snapshot, known: Snapshot) -> None:
+        """Add the objects of ``others`` that are neither here nor in ``known``, because they were made since."""
+        here = {id(obj) for one in (self, known) for obj, _ in one._states}
+        self._states += [(obj, state) for obj, state in others._states if id(obj) not in here]
+
+    def keep_changed(self) -> None:
+        """Forget objects that have not changed, and of modules all but the attributes that hold another object now.
+
+        Tensors with a gradient history are forgotten as well, since they would keep the graph.
+        """
+        kept: list[tuple[Any, ObjectState]] = []
+        for obj, before, now in self.modified():
+            if not isinstance(obj, (nn.Module, Buffers)):
+                kept.append((obj, before))
+                continue
+            for name, held in before.attributes.items() if isinstance(obj, nn.Module) else ():
+                if now.attributes.get(name, kept) is not held and getattr(held, "grad_fn", None) is None:
+                    kept.append((Variable(vars(obj), name), ObjectState(None, {"value": held})))
+        self._states, self._versions, self._contents, self.tensors = kept, [], [], []
+
+    def among(self, chosen: Collection[int]) -> Snapshot:
+        """Return the objects with these ids and their snapshots, without tensors."""
+        found = Snapshot(())
+        found._states = [(obj, state) for obj, state in self._states if id(obj) in chosen]
+        return found
+
+    def replace_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor in the objects by ``fn(tensor)``."""
+        for obj, state in self._states:
+            new = state.mapped(fn)
+            if not state.is_same(new):
+                put_state(obj, new)
+
+
+def leading(held: Mapping[K, Any], chosen: Collection[int], opaque: Opaque = True) -> tuple[K, ...]:
+    """Return the keys of the values that lead to an object or tensor with one of these ids."""
+    return tuple(key for key, value in held.items() if chosen and Snapshot([value], opaque=opaque).reach(chosen))
+
+
+def assign(obj: Any, other: Any) -> bool:
+    """Set an object to the state of another one of its type; return whether this is possible."""
+    if type(obj) is not type(other) or type(obj) in ATOMS | FIXED or not is_open(type(obj)):
+        return False
+    if objects.is_restorable(obj):
+        return False
+    put_state(obj, state_of(other))
+    return True
+
+
+def led_to(roots: Iterable[Any], most: int) -> list[Any]:
+    """Return all objects that are reached, such as functions and objects with attributes.
+
+    Args:
+        roots: objects to begin with.
+        most: largest number of items of a container that is entered; a longer one is considered data.
+    """
+    seen: dict[int, Any] = {}
+    waiting = list(roots)
+    while waiting:
+        obj = waiting.pop()
+        cls: Any = type(obj)
+        if cls in ATOMS or id(obj) in seen or not is_open(cls):
+            continue
+        seen[id(obj)] = obj
+        if not isinstance(obj, (*ITEMS, tuple, frozenset)) or 0 < len(obj) <= most:
+            waiting.extend(state_of(obj).children())
+    return list(seen.values())
+
+
+@weakly_cached
+def is_open(cls: type) -> bool:
+    """Return whether objects of a type are entered."""
+    if issubclass(cls, (Tensor, nn.Module, type, types.ModuleType, *GENERATORS)):
+        return False
+    if cls in (types.FunctionType, types.MethodType, types.CellType, contextvars.ContextVar, Variable, Buffers):
+        return True
+    for base in cls.__mro__[:-1]:
+        name, root = f"{base.__module__}.{base.__qualname__}", base.__module__.partition(".")[0]
+        if any(f"{name}.".startswith(f"{o}.") for o in _OPEN):
+            continue
+        if root in sys.stdlib_module_names or any(name.startswith(f"{closed}.") for closed in _CLOSED):
+            return False
+    return True
+
+
+def _put_contents(tensor: Tensor, copy: Tensor) -> None:
+    if tensor.is_meta:
+        return
+    with torch.no_grad():
+        if is_strided(tensor) and tensor.shape != copy.shape:  # as observers of quantisation do
+            tensor.resize_(copy.shape)
+        if not same_contents(tensor, copy.to(tensor.device)):  # the tensor may have moved since
+            tensor.detach().copy_(copy)

@@ -1,0 +1,80 @@
+"""Run a step without a trace: random state, parameters, buffers, attributes and variables are restored after it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from lightning_avgpipe.state.objects import OF_EVERY_MODULE, Buffers, Variable
+from lightning_avgpipe.state.outside import outside
+from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.state.writes import put_back
+from lightning_avgpipe.utils.device import all_generators
+from lightning_avgpipe.utils.lightning import LIGHTNING
+from lightning_avgpipe.utils.random_streams import HostState
+from lightning_avgpipe.utils.torch_compat import REGISTRIES, untraced
+
+_HOOKS = OF_EVERY_MODULE.difference(REGISTRIES, ("_non_persistent_buffers_set",))
+_LIBRARIES = ("torch", *LIGHTNING, "torchmetrics", "builtins", "abc", "typing")
+
+
+@contextlib.contextmanager
+def random_state() -> Iterator[None]:
+    """Restore the generators of torch (all devices), NumPy and Python after this context."""
+    of_torch = [(generator, generator.get_state()) for generator in all_generators()]
+    on_host = HostState.now()
+    try:
+        yield
+    finally:
+        for generator, state in of_torch:
+            generator.set_state(state)
+        on_host.put()
+
+
+@contextlib.contextmanager
+def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[None]:
+    """Restore all that a step of ``module`` changes after this context.
+
+    Restored are buffers, attributes of all submodules (counters, cached masks, lists of outputs, metric states), hooks
+    and random state, in place where they are tensors or containers. So are attributes of the user's classes, and global
+    and closure variables that their code names. Parameters get back their memory, and those in ``changing`` their
+    contents.
+
+    Args:
+        changing: full names of the parameters whose contents the step changes.
+    """
+    parameters, modules = dict(module.named_parameters()), list(module.modules())
+    with untraced():  # reading the data must not fetch absent weights
+        weights = [(p, p.detach(), p.detach().clone() if name in changing else None) for name, p in parameters.items()]
+    hooks = [Variable(vars(m), name) for m in modules for name in _HOOKS & vars(m).keys()]
+    variables = Snapshot([*outside(module).values(), *hooks], opaque=True)
+    with random_state(), attributes([*modules, *_own_classes(modules)], contents=True).restored(), variables.restored():
+        try:
+            yield
+        finally:
+            for parameter, memory, contents in weights:
+                put_back(parameter, memory, contents)
+
+
+def attributes(owners: Sequence[Any], contents: bool = False) -> Snapshot:
+    """Return a snapshot of the attributes of objects, classes and modules, and of modules' registered buffers.
+
+    Args:
+        contents: whether the values of tensors are kept, which :meth:`Snapshot.restore` then restores in place.
+    """
+    buffers = [Buffers(owner) for owner in owners if isinstance(owner, nn.Module)]
+    return Snapshot(buffers, owners, contents=contents, opaque=True)
+
+
+def _own_classes(modules: Sequence[nn.Module]) -> list[type]:
+    found = dict.fromkeys(kind for m in modules for kind in type(m).__mro__)
+    return [kind for kind in found if kind.__module__.partition(".")[0] not in _LIBRARIES]
+
+
+def unchanged(owner: Any) -> AbstractContextManager[None]:
+    """Restore the attributes of any object after this context, and the contents of their tensors and containers."""
+    return attributes([owner], contents=True).restored()
