@@ -50,7 +50,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     fake = SimpleNamespace(perf_counter=clock.perf_counter, thread_time=clock.perf_counter)
-    for module in ("capture.measure", "capture.node_trial", "utils.device"):
+    for module in ("capture.measure", "utils.device"):
         monkeypatch.setattr(f"lightning_avgpipe.{module}.time", fake)
     return clock
 
