@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from lightning_avgpipe.averaging.models import Models, ParallelModel
 from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.utils import tree
 from lightning_avgpipe.weights.relocation import OptimizerStates
 
 _HOOKS = ("_hooks",)  # endings of the names of an optimizer's hooks
@@ -156,10 +156,10 @@ def states_of_group_0(optimizers: Sequence[Optimizer], replica_group: ReplicaGro
         for optimizer in optimizers
     ]
     told = replica_group.members.broadcast(
-        tree_map_only(Tensor, lambda t: _Described(tuple(t.shape), t.dtype, t.is_cpu), own)
+        tree.map_tensors(lambda t: _Described(tuple(t.shape), t.dtype, t.is_cpu), own)
     )
     if replica_group.number == 0:
-        states = tree_map_only(Tensor, lambda t: t.detach().clone(), own)
+        states = tree.map_tensors(lambda t: t.detach().clone(), own)
     else:
         states = [
             {i: {key: _memory(value, parameters[i]) for key, value in entry.items()} for i, entry in entries.items()}

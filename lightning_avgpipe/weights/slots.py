@@ -53,7 +53,7 @@ def swapped(slots: Sequence[tuple[Slot, Tensor]]) -> Iterator[None]:
 def slots_for(module: nn.Module, tensors: Iterable[Tensor]) -> dict[int, list[Slot]]:
     """Return the places where a module holds each tensor, by the ``id`` of the tensor."""
     found: dict[int, list[Slot]] = {id(tensor): [] for tensor in tensors}
-    for slot in _slots_of(module):
+    for slot in _slots_of(module) if found else ():
         places = found.get(id(slot.get()))
         if places is not None:
             places.append(slot)
@@ -66,7 +66,7 @@ def _slots_of(module: nn.Module) -> Iterator[Slot]:
         recurrent = isinstance(owner, nn.RNNBase)
         for register in _REGISTERS:
             tensors = vars(owner)[register]
-            for name in tensors:
+            for name in tensors.keys():  # noqa: SIM118  the registers of a scripted module are no iterables
                 yield _Attribute(owner, name) if recurrent else Slot(tensors, name)
         for name, value in vars(owner).items():
             if name in _INTERNALS or (recurrent and name.startswith("_flat_weight")):
