@@ -102,6 +102,11 @@ def freed(reads: Iterable[Read], position: int) -> list[Read]:
     return [read._replace(in_unit=False) if read.position == position else read for read in reads]
 
 
+def in_order(reads: Iterable[Read]) -> list[Read]:
+    """Return reads by position, then by source line."""
+    return sorted(reads, key=lambda read: read[:3])
+
+
 class HeldTensors:
     """A record of tensors in attributes, followed through glue that computes other tensors from them.
 
@@ -319,7 +324,7 @@ class AttributeEvents:
                     yield key, read, node, by[node]
 
     def _reads_of(self, key: Key) -> list[Read]:
-        return sorted((read for read in self.reads.get(key, ()) if not read.own), key=lambda read: read[:3])
+        return in_order(read for read in self.reads.get(key, ()) if not read.own)
 
     # -- rules --------------------------------------------------------------------------------------------------------
 

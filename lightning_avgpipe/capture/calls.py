@@ -189,9 +189,8 @@ class Calls(CallWatcher):
         if self.unit is not None and self._is_seeded():
             if path not in self.seeding:  # by a method of a generator, which watching_seeds misses
                 self.seeds("seed")
-            for generator, seed in zip(
-                generators(self._device), self._seeds, strict=True
-            ):  # so that the next seed is noticed
+            # so that the next seed is noticed
+            for generator, seed in zip(generators(self._device), self._seeds, strict=True):
                 generator.manual_seed(seed)
             self._state = self.bits()
 

@@ -23,6 +23,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from lightning_avgpipe.capture.upkeep import PinnedNodes, made_by, spans
+from lightning_avgpipe.utils.names import joined
 from lightning_avgpipe.utils.placeholder import Description
 
 
@@ -420,5 +421,5 @@ def changed_in_common(graph: CallGraph) -> str:
     """Return the name of something that a step changes and that parallel models and batches share; "" if nothing."""
     changed = [*graph.attributes, *graph.of_units, *(key for key, _ in graph.holders)]
     if changed:
-        return f"'{'.'.join(part for part in changed[0] if part)}'"
+        return f"'{joined(*changed[0])}'"
     return "its batch" if graph.batch_writes else ""

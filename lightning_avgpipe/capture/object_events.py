@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.attribute_events import Key, Names, Now, Read, freed
+from lightning_avgpipe.capture.attribute_events import Key, Names, Now, Read, freed, in_order
 from lightning_avgpipe.capture.draft import Pin
 from lightning_avgpipe.state.objects import OF_EVERY_MODULE, Variable, is_generator
 from lightning_avgpipe.state.outside import outside, places
@@ -276,10 +276,6 @@ class ObjectEvents:
         """Yield the reads of these attributes of an object, each with a description of what is read."""
         for name, own in self._reads.get(found, {}).items():
             if names is None or name in names:
-                yield from ((f"the attribute '{name}' of an object", read) for read in _in_order(own))
+                yield from ((f"the attribute '{name}' of an object", read) for read in in_order(own))
         through = (read for key, ids in self.leading.items() if found in ids for read in reads.get(key, ()))
-        yield from (("an object", read) for read in _in_order(through))
-
-
-def _in_order(reads: Iterable[Read]) -> list[Read]:
-    return sorted(reads, key=lambda read: read[:3])
+        yield from (("an object", read) for read in in_order(through))

@@ -18,12 +18,7 @@ from lightning_avgpipe.capture.flop_counter import Flops, recurrent_flops
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.hidden import HiddenTensors
 from lightning_avgpipe.capture.named_state import Before, NamedState
-from lightning_avgpipe.capture.tracer import (
-    METADATA,
-    STAGE_QUESTIONS,
-    StepTracer,
-    function_name,
-)
+from lightning_avgpipe.capture.tracer import METADATA, STAGE_QUESTIONS, StepTracer, function_name
 from lightning_avgpipe.capture.units import Units, tensors_of
 from lightning_avgpipe.errors import AbsentValueError, CaptureError
 from lightning_avgpipe.state.snapshot import Snapshot
@@ -225,7 +220,7 @@ class StepRecorder(StepTracer):
             draft.position(), "region", ", ".join(names) or "a function", source_line(),
             draft.values_of([*tensors, *used]), parameters=self.state.parameters(used),
             states=self.state.states(used, own.changes, in_unit=True), changes=tuple(own.changes),
-            draws=own.draws, drawn=own.drawn, flops=own.flops + sum(t.numel() for t in given),
+            draws=own.draws, drawn=own.drawn, flops=own.flops + _elements(result),
         )  # fmt: skip
         self._taken([*tensors, *used])
         self.effects.ran(node.name, own.objects_changed, ())

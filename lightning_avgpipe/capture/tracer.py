@@ -29,11 +29,7 @@ from lightning_avgpipe.utils.output import muted
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.tensors import KnownTensors, tensor_arguments
-from lightning_avgpipe.utils.torch_compat import (
-    CHECKPOINT_BRACKET,
-    disabling,
-    disabling_others,
-)
+from lightning_avgpipe.utils.torch_compat import CHECKPOINT_BRACKET, disabling, disabling_others
 
 # fmt: off
 _METADATA_ATTRIBUTES = (

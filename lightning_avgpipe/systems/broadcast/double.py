@@ -17,7 +17,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.systems.broadcast.schedule import DOUBLE_FORWARD, GRAPH
-from lightning_avgpipe.utils.names import nearest
+from lightning_avgpipe.utils.names import joined, nearest
 from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.weights.slots import Slot, slots_for, swapped
 from lightning_avgpipe.weights.tied import parameters_of
@@ -85,7 +85,7 @@ def check_repeatable(program: StageProgram) -> None:
     units = {node.name for node in program.nodes if node.kind == "call"}
     changed = [f"the parameter '{name}'" for node in program.nodes for name in node.states if name in parameters]
     changed += [
-        f"the attribute '{'.'.join(filter(None, key))}'"
+        f"the attribute '{joined(*key)}'"
         for key in (*graph.of_units, *graph.written)
         if (unit := nearest(key[0], graph.units)) in units or not unit
     ]

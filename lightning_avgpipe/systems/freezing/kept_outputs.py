@@ -356,8 +356,7 @@ def frozen_prefix(graph: CallGraph, trained: Collection[str]) -> tuple[int, str]
             if node.index < most:
                 most, why = node.index, f"{node} {found}"
             break
-    free = (p for p in range(len(graph.nodes)) if graph.obstacles[p] is None and asking.isdisjoint(graph.live(p)))
-    frozen = list(free)
+    frozen = [p for p in range(len(graph.nodes)) if graph.obstacles[p] is None and asking.isdisjoint(graph.live(p))]
     position = max((p for p in frozen if p <= most), default=0)
     return position, why if position < max(frozen, default=0) else ""
 

@@ -74,8 +74,8 @@ class SppSource(PlanSource):
         begin, count = time.perf_counter(), schedule.num_microbatches
         units, positions = units_between(plan.graph, costs, planner.subject.nbytes)
         if slow and slow[0] > 1:  # costs were measured on rank 0
-            faster = ((seconds / slow[0] for seconds in of) for of in (units.forward_s, units.backward_s))
-            units = replace(units, **dict(zip(("forward_s", "backward_s"), map(tuple, faster), strict=True)))
+            forward_s, backward_s = (tuple(s / slow[0] for s in of) for of in (units.forward_s, units.backward_s))
+            units = replace(units, forward_s=forward_s, backward_s=backward_s)
 
         def divided(found: SppPlan) -> Proposal:
             devices = tuple(ranks for _, _, ranks in found.stages)
@@ -142,8 +142,9 @@ def plan_in_turns(
         if best is not None and at_least_s >= best.makespan_s:
             break
         named = tuple((s.begin, s.end - 1, tuple(sorted(order[s.first : s.stop]))) for s in stages)
-        for schedule in _orders(stages, num_microbatches):
-            seconds = seconds_in_turns(problem, stages, schedule)
+        replicas = [stage.replicas for stage in stages]
+        for schedule in orders(len(stages), num_microbatches):
+            seconds = seconds_in_turns(problem, stages, with_replicas(schedule, replicas))
             made = SppPlan(named, seconds, at_least_s)
             if (best is None or seconds < best.makespan_s) and fits(made):
                 best = made
@@ -178,11 +179,6 @@ def least_in_turns_s(problem: Problem, stages: Sequence[PlacedStage]) -> float:
         least = max(least, before + turns_s + home_s, turns_s + problem.reduce_left_s(stage))
         before += work * min(slowness)
     return least
-
-
-def _orders(stages: Sequence[PlacedStage], num_microbatches: int) -> list[Schedule]:
-    replicas = [stage.replicas for stage in stages]
-    return [with_replicas(schedule, replicas) for schedule in orders(len(stages), num_microbatches)]
 
 
 def shared_stages(problem: Problem, stages: Sequence[PlacedStage]) -> SharedStages:
