@@ -286,9 +286,10 @@ class AttributeEvents:
 
     def passing(self) -> set[Key]:
         """Return attributes that changed during the step and were set back, such as a mode or a flag."""
-        return self._others().difference(self.changed())
+        return self._given_others().difference(self.changed())
 
-    def _others(self) -> set[Key]:
+    def _given_others(self) -> set[Key]:
+        """Return the attributes to which code between units has assigned another object than before the step."""
         return {key for key, found in self._assignments.items() if any(one.is_other for one in found)}
 
     def created(self) -> set[Key]:
@@ -340,7 +341,7 @@ class AttributeEvents:
             stage 1                                    takes h, and comes to the last assignment
         """
         # an attribute that was assigned the same object may get another one for another micro-batch
-        for key in (*self.changed(), *(self._assignments.keys() - self._others())):
+        for key in (*self.changed(), *(self._assignments.keys() - self._given_others())):
             first, found = self._first(key), self._assignments[key]
             if first is None:
                 continue

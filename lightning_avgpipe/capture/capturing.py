@@ -105,7 +105,7 @@ def _followed(
         recorder.batch.begin(args[0])
     iterators = Iterators(recorder.effects.objects.attributes)
     with untouched(module), Snapshot(args, opaque=True).restored(), recorder.visiting(module), recorder.state.changes:
-        seeds = watching_seeds(recorder.calls.seeds)
+        seeds = watching_seeds(recorder.calls.note_seed)
         with recorder.effects.watched(), recorder.following(), watching(recorder.calls), seeds:
             result = run(*args)
         recorder.finish(result)

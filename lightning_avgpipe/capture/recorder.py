@@ -188,13 +188,13 @@ class StepRecorder(StepTracer):
         watch = self.calls
         watch.check_seeds()
         self.effects.look()
-        random_before, calls = watch.bits(), len(watch.calls)
+        random_before, calls = watch.generator_states(), len(watch.calls)
         self.state.changes.begin()
         provenance = self.hidden.provenance.at(self.draft.position(), args, kwargs)
         seeding = nullcontext() if unit is None else watch.within(unit)
         with self.effects.objects.elsewhere() as objects_changed, provenance, seeding, Flops() as counter:
             result = run(*args, **kwargs)
-        changes, draws = self.state.changed(before), random_before != watch.bits()
+        changes, draws = self.state.changed(before), random_before != watch.generator_states()
         draws |= unit is not None and any(is_within(path, unit) for path in watch.seeding)
         flops = float(counter.get_total_flops())
         return result, _UnitEffects(changes, draws, tuple(watch.calls[calls:]), objects_changed, flops)
@@ -253,7 +253,7 @@ class StepRecorder(StepTracer):
         self.effects.look()
         free = not inputs and not any(id(t) in self._owned for t in tensors)
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
-        random_before = watch.bits()
+        random_before = watch.generator_states()
         result, changed = self._executed_glue(func, args, kwargs, tensors)
         self.state.by_glue.update(changed)
         if passive:
@@ -265,7 +265,7 @@ class StepRecorder(StepTracer):
             return result
         self.effects.objects.glue_ran(name)
         states, parameters = self.state.states(tensors, changed, in_unit=False), self.state.parameters(tensors)
-        draws = random_before != watch.bits()
+        draws = random_before != watch.generator_states()
         self._pin_glue(name, tensors, result)
         self._taken(tensors)
         plain = all(leaf is None or isinstance(leaf, Tensor) for leaf in tree.leaves(result))
@@ -288,7 +288,7 @@ class StepRecorder(StepTracer):
             self.state.changes.begin()
             result = func(*args, **kwargs)
             if self.state.changes.strange:
-                self._refuse_strange(function_name(func))
+                self._pin_strange(function_name(func))
             return result, self.state.changed(before)
 
     def _pin_foreign(self, module: nn.Module, path: str) -> None:
@@ -354,7 +354,7 @@ class StepRecorder(StepTracer):
                 "does not travel to another stage with its numbers; return it beside the tensor",
             )  # fmt: skip
 
-    def _refuse_strange(self, name: str) -> None:
+    def _pin_strange(self, name: str) -> None:
         """Forbid all cuts because of a lasting tensor without a name, which stages and checkpoints cannot find."""
         self.draft.pin(
             0, ANYWHERE, f"{name}() at {source_line()} changes a tensor in place that lives on after the step and is "

@@ -76,7 +76,7 @@ DEVICE_QUESTIONS = frozenset(
 
 
 # Marks a sparse tensor as coalesced. Libraries for graphs do so with each one that they get.
-_FLAG: Any = Tensor._coalesced_
+_COALESCING: Any = Tensor._coalesced_
 
 _FREEZING = frozenset((Tensor.requires_grad.__set__, Tensor.requires_grad_))  # type: ignore[attr-defined]
 
@@ -211,7 +211,7 @@ class StepTracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._inside or func in METADATA:
             return func(*args, **(kwargs or {}))
-        if func is _FLAG and args[1:] == (args[0].is_coalesced(),):  # no change, but it would count as one
+        if func is _COALESCING and args[1:] == (args[0].is_coalesced(),):  # no change, but it would count as one
             return args[0]
         if func in _FREEZING and id(args[0]) in self._owned:
             self._frozen.setdefault(id(args[0]), (args[0], args[0].requires_grad, source_line()))

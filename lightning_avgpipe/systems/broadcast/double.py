@@ -75,7 +75,7 @@ class Double:
         self._held, self._slots = {}, []
 
 
-def check_repeatable(program: StageProgram) -> None:
+def _check_repeatable(program: StageProgram) -> None:
     """Check that another process can run the forwards of a stage as well, without anything happening twice.
 
     Raises:
@@ -162,7 +162,7 @@ class Doubles(StepPart):
     def __init__(self, loading: Loading) -> None:
         module, cluster, programs = loading.module, loading.cluster, loading.programs
         for k in loading.relays:
-            check_repeatable(programs[k])
+            _check_repeatable(programs[k])
         self._weights = {k: Double(programs[k], module) for k in loading.relays}
         self.leaves, self.own = {}, []
         for k in loading.relays:

@@ -307,7 +307,7 @@ class KeptOutputsSource(PlanSource):
     def costs(self, subject: Divisible, graph: CallGraph, costs: Costs) -> Costs:
         """Return costs in which nodes with kept outputs take no time, if reading the outputs is faster."""
         frozen, _ = frozen_prefix(graph, graph.trained)
-        if costs.measured and sum(costs.forward[:frozen]) < reading_s(graph, frozen, subject.device):
+        if costs.measured and sum(costs.forward[:frozen]) < _reading_s(graph, frozen, subject.device):
             return costs
         return replace(costs, forward=(0.0,) * frozen + tuple(costs.forward[frozen:]), kept=frozen)
 
@@ -361,7 +361,7 @@ def frozen_prefix(graph: CallGraph, trained: Collection[str]) -> tuple[int, str]
     return position, why if position < max(frozen, default=0) else ""
 
 
-def reading_s(graph: CallGraph, frozen: int, device: torch.device | None) -> float:
+def _reading_s(graph: CallGraph, frozen: int, device: torch.device | None) -> float:
     """Measure the seconds to look up and read a frozen prefix's outputs for one micro-batch, with as many bytes.
 
     Args:

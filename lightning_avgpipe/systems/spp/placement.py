@@ -97,7 +97,7 @@ class SppSource(PlanSource):
         took_s = time.perf_counter() - begin
         _log.info("planned %d units on %d devices in %.1f s", units.num_units, len(bandwidth), took_s)
         proposed = divided(found)
-        forecast = Forecast("spp", count, found.makespan_s, idle_share(units, found, count, slow))
+        forecast = Forecast("spp", count, found.makespan_s, _idle_share(units, found, count, slow))
         return proposed._replace(plan=replace(proposed.plan, forecast=forecast))
 
 
@@ -181,7 +181,7 @@ def least_in_turns_s(problem: Problem, stages: Sequence[PlacedStage]) -> float:
     return least
 
 
-def shared_stages(problem: Problem, stages: Sequence[PlacedStage]) -> SharedStages:
+def _shared_stages(problem: Problem, stages: Sequence[PlacedStage]) -> SharedStages:
     """Return the stages of a plan as they take turns."""
     costs = problem.costs
     hops = [stage.end - 1 for stage in stages[:-1]]
@@ -204,11 +204,11 @@ def seconds_in_turns(problem: Problem, stages: Sequence[PlacedStage], schedule: 
         stages: stages of a plan.
         schedule: schedule for replicas, each of whose rows is in the order of micro-batches.
     """
-    ends = shared_stages(problem, stages).ends_s(schedule)
+    ends = _shared_stages(problem, stages).ends_s(schedule)
     return max(end + problem.reduce_left_s(stage) for end, stage in zip(ends, stages, strict=True))
 
 
-def idle_share(units: UnitCosts, plan: SppPlan, num_microbatches: int, slowness: Sequence[float]) -> float:
+def _idle_share(units: UnitCosts, plan: SppPlan, num_microbatches: int, slowness: Sequence[float]) -> float:
     """Return the share of the time of all devices in which they do not compute, for a plan of SPP."""
     busy_s, devices = 0.0, 0
     for first, last, ranks in plan.stages:

@@ -94,7 +94,7 @@ def zbv(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
     Source: Pipeline Parallelism with Controllable Memory, Qi et al., arXiv:2405.15362, and Zero Bubble Pipeline
         Parallelism, Qi et al., ICLR 2024, section 6.
     """
-    return _of("zbv", _zbv, num_microbatches, num_devices)
+    return _built("zbv", _zbv, num_microbatches, num_devices)
 
 
 def dualpipev(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
@@ -105,7 +105,7 @@ def dualpipev(num_stages: int, num_microbatches: int, num_devices: int) -> Sched
 
     Source: DeepSeek-V3, arXiv:2412.19437 (DualPipe), cut in half as Sea AI Lab proposed.
     """
-    return _of("dualpipev", _zbv if num_microbatches < num_stages else _dualpipev, num_microbatches, num_devices)
+    return _built("dualpipev", _zbv if num_microbatches < num_stages else _dualpipev, num_microbatches, num_devices)
 
 
 class _Order:
@@ -145,7 +145,7 @@ class _Order:
                 return self.add(1, (stage, WEIGHT_GRADIENT))
 
 
-def _of(name: str, make: Callable[[_Order, int], None], num_microbatches: int, num_devices: int) -> Schedule:
+def _built(name: str, make: Callable[[_Order, int], None], num_microbatches: int, num_devices: int) -> Schedule:
     orders = [_Order(device, num_microbatches, num_devices) for device in range(num_devices)]
     for device, order in enumerate(orders):
         make(order, device)
