@@ -13,7 +13,7 @@ from lightning_avgpipe.capture.draft import ANYWHERE
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.state.writes import Changes
 from lightning_avgpipe.utils.device import visiting
-from lightning_avgpipe.utils.names import is_within
+from lightning_avgpipe.utils.names import is_within, joined
 from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import address, untraced
 
@@ -78,7 +78,7 @@ class NamedState:
         module = self._module.get_submodule(path)
         with untraced():  # reading the data must not fetch absent weights
             state = [(self._owned[id(p)], p, p.detach()) for p in module.parameters() if id(p) in self._owned]
-        return state + [(f"{path}.{name}", b, b.detach().clone()) for name, b in module.named_buffers()]
+        return state + [(joined(path, name), b, b.detach().clone()) for name, b in module.named_buffers()]
 
     def visiting(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Move these tensors to the device within this context; this counts as no change."""
