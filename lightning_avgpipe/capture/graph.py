@@ -35,6 +35,7 @@ class Value:
         index: position in :attr:`CallGraph.values`.
         name: the producing unit or operation, for messages.
         shape: shape in the captured micro-batch; later micro-batches may differ.
+        dtype: dtype as a string, such as ``torch.float32``.
         nbytes: size in bytes in the captured micro-batch.
         requires_grad: whether a backward returns a gradient for it.
         storage: values with the same number share memory.
@@ -125,13 +126,6 @@ class Leaf:
     free_use: int | None = None
     nodes: tuple[int, ...] = ()
     kept: bool = False
-
-
-def _instead(first: Node, last: Node) -> str:
-    """Return advice for two calls of one unit that must be on one stage; empty for other nodes."""
-    if first.kind != "call" or first.name != last.name:
-        return ""
-    return "; a stage is a stretch of the step, so call each layer for all inputs before the next layer is called"
 
 
 class GeneratorUse(NamedTuple):
@@ -415,6 +409,13 @@ class CallGraph:
             gives = ",".join(str(v) for v in node.outputs)
             lines.append(f"  {node.index:4d} {node.kind:5s} {node.name:40s} ({reads}) -> ({gives})  {node.source}")
         return "\n".join(lines)
+
+
+def _instead(first: Node, last: Node) -> str:
+    """Return advice for two calls of one unit that must be on one stage; empty for other nodes."""
+    if first.kind != "call" or first.name != last.name:
+        return ""
+    return "; a stage is a stretch of the step, so call each layer for all inputs before the next layer is called"
 
 
 def changed_in_common(graph: CallGraph) -> str:

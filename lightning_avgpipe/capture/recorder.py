@@ -77,7 +77,25 @@ def owned_tensors(module: nn.Module, glue_states: Collection[str]) -> dict[int, 
 
 
 class StepRecorder(StepTracer):
-    """A tracer that runs every part of a step and notes each node."""
+    """A tracer that runs every part of a step and notes each node.
+
+    Args:
+        module: module whose step it is.
+        units: paths of the submodules that are never split.
+        device: device on which the step computes; None: where its parameters are.
+        preview: facts about the step that an earlier recording has found.
+        ignore: modules that only observe.
+        batch: tensors that the step is given.
+
+    Attributes:
+        units: the given units, and modules that are called outside of these.
+        draft: call graph under construction.
+        effects: record of changed attributes, objects and variables.
+        state: parameters and buffers, and what changes them.
+        calls: watcher of module calls, draws and seeds.
+        batch: record of the uses of the batch's tensors.
+        hidden: record of tensors that units leave behind.
+    """
 
     rehearses = True
 
@@ -388,7 +406,7 @@ class StepRecorder(StepTracer):
         return visiting([t for t in tensors_of(module) if id(t) not in self._in_units], self._place)
 
     def finish(self, result: Any) -> None:
-        """Note the result of the step, and what can be known only when it has ended."""
+        """Note the result of the step, and what is known only when the step has ended."""
         self.effects.finish()
         self.calls.look()
         self.calls.check_seeds()

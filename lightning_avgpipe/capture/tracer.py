@@ -31,6 +31,8 @@ from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.tensors import KnownTensors, tensor_arguments
 from lightning_avgpipe.utils.torch_compat import CHECKPOINT_BRACKET, disabling, disabling_others
 
+_NOTHING = contextlib.nullcontext()
+
 # fmt: off
 _METADATA_ATTRIBUTES = (
     "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "output_nr", "requires_grad",
@@ -144,15 +146,6 @@ class StepTracer(TorchFunctionMode):
 
     rehearses = False
 
-    @property
-    def mutes(self) -> bool:
-        """Whether the step's output (prints, warnings, logs) is muted at times, since it also appears elsewhere."""
-        return self.rehearses
-
-    def is_muted(self) -> bool:
-        """Return whether output is muted now."""
-        return True
-
     def __init__(self, units: Mapping[int, str], owned: Mapping[int, str], place: torch.device | None = None) -> None:
         super().__init__()
         self._place = place
@@ -164,6 +157,15 @@ class StepTracer(TorchFunctionMode):
         self._eager: contextlib.AbstractContextManager[Any] | None = None  # the context that is left while a unit runs
         self._raised: AvgPipeError | None = None  # the first error of ours, which the step may have caught
         self._frozen: dict[int, tuple[Tensor, bool, str]] = {}  # parameter, requires_grad before the step set it, line
+
+    @property
+    def mutes(self) -> bool:
+        """Whether the step's output (prints, warnings, logs) is muted at times, since it also appears elsewhere."""
+        return self.rehearses
+
+    def is_muted(self) -> bool:
+        """Return whether output is muted now."""
+        return True
 
     # -- what subclasses decide; while they do, nothing is followed ---------------------------------------------------
 
@@ -295,9 +297,6 @@ class StepTracer(TorchFunctionMode):
             yield
         finally:
             eager.__enter__()
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 class _Aside:

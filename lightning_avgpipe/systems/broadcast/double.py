@@ -34,7 +34,7 @@ class Double:
         module: whole module; tensors that the program uses may be without contents, except where they are sent.
     """
 
-    constant = False  # within an iteration
+    constant = False  # forwards change buffers within an iteration
 
     def __init__(self, program: StageProgram, module: nn.Module) -> None:
         self._module = module
@@ -63,7 +63,7 @@ class Double:
 
     @contextlib.contextmanager
     def placed(self, stage: int) -> Iterator[dict[int, str]]:
-        """Put the weights into the module within this context; yields ``id -> name`` of the parameters."""
+        """Put the weights into the module within this context; yield ``id -> name`` of the parameters."""
         with swapped([(slot, self._held[name]) for slot, name in self._slots]):
             try:
                 yield {id(self._held[name]): name for name in self._parameters}
