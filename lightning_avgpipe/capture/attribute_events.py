@@ -97,8 +97,8 @@ class _Assignment(NamedTuple):
     is_other: bool
 
 
-def freed(reads: Iterable[Read], position: int) -> list[Read]:
-    """Count the reads of the unit at this position as reads between units: it is no node, so every stage runs it."""
+def as_free(reads: Iterable[Read], position: int) -> list[Read]:
+    """Return the reads, where those of the unit at this position count as between units: every stage runs this unit."""
     return [read._replace(in_unit=False) if read.position == position else read for read in reads]
 
 
@@ -276,7 +276,7 @@ class AttributeEvents:
         """Count the last unit as code between units: it is no node, so every stage that gets that far runs it."""
         self.pass_over()
         here = self._now()[0]
-        self.reads = {key: freed(reads, here) for key, reads in self.reads.items()}
+        self.reads = {key: as_free(reads, here) for key, reads in self.reads.items()}
 
     # -- after the step -----------------------------------------------------------------------------------------------
 

@@ -180,12 +180,7 @@ class HiddenTensors:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        draft: Draft,
-        state: NamedState,
-        calls: Calls,
-        exports: Collection[str],
+        self, module: nn.Module, draft: Draft, state: NamedState, calls: Calls, exports: Collection[str]
     ) -> None:
         self.exports = set(exports)
         self.leaking: set[str] = set()

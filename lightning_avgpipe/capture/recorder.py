@@ -17,7 +17,7 @@ from lightning_avgpipe.capture.effects import Effects
 from lightning_avgpipe.capture.flop_counter import Flops, recurrent_flops
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.hidden import HiddenTensors
-from lightning_avgpipe.capture.named_state import Before, NamedState
+from lightning_avgpipe.capture.named_state import NamedState, StateCopies
 from lightning_avgpipe.capture.tracer import METADATA, STAGE_QUESTIONS, StepTracer, function_name
 from lightning_avgpipe.capture.units import Units, tensors_of
 from lightning_avgpipe.errors import AbsentValueError, CaptureError
@@ -200,7 +200,7 @@ class StepRecorder(StepTracer):
         return result
 
     def _executed(
-        self, before: Before, run: Callable[..., Any], args: Any, kwargs: Any, unit: str | None = None
+        self, before: StateCopies, run: Callable[..., Any], args: Any, kwargs: Any, unit: str | None = None
     ) -> tuple[Any, _UnitEffects]:
         """Run a unit or a region; return its result and effects. ``before`` may be filled while it runs."""
         watch = self.calls
@@ -221,7 +221,7 @@ class StepRecorder(StepTracer):
         draft = self.draft
         tensors = tensor_arguments(args, kwargs)
         versions = [version_of(t) for t in tensors]
-        made, names, before = self._made_generators(args, kwargs), dict[str, None](), Before()
+        made, names, before = self._made_generators(args, kwargs), dict[str, None](), StateCopies()
 
         @contextmanager
         def visited(module: nn.Module) -> Iterator[None]:
