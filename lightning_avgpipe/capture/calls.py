@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_avgpipe.capture.graph import FollowedCall
 from lightning_avgpipe.capture.tracer import CallWatcher
 from lightning_avgpipe.errors import SeedingError
+from lightning_avgpipe.utils.names import is_within
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import HostState, generators, seeds_of, stream_seed
 from lightning_avgpipe.utils.source import source_line
@@ -176,7 +177,7 @@ class Calls(CallWatcher):
 
     def draws_on_host(self, unit: str) -> bool:
         """Return whether a unit, or a module inside of it, has drawn from the generators of Python or NumPy."""
-        return any(f"{path}.".startswith(f"{unit}.") for path in self.host_drawing)
+        return any(is_within(path, unit) for path in self.host_drawing)
 
     def look(self) -> None:
         """Note draws and seeds since the last event."""
