@@ -97,9 +97,14 @@ class _Assignment(NamedTuple):
     is_other: bool
 
 
-def freed(reads: Iterable[Read], position: int) -> list[Read]:
-    """Count the reads of the unit at this position as reads between units: it is no node, so every stage runs it."""
+def as_free(reads: Iterable[Read], position: int) -> list[Read]:
+    """Return the reads, where those of the unit at this position count as between units: every stage runs this unit."""
     return [read._replace(in_unit=False) if read.position == position else read for read in reads]
+
+
+def in_order(reads: Iterable[Read]) -> list[Read]:
+    """Return reads by position, then by source line."""
+    return sorted(reads, key=lambda read: read[:3])
 
 
 class HeldTensors:
@@ -271,7 +276,7 @@ class AttributeEvents:
         """Count the last unit as code between units: it is no node, so every stage that gets that far runs it."""
         self.pass_over()
         here = self._now()[0]
-        self.reads = {key: freed(reads, here) for key, reads in self.reads.items()}
+        self.reads = {key: as_free(reads, here) for key, reads in self.reads.items()}
 
     # -- after the step -----------------------------------------------------------------------------------------------
 
@@ -281,9 +286,10 @@ class AttributeEvents:
 
     def passing(self) -> set[Key]:
         """Return attributes that changed during the step and were set back, such as a mode or a flag."""
-        return self._others().difference(self.changed())
+        return self._given_others().difference(self.changed())
 
-    def _others(self) -> set[Key]:
+    def _given_others(self) -> set[Key]:
+        """Return the attributes to which code between units has assigned another object than before the step."""
         return {key for key, found in self._assignments.items() if any(one.is_other for one in found)}
 
     def created(self) -> set[Key]:
@@ -319,7 +325,7 @@ class AttributeEvents:
                     yield key, read, node, by[node]
 
     def _reads_of(self, key: Key) -> list[Read]:
-        return sorted((read for read in self.reads.get(key, ()) if not read.own), key=lambda read: read[:3])
+        return in_order(read for read in self.reads.get(key, ()) if not read.own)
 
     # -- rules --------------------------------------------------------------------------------------------------------
 
@@ -335,7 +341,7 @@ class AttributeEvents:
             stage 1                                    takes h, and comes to the last assignment
         """
         # an attribute that was assigned the same object may get another one for another micro-batch
-        for key in (*self.changed(), *(self._assignments.keys() - self._others())):
+        for key in (*self.changed(), *(self._assignments.keys() - self._given_others())):
             first, found = self._first(key), self._assignments[key]
             if first is None:
                 continue

@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_avgpipe.capture.graph import FollowedCall
 from lightning_avgpipe.capture.tracer import CallWatcher
 from lightning_avgpipe.errors import SeedingError
+from lightning_avgpipe.utils.names import is_within
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import HostState, generators, seeds_of, stream_seed
 from lightning_avgpipe.utils.source import source_line
@@ -32,10 +33,10 @@ def watching_seeds(note: Callable[[str], None]) -> AbstractContextManager[None]:
     Args:
         note: is called with the name of such a function before it runs.
     """
-    return replaced(torch.random, "default_generator", _Watched(note))
+    return replaced(torch.random, "default_generator", _WatchedGenerator(note))
 
 
-class _Watched:
+class _WatchedGenerator:
     """A stand-in for torch's default generator that reports seeds, but not torch's own restores of the state."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
@@ -104,7 +105,7 @@ class Calls(CallWatcher):
         self._stack = [_Call("", None, _NOTHING)]
         self._outermost: tuple[int, Callable[[nn.Module], AbstractContextManager[Any]]] | None = None
         self._device = device or torch.device("cpu")
-        self._state, self._host_state, self._seeds = self.bits(), HostState.now(), seeds_of(self._device)
+        self._state, self._host_state, self._seeds = self.generator_states(), HostState.now(), seeds_of(self._device)
         self.calls: list[str] = []
         self.ended: list[FollowedCall] = []
         self.drawing = {path for path, m in module.named_modules() if isinstance(m, _DropoutNd)}
@@ -165,7 +166,7 @@ class Calls(CallWatcher):
 
     # -- draws ---------------------------------------------------------------------------------------------------------
 
-    def bits(self) -> tuple[bytes, ...]:
+    def generator_states(self) -> tuple[bytes, ...]:
         """Return the state of torch's generators for units and glue.
 
         This is done without a tensor operation, which would be watched.
@@ -176,11 +177,11 @@ class Calls(CallWatcher):
 
     def draws_on_host(self, unit: str) -> bool:
         """Return whether a unit, or a module inside of it, has drawn from the generators of Python or NumPy."""
-        return any(f"{path}.".startswith(f"{unit}.") for path in self.host_drawing)
+        return any(is_within(path, unit) for path in self.host_drawing)
 
     def look(self) -> None:
         """Note draws and seeds since the last event."""
-        path, state, on_host = self._stack[-1].path, self.bits(), HostState.now()
+        path, state, on_host = self._stack[-1].path, self.generator_states(), HostState.now()
         if state != self._state:
             self.drawing.add(path)
         if on_host != self._host_state:
@@ -188,16 +189,15 @@ class Calls(CallWatcher):
         self._state, self._host_state = state, on_host
         if self.unit is not None and self._is_seeded():
             if path not in self.seeding:  # by a method of a generator, which watching_seeds misses
-                self.seeds("seed")
-            for generator, seed in zip(
-                generators(self._device), self._seeds, strict=True
-            ):  # so that the next seed is noticed
+                self.note_seed("seed")
+            # so that the next seed is noticed
+            for generator, seed in zip(generators(self._device), self._seeds, strict=True):
                 generator.manual_seed(seed)
-            self._state = self.bits()
+            self._state = self.generator_states()
 
     # -- seeds ---------------------------------------------------------------------------------------------------------
 
-    def seeds(self, function: str) -> None:
+    def note_seed(self, function: str) -> None:
         """Note that the step calls a function of torch that seeds.
 
         Raises:

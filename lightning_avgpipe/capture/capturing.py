@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.attribute_events import Key
 from lightning_avgpipe.capture.calls import watching_seeds
 from lightning_avgpipe.capture.draft import ANYWHERE
-from lightning_avgpipe.capture.generators import Iterators, Key
+from lightning_avgpipe.capture.generators import Iterators
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.named_state import trained_parameters
 from lightning_avgpipe.capture.recorder import Preview, StepRecorder
@@ -104,7 +105,7 @@ def _followed(
         recorder.batch.begin(args[0])
     iterators = Iterators(recorder.effects.objects.attributes)
     with untouched(module), Snapshot(args, opaque=True).restored(), recorder.visiting(module), recorder.state.changes:
-        seeds = watching_seeds(recorder.calls.seeds)
+        seeds = watching_seeds(recorder.calls.note_seed)
         with recorder.effects.watched(), recorder.following(), watching(recorder.calls), seeds:
             result = run(*args)
         recorder.finish(result)

@@ -138,8 +138,6 @@ def fingerprint(graph: CallGraph, module: nn.Module, device: torch.device) -> tu
 
 def _device_name(device: torch.device) -> str:
     port = port_of(device)
-    return (
-        port.name
-        if port.runs_ahead
-        else (f"{device.type}: {port.name}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}")
-    )
+    if port.runs_ahead:
+        return port.name
+    return f"{device.type}: {port.name}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"

@@ -1,6 +1,6 @@
 """Define costs: the time of each node of a call graph, and the time that a byte takes between two stages.
 
-This module does not import torch. Costs are measured elsewhere, counted from the graph, or read from a file.
+Costs are counted from the graph here. ``measure`` measures them, and ``cost_cache`` keeps them in files.
 """
 
 from __future__ import annotations

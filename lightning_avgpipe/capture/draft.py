@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node, Value
-from lightning_avgpipe.capture.tracer import tensor_arguments
 from lightning_avgpipe.capture.upkeep import made_by
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.tensors import KnownTensors, is_strided, tensor_bytes
+from lightning_avgpipe.utils.tensors import KnownTensors, is_strided, tensor_arguments, tensor_bytes
 from lightning_avgpipe.utils.torch_compat import address, version_of
 
 # Functions whose results have a length that depends on numbers, ...

@@ -27,6 +27,8 @@ class Flops(FlopCounterMode):
 
 
 class _NoModules(contextlib.nullcontext[None]):
+    """A tracker of modules that tracks none."""
+
     parents = frozenset({"Global"})
 
     def __exit__(self, *exc_info: object) -> None:
@@ -34,7 +36,7 @@ class _NoModules(contextlib.nullcontext[None]):
 
 
 def _others() -> dict[Any, Callable[..., int]]:
-    """Operations of other libraries, if they are imported: the product with a matrix in 4 bits of bitsandbytes."""
+    """Return counters for operations of imported libraries: the product with a matrix in 4 bits of bitsandbytes."""
     product = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
 
     def count(left: Sequence[int], packed: Sequence[int], shape: Sequence[int], *_: Any, **__: Any) -> int:

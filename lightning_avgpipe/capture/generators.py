@@ -128,7 +128,7 @@ class Iterators:
         """Return the full name of what leads to an iterator that has advanced; "" if none has."""
         found = self._leading(one for one in self._objects.changed() if is_iterator(one))
         path, name = min(found, key=lambda key: (key[1].startswith("_"), key), default=("", ""))
-        return f"{path}.{name}" if path else name
+        return joined(path, name)
 
     def leads(self) -> tuple[Key, ...]:
         """Return the attributes and variables that lead to any iterator."""

@@ -23,6 +23,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from lightning_avgpipe.capture.upkeep import PinnedNodes, made_by, spans
+from lightning_avgpipe.utils.names import joined
 from lightning_avgpipe.utils.placeholder import Description
 
 
@@ -34,6 +35,7 @@ class Value:
         index: position in :attr:`CallGraph.values`.
         name: the producing unit or operation, for messages.
         shape: shape in the captured micro-batch; later micro-batches may differ.
+        dtype: dtype as a string, such as ``torch.float32``.
         nbytes: size in bytes in the captured micro-batch.
         requires_grad: whether a backward returns a gradient for it.
         storage: values with the same number share memory.
@@ -124,13 +126,6 @@ class Leaf:
     free_use: int | None = None
     nodes: tuple[int, ...] = ()
     kept: bool = False
-
-
-def _instead(first: Node, last: Node) -> str:
-    """Return advice for two calls of one unit that must be on one stage; empty for other nodes."""
-    if first.kind != "call" or first.name != last.name:
-        return ""
-    return "; a stage is a stretch of the step, so call each layer for all inputs before the next layer is called"
 
 
 class GeneratorUse(NamedTuple):
@@ -416,9 +411,16 @@ class CallGraph:
         return "\n".join(lines)
 
 
+def _instead(first: Node, last: Node) -> str:
+    """Return advice for two calls of one unit that must be on one stage; empty for other nodes."""
+    if first.kind != "call" or first.name != last.name:
+        return ""
+    return "; a stage is a stretch of the step, so call each layer for all inputs before the next layer is called"
+
+
 def changed_in_common(graph: CallGraph) -> str:
     """Return the name of something that a step changes and that parallel models and batches share; "" if nothing."""
     changed = [*graph.attributes, *graph.of_units, *(key for key, _ in graph.holders)]
     if changed:
-        return f"'{'.'.join(part for part in changed[0] if part)}'"
+        return f"'{joined(*changed[0])}'"
     return "its batch" if graph.batch_writes else ""

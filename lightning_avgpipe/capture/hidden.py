@@ -151,7 +151,7 @@ def _description(args: Any, kwargs: Any) -> tuple[Any, ...]:
     return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x if type(x) in _ATOMS else type(x) for x in leaves)
 
 
-class TensorRead(NamedTuple):
+class _TensorRead(NamedTuple):
     """A read of a tensor that the reading unit made in an earlier call.
 
     The fields are: the node that made the tensor, the node that reads it, its shape and its dtype.
@@ -170,7 +170,7 @@ class HiddenTensors:
         module: module whose submodules are units.
         draft: call graph under construction.
         state: parameters and buffers, whose changes are known by name.
-        draws: knows which units draw from the generators of Python or NumPy.
+        calls: watcher of module calls, which knows the units that draw from the generators of Python or NumPy.
         exports: units in whose attributes other code is known to find tensors.
 
     Attributes:
@@ -180,12 +180,7 @@ class HiddenTensors:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        draft: Draft,
-        state: NamedState,
-        draws: Calls,
-        exports: Collection[str],
+        self, module: nn.Module, draft: Draft, state: NamedState, calls: Calls, exports: Collection[str]
     ) -> None:
         self.exports = set(exports)
         self.leaking: set[str] = set()
@@ -193,9 +188,9 @@ class HiddenTensors:
         self.provenance = Provenance()
         self._module = module
         self._state = state
-        self._draws = draws
+        self._calls = calls
         self._written: dict[int, tuple[Tensor, Node]] = {}  # written to without being arguments, and the writer
-        self._own: dict[str, list[tuple[TensorRead, Pin]]] = defaultdict(list)  # reads of a unit's own tensors, by unit
+        self._own: dict[str, list[tuple[_TensorRead, Pin]]] = defaultdict(list)  # by unit: reads of its own tensors
         self._carried: set[str] = set()  # units that read tensors of the previous run
         self._earlier: Provenance | None = None
         self._before: dict[str, dict[tuple[str, str], Any]] = {}  # numbers in units' attributes after the previous run
@@ -245,9 +240,9 @@ class HiddenTensors:
                 continue
             maker = nodes[birth]
             if maker.kind == "call" and maker.name == unit:
-                if self._draws.draws_on_host(unit) or not self.provenance.makes_again(tensor):
+                if self._calls.draws_on_host(unit) or not self.provenance.makes_again(tensor):
                     reason = f"{name} at {source_line()} reads an attribute of its own that {maker} has made"
-                    read = TensorRead(birth, len(nodes), tuple(tensor.shape), str(tensor.dtype))
+                    read = _TensorRead(birth, len(nodes), tuple(tensor.shape), str(tensor.dtype))
                     self._own[unit].append((read, (birth + 1, end, reason)))
                 continue
             if maker.kind == "call":

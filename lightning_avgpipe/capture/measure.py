@@ -28,14 +28,7 @@ from tqdm.auto import tqdm
 
 from lightning_avgpipe.capture.costs import Costs, value_bytes
 from lightning_avgpipe.capture.graph import CallGraph, Node
-from lightning_avgpipe.capture.node_trial import (
-    REGION_BACKWARD,
-    NodeTrial,
-    Sample,
-    Samples,
-    SavedTensors,
-    sums_of,
-)
+from lightning_avgpipe.capture.node_trial import REGION_BACKWARD, NodeTrial, Sample, Samples, SavedTensors, sums_of
 from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.capture.tracer import StepTracer, function_name

@@ -13,12 +13,12 @@ from lightning_avgpipe.capture.draft import ANYWHERE
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.state.writes import Changes
 from lightning_avgpipe.utils.device import visiting
-from lightning_avgpipe.utils.names import is_within
+from lightning_avgpipe.utils.names import is_within, joined
 from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import address, untraced
 
 # Full name, tensor, and a copy (of a parameter: an alias) that shows whether it has changed.
-Before = list[tuple[str, Tensor, Tensor]]
+StateCopies = list[tuple[str, Tensor, Tensor]]
 
 
 def trained_parameters(module: nn.Module) -> frozenset[str]:
@@ -73,12 +73,12 @@ class NamedState:
         path, _, leaf = name.rpartition(".")
         return self._module.get_submodule(path)._buffers.get(leaf)
 
-    def of(self, path: str) -> Before:
+    def of(self, path: str) -> StateCopies:
         """Return the present state of a submodule's own parameters and buffers, to compare with later."""
         module = self._module.get_submodule(path)
         with untraced():  # reading the data must not fetch absent weights
             state = [(self._owned[id(p)], p, p.detach()) for p in module.parameters() if id(p) in self._owned]
-        return state + [(f"{path}.{name}", b, b.detach().clone()) for name, b in module.named_buffers()]
+        return state + [(joined(path, name), b, b.detach().clone()) for name, b in module.named_buffers()]
 
     def visiting(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Move these tensors to the device within this context; this counts as no change."""
@@ -88,11 +88,11 @@ class NamedState:
         """Return the tensors that a submodule has registered as parameters but that are not the model's."""
         return [p for p in module.parameters() if id(p) not in self._owned]
 
-    def of_tensors(self, tensors: Mapping[str, Tensor]) -> Before:
+    def of_tensors(self, tensors: Mapping[str, Tensor]) -> StateCopies:
         """Return the present state of these tensors, by full name, to compare with later."""
         return [(n, t, t.detach() if n in self._parameters else t.detach().clone()) for n, t in tensors.items()]
 
-    def changed(self, state: Before) -> list[str]:
+    def changed(self, state: StateCopies) -> list[str]:
         """Return the names of the tensors that have changed since ``state`` was taken."""
         moved = {name for name, p, before in state if name in self._parameters and address(p) != address(before)}
         self.changes.keep((name, before) for name, _, before in state if name in moved)

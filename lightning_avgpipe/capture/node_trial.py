@@ -22,6 +22,8 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.torch_compat import SavedHooks, storage_id
 
+REGION_BACKWARD = 3.0  # in forwards: a recomputed forward, and a backward of two forwards
+
 
 class Sample(NamedTuple):
     """The seconds of one execution of a node alone."""
@@ -32,7 +34,13 @@ class Sample(NamedTuple):
 
 @dataclass
 class Samples:
-    """Samples by kind of call, shared by graphs that have the same calls."""
+    """Samples by kind of call, shared by graphs that have the same calls.
+
+    Attributes:
+        found: samples of each kind.
+        complete: kinds of which no more samples are needed.
+        spent_s: seconds that measuring has taken.
+    """
 
     found: dict[Hashable, list[Sample]] = field(default_factory=lambda: defaultdict(list))
     complete: set[Hashable] = field(default_factory=set)
@@ -110,9 +118,6 @@ def _nbytes(tensor: Tensor) -> int:
         return int(tensor.untyped_storage().nbytes())
     except (RuntimeError, NotImplementedError):
         return tensor.numel() * tensor.element_size()
-
-
-REGION_BACKWARD = 3.0  # in forwards: a recomputed forward, and a backward of two forwards
 
 
 class NodeTrial:
@@ -256,7 +261,7 @@ def _changed_in(node: Node) -> set[str]:
 
 
 def _map_arguments(fn: Callable[[Tensor], Tensor], arguments: Any) -> Any:
-    """Replace the tensors that ``tensor_arguments`` finds."""
+    """Return arguments with ``fn(tensor)`` in place of each tensor that ``tensor_arguments`` finds."""
     if isinstance(arguments, Tensor):
         return fn(arguments)
     if type(arguments) in (list, tuple):

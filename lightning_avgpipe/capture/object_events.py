@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.attribute_events import Key, Names, Now, Read, freed
+from lightning_avgpipe.capture.attribute_events import Key, Names, Now, Read, as_free, in_order
 from lightning_avgpipe.capture.draft import Pin
 from lightning_avgpipe.state.objects import OF_EVERY_MODULE, Variable, is_generator
 from lightning_avgpipe.state.outside import outside, places
@@ -180,11 +180,10 @@ class ObjectEvents:
         """Count the last unit as code between units: it is no node, so every stage that gets that far runs it."""
         here = self._now()[0]
         for names in self._reads.values():
-            names.update({name: set(freed(reads, here)) for name, reads in names.items()})
+            names.update({name: set(as_free(reads, here)) for name, reads in names.items()})
         self._changed_between(changed)
         inner = {id(m) for m in module.modules()}
-        now = attributes_of({path: m for path, m in self._modules.items() if id(m) in inner})
-        self.assigned |= {key for key, held in now.items() if self.attributes.get(key) is not held}
+        self.assigned |= self._reassigned({path: m for path, m in self._modules.items() if id(m) in inner})
 
     # -- after the step -----------------------------------------------------------------------------------------------
 
@@ -223,7 +222,10 @@ class ObjectEvents:
 
     def reassigned(self) -> set[Key]:
         """Return the attributes that hold another object than when the step began, whoever assigned them."""
-        now = attributes_of(self._modules)
+        return self._reassigned(self._modules)
+
+    def _reassigned(self, modules: Mapping[str, nn.Module]) -> set[Key]:
+        now = attributes_of(modules)
         return {key for key, held in now.items() if self.attributes.get(key) is not held}
 
     def written(self, memory: Collection[int]) -> tuple[Key, ...]:
@@ -276,10 +278,6 @@ class ObjectEvents:
         """Yield the reads of these attributes of an object, each with a description of what is read."""
         for name, own in self._reads.get(found, {}).items():
             if names is None or name in names:
-                yield from ((f"the attribute '{name}' of an object", read) for read in _in_order(own))
+                yield from ((f"the attribute '{name}' of an object", read) for read in in_order(own))
         through = (read for key, ids in self.leading.items() if found in ids for read in reads.get(key, ()))
-        yield from (("an object", read) for read in _in_order(through))
-
-
-def _in_order(reads: Iterable[Read]) -> list[Read]:
-    return sorted(reads, key=lambda read: read[:3])
+        yield from (("an object", read) for read in in_order(through))

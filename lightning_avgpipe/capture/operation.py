@@ -1,4 +1,4 @@
-"""Define the operations of a step that is followed, and remember which tensor objects hold the values of its graph."""
+"""Define the operations of a step that is followed: what capture, measurement and replay handle at a node."""
 
 from __future__ import annotations
 

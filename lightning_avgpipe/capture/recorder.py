@@ -17,13 +17,8 @@ from lightning_avgpipe.capture.effects import Effects
 from lightning_avgpipe.capture.flop_counter import Flops, recurrent_flops
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.hidden import HiddenTensors
-from lightning_avgpipe.capture.named_state import Before, NamedState
-from lightning_avgpipe.capture.tracer import (
-    METADATA,
-    STAGE_QUESTIONS,
-    StepTracer,
-    function_name,
-)
+from lightning_avgpipe.capture.named_state import NamedState, StateCopies
+from lightning_avgpipe.capture.tracer import METADATA, STAGE_QUESTIONS, StepTracer, function_name
 from lightning_avgpipe.capture.units import Units, tensors_of
 from lightning_avgpipe.errors import AbsentValueError, CaptureError
 from lightning_avgpipe.state.snapshot import Snapshot
@@ -82,7 +77,25 @@ def owned_tensors(module: nn.Module, glue_states: Collection[str]) -> dict[int, 
 
 
 class StepRecorder(StepTracer):
-    """A tracer that runs every part of a step and notes each node."""
+    """A tracer that runs every part of a step and notes each node.
+
+    Args:
+        module: module whose step it is.
+        units: paths of the submodules that are never split.
+        device: device on which the step computes; None: where its parameters are.
+        preview: facts about the step that an earlier recording has found.
+        ignore: modules that only observe.
+        batch: tensors that the step is given.
+
+    Attributes:
+        units: the given units, and modules that are called outside of these.
+        draft: call graph under construction.
+        effects: record of changed attributes, objects and variables.
+        state: parameters and buffers, and what changes them.
+        calls: watcher of module calls, draws and seeds.
+        batch: record of the uses of the batch's tensors.
+        hidden: record of tensors that units leave behind.
+    """
 
     rehearses = True
 
@@ -187,19 +200,19 @@ class StepRecorder(StepTracer):
         return result
 
     def _executed(
-        self, before: Before, run: Callable[..., Any], args: Any, kwargs: Any, unit: str | None = None
+        self, before: StateCopies, run: Callable[..., Any], args: Any, kwargs: Any, unit: str | None = None
     ) -> tuple[Any, _UnitEffects]:
         """Run a unit or a region; return its result and effects. ``before`` may be filled while it runs."""
         watch = self.calls
         watch.check_seeds()
         self.effects.look()
-        random_before, calls = watch.bits(), len(watch.calls)
+        random_before, calls = watch.generator_states(), len(watch.calls)
         self.state.changes.begin()
         provenance = self.hidden.provenance.at(self.draft.position(), args, kwargs)
         seeding = nullcontext() if unit is None else watch.within(unit)
         with self.effects.objects.elsewhere() as objects_changed, provenance, seeding, Flops() as counter:
             result = run(*args, **kwargs)
-        changes, draws = self.state.changed(before), random_before != watch.bits()
+        changes, draws = self.state.changed(before), random_before != watch.generator_states()
         draws |= unit is not None and any(is_within(path, unit) for path in watch.seeding)
         flops = float(counter.get_total_flops())
         return result, _UnitEffects(changes, draws, tuple(watch.calls[calls:]), objects_changed, flops)
@@ -208,7 +221,7 @@ class StepRecorder(StepTracer):
         draft = self.draft
         tensors = tensor_arguments(args, kwargs)
         versions = [version_of(t) for t in tensors]
-        made, names, before = self._made_generators(args, kwargs), dict[str, None](), Before()
+        made, names, before = self._made_generators(args, kwargs), dict[str, None](), StateCopies()
 
         @contextmanager
         def visited(module: nn.Module) -> Iterator[None]:
@@ -225,7 +238,7 @@ class StepRecorder(StepTracer):
             draft.position(), "region", ", ".join(names) or "a function", source_line(),
             draft.values_of([*tensors, *used]), parameters=self.state.parameters(used),
             states=self.state.states(used, own.changes, in_unit=True), changes=tuple(own.changes),
-            draws=own.draws, drawn=own.drawn, flops=own.flops + sum(t.numel() for t in given),
+            draws=own.draws, drawn=own.drawn, flops=own.flops + _elements(result),
         )  # fmt: skip
         self._taken([*tensors, *used])
         self.effects.ran(node.name, own.objects_changed, ())
@@ -258,7 +271,7 @@ class StepRecorder(StepTracer):
         self.effects.look()
         free = not inputs and not any(id(t) in self._owned for t in tensors)
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
-        random_before = watch.bits()
+        random_before = watch.generator_states()
         result, changed = self._executed_glue(func, args, kwargs, tensors)
         self.state.by_glue.update(changed)
         if passive:
@@ -270,7 +283,7 @@ class StepRecorder(StepTracer):
             return result
         self.effects.objects.glue_ran(name)
         states, parameters = self.state.states(tensors, changed, in_unit=False), self.state.parameters(tensors)
-        draws = random_before != watch.bits()
+        draws = random_before != watch.generator_states()
         self._pin_glue(name, tensors, result)
         self._taken(tensors)
         plain = all(leaf is None or isinstance(leaf, Tensor) for leaf in tree.leaves(result))
@@ -293,7 +306,7 @@ class StepRecorder(StepTracer):
             self.state.changes.begin()
             result = func(*args, **kwargs)
             if self.state.changes.strange:
-                self._refuse_strange(function_name(func))
+                self._pin_strange(function_name(func))
             return result, self.state.changed(before)
 
     def _pin_foreign(self, module: nn.Module, path: str) -> None:
@@ -359,7 +372,7 @@ class StepRecorder(StepTracer):
                 "does not travel to another stage with its numbers; return it beside the tensor",
             )  # fmt: skip
 
-    def _refuse_strange(self, name: str) -> None:
+    def _pin_strange(self, name: str) -> None:
         """Forbid all cuts because of a lasting tensor without a name, which stages and checkpoints cannot find."""
         self.draft.pin(
             0, ANYWHERE, f"{name}() at {source_line()} changes a tensor in place that lives on after the step and is "
@@ -393,7 +406,7 @@ class StepRecorder(StepTracer):
         return visiting([t for t in tensors_of(module) if id(t) not in self._in_units], self._place)
 
     def finish(self, result: Any) -> None:
-        """Note the result of the step, and what can be known only when it has ended."""
+        """Note the result of the step, and what is known only when the step has ended."""
         self.effects.finish()
         self.calls.look()
         self.calls.check_seeds()

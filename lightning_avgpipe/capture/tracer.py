@@ -29,11 +29,9 @@ from lightning_avgpipe.utils.output import muted
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.tensors import KnownTensors, tensor_arguments
-from lightning_avgpipe.utils.torch_compat import (
-    CHECKPOINT_BRACKET,
-    disabling,
-    disabling_others,
-)
+from lightning_avgpipe.utils.torch_compat import CHECKPOINT_BRACKET, disabling, disabling_others
+
+_NOTHING = contextlib.nullcontext()
 
 # fmt: off
 _METADATA_ATTRIBUTES = (
@@ -80,7 +78,7 @@ DEVICE_QUESTIONS = frozenset(
 
 
 # Marks a sparse tensor as coalesced. Libraries for graphs do so with each one that they get.
-_FLAG: Any = Tensor._coalesced_
+_COALESCING: Any = Tensor._coalesced_
 
 _FREEZING = frozenset((Tensor.requires_grad.__set__, Tensor.requires_grad_))  # type: ignore[attr-defined]
 
@@ -148,15 +146,6 @@ class StepTracer(TorchFunctionMode):
 
     rehearses = False
 
-    @property
-    def mutes(self) -> bool:
-        """Whether the step's output (prints, warnings, logs) is muted at times, since it also appears elsewhere."""
-        return self.rehearses
-
-    def is_muted(self) -> bool:
-        """Return whether output is muted now."""
-        return True
-
     def __init__(self, units: Mapping[int, str], owned: Mapping[int, str], place: torch.device | None = None) -> None:
         super().__init__()
         self._place = place
@@ -168,6 +157,15 @@ class StepTracer(TorchFunctionMode):
         self._eager: contextlib.AbstractContextManager[Any] | None = None  # the context that is left while a unit runs
         self._raised: AvgPipeError | None = None  # the first error of ours, which the step may have caught
         self._frozen: dict[int, tuple[Tensor, bool, str]] = {}  # parameter, requires_grad before the step set it, line
+
+    @property
+    def mutes(self) -> bool:
+        """Whether the step's output (prints, warnings, logs) is muted at times, since it also appears elsewhere."""
+        return self.rehearses
+
+    def is_muted(self) -> bool:
+        """Return whether output is muted now."""
+        return True
 
     # -- what subclasses decide; while they do, nothing is followed ---------------------------------------------------
 
@@ -215,7 +213,7 @@ class StepTracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._inside or func in METADATA:
             return func(*args, **(kwargs or {}))
-        if func is _FLAG and args[1:] == (args[0].is_coalesced(),):  # no change, but it would count as one
+        if func is _COALESCING and args[1:] == (args[0].is_coalesced(),):  # no change, but it would count as one
             return args[0]
         if func in _FREEZING and id(args[0]) in self._owned:
             self._frozen.setdefault(id(args[0]), (args[0], args[0].requires_grad, source_line()))
@@ -299,9 +297,6 @@ class StepTracer(TorchFunctionMode):
             yield
         finally:
             eager.__enter__()
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 class _Aside:

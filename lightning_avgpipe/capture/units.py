@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from lightning_avgpipe.utils.names import around
+from lightning_avgpipe.utils.names import around, joined
 
 # Containers are not called by users, or only call their children, so they are followed from the start.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_PASS_ON = tuple(container.forward for container in _CONTAINERS)
 
 
 def is_container(module: nn.Module) -> bool:
@@ -57,9 +58,6 @@ class Units:
         return tuple(dict.fromkeys((*(path for path in self._given if path not in partly), *self._called)))
 
 
-_PASS_ON = (nn.ModuleList.forward, nn.ModuleDict.forward, nn.Sequential.forward)
-
-
 def neighbours(root: nn.Module, called: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield the full names of uncalled modules, and of their parameters, each with the path of a called neighbour.
 
@@ -77,9 +75,7 @@ def neighbours(root: nn.Module, called: Collection[str]) -> Iterator[tuple[str, 
     """
     alive = {".".join(parts[:n]) for parts in (path.split(".") for path in called) for n in range(1, len(parts) + 1)}
     for above, container in root.named_modules():
-        names = (
-            [f"{above}.{name}".lstrip(".") for name, _ in container.named_children()] if is_container(container) else []
-        )
+        names = [joined(above, name) for name, _ in container.named_children()] if is_container(container) else []
         here = [name in alive for name in names]
         for i, name in enumerate(names):
             if here[i] or True not in here:

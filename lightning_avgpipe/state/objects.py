@@ -4,7 +4,7 @@
 kind                   state                           restored by
 =====================  ==============================  ========================================================
 container, object      items and attributes            replacing items and attributes in place
-variable, register     its value, or values            assignment in the namespace, class, cell or module
+variable, buffers      its value, or values            assignment in the namespace, class, cell or module
 module, class          attributes, no registries       assignment
 function, tuple        what it refers to               nothing: these references never change
 array, generator       a copy of its contents          copying the contents back; arrays count only as contents
@@ -138,7 +138,7 @@ class ObjectState(NamedTuple):
         if isinstance(obj, np.ndarray):
             return obj.shape == self.items.shape and np.array_equal(_words(obj), _words(self.items))
         if isinstance(obj, BYTES):
-            return bytes(obj) == bytes(self.items)  # a number that is none differs from itself
+            return bytes(obj) == bytes(self.items)  # NaN differs from itself
         return bool(contents(obj) == self.items)
 
     def now(self, obj: Any) -> ObjectState:
@@ -198,6 +198,13 @@ def _read_cell(obj: types.CellType) -> ObjectState:
         return ObjectState(None, {})
 
 
+def _put_cell(obj: types.CellType, state: ObjectState) -> None:
+    if state.attributes:
+        obj.cell_contents = state.attributes["cell_contents"]
+    else:
+        del obj.cell_contents
+
+
 def _read_context_variable(obj: contextvars.ContextVar[Any]) -> ObjectState:
     try:
         return ObjectState(None, {"value": obj.get()})
@@ -208,13 +215,6 @@ def _read_context_variable(obj: contextvars.ContextVar[Any]) -> ObjectState:
 def _put_context_variable(obj: contextvars.ContextVar[Any], state: ObjectState) -> None:
     if state.attributes:  # a variable that was not set cannot be put back
         obj.set(state.attributes["value"])
-
-
-def _put_cell(obj: types.CellType, state: ObjectState) -> None:
-    if state.attributes:
-        obj.cell_contents = state.attributes["cell_contents"]
-    else:
-        del obj.cell_contents
 
 
 def _put_module(obj: nn.Module, state: ObjectState) -> None:
@@ -259,7 +259,7 @@ _BY_BASE: tuple[tuple[Any, _Kind], ...] = (
     (functools.partial, _Kind(
         lambda obj: ObjectState((obj.func, *obj.args, *obj.keywords.values()), {}), _put_nothing,
     )),
-    (GENERATORS, _Kind(ObjectState.of_contents, lambda obj, state: put_generator(obj, state.items))),
+    (GENERATORS, _Kind(ObjectState.of_contents, lambda obj, state: _put_generator(obj, state.items))),
 )  # fmt: skip
 # Types whose references to other objects never change.
 FIXED = frozenset((tuple, frozenset, types.FunctionType, types.MethodType, functools.partial))
@@ -421,7 +421,7 @@ def contents(obj: Any) -> Any:
     return pickle.dumps(_bits(obj).state)
 
 
-def put_generator(obj: Any, copy: Any) -> None:
+def _put_generator(obj: Any, copy: Any) -> None:
     """Restore a random generator from a copy of :func:`contents`."""
     if isinstance(obj, torch.Generator):
         obj.set_state(torch.frombuffer(bytearray(copy), dtype=torch.uint8))
@@ -437,12 +437,12 @@ def _bits(obj: Any) -> Any:
     return obj.bit_generator if isinstance(obj, np.random.Generator) else obj
 
 
-def _words(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _words(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the bytes of an array as integers: a view, or a copy of an array that is not contiguous or has objects."""
-    if type(array) is np.ndarray and array.flags.c_contiguous and not array.dtype.hasobject:
-        flat = array.reshape(-1).view(np.uint8)
+    if type(values) is np.ndarray and values.flags.c_contiguous and not values.dtype.hasobject:
+        flat = values.reshape(-1).view(np.uint8)
     else:
-        flat = np.frombuffer(array.tobytes(), np.uint8)
+        flat = np.frombuffer(values.tobytes(), np.uint8)
     return flat if flat.size % 8 else flat.view(np.uint64)  # eight bytes are compared as fast as one
 
 

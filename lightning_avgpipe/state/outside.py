@@ -1,4 +1,4 @@
-"""Find variables that the user's code may change besides modules: globals, closure variables and class attributes."""
+"""Find variables outside of modules that the user's code may change: globals, closure variables, class attributes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_avgpipe.utils.torch_compat import REGISTRIES
 _LIBRARY = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")})
 # Installed packages may lie elsewhere: in the user's site, below a virtual environment, or on PYTHONPATH.
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
-_OWN = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[1])
 _KINDS = ("global ", "class ", "enclosed ")  # prefixes of full names
 _MOST = 1000  # items of a container that are searched for functions
 _CODE = (types.FunctionType, types.MethodType, type, types.ModuleType, nn.Module)
@@ -84,9 +84,9 @@ def _code_of(module: nn.Module) -> tuple[tuple[type, ...], tuple[_Function, ...]
     modules = list(module.modules())
     held = [h for m in modules for name, h in vars(m).items() if name not in REGISTRIES]
     reached = led_to(held, _MOST)
-    functions = (_Function(f) for f in reached if isinstance(f, types.FunctionType) and _is_own(f))
+    functions = (_Function(f) for f in reached if isinstance(f, types.FunctionType) and _is_users(f))
     classes = map(type, (*modules, *held, *reached))
-    return tuple(filter(_is_own, dict.fromkeys(classes))), tuple(dict.fromkeys(functions))
+    return tuple(filter(_is_users, dict.fromkeys(classes))), tuple(dict.fromkeys(functions))
 
 
 @functools.lru_cache(maxsize=64)
@@ -110,7 +110,7 @@ class _Reached:
     def enter(self, thing: Any) -> None:
         """Search a function, a class, or the function that an object wraps."""
         thing = getattr(thing, "__wrapped__", getattr(thing, "__func__", thing))
-        if id(thing) in self._seen or not _is_own(thing):
+        if id(thing) in self._seen or not _is_users(thing):
             return
         self._seen.add(id(thing))
         if isinstance(thing, types.FunctionType):
@@ -121,7 +121,7 @@ class _Reached:
                 self._default(thing, name, held)
             self.read(thing.__code__, thing.__globals__)
         elif isinstance(thing, type):
-            for kind in filter(_is_own, thing.__mro__):
+            for kind in filter(_is_users, thing.__mro__):
                 for name, held in list(vars(kind).items()):
                     self._attribute(kind, name, held)
 
@@ -132,7 +132,7 @@ class _Reached:
         elif isinstance(held, (staticmethod, classmethod, *_CODE)):
             self.enter(held)
         elif not name.startswith("__") and not hasattr(type(held), "__get__"):
-            self._variable(f"class {_name(kind)}", kind, name)
+            self._variable(f"class {_full_name(kind)}", kind, name)
 
     def _enclosed(self, function: types.FunctionType, name: str, cell: types.CellType) -> None:
         variable = Variable(cell, name)
@@ -141,14 +141,14 @@ class _Reached:
             self.enter(held)
         elif id(cell) not in self._seen:
             self._seen.add(id(cell))
-            same = sum(f"{key}.".startswith(f"enclosed {_name(function)}.{name}.") for key in self.variables)
-            self.variables[f"enclosed {_name(function)}.{name}{f'.{same}' if same else ''}"] = variable
+            same = sum(f"{key}.".startswith(f"enclosed {_full_name(function)}.{name}.") for key in self.variables)
+            self.variables[f"enclosed {_full_name(function)}.{name}{f'.{same}' if same else ''}"] = variable
 
     def _default(self, function: types.FunctionType, name: str, held: Any) -> None:
         if isinstance(held, _CODE):
             self.enter(held)
         elif is_open(type(held)) or is_restorable(held):
-            self._variable(f"enclosed {_name(function)}", {name: held}, name)
+            self._variable(f"enclosed {_full_name(function)}", {name: held}, name)
 
     def read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
         """Search a code object, and the code of functions inside of it, with its global variables."""
@@ -164,17 +164,18 @@ class _Reached:
             module, before = before, None
             if operation in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"):
                 self.lines[name].add((code, line))
-                before = self._name(namespace, name)
+                before = self._loaded(namespace, name)
                 if operation == "STORE_GLOBAL":  # it may not exist yet
                     self._variable(f"global {namespace.get('__name__')}", namespace, name)
             elif operation in ("LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"):
                 self.lines[name].add((code, line))
             elif operation in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"):
                 self.lines[name].add((code, line))
-                if isinstance(module, types.ModuleType) and _is_own(module):
-                    before = self._name(vars(module), name)
+                if isinstance(module, types.ModuleType) and _is_users(module):
+                    before = self._loaded(vars(module), name)
 
-    def _name(self, namespace: dict[str, Any], name: str) -> Any:
+    def _loaded(self, namespace: dict[str, Any], name: str) -> Any:
+        """Note that code loads a name; search what it refers to, and return that."""
         held = namespace.get(name)
         if isinstance(held, _CODE) or callable(inspect.getattr_static(held, "__wrapped__", None)):
             self.enter(held)
@@ -194,22 +195,23 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def _name(thing: type | types.FunctionType) -> str:
+def _full_name(thing: type | types.FunctionType) -> str:
     return f"{thing.__module__}.{thing.__qualname__}"
 
 
-def _is_own(thing: Any) -> bool:
+def _is_users(thing: Any) -> bool:
     """Return whether code is the user's, not of an installed package."""
     name = thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None)
     if isinstance(thing, nn.Module) or not isinstance(name, str):
         return False
-    return _is_own_file(name)
+    return _is_users_module(name)
 
 
 @functools.cache
-def _is_own_file(name: str) -> bool:
+def _is_users_module(name: str) -> bool:
+    """Return whether a Python module is the user's: not built in, installed, or a part of this package."""
     module = sys.modules.get(name)
     if module is None or name in sys.builtin_module_names:
         return False
     file = getattr(module, "__file__", None)
-    return file is None or not (file.startswith((*_LIBRARY, _OWN)) or _INSTALLED.intersection(Path(file).parts))
+    return file is None or not (file.startswith((*_LIBRARY, _PACKAGE)) or _INSTALLED.intersection(Path(file).parts))

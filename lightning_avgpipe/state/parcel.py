@@ -1,4 +1,4 @@
-"""Parcels: results of units that are not trees of tensors, and changes of objects that existed before the call.
+"""Pack into parcels what units give: results that are no trees of tensors, and changes of objects in their arguments.
 
 ::
 

@@ -339,6 +339,12 @@ def test_a_reentrantly_checkpointed_region_is_one_node_with_all_that_it_uses() -
     assert graph.live(2) == (0, 1)
 
 
+def test_a_reentrantly_checkpointed_region_may_call_a_module_that_is_no_submodule() -> None:
+    module, loose = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4))), nn.Tanh()
+    step = lambda x: checkpoint(lambda h: loose(h), module(x), use_reentrant=True).sum()  # noqa: E731
+    assert names(graph_of(module, step, torch.randn(3, 4))) == ["0", "1.0", "a function", "sum"]
+
+
 def test_a_parametrization_without_gradients_can_be_captured() -> None:
     module = Two()
     nn.utils.parametrizations.spectral_norm(module.a)

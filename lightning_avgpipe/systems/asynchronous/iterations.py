@@ -47,7 +47,7 @@ class AsynchronousOrder(IterationOrder):
         self.overlap = Overlap(loop)
         self._weights = loop.deployment.weights
         self._stream: Stream | None = None  # the batches from one drain to the next
-        self._ends = False  # after the batches that it has taken
+        self._ends = False  # whether the stream ends after the batches that it has taken
 
     @property
     def overlaps(self) -> bool:
@@ -56,7 +56,7 @@ class AsynchronousOrder(IterationOrder):
 
     @contextlib.contextmanager
     def calling(self, iteration: Iteration) -> Iterator[None]:
-        """Within this context a step function is called, whichever batch Lightning's loop is at."""
+        """Call a step function within this context, whichever batch Lightning's loop is at."""
         if iteration.step != STEP or not self.overlaps:
             yield
             return

@@ -81,7 +81,7 @@ class WeightStore:
         policy: as given.
     """
 
-    constant = False  # within an iteration
+    constant = False  # the weights change within an iteration
 
     def __init__(self, module: nn.Module, policy: VersionPolicy, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         self.policy = policy
@@ -147,7 +147,7 @@ class WeightStore:
 
     @contextlib.contextmanager
     def placed(self, stage: int) -> Iterator[dict[int, str]]:
-        """Put the weights that the stage's action uses into the module within this context; yields ``id -> name``.
+        """Put the weights that the stage's action uses into the module within this context; yield ``id -> name``.
 
         Raises:
             ScheduleError: these weights are not kept, because actions come in another order than that of 1F1B.

@@ -94,7 +94,7 @@ class Stream(Observer):
         self._weights = weights
         self._task = _Joined.of(num_microbatches, pipeline.number)
         self._lanes: list[Lane] = []
-        self._kept: dict[int, list[tuple[Stage, dict[str, Tensor]]]] = defaultdict(list)  # buffers before it
+        self._kept: dict[int, list[tuple[Stage, dict[str, Tensor]]]] = defaultdict(list)  # by batch: buffers before
 
     @property
     def known(self) -> int:

@@ -197,7 +197,7 @@ class VersionPolicy(WeightPolicy):
 
     def store(self, module: Any, optimizers: Callable[[], Sequence[Any]]) -> Any:
         """Return the versions of the weights of a module, see :meth:`WeightPolicy.store`."""
-        from lightning_avgpipe.systems.asynchronous.store import WeightStore
+        from lightning_avgpipe.systems.asynchronous.store import WeightStore  # which imports this module
 
         return WeightStore(module, self, optimizers)
 

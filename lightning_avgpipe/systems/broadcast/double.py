@@ -17,7 +17,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.systems.broadcast.schedule import DOUBLE_FORWARD, GRAPH
-from lightning_avgpipe.utils.names import nearest
+from lightning_avgpipe.utils.names import joined, nearest
 from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.weights.slots import Slot, slots_for, swapped
 from lightning_avgpipe.weights.tied import parameters_of
@@ -34,7 +34,7 @@ class Double:
         module: whole module; tensors that the program uses may be without contents, except where they are sent.
     """
 
-    constant = False  # within an iteration
+    constant = False  # forwards change buffers within an iteration
 
     def __init__(self, program: StageProgram, module: nn.Module) -> None:
         self._module = module
@@ -63,7 +63,7 @@ class Double:
 
     @contextlib.contextmanager
     def placed(self, stage: int) -> Iterator[dict[int, str]]:
-        """Put the weights into the module within this context; yields ``id -> name`` of the parameters."""
+        """Put the weights into the module within this context; yield ``id -> name`` of the parameters."""
         with swapped([(slot, self._held[name]) for slot, name in self._slots]):
             try:
                 yield {id(self._held[name]): name for name in self._parameters}
@@ -75,7 +75,7 @@ class Double:
         self._held, self._slots = {}, []
 
 
-def check_repeatable(program: StageProgram) -> None:
+def _check_repeatable(program: StageProgram) -> None:
     """Check that another process can run the forwards of a stage as well, without anything happening twice.
 
     Raises:
@@ -85,7 +85,7 @@ def check_repeatable(program: StageProgram) -> None:
     units = {node.name for node in program.nodes if node.kind == "call"}
     changed = [f"the parameter '{name}'" for node in program.nodes for name in node.states if name in parameters]
     changed += [
-        f"the attribute '{'.'.join(filter(None, key))}'"
+        f"the attribute '{joined(*key)}'"
         for key in (*graph.of_units, *graph.written)
         if (unit := nearest(key[0], graph.units)) in units or not unit
     ]
@@ -162,7 +162,7 @@ class Doubles(StepPart):
     def __init__(self, loading: Loading) -> None:
         module, cluster, programs = loading.module, loading.cluster, loading.programs
         for k in loading.relays:
-            check_repeatable(programs[k])
+            _check_repeatable(programs[k])
         self._weights = {k: Double(programs[k], module) for k in loading.relays}
         self.leaves, self.own = {}, []
         for k in loading.relays:

@@ -38,7 +38,7 @@ DOUBLE_FORWARD = Kind(
 )  # fmt: skip
 
 
-def leaves_of(num_stages: int) -> range:
+def leaf_stages(num_stages: int) -> range:
     """Return the leaves, from the last stage on. The stage before a leaf is a mid, and the one before that a root."""
     return range(num_stages - 1, 1, -2)
 
@@ -65,7 +65,7 @@ class Broadcast:
 
     def __call__(self, num_stages: int, num_microbatches: int) -> Schedule:
         """Build the schedule. With fewer than three stages it is 1F1B."""
-        plain, leaves = formula("1f1b", num_stages, num_microbatches), leaves_of(num_stages)
+        plain, leaves = formula("1f1b", num_stages, num_microbatches), leaf_stages(num_stages)
         rows = list(plain.rows)
         for leaf in leaves:
             rows[leaf] = tuple(a._replace(kind=DOUBLE_FORWARD) if a.kind is FORWARD else a for a in rows[leaf])
@@ -88,7 +88,7 @@ class Broadcast:
         plain = simulate(formula("1f1b", costs.num_stages, num_microbatches), costs, devices).iteration_s
         found = simulate(self(costs.num_stages, num_microbatches), costs, devices)
         first = {t.hop: t.begin_s for t in reversed(found.transfers) if t.direction == "forward"}
-        late_s = [copy_s[leaf - 1] - first[leaf - 1] for leaf in leaves_of(costs.num_stages) if copy_s]
+        late_s = [copy_s[leaf - 1] - first[leaf - 1] for leaf in leaf_stages(costs.num_stages) if copy_s]
         return plain / (found.iteration_s + max(0.0, *late_s)) if late_s else plain / found.iteration_s
 
 

@@ -307,7 +307,7 @@ class KeptOutputsSource(PlanSource):
     def costs(self, subject: Divisible, graph: CallGraph, costs: Costs) -> Costs:
         """Return costs in which nodes with kept outputs take no time, if reading the outputs is faster."""
         frozen, _ = frozen_prefix(graph, graph.trained)
-        if costs.measured and sum(costs.forward[:frozen]) < reading_s(graph, frozen, subject.device):
+        if costs.measured and sum(costs.forward[:frozen]) < _reading_s(graph, frozen, subject.device):
             return costs
         return replace(costs, forward=(0.0,) * frozen + tuple(costs.forward[frozen:]), kept=frozen)
 
@@ -356,13 +356,12 @@ def frozen_prefix(graph: CallGraph, trained: Collection[str]) -> tuple[int, str]
             if node.index < most:
                 most, why = node.index, f"{node} {found}"
             break
-    free = (p for p in range(len(graph.nodes)) if graph.obstacles[p] is None and asking.isdisjoint(graph.live(p)))
-    frozen = list(free)
+    frozen = [p for p in range(len(graph.nodes)) if graph.obstacles[p] is None and asking.isdisjoint(graph.live(p))]
     position = max((p for p in frozen if p <= most), default=0)
     return position, why if position < max(frozen, default=0) else ""
 
 
-def reading_s(graph: CallGraph, frozen: int, device: torch.device | None) -> float:
+def _reading_s(graph: CallGraph, frozen: int, device: torch.device | None) -> float:
     """Measure the seconds to look up and read a frozen prefix's outputs for one micro-batch, with as many bytes.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.utils.names import close_to, fitting, is_within
+from lightning_avgpipe.utils.names import close_to, fitting, is_within, joined
 
 _FEWEST_BLOCKS = 3
 _FINEST = 10_000  # largest denominator that alpha is rounded to: a third of 12 layers is 4, not 5
@@ -131,7 +131,7 @@ def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
             children = [(name, child) for name, child in row if any(True for _ in child.parameters())]
             size = sum(p.numel() for _, child in children for p in child.parameters())
             if len(children) >= _FEWEST_BLOCKS and size > best[0]:
-                best = size, tuple(f"{path}.{name}" if path else name for name, _ in children)
+                best = size, tuple(joined(path, name) for name, _ in children)
     return best[1]
 
 

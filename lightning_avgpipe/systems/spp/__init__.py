@@ -1,5 +1,8 @@
 """SPP: stages on several devices each, chosen for links of different speed, with ``planner="spp"``.
 
+``problem`` has the network and the times of plans, ``partition`` the planner of the paper, and ``placement`` plans for
+replicas that take turns.
+
 Source: Luo et al., *Efficient Pipeline Planning for Expedited Distributed DNN Training*, INFOCOM 2022.
 """
 

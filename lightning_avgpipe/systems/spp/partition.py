@@ -217,9 +217,9 @@ class _Plans(NamedTuple):
     @classmethod
     def none(cls, window: np.ndarray, shape: tuple[int, int]) -> _Plans:
         """Return plans of a shape without any entry: W is infinite."""
-        shape_ = (*shape, len(window))
-        none = np.full(shape_, math.inf), np.zeros(shape_, np.int32), np.zeros(shape_, np.int32)
-        return cls(int(window[0]) if len(window) else 0, *none)
+        size = (*shape, len(window))
+        seconds, begins, before = np.full(size, math.inf), np.zeros(size, np.int32), np.zeros(size, np.int32)
+        return cls(int(window[0]) if len(window) else 0, seconds, begins, before)
 
 
 def least_bottlenecks(problem: Problem, limit_s: float, most_stages: int) -> dict[int, list[PlacedStage]]:

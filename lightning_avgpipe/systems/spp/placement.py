@@ -74,8 +74,8 @@ class SppSource(PlanSource):
         begin, count = time.perf_counter(), schedule.num_microbatches
         units, positions = units_between(plan.graph, costs, planner.subject.nbytes)
         if slow and slow[0] > 1:  # costs were measured on rank 0
-            faster = ((seconds / slow[0] for seconds in of) for of in (units.forward_s, units.backward_s))
-            units = replace(units, **dict(zip(("forward_s", "backward_s"), map(tuple, faster), strict=True)))
+            forward_s, backward_s = (tuple(s / slow[0] for s in of) for of in (units.forward_s, units.backward_s))
+            units = replace(units, forward_s=forward_s, backward_s=backward_s)
 
         def divided(found: SppPlan) -> Proposal:
             devices = tuple(ranks for _, _, ranks in found.stages)
@@ -97,7 +97,7 @@ class SppSource(PlanSource):
         took_s = time.perf_counter() - begin
         _log.info("planned %d units on %d devices in %.1f s", units.num_units, len(bandwidth), took_s)
         proposed = divided(found)
-        forecast = Forecast("spp", count, found.makespan_s, idle_share(units, found, count, slow))
+        forecast = Forecast("spp", count, found.makespan_s, _idle_share(units, found, count, slow))
         return proposed._replace(plan=replace(proposed.plan, forecast=forecast))
 
 
@@ -142,8 +142,9 @@ def plan_in_turns(
         if best is not None and at_least_s >= best.makespan_s:
             break
         named = tuple((s.begin, s.end - 1, tuple(sorted(order[s.first : s.stop]))) for s in stages)
-        for schedule in _orders(stages, num_microbatches):
-            seconds = seconds_in_turns(problem, stages, schedule)
+        replicas = [stage.replicas for stage in stages]
+        for schedule in orders(len(stages), num_microbatches):
+            seconds = seconds_in_turns(problem, stages, with_replicas(schedule, replicas))
             made = SppPlan(named, seconds, at_least_s)
             if (best is None or seconds < best.makespan_s) and fits(made):
                 best = made
@@ -180,12 +181,7 @@ def least_in_turns_s(problem: Problem, stages: Sequence[PlacedStage]) -> float:
     return least
 
 
-def _orders(stages: Sequence[PlacedStage], num_microbatches: int) -> list[Schedule]:
-    replicas = [stage.replicas for stage in stages]
-    return [with_replicas(schedule, replicas) for schedule in orders(len(stages), num_microbatches)]
-
-
-def shared_stages(problem: Problem, stages: Sequence[PlacedStage]) -> SharedStages:
+def _shared_stages(problem: Problem, stages: Sequence[PlacedStage]) -> SharedStages:
     """Return the stages of a plan as they take turns."""
     costs = problem.costs
     hops = [stage.end - 1 for stage in stages[:-1]]
@@ -208,11 +204,11 @@ def seconds_in_turns(problem: Problem, stages: Sequence[PlacedStage], schedule: 
         stages: stages of a plan.
         schedule: schedule for replicas, each of whose rows is in the order of micro-batches.
     """
-    ends = shared_stages(problem, stages).ends_s(schedule)
+    ends = _shared_stages(problem, stages).ends_s(schedule)
     return max(end + problem.reduce_left_s(stage) for end, stage in zip(ends, stages, strict=True))
 
 
-def idle_share(units: UnitCosts, plan: SppPlan, num_microbatches: int, slowness: Sequence[float]) -> float:
+def _idle_share(units: UnitCosts, plan: SppPlan, num_microbatches: int, slowness: Sequence[float]) -> float:
     """Return the share of the time of all devices in which they do not compute, for a plan of SPP."""
     busy_s, devices = 0.0, 0
     for first, last, ranks in plan.stages:

@@ -94,7 +94,7 @@ def zbv(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
     Source: Pipeline Parallelism with Controllable Memory, Qi et al., arXiv:2405.15362, and Zero Bubble Pipeline
         Parallelism, Qi et al., ICLR 2024, section 6.
     """
-    return _of("zbv", _zbv, num_microbatches, num_devices)
+    return _built("zbv", _zbv, num_microbatches, num_devices)
 
 
 def dualpipev(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
@@ -105,7 +105,7 @@ def dualpipev(num_stages: int, num_microbatches: int, num_devices: int) -> Sched
 
     Source: DeepSeek-V3, arXiv:2412.19437 (DualPipe), cut in half as Sea AI Lab proposed.
     """
-    return _of("dualpipev", _zbv if num_microbatches < num_stages else _dualpipev, num_microbatches, num_devices)
+    return _built("dualpipev", _zbv if num_microbatches < num_stages else _dualpipev, num_microbatches, num_devices)
 
 
 class _Order:
@@ -138,14 +138,23 @@ class _Order:
                 if kind is BACKWARD:
                     self._done[stage, WEIGHT_GRADIENT] += 1
 
-    def add_weights(self) -> None:
+    @property
+    def is_complete(self) -> bool:
+        """Whether all weight gradients, which come last, have been added."""
+        return not any(self.left(stage, WEIGHT_GRADIENT) for stage in (self.there, self.back))
+
+    def add_input_gradient(self) -> None:
+        """Append the next input gradient, if there is one; the stage on the way there goes first."""
+        self.add(1, (self.there if self.left(self.there, INPUT_GRADIENT) else self.back, INPUT_GRADIENT))
+
+    def add_weight_gradient(self) -> None:
         """Append the next weight gradient that may run, if there is one; the stage on the way back goes first."""
         for stage in (self.back, self.there):
             if self.left(stage, WEIGHT_GRADIENT) > self.left(stage, INPUT_GRADIENT):
                 return self.add(1, (stage, WEIGHT_GRADIENT))
 
 
-def _of(name: str, make: Callable[[_Order, int], None], num_microbatches: int, num_devices: int) -> Schedule:
+def _built(name: str, make: Callable[[_Order, int], None], num_microbatches: int, num_devices: int) -> Schedule:
     orders = [_Order(device, num_microbatches, num_devices) for device in range(num_devices)]
     for device, order in enumerate(orders):
         make(order, device)
@@ -164,9 +173,9 @@ def _zbv(order: _Order, device: int) -> None:
     while order.left(back, FORWARD):
         order.add(1, *whole_there, (back, FORWARD), *whole_back)
     order.add(device, (there, INPUT_GRADIENT), (back, INPUT_GRADIENT))
-    while any(order.left(stage, WEIGHT_GRADIENT) for stage in (there, back)):
-        order.add(1, (there if order.left(there, INPUT_GRADIENT) else back, INPUT_GRADIENT))
-        order.add_weights()
+    while not order.is_complete:
+        order.add_input_gradient()
+        order.add_weight_gradient()
 
 
 def _dualpipev(order: _Order, device: int) -> None:
@@ -180,9 +189,9 @@ def _dualpipev(order: _Order, device: int) -> None:
     pairs = device + 1
     order.add(pairs - pairs // 2, (back, BACKWARD), (there, BACKWARD))
     order.add(pairs // 2, (back, INPUT_GRADIENT), (there, INPUT_GRADIENT))
-    while any(order.left(stage, WEIGHT_GRADIENT) for stage in (there, back)):
-        order.add_weights()
-        order.add(1, (there if order.left(there, INPUT_GRADIENT) else back, INPUT_GRADIENT))
+    while not order.is_complete:
+        order.add_weight_gradient()
+        order.add_input_gradient()
 
 
 def chimera(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:

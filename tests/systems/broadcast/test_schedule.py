@@ -9,13 +9,13 @@ import pytest
 from lightning_avgpipe.errors import DeadlockError, ScheduleError
 from lightning_avgpipe.schedule import FORWARD, Schedule, StageCosts, build, check, of_function, simulate
 from lightning_avgpipe.schedule.builders import parse
-from lightning_avgpipe.systems.broadcast.schedule import Broadcast, leaves_of
+from lightning_avgpipe.systems.broadcast.schedule import Broadcast, leaf_stages
 
 
 def test_groups_of_three_are_stacked_from_the_last_stage() -> None:
-    assert list(leaves_of(12)) == [11, 9, 7, 5, 3]
+    assert list(leaf_stages(12)) == [11, 9, 7, 5, 3]
     assert sorted(Broadcast()(12, 4).relays) == [2, 4, 6, 8, 10]
-    assert [list(leaves_of(num_stages)) for num_stages in (1, 2, 3, 4, 5)] == [[], [], [2], [3], [4, 2]]
+    assert [list(leaf_stages(num_stages)) for num_stages in (1, 2, 3, 4, 5)] == [[], [], [2], [3], [4, 2]]
 
 
 def test_a_mid_builds_its_graph_just_before_its_backward() -> None:
