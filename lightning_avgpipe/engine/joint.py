@@ -87,6 +87,7 @@ class Joint:
         """Call a unit. Every process must call this.
 
         Args:
+            unit: unit to be called.
             run: executes the unit.
             args: positional arguments, with the same numbers on every process.
             kwargs: keyword arguments, likewise.

@@ -67,6 +67,7 @@ class Seen:
         lists: name -> whether the list holds one element per sample.
         settled: whether a full batch had its samples in dimension 0, and could not have had them in another.
         refusal: reason why the first batch could not be split; later batches are refused too.
+        began: whether any batch has been looked at.
     """
 
     lists: dict[str, bool] = field(default_factory=dict)

@@ -51,6 +51,8 @@ class SharedStatistics(Observer):
 
 
 class _Synchronised(TorchFunctionMode):
+    """A context in which ``batch_norm`` in training normalises with the statistics of all replicas."""
+
     def __init__(self, gather: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self._gather = gather

@@ -67,13 +67,13 @@ class Stage:
         program: the stage's part of the step function.
         module: the whole module; parameters of other stages may be absent.
         device: device of the stage.
-        copies: the weights that its actions use.
-        execution: options of recomputation and compilation.
+        weights: weights that its actions use.
+        execution: options for the execution of units.
         foreign_tensors: tensors that its first forward in training must not use; None: it may use all.
         shown: whether code outside of stages, such as hooks, sees this stage's values of attributes.
         of_units: attribute values of the units of its pipeline.
         kept: kept outputs of the nodes before it, with which forwards may begin; None: there are none.
-        relayed: whether the values that it receives are forwarded to the next stage.
+        relayed: whether the values that it receives are relayed to the next stage.
 
     Attributes:
         program: as given.
@@ -89,7 +89,7 @@ class Stage:
         program: StageProgram,
         module: nn.Module,
         device: torch.device,
-        copies: Weights,
+        weights: Weights,
         execution: Execution = Execution(),  # noqa: B008
         foreign_tensors: ForeignTensors | None = None,
         shown: bool = True,
@@ -98,7 +98,7 @@ class Stage:
         relayed: bool = False,
     ) -> None:
         self.program = program
-        self.module = OwnModule(program, module, copies, of_units, shown)
+        self.module = OwnModule(program, module, weights, of_units, shown)
         self._device = device
         self._seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
         self._kept_by_seeding: dict[int, Snapshot] = {}
@@ -106,7 +106,7 @@ class Stage:
         self._prefix = Prefix(program, device, kept)
         self._repetition = Repetition(self.module, device, execution.recompute, relayed)
         # only for weights that do not change within an iteration; compiled code casts its own
-        constant = copies.constant and not self._step.rewritten.parameters()
+        constant = weights.constant and not self._step.rewritten.parameters()
         self._casts = Casts() if constant and execution.compiler is None else None
         self.stash: dict[int, Stash | Inputs] = {}
         self.results: dict[int, Any] = {}
@@ -199,7 +199,7 @@ class Stage:
         copies: dict[int, str],
         observe: Observe | None = None,
     ) -> tuple[tuple[Gate, ...], Replayed]:
-        """Execute this stage's part of the step; ``observe`` as for :func:`replay`."""
+        """Execute this stage's part of the step; ``observe`` is as of :class:`Part`."""
         program, tap = self._prefix.rest(task, micro_batch, message)
         gates: tuple[Gate, ...] = ()
         received: list[Tensor] = []

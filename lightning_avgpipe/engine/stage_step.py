@@ -188,7 +188,7 @@ class StageStep:
         module: the whole module; parameters of other stages may be absent.
         device: device of the stage.
         foreign_tensors: tensors that its first forward in training must not use; None: it may use all.
-        execution: options of compilation and of flat programs.
+        execution: options for the execution of units.
 
     Attributes:
         rewritten: tensors that the stage changes in place.

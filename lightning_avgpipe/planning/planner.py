@@ -9,16 +9,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from lightning_avgpipe.capture.costs import Costs, Link
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure
 from lightning_avgpipe.capture.ways import Way, fullest
 from lightning_avgpipe.capture.wire_format import Wire
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.balance import cut_at, cut_balanced, limits, scattered
-from lightning_avgpipe.planning.costs import Costing, Costs, units_between
+from lightning_avgpipe.planning.costs import Costing, units_between
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.memory import Memory, Updates, memory_of, with_shards, with_versions
-from lightning_avgpipe.planning.plan import Link, Plan, forecast_of, make_plan
+from lightning_avgpipe.planning.plan import Plan, forecast_of, make_plan
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.planning.refinement import Refinement, closing
 from lightning_avgpipe.planning.trained import backward_ends
@@ -64,7 +65,7 @@ class Proposal(NamedTuple):
         planner: planner with its number of stages, and of replicas of each.
         plan: plan with the processes of its stages and a forecast.
         costs: costs of the nodes and hops.
-        memory: what its memory was estimated from.
+        memory: sizes from which the memory of its stages was estimated.
     """
 
     planner: Planner
@@ -188,14 +189,14 @@ class Planner:
         where the measured times ask for it.
 
         Args:
-            step: to be divided.
+            step: step to be divided.
             units: units to start from, for instance those of an earlier plan.
             conditions: schedule, links and processes; None: the defaults.
         Raises:
             PartitionError: there are not enough legal cuts, however fine the units, or memory is too small.
         """
         conditions = conditions or Conditions()
-        try:  # refine units as far as so many stages need it
+        try:  # a source that chooses the number of stages takes fewer if so many are not possible
             return self._plan(step, units, conditions)
         except PartitionError as error:
             if not self.source.replicates or self.num_stages <= 2:
