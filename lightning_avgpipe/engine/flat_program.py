@@ -58,6 +58,7 @@ class Register:
 
     @classmethod
     def of(cls, held: dict[str, Any], name: str) -> Register:
+        """Return the template of what a module's register holds under a name."""
         return cls(held, name, id(held))
 
 
@@ -83,6 +84,7 @@ class Fixed:
 
     @classmethod
     def of(cls, value: Any) -> Fixed:
+        """Return the template of a value, whose key is the value itself where that can be compared."""
         kind = type(value)
         return cls(value, (kind, value) if kind in VALUES else TensorMeta.of(value) if kind is Absent else id(value))
 

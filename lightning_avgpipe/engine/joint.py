@@ -311,7 +311,7 @@ class _Entered:
 
     @property
     def numbers(self) -> dict[int, int]:
-        """``id`` of a tensor that the unit gets -> its index."""
+        """The index of each tensor that the unit gets, by the ``id`` of the tensor."""
         return {id(tensor): i for i, tensor in enumerate(self.tensors)}
 
     def enter(self, tensor: Tensor) -> Tensor:

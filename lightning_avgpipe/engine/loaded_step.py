@@ -45,7 +45,7 @@ class Loading:
 
 
 class StepPart:
-    """What a system adds to a step function that a pipeline has loaded; here nothing.
+    """A part that a system adds to a step function which a pipeline has loaded; this one does nothing.
 
     Attributes:
         leaves: rank -> names of the tensors of a batch that the process needs in addition.

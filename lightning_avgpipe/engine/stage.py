@@ -35,7 +35,7 @@ Run = Callable[[Sequence[Gate], list[Tensor], list[Tensor | None]], None]
 
 
 class StagePart:
-    """What a system adds to a stage: handlers of further kinds of actions, with state of their own.
+    """A part that a system adds to a stage: handlers of further kinds of actions, with state of their own.
 
     Attributes:
         handlers: kind of actions -> method that runs one of a stage, as :meth:`Stage.perform` does.
@@ -376,7 +376,7 @@ class Stage:
         """Forget everything about unfinished micro-batches."""
         if self._casts is not None:
             self._casts.clear()
-        self.module.end()
+        self.module.attributes.end()
         self.stash.clear()
         self._kept_by_seeding.clear()
         for part in self.parts.values():
