@@ -129,12 +129,19 @@ class Pipeline:
         of_units = OwnAttributes(self._module, graph.of_units, self.number == 0)
         stages = [
             Stage(
-                programs[k], self._module, self.cluster.device, versions or copies, self._execution,
-                self._foreign_tensors, self.number == 0 and k == self.cluster.stages[-1], of_units,
-                None if shortcut is None or k != shortcut.stage else shortcut, k in relays,
+                programs[k],
+                self._module,
+                self.cluster.device,
+                versions or copies,
+                self._execution,
+                self._foreign_tensors,
+                shown=self.number == 0 and k == self.cluster.stages[-1],
+                of_units=of_units,
+                kept=None if shortcut is None or k != shortcut.stage else shortcut,
+                relayed=k in relays,
             )
             for k in self.cluster.stages
-        ]  # fmt: skip
+        ]
         loading = Loading(self._module, self.cluster, programs, stages, of_units, frozenset(relays))
         parts = [make(loading) for make in PARTS]
         leaves = self._leaves(programs, shortcut)

@@ -210,9 +210,18 @@ class Stage:
         repeat = self._repetition.units if task.trains else None
         with self._casts.reused() if self._casts is not None and task.trains else nullcontext():
             replayed = self._step.run(
-                program, task, micro_batch, received, entries, copies, observe, repeat, tap, self._watched,
-                attested,
-            )  # fmt: skip
+                program,
+                task,
+                micro_batch,
+                received,
+                entries,
+                copies,
+                observe=observe,
+                repeat=repeat,
+                tap=tap,
+                watched=self._watched,
+                attested=attested,
+            )
         return gates, replayed
 
     def _received(self, message: Message, program: StageProgram) -> tuple[int, ...]:

@@ -216,8 +216,8 @@ class StageStep:
             Drawing.of(module, graph),
             device,
             Packer(module),
-            execution.compiler,
-            self._unforeseen,
+            compiler=execution.compiler,
+            unforeseen=self._unforeseen,
         )
         self._programs = Programs(program, module, self._context, execution.static)
         self._began_on_host = False  # in this iteration
@@ -262,10 +262,10 @@ class StageStep:
             received,
             entries,
             task.key_of(micro_batch),
-            observe or self.observe,
-            repeat,
-            tap,
-            attested if trains else None,
+            observe=observe or self.observe,
+            repeat=repeat,
+            tap=tap,
+            attested=attested if trains else None,
         )
         form = Form.of(part, self._programs.static) if self._may_repeat(part, task) else None
         writer = None
