@@ -31,7 +31,8 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.random_streams import restored
 from lightning_avgpipe.utils.torch_compat import version_of
 
-Run = Callable[[Sequence[Gate], list[Tensor], list[Tensor | None]], None]
+# Runs a backward, or a part of one: gets the gates of received values, the roots, and the gradients of the roots.
+GraphRunner = Callable[[Sequence[Gate], list[Tensor], list[Tensor | None]], None]
 
 
 class StagePart:
@@ -272,7 +273,7 @@ class Stage:
         ending = None
         if self.program.is_last:
             assert task.finish is not None
-            result = tree.map_tensors(_cut, replayed.result)
+            result = tree.map_tensors(_as_leaf, replayed.result)
             self.results[micro_batch] = result
             leaves = tuple(tensor if tensor.requires_grad else None for tensor in tree.tensors(result))
             ending = self._step.loss(task.finish, micro_batch, result), leaves
@@ -318,7 +319,9 @@ class Stage:
                     f"in place after {graph.step} was captured without such a change, {why}. Compute out of place"
                 )
 
-    def backward(self, task: Task, micro_batch: int, message: Message | None, run: Run | None = None) -> Message | None:
+    def backward(
+        self, task: Task, micro_batch: int, message: Message | None, run: GraphRunner | None = None
+    ) -> Message | None:
         """Run a backward: accumulate gradients of this stage's parameters, and return those of the received values.
 
         Args:
@@ -416,7 +419,7 @@ def _roots(replayed: Replayed) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in replayed.sent if tensor.requires_grad)
 
 
-def _cut(tensor: Tensor) -> Tensor:
+def _as_leaf(tensor: Tensor) -> Tensor:
     """Return the same numbers without history, as a leaf for which a gradient can be requested."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 

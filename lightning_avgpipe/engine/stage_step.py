@@ -158,8 +158,8 @@ class Programs:
         """Return a writer for the micro-batch that is followed now; None if its program would not be used."""
         if self.why_not is not None or len(self._written) >= _MOST_FORMS:
             return None
-        context, looks = self._context, self._audits and not self.static
-        return ProgramWriter(self._module, context.packer, context.device, looks)
+        context, checks_purity = self._context, self._audits and not self.static
+        return ProgramWriter(self._module, context.packer, context.device, checks_purity)
 
     def keep(self, form: Form, writer: ProgramWriter) -> None:
         """Keep the program that was written, or note why there can be none."""
