@@ -159,7 +159,7 @@ def execute(
         cluster: cluster of the processes.
         observers: observers of the iteration, each within those before it.
         oldest_first: whether lanes may be in different iterations.
-        until: return whether to stop before all actions are done; asked between two actions.
+        until: return whether to stop before all actions are done; asked between two actions. Default: never.
     Raises:
         Exception: user code failed; a note names stage, rank and action.
         StageError: user code raised StopIteration in an action.

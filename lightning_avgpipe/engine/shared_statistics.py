@@ -94,7 +94,7 @@ class _Synchronised(TorchFunctionMode):
 
 
 class _Normalise(torch.autograd.Function):
-    """``(x - mean) / sqrt(variance + eps)`` by channel, with mean and variance of all replicas.
+    """A normalisation by channel, ``(x - mean) / sqrt(variance + eps)``, with mean and variance of all replicas.
 
     Gradients, with xhat the result and sums over samples and positions of all replicas, N of them::
 

@@ -36,7 +36,7 @@ _MODIFIED = re.compile(r"modified by an inplace operation.*?Tensor \[([\d, ]*)\]
 
 
 def places(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str]]:
-    """Return the register and name of each of these parameters and buffers; the tensor there may be replaced."""
+    """Return for each of these parameters and buffers its register and its name there; the tensor may be replaced."""
     found = []
     for name in names:
         path, _, leaf = name.rpartition(".")
