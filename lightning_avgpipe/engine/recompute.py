@@ -227,7 +227,8 @@ class Repetition:
     """
 
     def __init__(self, own: OwnModule, device: torch.device, recompute: Recompute, relayed: bool) -> None:
-        program, module = self._program, self._module = own.program, own.module
+        program, module = own.program, own.module
+        self._program, self._module = program, module
         self._stages = recompute.stages
         repeats = bool(recompute.stages or recompute.modules)
         self._read = [*own.attributes.variables, *_unowned(program, module)] if repeats else []
