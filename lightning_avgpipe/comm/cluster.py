@@ -77,15 +77,17 @@ class Cluster:
         self.group_number, _ = stage_map.position(process.rank)
         alone = Party("alone", (process.rank,))
         mine = {party.what: party for party in all_parties(stage_map) if process.rank in party.ranks}
-        self.world = self._together(mine["world"])
-        self.group = self._together(mine["group"]) if "group" in mine else self.world
-        self.leaders = self._together(mine.get("leaders", alone))
+        self.world = self._collectives_of(mine["world"])
+        self.group = self._collectives_of(mine["group"]) if "group" in mine else self.world
+        self.leaders = self._collectives_of(mine.get("leaders", alone))
         self.replica_group: ReplicaGroup | None = None
         self.replicas: ReplicaGroup | None = None
         if "teams" in mine:
-            self.replica_group = ReplicaGroup(self._together(mine["teams"]), self.group_number // stage_map.replicas)
+            self.replica_group = ReplicaGroup(
+                self._collectives_of(mine["teams"]), self.group_number // stage_map.replicas
+            )
         if "replicas" in mine:
-            self.replicas = ReplicaGroup(self._together(mine["replicas"]))
+            self.replicas = ReplicaGroup(self._collectives_of(mine["replicas"]))
         self._begin(None)  # nothing is watched before the cluster is open
 
     # -- this process ------------------------------------------------------------------------------------------------
@@ -175,7 +177,7 @@ class Cluster:
             self.connect(list(stage_replicas(stage_map)), f"replicas={list(counts)}")
         for party in stage_replicas(stage_map):
             if self._process.rank in party.ranks:
-                self.replicas = ReplicaGroup(self._together(party))
+                self.replicas = ReplicaGroup(self._collectives_of(party))
 
     def connect(self, parties: Sequence[Party], what: str) -> Collectives | None:
         """Connect the members of each party, unless they are connected. Every process calls it.
@@ -193,7 +195,7 @@ class Cluster:
                 self._network.join(party)
 
         self.waits.run(join, f"waits for the other processes to connect {what}")
-        return next((self._together(party) for party in parties if self._process.rank in party.ranks), None)
+        return next((self._collectives_of(party) for party in parties if self._process.rank in party.ranks), None)
 
     def confirm(self, asked: str, where: str) -> None:
         """Wait until all processes ask for the same operation, if the channels are open.
@@ -270,7 +272,7 @@ class Cluster:
             for route in control_routes(self.stage_map):
                 self._network.connect(route)
 
-    def _together(self, party: Party) -> Collectives:
+    def _collectives_of(self, party: Party) -> Collectives:
         def run(collective: Callable[[], object], doing: str) -> None:
             def connected() -> None:
                 self._connect()

@@ -317,13 +317,13 @@ class _Exchange:
         self._flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         # as real numbers, which every backend knows
         self._sent = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
-        self._met = self._sent.cpu() if on_host else self._sent
-        self.work = collective(self._met)
+        self._exchanged = self._sent.cpu() if on_host else self._sent
+        self.work = collective(self._exchanged)
 
     def put(self) -> None:
         """Copy the result of the collective into the tensors."""
-        if self._met is not self._sent:
-            self._sent.copy_(self._met)
+        if self._exchanged is not self._sent:
+            self._sent.copy_(self._exchanged)
         parts = self._flat.split([tensor.numel() for tensor in self._tensors])
         for tensor, part in zip(self._tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))

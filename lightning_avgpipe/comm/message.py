@@ -48,9 +48,9 @@ class Message:
         abandoned: whether the sender has given up the iteration, and has nothing to send.
         forward_only: for values, how many stages, from the first, run forwards only, as the sender knows.
         attested: for values, what the step asked of the nodes before the cut.
-        segments: in how many pieces, at least, large tensors travel, so that whoever passes them on need not wait.
-        decoded: of a compressed message, the type that each tensor is decoded to, or None: it is as it was. Scales come
-            after these tensors.
+        segments: least number of pieces in which large tensors travel, so that whoever passes them on need not wait.
+        decoded: type to which each tensor of a compressed message is decoded; None for a tensor that is as it was.
+            Scales come after these tensors. Empty: nothing is compressed.
     """
 
     micro_batch: int
@@ -110,17 +110,14 @@ def unpack(message: Message) -> Any:
 # -- compression -------------------------------------------------------------------------------------------------------
 
 
-_MOST = 127  # the largest multiple
-
-
 def compressed(message: Message, wire: Format | None, key: RandomKey, name: str) -> Message:
     """Return a message as it travels.
 
     Args:
-        message: values, of which those that ask for a gradient may be compressed, or gradients.
-        wire: the format; None: full precision.
-        key: of the micro-batch.
-        name: of the direction and hop, for a stream of random numbers of its own.
+        message: values, of which those that require a gradient may be compressed, or gradients.
+        wire: format in which they travel; None: full precision.
+        key: random key of the micro-batch.
+        name: name of the direction and hop, which have streams of random numbers of their own.
     """
     if wire is None:
         return message
@@ -165,8 +162,8 @@ def quantise(tensor: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Round each row to multiples of its largest magnitude / 127, up or down at random, without bias.
 
     Args:
-        tensor: of at least two dimensions; a row of it lies along the last one.
-        seed: of the random numbers.
+        tensor: tensor of at least two dimensions; a row of it lies along the last one.
+        seed: seed of the random numbers.
     Returns:
         The multiples, laid out in memory as the tensor is, and the scale of each row. A row with a number that is not
         finite in float32 has no finite scale, and arrives as NaN.

@@ -54,15 +54,15 @@ class Links:
     Args:
         bandwidth: bandwidth of the links, for a planner that places stages by it: ``"measured"`` before the plan, one
             pair at a time, or bytes per second from each process (row) to each other one.
-        wire: in which numbers of activations and of their gradients travel between processes. None: as they are.
+        wire: format in which activations and their gradients travel between processes. None: as they are.
             ``"bf16"``: rounded to bfloat16, half of the bytes of float32. ``"int8"``: each row (the last dimension)
             as multiples of its largest magnitude / 127, rounded up or down at random without bias, from streams of
             their own, so that a run repeats bit for bit; about a quarter of the bytes. ``"auto"``: per hop the mildest
             of these in which a transfer takes no longer than the slowest stage computes for a micro-batch, by measured
-            links and times; the plan says what it saves. Stages compute in the types that they had. Narrowed are
-            tensors in training that ask for a gradient, with two dimensions or more, of any floating type wider than
-            the format (also float64); exact stay integers, masks, tables, what frozen layers give, scalars, gradients
-            of tied parameters, evaluation, averaging and checkpoints.
+            links and times; the plan says what it saves. Stages compute in the types that they had. In training,
+            tensors that require a gradient are narrowed if they have two dimensions or more and a floating type wider
+            than the format (also float64). Integers, masks, tables, outputs of frozen layers, scalars, gradients of
+            tied parameters, evaluation, averaging and checkpoints stay exact.
         reader: which stage's process reads the data: ``"last"`` (global rank 0, where the loss is) or ``"first"``, so
             that large inputs need not travel and only labels do. Rank 0's hooks and callbacks then see less of a batch.
         send_batch: tensors of a batch that a process gets: ``"needed"`` by its stages (others are placeholders with a

@@ -110,7 +110,7 @@ def _measure_hop(hop: int, asks: bool, transport: Transport, waits: Waits, devic
 # -- bandwidth -------------------------------------------------------------------------------------------------------
 
 
-def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
+def pairings(count: int) -> Iterator[list[tuple[int, int]]]:
     """Yield every pair of ``count`` processes once, in rounds in which no process is in two pairs.
 
     One process keeps its place, the others move round the table::
@@ -133,7 +133,7 @@ def measure_bandwidth(group: Collectives) -> list[list[float]]:
         the diagonal.
     """
     own = [math.inf] * group.world_size
-    for number, pairs in enumerate(rounds(group.world_size)):
+    for number, pairs in enumerate(pairings(group.world_size)):
         for a, b in pairs:
             if group.rank in (a, b):
                 peer = b if group.rank == a else a

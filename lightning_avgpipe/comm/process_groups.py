@@ -63,6 +63,9 @@ class ProcessGroups:
         timeout: longest time that connecting, or an exchange between devices that both ends have begun, may take. Waits
             on the host have no limit here.
         device_backend: backend between devices, such as "nccl"; None if everything travels over the host.
+
+    Attributes:
+        wire_type: class of the wires; a subclass may have slower ones.
     """
 
     wire_type: type[Wire] = Wire

@@ -161,9 +161,7 @@ class StageMap:
     shares_devices: bool = False
 
     @classmethod
-    def on(
-        cls, device_layout: DeviceLayout, num_stages: int, reader: int = 0, placement: Placement = "loop"
-    ) -> StageMap:
+    def on(cls, device_layout: DeviceLayout, num_stages: int, placement: Placement = "loop") -> StageMap:
         """Map stages to the processes of a device layout.
 
         Raises:
@@ -171,7 +169,7 @@ class StageMap:
                 number of groups is not a multiple of the number of replicas.
         """
         if device_layout.stage_replicas:
-            return cls._with_stage_replicas(device_layout, num_stages, reader)
+            return cls._with_stage_replicas(device_layout, num_stages)
         devices, replicas = device_layout.devices_of_replica, device_layout.replicas
         if num_stages % devices and devices % num_stages:
             each = " of each replica" if replicas > 1 else ""
@@ -187,10 +185,11 @@ class StageMap:
                 f"{size} of them, and there must be a whole number of replicas; use devices={replicas * size}, or "
                 "another number of replicas or stages"
             )
-        return cls(num_stages, layout, reader, replicas, placement, shares_devices=device_layout.sharing > 1)
+        shared = device_layout.sharing > 1
+        return cls(num_stages, layout, replicas=replicas, placement=placement, shares_devices=shared)
 
     @classmethod
-    def _with_stage_replicas(cls, device_layout: DeviceLayout, num_stages: int, reader: int) -> StageMap:
+    def _with_stage_replicas(cls, device_layout: DeviceLayout, num_stages: int) -> StageMap:
         counts = device_layout.stage_replicas
         asked = f"replicas={list(counts)}"
         if len(counts) != num_stages:
@@ -200,7 +199,7 @@ class StageMap:
                 f"{asked} needs {sum(counts)} devices, or a multiple, with one process each, but there are "
                 f"{device_layout.num_devices} with {device_layout.sharing}"
             )
-        return cls(num_stages, device_layout.groups(num_stages), reader, stage_replicas=counts)
+        return cls(num_stages, device_layout.groups(num_stages), stage_replicas=counts)
 
     def placed(self, devices: Sequence[Sequence[int]]) -> StageMap:
         """Return a map of the same processes with other stages, each of which one or more processes host.

@@ -1,4 +1,7 @@
-"""Transfers: tensors move between hosts in parts, so that a slow link can be told from a silent one."""
+"""Transfers: tensors move between hosts in parts, so that a slow link can be told from a silent one.
+
+``Arrivals`` wakes the threads that wait for something, and ``RunningTime`` counts for how long they have waited.
+"""
 
 from __future__ import annotations
 

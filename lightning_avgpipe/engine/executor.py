@@ -43,8 +43,8 @@ class Lane:
         turns: order of the stages of this pipeline in this process, as a queue that they share; None: any stage whose
             input has arrived may run.
         begins: micro-batches whose forwards begin on this stage, because outputs of earlier stages are kept.
-        relays: whether received values are forwarded to the next stage as they arrive.
-        segments: number of messages into which the stage's own values are split.
+        relays: whether received values are relayed to the next stage as they arrive.
+        segments: least number of pieces in which large tensors of the stage's own values travel.
         takes: handler for the first message of an iteration, if that holds no values; None: there is no such message.
         wires: formats in which values travel to the next stage, and gradients to the previous one.
     """
@@ -159,7 +159,7 @@ def execute(
         cluster: cluster of the processes.
         observers: observers of the iteration, each within those before it.
         oldest_first: whether lanes may be in different iterations.
-        until: return whether to stop before all actions are done; asked between two actions.
+        until: return whether to stop before all actions are done; asked between two actions. Default: never.
     Raises:
         Exception: user code failed; a note names stage, rank and action.
         StageError: user code raised StopIteration in an action.
@@ -195,14 +195,16 @@ def _wait_for(lanes: Sequence[Lane], waits: Waits, observers: Sequence[Observer]
 
 
 def _place(lane: Lane, rank: int) -> str:
-    return f"stage {lane.stage.program.stage} of {lane.stage.program.num_stages} (rank {rank}{_of(lane, ', ')})"
+    return (
+        f"stage {lane.stage.program.stage} of {lane.stage.program.num_stages} (rank {rank}{_of_pipeline(lane, ', ')})"
+    )
 
 
 def _stage(lane: Lane) -> str:
-    return f"{lane.stage.program.stage}{_of(lane, ' of ')}"
+    return f"{lane.stage.program.stage}{_of_pipeline(lane, ' of ')}"
 
 
-def _of(lane: Lane, before: str) -> str:
+def _of_pipeline(lane: Lane, before: str) -> str:
     pipeline = lane.task.key.pipeline
     return f"{before}pipeline {pipeline}" if pipeline else ""
 

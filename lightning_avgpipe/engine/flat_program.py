@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
-from lightning_avgpipe.capture.tracer import tensor_arguments
 from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.part import Entry, Observe, OperationResult, Part, Path, Replayed, Runner
 from lightning_avgpipe.engine.randomness import Draw
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
+from lightning_avgpipe.utils.tensors import tensor_arguments
 
 VALUES = frozenset(
     (
@@ -58,6 +58,7 @@ class Register:
 
     @classmethod
     def of(cls, held: dict[str, Any], name: str) -> Register:
+        """Return the template of what a module's register holds under a name."""
         return cls(held, name, id(held))
 
 
@@ -83,6 +84,7 @@ class Fixed:
 
     @classmethod
     def of(cls, value: Any) -> Fixed:
+        """Return the template of a value, whose key is the value itself where that can be compared."""
         kind = type(value)
         return cls(value, (kind, value) if kind in VALUES else TensorMeta.of(value) if kind is Absent else id(value))
 

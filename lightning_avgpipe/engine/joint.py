@@ -87,6 +87,7 @@ class Joint:
         """Call a unit. Every process must call this.
 
         Args:
+            unit: unit to be called.
             run: executes the unit.
             args: positional arguments, with the same numbers on every process.
             kwargs: keyword arguments, likewise.
@@ -310,7 +311,7 @@ class _Entered:
 
     @property
     def numbers(self) -> dict[int, int]:
-        """``id`` of a tensor that the unit gets -> its index."""
+        """The index of each tensor that the unit gets, by the ``id`` of the tensor."""
         return {id(tensor): i for i, tensor in enumerate(self.tensors)}
 
     def enter(self, tensor: Tensor) -> Tensor:

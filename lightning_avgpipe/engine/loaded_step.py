@@ -33,7 +33,7 @@ class Loading:
         programs: parts of the step function of all stages.
         stages: stages of this process.
         of_units: attributes that units of all stages change.
-        relays: stages whose input may be forwarded, so that their forwards run on the next stage as well.
+        relays: stages whose input may be relayed, so that their forwards run on the next stage as well.
     """
 
     module: nn.Module
@@ -45,7 +45,7 @@ class Loading:
 
 
 class StepPart:
-    """What a system adds to a step function that a pipeline has loaded; here nothing.
+    """A part that a system adds to a step function which a pipeline has loaded; this one does nothing.
 
     Attributes:
         leaves: rank -> names of the tensors of a batch that the process needs in addition.
@@ -76,9 +76,9 @@ class LoadedStep:
         freezing: record of the stages that have nothing to train.
         shortcut: kept outputs of the first nodes; None: none are kept.
         of_units: attributes that units of all stages change.
-        relays: stages whose input may be forwarded, so that their forwards run on the next stage as well.
+        relays: stages whose input may be relayed, so that their forwards run on the next stage as well.
         parts: what systems add to the step.
-        wires: in which formats values and gradients travel on each hop, shape ``(K-1,)``; none: as they are.
+        wires: formats in which values and gradients travel on each hop, shape ``(K-1,)``; empty: as they are.
     """
 
     graph: CallGraph

@@ -16,6 +16,11 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent
 
+# a function of a micro-batch, or the name of a leaf whose entries other than _IGNORED are counted
+LossWeight = Callable[[Any], Any] | str
+
+_IGNORED = -100  # the default ignore_index of torch's losses
+
 
 def trainable_loss(result: Any) -> torch.Tensor:
     """Return the loss in what training_step returned for a micro-batch, from which a backward can start.
@@ -47,12 +52,6 @@ def loss_in(result: Any) -> torch.Tensor:
             "tensor, or a dict with the key 'loss', or None to skip it"
         )
     return found
-
-
-# a function of a micro-batch, or the name of a leaf whose entries other than _IGNORED are counted
-LossWeight = Callable[[Any], Any] | str
-
-_IGNORED = -100  # the default ignore_index of torch's losses
 
 
 def weighted(parts: Sequence[MicroBatch], loss_weight: LossWeight) -> list[MicroBatch]:

@@ -181,7 +181,3 @@ class OwnModule:
         """Return the buffers that the stage's forwards change, by name."""
         names = dict.fromkeys(name for node in self.program.nodes for name in node.states)
         return {name: self.module.get_buffer(name) for name in names}
-
-    def end(self) -> None:
-        """End an iteration."""
-        self.attributes.end()

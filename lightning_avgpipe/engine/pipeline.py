@@ -54,7 +54,7 @@ class Pipeline:
     Args:
         cluster: cluster of the processes; its channels are open.
         module: the whole module.
-        execution: options of recomputation and compilation.
+        execution: options for the execution of units.
         number: number n, 0-based.
         place: put this pipeline's model into the module; None: it is there all the time.
         foreign_tensors: tensors of other pipelines' models, which this one must not use; None: it may use all tensors.
@@ -109,7 +109,7 @@ class Pipeline:
             graph: call graph of the step.
             cuts: positions of the K-1 cuts.
             kept: number of nodes, from the first, whose outputs are kept.
-            relays: stages whose input may be forwarded, so that their forwards run on the next stage as well.
+            relays: stages whose input may be relayed, so that their forwards run on the next stage as well.
             wires: format of values and gradients on each link between stages; empty: as they are.
         Raises:
             ConfigurationError: a system cannot run the step.
@@ -129,12 +129,19 @@ class Pipeline:
         of_units = OwnAttributes(self._module, graph.of_units, self.number == 0)
         stages = [
             Stage(
-                programs[k], self._module, self.cluster.device, versions or copies, self._execution,
-                self._foreign_tensors, self.number == 0 and k == self.cluster.stages[-1], of_units,
-                None if shortcut is None or k != shortcut.stage else shortcut, k in relays,
+                programs[k],
+                self._module,
+                self.cluster.device,
+                versions or copies,
+                self._execution,
+                self._foreign_tensors,
+                shown=self.number == 0 and k == self.cluster.stages[-1],
+                of_units=of_units,
+                kept=None if shortcut is None or k != shortcut.stage else shortcut,
+                relayed=k in relays,
             )
             for k in self.cluster.stages
-        ]  # fmt: skip
+        ]
         loading = Loading(self._module, self.cluster, programs, stages, of_units, frozenset(relays))
         parts = [make(loading) for make in PARTS]
         leaves = self._leaves(programs, shortcut)
@@ -185,7 +192,7 @@ class Pipeline:
         """Return the lanes of this process, ready to begin an iteration.
 
         Raises:
-            ScheduleError: the schedule forwards values past stages for which the step was not loaded so.
+            ScheduleError: the schedule relays values past stages for which the step was not loaded so.
         """
         loaded, lanes = self.steps[step], []
         if strange := schedule.relays - loaded.relays:
@@ -221,7 +228,7 @@ class Pipeline:
         return lanes
 
     def _wire(self, loaded: LoadedStep, hop: int) -> Format | None:
-        """In which format values and gradients travel on a hop; within a process nothing does."""
+        """Return the format in which values and gradients travel on a hop; None: as they are, or within a process."""
         if not 0 <= hop < len(loaded.wires):
             return None
         owner = self.cluster.stage_map.owner
@@ -246,7 +253,7 @@ class Pipeline:
 
 
 class Engine:
-    """Runs iterations of the pipelines of a cluster in one loop, interleaved as their inputs arrive.
+    """A runner of the pipelines of a cluster in one loop, interleaved as their inputs arrive.
 
     Args:
         cluster: cluster of the pipelines.
@@ -272,7 +279,7 @@ class Engine:
             schedules: one schedule for each pipeline.
             tasks: one task for each pipeline, with the pipeline's number in its key.
         Raises:
-            ScheduleError: a schedule has actions that stages cannot run, or forwards values past stages while
+            ScheduleError: a schedule has actions that stages cannot run, or relays values past stages while
                 iterations roll.
         """
         stage_map = self._cluster.stage_map

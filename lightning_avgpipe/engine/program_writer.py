@@ -52,7 +52,7 @@ class ProgramWriter:
         module: the whole module.
         packer: packer of the module.
         device: device of the stage.
-        looks: whether the step's Python is checked for side effects.
+        checks_purity: whether the step's Python is checked for side effects.
 
     Attributes:
         why_not: reason why there can be no program; None: none so far.
@@ -63,7 +63,7 @@ class ProgramWriter:
     module: nn.Module
     packer: Packer
     device: torch.device
-    looks: bool
+    checks_purity: bool
     why_not: str | None = None
     program: FlatProgram | None = None
     draw: Draw | None = None
@@ -89,13 +89,13 @@ class ProgramWriter:
         self._began_in = modes(self.device)
 
     @contextlib.contextmanager
-    def looking(self, inside: Callable[[], bool]) -> Iterator[None]:
+    def checked(self, inside: Callable[[], bool]) -> Iterator[None]:
         """Run the step within this context, and check its Python for side effects if that is wanted.
 
         Args:
             inside: return whether a unit is running.
         """
-        if not self.looks:
+        if not self.checks_purity:
             yield
             return
         with Purity(inside) as purity:
@@ -165,7 +165,9 @@ class ProgramWriter:
             separated=separated,
         )
         try:
-            self._after = {number: self._pickled(item)[0] for number, item in self._objects.values() if self.looks}
+            self._after = {
+                number: self._pickled(item)[0] for number, item in self._objects.values() if self.checks_purity
+            }
         except Unwritable as error:
             self.refuse(str(error))
 
@@ -269,7 +271,7 @@ class ProgramWriter:
         """Return a slot for an object that is made anew for each micro-batch, as it is when a unit first takes it."""
         known = self._objects.get(id(item))
         if known is not None:
-            if self.looks and self._after.get(known[0]) != self._pickled(item)[0]:
+            if self.checks_purity and self._after.get(known[0]) != self._pickled(item)[0]:
                 raise Unwritable(f"the step changes a {type(item).__qualname__} between units")
             return TensorSlot(known[0])
         if not self._takes_objects:

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.engine.own_module import OwnModule
+from lightning_avgpipe.engine.part import Observe
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
@@ -135,7 +136,7 @@ class Observations:
         observe: call them; None: they are called directly.
     """
 
-    def __init__(self, observe: Callable[[Callable[..., Any], Any, Any], Any] | None = None) -> None:
+    def __init__(self, observe: Observe | None = None) -> None:
         self._observe = observe
         self._results: list[Any] = []
 
@@ -150,7 +151,7 @@ class Observations:
         self._results.append(result)
         return result
 
-    def again(self) -> Callable[[Callable[..., Any], Any, Any], Any]:
+    def again(self) -> Observe:
         """Return a function for the repetition that returns the same results in the same order."""
         results = iter(self._results)
         return lambda run, args, kwargs: next(results)
@@ -218,7 +219,7 @@ class Repetition:
         own: the module as the stage sees it.
         device: device of the stage.
         recompute: options that choose what is repeated.
-        relayed: whether the values that the stage receives are forwarded to the next one.
+        relayed: whether the values that the stage receives are relayed to the next one.
 
     Attributes:
         overwritten: received values that the stage changes in place although they are needed again.
@@ -226,7 +227,8 @@ class Repetition:
     """
 
     def __init__(self, own: OwnModule, device: torch.device, recompute: Recompute, relayed: bool) -> None:
-        program, module = self._program, self._module = own.program, own.module
+        program, module = own.program, own.module
+        self._program, self._module = program, module
         self._stages = recompute.stages
         repeats = bool(recompute.stages or recompute.modules)
         self._read = [*own.attributes.variables, *_unowned(program, module)] if repeats else []

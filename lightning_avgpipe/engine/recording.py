@@ -24,7 +24,12 @@ from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.schedule import FORWARD, Action, Activity, Kind, Span, Timeline, Transfer, peak_stash
 from lightning_avgpipe.utils.device import DeviceClock, Moment, host_now, port_of
 
+_log = logging.getLogger(__name__)
+
 _Message = tuple[Edge, int]  # edge and micro-batch
+
+_SAMPLE_S = 0.02  # pause between two samples of the utilisation
+_FORWARDS = f"avgpipe::{FORWARD}"  # beginning of the names that stages give to their forwards for torch's profiler
 
 
 @dataclass(frozen=True)
@@ -167,12 +172,6 @@ def _transfer(message: _Message, begin_s: float, end_s: float, arrival_s: float)
     arrival_s = max(arrival_s, begin_s)
     end_s = min(end_s, arrival_s)
     return Transfer(edge.hop, edge.direction, micro_batch, begin_s, end_s, arrival_s, edge.pipeline)
-
-
-_log = logging.getLogger(__name__)
-
-_SAMPLE_S = 0.02
-_FORWARDS = f"avgpipe::{FORWARD}"
 
 
 class BusyRecorder(Recorder):

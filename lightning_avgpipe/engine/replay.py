@@ -81,7 +81,7 @@ def replay(
     with (
         runner.draws.running(),
         replayer.following(compiled=context.compiled),
-        _NOTHING if writer is None else writer.looking(replayer.is_inside),
+        _NOTHING if writer is None else writer.checked(replayer.is_inside),
     ):
         try:
             result = part.run(*args)

@@ -35,7 +35,8 @@ WAY_OUT = (
     "define split_batch(batch, num_microbatches) on the LightningModule, or pass it to the strategy as "
     "split_batch=...; it returns a list of at most num_microbatches smaller batches"
 )
-_NAMES_PER_SIZE = 4
+_NAMES_PER_SIZE = 4  # in messages
+_LONGEST = 80  # characters of a value that messages show
 _RECORD = 3  # most elements of a list of tensors that counts as a record (input, target, weight), not as samples
 # Types that are the same for all samples; anything else that is no container may hold samples.
 _CONSTANTS = (
@@ -67,6 +68,7 @@ class Seen:
         lists: name -> whether the list holds one element per sample.
         settled: whether a full batch had its samples in dimension 0, and could not have had them in another.
         refusal: reason why the first batch could not be split; later batches are refused too.
+        began: whether any batch has been looked at.
     """
 
     lists: dict[str, bool] = field(default_factory=dict)
@@ -426,6 +428,6 @@ def _sizes_by_name(batch: Any) -> str:
     return "; ".join(f"{size} in {listed(names, _NAMES_PER_SIZE)}" for size, names in by_size.items())
 
 
-def _shortened(value: Any, limit: int = 80) -> str:
+def _shortened(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

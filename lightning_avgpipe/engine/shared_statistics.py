@@ -51,6 +51,8 @@ class SharedStatistics(Observer):
 
 
 class _Synchronised(TorchFunctionMode):
+    """A context in which ``batch_norm`` in training normalises with the statistics of all replicas."""
+
     def __init__(self, gather: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self._gather = gather
@@ -92,7 +94,7 @@ class _Synchronised(TorchFunctionMode):
 
 
 class _Normalise(torch.autograd.Function):
-    """``(x - mean) / sqrt(variance + eps)`` by channel, with mean and variance of all replicas.
+    """A normalisation by channel, ``(x - mean) / sqrt(variance + eps)``, with mean and variance of all replicas.
 
     Gradients, with xhat the result and sums over samples and positions of all replicas, N of them::
 

@@ -31,11 +31,12 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.random_streams import restored
 from lightning_avgpipe.utils.torch_compat import version_of
 
-Run = Callable[[Sequence[Gate], list[Tensor], list[Tensor | None]], None]
+# Runs a backward, or a part of one: gets the gates of received values, the roots, and the gradients of the roots.
+GraphRunner = Callable[[Sequence[Gate], list[Tensor], list[Tensor | None]], None]
 
 
 class StagePart:
-    """What a system adds to a stage: handlers of further kinds of actions, with state of their own.
+    """A part that a system adds to a stage: handlers of further kinds of actions, with state of their own.
 
     Attributes:
         handlers: kind of actions -> method that runs one of a stage, as :meth:`Stage.perform` does.
@@ -67,13 +68,13 @@ class Stage:
         program: the stage's part of the step function.
         module: the whole module; parameters of other stages may be absent.
         device: device of the stage.
-        copies: the weights that its actions use.
-        execution: options of recomputation and compilation.
+        weights: weights that its actions use.
+        execution: options for the execution of units.
         foreign_tensors: tensors that its first forward in training must not use; None: it may use all.
         shown: whether code outside of stages, such as hooks, sees this stage's values of attributes.
         of_units: attribute values of the units of its pipeline.
         kept: kept outputs of the nodes before it, with which forwards may begin; None: there are none.
-        relayed: whether the values that it receives are forwarded to the next stage.
+        relayed: whether the values that it receives are relayed to the next stage.
 
     Attributes:
         program: as given.
@@ -89,7 +90,7 @@ class Stage:
         program: StageProgram,
         module: nn.Module,
         device: torch.device,
-        copies: Weights,
+        weights: Weights,
         execution: Execution = Execution(),  # noqa: B008
         foreign_tensors: ForeignTensors | None = None,
         shown: bool = True,
@@ -98,7 +99,7 @@ class Stage:
         relayed: bool = False,
     ) -> None:
         self.program = program
-        self.module = OwnModule(program, module, copies, of_units, shown)
+        self.module = OwnModule(program, module, weights, of_units, shown)
         self._device = device
         self._seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
         self._kept_by_seeding: dict[int, Snapshot] = {}
@@ -106,7 +107,7 @@ class Stage:
         self._prefix = Prefix(program, device, kept)
         self._repetition = Repetition(self.module, device, execution.recompute, relayed)
         # only for weights that do not change within an iteration; compiled code casts its own
-        constant = copies.constant and not self._step.rewritten.parameters()
+        constant = weights.constant and not self._step.rewritten.parameters()
         self._casts = Casts() if constant and execution.compiler is None else None
         self.stash: dict[int, Stash | Inputs] = {}
         self.results: dict[int, Any] = {}
@@ -199,7 +200,7 @@ class Stage:
         copies: dict[int, str],
         observe: Observe | None = None,
     ) -> tuple[tuple[Gate, ...], Replayed]:
-        """Execute this stage's part of the step; ``observe`` as for :func:`replay`."""
+        """Execute this stage's part of the step; ``observe`` is as of :class:`Part`."""
         program, tap = self._prefix.rest(task, micro_batch, message)
         gates: tuple[Gate, ...] = ()
         received: list[Tensor] = []
@@ -210,9 +211,18 @@ class Stage:
         repeat = self._repetition.units if task.trains else None
         with self._casts.reused() if self._casts is not None and task.trains else nullcontext():
             replayed = self._step.run(
-                program, task, micro_batch, received, entries, copies, observe, repeat, tap, self._watched,
-                attested,
-            )  # fmt: skip
+                program,
+                task,
+                micro_batch,
+                received,
+                entries,
+                copies,
+                observe=observe,
+                repeat=repeat,
+                tap=tap,
+                watched=self._watched,
+                attested=attested,
+            )
         return gates, replayed
 
     def _received(self, message: Message, program: StageProgram) -> tuple[int, ...]:
@@ -263,7 +273,7 @@ class Stage:
         ending = None
         if self.program.is_last:
             assert task.finish is not None
-            result = tree.map_tensors(_cut, replayed.result)
+            result = tree.map_tensors(_as_leaf, replayed.result)
             self.results[micro_batch] = result
             leaves = tuple(tensor if tensor.requires_grad else None for tensor in tree.tensors(result))
             ending = self._step.loss(task.finish, micro_batch, result), leaves
@@ -309,7 +319,9 @@ class Stage:
                     f"in place after {graph.step} was captured without such a change, {why}. Compute out of place"
                 )
 
-    def backward(self, task: Task, micro_batch: int, message: Message | None, run: Run | None = None) -> Message | None:
+    def backward(
+        self, task: Task, micro_batch: int, message: Message | None, run: GraphRunner | None = None
+    ) -> Message | None:
         """Run a backward: accumulate gradients of this stage's parameters, and return those of the received values.
 
         Args:
@@ -376,7 +388,7 @@ class Stage:
         """Forget everything about unfinished micro-batches."""
         if self._casts is not None:
             self._casts.clear()
-        self.module.end()
+        self.module.attributes.end()
         self.stash.clear()
         self._kept_by_seeding.clear()
         for part in self.parts.values():
@@ -407,7 +419,7 @@ def _roots(replayed: Replayed) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in replayed.sent if tensor.requires_grad)
 
 
-def _cut(tensor: Tensor) -> Tensor:
+def _as_leaf(tensor: Tensor) -> Tensor:
     """Return the same numbers without history, as a leaf for which a gradient can be requested."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 

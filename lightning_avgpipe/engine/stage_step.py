@@ -158,8 +158,8 @@ class Programs:
         """Return a writer for the micro-batch that is followed now; None if its program would not be used."""
         if self.why_not is not None or len(self._written) >= _MOST_FORMS:
             return None
-        context, looks = self._context, self._audits and not self.static
-        return ProgramWriter(self._module, context.packer, context.device, looks)
+        context, checks_purity = self._context, self._audits and not self.static
+        return ProgramWriter(self._module, context.packer, context.device, checks_purity)
 
     def keep(self, form: Form, writer: ProgramWriter) -> None:
         """Keep the program that was written, or note why there can be none."""
@@ -188,7 +188,7 @@ class StageStep:
         module: the whole module; parameters of other stages may be absent.
         device: device of the stage.
         foreign_tensors: tensors that its first forward in training must not use; None: it may use all.
-        execution: options of compilation and of flat programs.
+        execution: options for the execution of units.
 
     Attributes:
         rewritten: tensors that the stage changes in place.
@@ -216,8 +216,8 @@ class StageStep:
             Drawing.of(module, graph),
             device,
             Packer(module),
-            execution.compiler,
-            self._unforeseen,
+            compiler=execution.compiler,
+            unforeseen=self._unforeseen,
         )
         self._programs = Programs(program, module, self._context, execution.static)
         self._began_on_host = False  # in this iteration
@@ -262,10 +262,10 @@ class StageStep:
             received,
             entries,
             task.key_of(micro_batch),
-            observe or self.observe,
-            repeat,
-            tap,
-            attested if trains else None,
+            observe=observe or self.observe,
+            repeat=repeat,
+            tap=tap,
+            attested=attested if trains else None,
         )
         form = Form.of(part, self._programs.static) if self._may_repeat(part, task) else None
         writer = None

@@ -21,19 +21,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_avgpipe.capture.tracer import tensor_arguments
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.placeholder import has_memory
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import SavedHooks, address, storage_id, version_of
+
+# Maps the names of buffers that a step changes to the other models' parameters and such buffers, by name.
+ForeignTensors = Callable[[Collection[str]], Mapping[str, Sequence[Tensor]]]
 
 _MODIFIED = re.compile(r"modified by an inplace operation.*?Tensor \[([\d, ]*)\]\].*? is at version (\d+)", re.DOTALL)
 
 
 def places(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str]]:
-    """Return the register and name of each of these parameters and buffers; the tensor there may be replaced."""
+    """Return for each of these parameters and buffers its register and its name there; the tensor may be replaced."""
     found = []
     for name in names:
         path, _, leaf = name.rpartition(".")
@@ -107,15 +110,6 @@ def _named(error: RuntimeError, program: StageProgram, module: nn.Module) -> lis
     buffers = module.named_buffers()
     alike = [name for name, b in buffers if f"{version_of(b)} {list(b.shape)}" == f"{found[2]} [{found[1]}]"]
     return [name for name in alike if name not in program.graph.rewritten]
-
-
-_WRITES = re.compile(
-    r"\w*[a-z0-9]_|__setitem__|data\.__set__|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
-)
-
-
-# Maps the names of buffers that a step changes to the other models' parameters and such buffers, by name.
-ForeignTensors = Callable[[Collection[str]], Mapping[str, Sequence[Tensor]]]
 
 
 def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:

@@ -37,6 +37,7 @@ from lightning_avgpipe.utils.torch_compat import version_of
 _WRITES = re.compile(
     r"\w*[a-z0-9]_|__setitem__|data\.__set__|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
 )
+_SHOWN = 3  # units that a message names
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None), bool, int, float, str))
 _NOTHING = contextlib.nullcontext()
 
@@ -273,5 +274,5 @@ def _reaching(use: GeneratorUse, program: StageProgram, module: nn.Module) -> fr
     return frozenset(found)
 
 
-def _listed(names: list[str], most: int = 3) -> str:
-    return ", ".join(f"'{name}'" for name in names[:most]) + (", ..." if len(names) > most else "")
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

@@ -263,7 +263,7 @@ def with_shards(memory: Memory, module: nn.Module, copies: int, sharing: Sequenc
     """Return the memory where ``sharing[k]`` processes shard the optimizer states of each stage k."""
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     states = {name: copies * memory.weights[name] for name in trained}
-    held = {name: nbytes - states.get(name, 0) for name, nbytes in memory.held.items()}
+    held = {name: size - states.get(name, 0) for name, size in memory.held.items()}
     return replace(memory, held=held, versioned=states, versions=tuple(1 / count for count in sharing))
 
 

@@ -185,7 +185,7 @@ class Plan:
         return [f"each micro-batch sends {'; '.join(parts)}"] if self.graph.leaves else []
 
     def _saved(self) -> list[str]:
-        """What the wire formats save of each micro-batch, both ways."""
+        """Return lines that say what time on links the wire formats save for a micro-batch, both ways."""
         found = []
         for stage, link in zip(self.stages, self.links, strict=False) if self.measured else ():
             if stage.wire is not None:

@@ -9,16 +9,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from lightning_avgpipe.capture.costs import Costs, Link
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure
 from lightning_avgpipe.capture.ways import Way, fullest
 from lightning_avgpipe.capture.wire_format import Wire
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.balance import cut_at, cut_balanced, limits, scattered
-from lightning_avgpipe.planning.costs import Costing, Costs, units_between
+from lightning_avgpipe.planning.costs import Costing, units_between
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.memory import Memory, Updates, memory_of, with_shards, with_versions
-from lightning_avgpipe.planning.plan import Link, Plan, forecast_of, make_plan
+from lightning_avgpipe.planning.plan import Plan, forecast_of, make_plan
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.planning.refinement import Refinement, closing
 from lightning_avgpipe.planning.trained import backward_ends
@@ -64,7 +65,7 @@ class Proposal(NamedTuple):
         planner: planner with its number of stages, and of replicas of each.
         plan: plan with the processes of its stages and a forecast.
         costs: costs of the nodes and hops.
-        memory: what its memory was estimated from.
+        memory: sizes from which the memory of its stages was estimated.
     """
 
     planner: Planner
@@ -179,7 +180,7 @@ class Planner:
         except PartitionError as error:
             _log.debug("%s runs on the last stage until training begins: %s", step.name, error)
             graph = self.subject.capture(step)
-            return self.made(graph, (0,) * (self.num_stages - 1), planner._counted(graph))
+            return self.plan_at(graph, (0,) * (self.num_stages - 1), planner._counted(graph))
 
     def plan(self, step: Step, units: Sequence[str] = (), conditions: Conditions | None = None) -> Plan:
         """Divide a step into stages.
@@ -188,14 +189,14 @@ class Planner:
         where the measured times ask for it.
 
         Args:
-            step: to be divided.
+            step: step to be divided.
             units: units to start from, for instance those of an earlier plan.
             conditions: schedule, links and processes; None: the defaults.
         Raises:
             PartitionError: there are not enough legal cuts, however fine the units, or memory is too small.
         """
         conditions = conditions or Conditions()
-        try:  # refine units as far as so many stages need it
+        try:  # a source that chooses the number of stages takes fewer if so many are not possible
             return self._plan(step, units, conditions)
         except PartitionError as error:
             if not self.source.replicates or self.num_stages <= 2:
@@ -222,7 +223,7 @@ class Planner:
         if self.split_points is not None:
             cuts = cut_at(graph, self.split_points, self.num_stages)
             costs = (measured if self.measures else self._counted)(graph)
-            plan = self.made(graph, cuts, costs, memory)
+            plan = self.plan_at(graph, cuts, costs, memory)
         else:
             counted = replace(memory, limit=math.inf, weights={}) if self.measures else memory
             plan, costs = refinement.best(graph, self._counted, partial(self.balanced, memory=counted))
@@ -230,7 +231,7 @@ class Planner:
                 plan, costs = refinement.best(plan.graph, measured, partial(self.balanced, memory=memory))
             plan = self._for_schedule(plan, costs, memory, conditions)
         way.check(plan.graph.units)
-        apart = units_between(plan.graph, costs, subject.nbytes)[0] if self.measures else None
+        unit_costs = units_between(plan.graph, costs, subject.nbytes)[0] if self.measures else None
         proposed = self.source.propose(self, plan, costs, conditions)
         if proposed is not None:
             planner, other, costs, memory = proposed
@@ -242,7 +243,7 @@ class Planner:
             models = conditions.num_pipelines, self.updates.rolling
             expected = forecast_of(plan, conditions.schedule, self.updates.policy, conditions.owners, *models)
             plan = replace(plan, forecast=expected, note=note)
-        return replace(plan, units=apart, kept=self.source.kept(plan.graph, costs))
+        return replace(plan, units=unit_costs, kept=self.source.kept(plan.graph, costs))
 
     def _initial(self, units: Sequence[str]) -> tuple[str, ...]:
         """Return the units to start from, which are opened where this is known to be needed."""
@@ -260,7 +261,7 @@ class Planner:
             if cuts in tried:
                 continue
             tried.add(cuts)
-            other = self.made(plan.graph, cuts, costs, memory)
+            other = self.plan_at(plan.graph, cuts, costs, memory)
             expected = forecast_of(other, conditions.schedule, self.updates.policy)
             if least is not None and expected is not None and expected.iteration_s < least.iteration_s * _QUICKER:
                 plan, least = other, expected
@@ -318,7 +319,7 @@ class Planner:
         if not closed.is_met_by(graph, stays):  # for instance, it uses what a part has set
             _log.debug("%s needs its units open: %s", step.name, ", ".join(plan.graph.units))
             return plan
-        return self.made(graph, closed.cuts(plan.cuts), closed.costs(costs), memory)
+        return self.plan_at(graph, closed.cuts(plan.cuts), closed.costs(costs), memory)
 
     def balanced(self, graph: CallGraph, costs: Costs, memory: Memory) -> Plan:
         """Return the most balanced plan for this graph.
@@ -327,7 +328,7 @@ class Planner:
             PartitionError: no plan has enough legal cuts, or fits into memory.
         """
         whole = self.subject.whole(graph.units)
-        return self.made(
+        return self.plan_at(
             graph, cut_balanced(graph, costs, self.num_stages, memory, whole, self.replicas), costs, memory
         )
 
@@ -337,7 +338,7 @@ class Planner:
         costs = self.recompute.costs(graph, replace(costs, links=links, wire=self.wire))
         return self.source.costs(self.subject, graph, costs)
 
-    def made(self, graph: CallGraph, cuts: Sequence[int], costs: Costs, memory: Memory | None = None) -> Plan:
+    def plan_at(self, graph: CallGraph, cuts: Sequence[int], costs: Costs, memory: Memory | None = None) -> Plan:
         """Return the plan of the stages between cuts."""
         sizes = {name: parameter.numel() for name, parameter in self.subject.module.named_parameters()}
         return make_plan(graph, cuts, costs, sizes, memory, self.replicas)

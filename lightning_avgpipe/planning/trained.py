@@ -1,4 +1,4 @@
-"""What is trained now, and which stages and nodes, from the first on, need no gradient."""
+"""Trained parameters: what is trained now, and which stages and nodes, from the first on, need no gradient."""
 
 from __future__ import annotations
 

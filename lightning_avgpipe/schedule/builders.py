@@ -15,10 +15,7 @@ from dataclasses import replace
 from lightning_avgpipe.errors import DeadlockError, ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.kinds import BACKWARD, COURSES, FORWARD, KINDS, Kind
-from lightning_avgpipe.schedule.rules import (
-    check_can_run,
-    trains,
-)
+from lightning_avgpipe.schedule.rules import check_can_run, trains
 from lightning_avgpipe.schedule.simulator import check
 
 NAMES = ("advance_forward", "1f1b", "afab", "forward")

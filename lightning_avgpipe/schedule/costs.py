@@ -15,8 +15,7 @@ from lightning_avgpipe.schedule.timeline import Timeline
 
 Pieces = tuple[tuple[float, float], ...]  # parts of an action: seconds, and the share of the device in use, 0..1
 
-
-_OF_HOPS = ("send_forward_s", "send_backward_s", "latency_s")
+_OF_HOPS = ("send_forward_s", "send_backward_s", "latency_s")  # costs that have an entry per hop
 
 
 class CostModel(Protocol):

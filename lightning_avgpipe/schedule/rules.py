@@ -39,14 +39,12 @@ def needs(action: Action, stage: int, length: int) -> set[Event]:
     return events
 
 
-def results(action: Action, stage: int, length: int, relays: Collection[int] = ()) -> set[Event]:
-    """Return the events that an action brings about; stages in ``relays`` relay messages to the stage behind them."""
+def results(action: Action, stage: int, length: int) -> set[Event]:
+    """Return the events that an action brings about, without relays."""
     events: set[Event] = {(stage, action.kind.counts_as or action.kind, action.micro_batch)}
     there = receiver(action.kind, stage, length)
     if action.kind.produces is not None and there is not None:
         events.add((there, action.kind.produces, action.micro_batch))
-        if action.kind.produces == "forward" and there in relays:
-            events.add((there + 1, "forward", action.micro_batch))
     return events
 
 

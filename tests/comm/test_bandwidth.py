@@ -7,14 +7,14 @@ from itertools import combinations
 
 import pytest
 
-from lightning_avgpipe.comm.probe import measure_bandwidth, rounds
+from lightning_avgpipe.comm.probe import measure_bandwidth, pairings
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from tests.threads import results, run
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
 def test_every_two_meet_once_in_the_fewest_rounds(count: int) -> None:
-    found = list(rounds(count))
+    found = list(pairings(count))
     assert sorted(pair for pairs in found for pair in pairs) == list(combinations(range(count), 2))
     assert all(len({member for pair in pairs for member in pair}) == 2 * len(pairs) for pairs in found)
     assert len([pairs for pairs in found if pairs]) == (0 if count == 1 else count - 1 + count % 2)

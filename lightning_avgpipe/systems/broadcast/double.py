@@ -186,5 +186,5 @@ class Doubles(StepPart):
             if lane.place is not None:
                 lane.place()
             assert lane.ends.to_next is not None
-            lane.ends.to_next.put(self._weights[number].sent())  # before the values, which are forwarded at once
+            lane.ends.to_next.put(self._weights[number].sent())  # before the values, which are relayed at once
         lane.takes = self._weights[number - 1].take if number - 1 in schedule.relays else None

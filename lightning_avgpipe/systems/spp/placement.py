@@ -86,7 +86,7 @@ class SppSource(PlanSource):
             memory = chosen.memory(replace(conditions, schedule=order))
             cuts = tuple(positions[last] for _, last, _ in found.stages[:-1])
             linked = replace(costs, links=tuple(Link(1 / speed) for speed in slowest))
-            made = replace(chosen.made(plan.graph, cuts, linked, memory), devices=devices)
+            made = replace(chosen.plan_at(plan.graph, cuts, linked, memory), devices=devices)
             return Proposal(chosen, made, linked, memory)
 
         def fits(found: SppPlan) -> bool:
