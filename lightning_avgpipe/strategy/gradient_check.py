@@ -1,9 +1,8 @@
-"""The check of gradients before a step, and Lightning's report of their norms over all stages."""
+"""The check of gradients before a step: an infinite or NaN one ends training, or leaves its model out of the step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.integrity import first_nonfinite, has_nonfinite, may_have_nonfinite
 from lightning_avgpipe.errors import NonFiniteError
 from lightning_avgpipe.strategy.context import RunContext
-from lightning_avgpipe.utils.lightning import grad_norm, rank_zero_warn
+from lightning_avgpipe.utils.lightning import rank_zero_warn
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.parallel_models import ParallelModels
@@ -161,7 +160,3 @@ class GradientCheck:
         )
         for logger in trainer.loggers:
             logger.log_metrics({"avgpipe/skipped_models": self.skipped_models}, step=trainer.global_step)
-
-
-# Lightning's own function, which stays as it is while the code of grad_norm is replaced.
-_of_process = FunctionType(grad_norm.__code__, grad_norm.__globals__, grad_norm.__name__, grad_norm.__defaults__)
