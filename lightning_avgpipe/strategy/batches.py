@@ -265,8 +265,8 @@ class BundledLoader(CombinedLoader):
 def bundling(
     trainer: pl.Trainer,
     count: Callable[[], int],
-    any_ends: Callable[[bool], bool] | None = None,
-    look: Callable[[], Callable[[Any], bool] | None] = lambda: None,
+    any_ends: Callable[[bool], bool] | None,
+    look: Callable[[], Callable[[Any], bool] | None],
 ) -> Iterator[None]:
     """Within this context the training dataloader is read in groups.
 
@@ -365,7 +365,7 @@ class Batches:
         """Whether Lightning's loop is about to convert a batch of training that is on the device already."""
         return not self._converts and self._queue is not None and self._queue.is_moved
 
-    def next(self, ahead: int = 1) -> list[Any]:
+    def next(self, ahead: int) -> list[Any]:
         """Return the batches of a later iteration of training, on every rank's device; none at the end of the data.
 
         :meth:`to_device` gives the same batches again when Lightning's loop comes to them. Every process calls it.

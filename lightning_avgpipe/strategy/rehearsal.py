@@ -64,7 +64,7 @@ class _Trials(ScheduleControl):
         kept: what the stages of this process kept in the last measured iteration; None where it cannot be measured.
     """
 
-    captured = 1  # micro-batches of the batch from which the plan was made
+    captured = 1
     runs = False
     metered = False
     kept: dict[int, Kept] | None = None

@@ -87,7 +87,7 @@ def global_norm(
 
 @contextlib.contextmanager
 def scaling_together(
-    scaler: GradScaler, cluster: Cluster, others: Callable[[Optimizer], Sequence[Optimizer]] = lambda optimizer: ()
+    scaler: GradScaler, cluster: Cluster, others: Callable[[Optimizer], Sequence[Optimizer]]
 ) -> Iterator[None]:
     """Treat an infinite gradient on one process, or in one pipeline, as one everywhere, within this context.
 

@@ -171,7 +171,7 @@ def candidates(
     return tuple(found)
 
 
-def microbatch_counts(batch_size: int, given: Sequence[int] | None = None) -> list[int]:
+def microbatch_counts(batch_size: int, given: Sequence[int] | None) -> list[int]:
     """Return all M to consider, ascending.
 
     Args:
