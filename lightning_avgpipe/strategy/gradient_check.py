@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.integrity import first_nonfinite, has_nonfinite, may_have_nonfinite
 from lightning_avgpipe.errors import NonFiniteError
 from lightning_avgpipe.strategy.context import RunContext
+from lightning_avgpipe.training.stepping import scalers_of
 from lightning_avgpipe.utils.lightning import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ class GradientCheck:
         wanted = self._wanted
         if wanted == "auto":
             wanted = None if self._num_models == 1 else "raise"
-        plugin = self._trainer.precision_plugin
-        scaled = any(isinstance(value, GradScaler) and value.is_enabled() for value in vars(plugin).values())
+        scaled = any(scaler.is_enabled() for scaler in scalers_of(self._trainer.precision_plugin))
         self.left_out = []
         if wanted is None or scaled:
             return closure

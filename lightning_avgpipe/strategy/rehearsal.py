@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.averaging_step import average
@@ -40,6 +39,7 @@ from lightning_avgpipe.strategy.data import has_transfer_hooks
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.schedule_choice import Order
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
+from lightning_avgpipe.training.stepping import scalers_of
 from lightning_avgpipe.tuning import Setting
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import DummyLogger, pl
@@ -341,9 +341,8 @@ def _unheard(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     loggers = trainer.loggers
     with contextlib.ExitStack() as undo:
         undo.enter_context(unchanged(trainer.precision_plugin))
-        for value in vars(trainer.precision_plugin).values():
-            if isinstance(value, GradScaler):
-                undo.enter_context(unchanged(value))
+        for scaler in scalers_of(trainer.precision_plugin):
+            undo.enter_context(unchanged(scaler))
         undo.enter_context(quiet(trainer, "on_before_backward", "on_after_backward"))
         undo.enter_context(replaced(module, "_current_fx_name", None))
         undo.callback(setattr, trainer, "loggers", loggers)
