@@ -106,13 +106,13 @@ class Rehearsal:
 
     Attributes:
         trainer: trainer of the run.
-        pipeline: the run.
+        pipeline_run: run of the trainer.
         batch_size: number of samples of the batch.
         captured: number of micro-batches of the batch from which the plan is made.
     """
 
     def __init__(self, trainer: pl.Trainer, run: PipelineRun, batch: Any) -> None:
-        self.pipeline = run
+        self.pipeline_run = run
         self.trainer = trainer
         self._module = trainer.lightning_module
         self._batch = batch
@@ -122,7 +122,7 @@ class Rehearsal:
     def prepare(self, num_microbatches: int) -> None:
         """Make the stages, as the first iteration of training would."""
         self.captured = num_microbatches
-        setting = Setting(self.captured, schedule=str(self.pipeline.configuration.options.schedule))
+        setting = Setting(self.captured, schedule=str(self.pipeline_run.configuration.options.schedule))
         with contextlib.suppress(_Prepared):
             self._step(setting, self._trials(setting))
 
@@ -132,7 +132,7 @@ class Rehearsal:
         Raises:
             MemoryShortage: the iteration does not fit the memory of some process; all of them raise it.
         """
-        cluster = self.pipeline.cluster
+        cluster = self.pipeline_run.cluster
         trials = self._trials(setting)
         trials.runs = True
         self._clear_gradients()
@@ -190,7 +190,7 @@ class Rehearsal:
 
         Call it after an iteration. Every process calls it.
         """
-        deployment, world = self.pipeline.deployment, self.pipeline.cluster.world
+        deployment, world = self.pipeline_run.deployment, self.pipeline_run.cluster.world
         assert deployment.plan is not None
         times = _SUMS if deployment.plan.copied else 0
         wait = partial(world.barrier, "sums over tied parameters, which are timed")
@@ -214,7 +214,7 @@ class Rehearsal:
         """Return what a function returns, unless memory runs out in some process."""
         guard, found = MemoryGuard(), [0.0]
         guard.run(lambda: found.append(do()), what)
-        guard.agree(self.pipeline.cluster.world)
+        guard.agree(self.pipeline_run.cluster.world)
         return found[-1]
 
     def _fastest_s(self, do: Callable[[], None], times: int = _TIMES, before: Callable[[], object] = nothing) -> float:
@@ -230,14 +230,14 @@ class Rehearsal:
     @property
     def have_streams(self) -> bool:
         """Whether each of several pipelines has a stream of its own."""
-        return self.pipeline.deployment.models.have_streams
+        return self.pipeline_run.deployment.models.have_streams
 
     @property
     def _optimizers(self) -> list[Optimizer]:
         return [unwrapped(o) for o in self.trainer.optimizers]
 
     def _trials(self, setting: Setting) -> _Trials:
-        run, order = self.pipeline, Order(setting.schedule, setting.advance)
+        run, order = self.pipeline_run, Order(setting.schedule, setting.advance)
         observers = run.iterations.schedule_control.observers
         trials = _Trials(order, run.context, run.deployment.models, observers, lambda: math.inf)
         trials.captured = self.captured
@@ -245,7 +245,7 @@ class Rehearsal:
 
     def _step(self, setting: Setting, trials: _Trials) -> None:
         batches = [copy.deepcopy(self._batch) for _ in range(setting.num_pipelines)]  # a step may change its batch
-        run, configuration = self.pipeline, self.pipeline.configuration
+        run, configuration = self.pipeline_run, self.pipeline_run.configuration
         n, m = setting.num_pipelines, setting.num_microbatches
         configuration.options = replace(configuration.options, num_pipelines=n, num_microbatches=m)
         run.iterations.schedule_control = trials
@@ -258,12 +258,12 @@ class Rehearsal:
         run.iterations.order.train(run.batches.take(batch), tuple(rest))
 
     def _clear_gradients(self) -> None:
-        self.pipeline.models.clear_gradients()
+        self.pipeline_run.models.clear_gradients()
         for parameter in self._module.parameters():
             parameter.grad = None
 
     def _now(self) -> float:
-        port_of(self.pipeline.cluster.device).synchronize()
+        port_of(self.pipeline_run.cluster.device).synchronize()
         return time.perf_counter()
 
 

@@ -157,7 +157,7 @@ class RollingOrder(IterationOrder):
         loop = self.loop
         if not loop.configuration.is_open or STEP not in loop.deployment.pipeline.steps:
             return False
-        gives = gives_way(self.overlap.against() or self._mixed, loop.cluster)
+        gives = gives_way(self.overlap.why_not() or self._mixed, loop.cluster)
         loop.configuration.can_roll = not gives
         return gives
 
