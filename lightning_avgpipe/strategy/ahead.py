@@ -251,7 +251,7 @@ class Overlap:
                 f"{self.instead}"
             )
             # with rolling="auto" nothing runs early before the first iteration has shown whether the step allows it
-            if self.checked or not self._loop.configuration.is_open:
+            if self.checked or not self._loop.configuration.may_stop_rolling:
                 raise ConfigurationError(why)
             self._noted = self._noted or why
             return read(*args, **kwargs)

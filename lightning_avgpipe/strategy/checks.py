@@ -377,10 +377,10 @@ def can_roll(running: pl.Trainer, given: Options, cluster: Cluster, run: Facts) 
         overlapping(running, wanted, run)
     except ConfigurationError as error:
         found = str(error)
-    return not gives_way(found, cluster)
+    return not is_rolling_refused(found, cluster)
 
 
-def gives_way(found: str, cluster: Cluster) -> bool:
+def is_rolling_refused(found: str, cluster: Cluster) -> bool:
     """Return whether pipelines do not roll with ``Averaging(rolling="auto")``, and log why. Every process calls it.
 
     Args:

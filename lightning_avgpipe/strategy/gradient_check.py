@@ -57,7 +57,7 @@ class GradientCheck:
         def run() -> Any:
             result = closure()
             if self._by_process:
-                self.look_at(0)
+                self.check_model(0)
             else:
                 self._check(skip=wanted == "skip")
             return None if 0 in self.left_out else result
@@ -111,7 +111,7 @@ class GradientCheck:
         if self._cluster.world.rank == 0:
             self._tell(bad)
 
-    def look_at(self, number: int) -> None:
+    def check_model(self, number: int) -> None:
         """Check the gradients of one model that this process holds, before that model steps.
 
         Raises:
