@@ -1,4 +1,4 @@
-"""Tables of the allowed values of options, from which help texts and errors are made."""
+"""Tables of the allowed values of options, from which help texts and errors are made; types of options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of any layout: their strided parts, which can be compared and sent, and their sizes."""
+"""Tensors of any layout: their strided parts, which can be compared and sent; reductions by name; known tensors."""
 
 from __future__ import annotations
 
