@@ -139,11 +139,6 @@ class IterationOrder:
         self.loop = loop
 
     @property
-    def overlaps(self) -> bool:
-        """Whether iterations of this run may overlap now."""
-        return False
-
-    @property
     def in_turn(self) -> bool:
         """Whether parallel models step one after the other, by :meth:`step_in_turn`."""
         return False
