@@ -54,10 +54,6 @@ class Averager:
         self.finish()
         return self._outer
 
-    def load_progress(self, steps: int, active: int) -> None:
-        """Set how many steps, and active pipelines, there were since the last averaging."""
-        self.steps, self.active = steps, active
-
     def stepped(self, active: int) -> None:
         """Count a step of the optimizers, and average if it is time.
 

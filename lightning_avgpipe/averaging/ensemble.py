@@ -206,7 +206,7 @@ class Ensemble:
                 if has_nonfinite(value for value in state.values() if isinstance(value, Tensor)):
                     state.clear()  # an earlier step has spoiled it
 
-    def mark(self, last: bool) -> None:
+    def take_checksums(self, last: bool) -> None:
         """Take checksums before hooks run, unless there is one model: then hooks see every model.
 
         Args:

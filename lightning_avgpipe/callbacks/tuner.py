@@ -48,17 +48,17 @@ from lightning_avgpipe.utils.lightning import (
 _FEWEST_BATCHES = 4
 _REFINED = 3  # timed iterations of each candidate that is tried
 _NAME = "avgpipe_tuning"
-_MOST = ALLOWED["num_microbatches"]
+_COUNT = ALLOWED["num_microbatches"]
 _FACTOR = number(0.01, 100, 1.2, least=True)
 
 
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and all(m != "auto" and _MOST.accepts(m) for m in value)
+    return isinstance(value, (list, tuple)) and bool(value) and all(m != "auto" and _COUNT.accepts(m) for m in value)
 
 
 def _are_factors(value: Any) -> bool:
     if isinstance(value, dict):
-        return bool(value) and all(_MOST.accepts(n) and n != "auto" and _FACTOR.accepts(f) for n, f in value.items())
+        return bool(value) and all(_COUNT.accepts(n) and n != "auto" and _FACTOR.accepts(f) for n, f in value.items())
     return _FACTOR.accepts(value)
 
 
@@ -362,7 +362,7 @@ def _run(strategy: AvgPipeStrategy) -> PipelineRun:
 def _rolling(run: PipelineRun) -> bool | Literal["auto"]:
     """Return whether several pipelines roll, now that the step has been captured. Every process calls it."""
     order = run.iterations.order
-    if not isinstance(order, RollingOrder) or not order.in_turn or order.give_way():
+    if not isinstance(order, RollingOrder) or not order.in_turn or order.stop_if_refused():
         return False
     return run.configuration.options.averaging.rolling
 

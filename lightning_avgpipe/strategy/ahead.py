@@ -35,10 +35,9 @@ _IGNORED = frozenset(vars(pl.LightningModule())) | {"_flat_weights", "_flat_weig
 
 
 class Overlap:
-    """What orders need whose iterations begin before Lightning's loop comes to their batches.
+    """Keeps the iterations that were read ahead, and checks that steps which run before their turn do as in their turn.
 
-    It keeps the iterations that were read ahead, and checks that steps which run before their turn find what they would
-    find in their turn.
+    Orders use it whose iterations begin before Lightning's loop comes to their batches.
 
     Args:
         loop: runs iterations.
@@ -120,19 +119,19 @@ class Overlap:
             or self._loop.deployment.replans
         )
 
-    def check_graph(self, against: str = "") -> None:
+    def check_graph(self, further: str = "") -> None:
         """Check that the step changes nothing that overlapping batches share, and that its data may be read ahead.
 
         Args:
-            against: what else stands against it.
+            further: a further reason why iterations must not overlap; empty: there is none.
         Raises:
-            ConfigurationError: names what stands against it.
+            ConfigurationError: iterations must not overlap; the message says why.
         """
-        if found := self.against() or against:
+        if found := self.why_not() or further:
             raise ConfigurationError(found)
         self.checked = True
 
-    def against(self) -> str:
+    def why_not(self) -> str:
         """Return why iterations of a captured step must not overlap; empty if they may."""
         if self._noted:
             return self._noted
@@ -252,7 +251,7 @@ class Overlap:
                 f"{self.instead}"
             )
             # with rolling="auto" nothing runs early before the first iteration has shown whether the step allows it
-            if self.checked or not self._loop.configuration.is_open:
+            if self.checked or not self._loop.configuration.may_stop_rolling:
                 raise ConfigurationError(why)
             self._noted = self._noted or why
             return read(*args, **kwargs)

@@ -46,7 +46,7 @@ class BatchSplitter:
         return self._configuration.options.loss_weight
 
     @property
-    def own(self) -> SplitBatch | None:
+    def custom_split(self) -> SplitBatch | None:
         """The user's function that splits batches; None if there is none."""
         return getattr(self._trainer.lightning_module, "split_batch", None) or self._configuration.options.split_batch
 
@@ -131,8 +131,8 @@ class BatchSplitter:
         """Split a batch into micro-batches that are not weighed."""
         options, trainer, module = self._configuration.options, self._trainer, self._trainer.lightning_module
         count, index = self.count, self._batches.dataloader_idx
-        if self.own is not None and not self._keeps_whole:
-            return split_with(self.own, batch, count)
+        if self.custom_split is not None and not self._keeps_whole:
+            return split_with(self.custom_split, batch, count)
         expected = expected_now(trainer, index, changed=not self._distributor.early)
         stage = "" if trainer.state.stage is None else trainer.state.stage.value
         first = (stage, index) not in self._seen

@@ -55,8 +55,8 @@ class _Epoch:
     """The position of reading in an epoch.
 
     Attributes:
-        groups: bundles that were read and not taken.
-        given: number of these groups that Lightning has; the others were read ahead.
+        bundles: bundles that were read and not taken.
+        given: number of these bundles that Lightning has; the others were read ahead.
         returned: batches that are read again, before any other.
         iterations: number of iterations that Lightning has a batch of.
         read: number of batches of these iterations.
@@ -66,7 +66,7 @@ class _Epoch:
         latest: the last batch that Lightning was given.
     """
 
-    groups: deque[_Bundle] = field(default_factory=deque)
+    bundles: deque[_Bundle] = field(default_factory=deque)
     given: int = 0
     returned: deque[Any] = field(default_factory=deque)
     iterations: int = 0
@@ -84,8 +84,8 @@ class _Epoch:
 class BundledLoader(CombinedLoader):
     """Yields the first batch of each bundle; :meth:`take` gives all when their iteration begins.
 
-    Lightning may read ahead, so groups are taken in the order in which they were read. Nothing is read beyond a group,
-    so a dataloader that saves its state is never ahead of the training.
+    Lightning may read ahead, so bundles are taken in the order in which they were read. Nothing is read beyond a
+    bundle, so a dataloader that saves its state is never ahead of the training.
 
     Attributes:
         when_begun: called once, when the next epoch has begun.
@@ -107,7 +107,7 @@ class BundledLoader(CombinedLoader):
         any_ends: Callable[[bool], bool] | None,
         look: Callable[[Any], bool] | None,
     ) -> BundledLoader:
-        """Group the batches of a loader.
+        """Bundle the batches of a loader.
 
         Args:
             loader: loader that Lightning would use; must not be used otherwise from now on.
@@ -116,7 +116,7 @@ class BundledLoader(CombinedLoader):
             any_ends: returns whether the epoch ends in any group of processes, given whether it ends here; called where
                 lengths are not known.
             look: is shown the first batch before any other is read, and may change N; called again before each further
-                group until it returns that it has seen enough.
+                bundle until it returns that it has seen enough.
         """
         kind = cls if type(loader) is CombinedLoader else type(cls.__name__, (cls, type(loader)), {})
         made: BundledLoader = object.__new__(kind)
@@ -152,17 +152,17 @@ class BundledLoader(CombinedLoader):
             self._show(self._look)
         if self._ends(not self._reads(epoch.given)):
             raise StopIteration
-        group = epoch.groups[epoch.given].items
-        epoch.read += len(group)
+        items = epoch.bundles[epoch.given].items
+        epoch.read += len(items)
         epoch.given += 1
         epoch.iterations += 1
         epoch.began = True
-        batch, _, dataloader_idx = group[0]
+        batch, _, dataloader_idx = items[0]
         epoch.latest = batch if self._look is not None else None
         return batch, epoch.iterations - 1, dataloader_idx
 
     def _show(self, look: Callable[[Any], bool]) -> None:
-        """Show a batch to a function that may change N, and complete groups that were read ahead."""
+        """Show a batch to a function that may change N, and complete bundles that were read ahead."""
         epoch = self._epoch
         batch = epoch.latest
         if not epoch.began:
@@ -173,16 +173,16 @@ class BundledLoader(CombinedLoader):
             batch = item[0]
         if look(batch):
             self._look = epoch.latest = None
-            for group in islice(epoch.groups, epoch.given):
-                before = len(group.items)
-                self._complete(group.items)
-                epoch.read += len(group.items) - before
+            for bundle in islice(epoch.bundles, epoch.given):
+                before = len(bundle.items)
+                self._complete(bundle.items)
+                epoch.read += len(bundle.items) - before
 
     def relimit(self) -> None:
-        """Adapt the group size and the number of batches of an epoch, after N has changed."""
+        """Adapt the bundle size and the number of batches of an epoch, after N has changed."""
         epoch = self._epoch
-        while len(epoch.groups) > epoch.given:
-            epoch.give_back(epoch.groups.pop().items)
+        while len(epoch.bundles) > epoch.given:
+            epoch.give_back(epoch.bundles.pop().items)
         if self._iterator is not None and self._limits is not None and self._counts_iterations:
             ahead = [limit - epoch.iterations for limit in self._limits]
             self._iterator.limits = [epoch.read + iterations * self._count() for iterations in ahead]
@@ -213,19 +213,19 @@ class BundledLoader(CombinedLoader):
                 epoch.ended = True
         return None
 
-    def _complete(self, group: list[Any]) -> None:
-        while len(group) < self._count() and (item := self._next()) is not None:
-            group.append(item)
+    def _complete(self, items: list[Any]) -> None:
+        while len(items) < self._count() and (item := self._next()) is not None:
+            items.append(item)
 
     def _reads(self, number: int) -> bool:
         """Read until there is a bundle with this number among those that are not taken; return whether there is."""
-        groups = self._epoch.groups
-        while number >= len(groups):
+        bundles = self._epoch.bundles
+        while number >= len(bundles):
             items: list[Any] = []
             self._complete(items)
             if not items:
                 return False
-            groups.append(_Bundle(items))
+            bundles.append(_Bundle(items))
         return True
 
     def upcoming(self, ahead: int) -> _Bundle | None:
@@ -233,28 +233,28 @@ class BundledLoader(CombinedLoader):
 
         It is given again in its usual order.
         """
-        return self._epoch.groups[ahead - 1] if self._reads(ahead - 1) else None
+        return self._epoch.bundles[ahead - 1] if self._reads(ahead - 1) else None
 
     @property
     def is_moved(self) -> bool:
         """Whether the next bundle is on the device already."""
-        groups = self._epoch.groups
-        return bool(groups) and groups[0].moved is not None
+        bundles = self._epoch.bundles
+        return bool(bundles) and bundles[0].moved is not None
 
     def put_back(self) -> None:
         """Let bundles that are on the device be moved again when it is their turn."""
-        for group in self._epoch.groups:
-            group.moved = None
+        for bundle in self._epoch.bundles:
+            bundle.moved = None
 
     def take(self) -> _Bundle:
         """Return the bundle of the iteration that begins."""
         epoch, count = self._epoch, self._count()
-        group = epoch.groups.popleft()
+        bundle = epoch.bundles.popleft()
         epoch.given -= 1
-        epoch.give_back(group.items[count:])  # read for pipelines that are gone by now
-        epoch.read -= len(group.items[count:])
-        del group.items[count:]
-        return group
+        epoch.give_back(bundle.items[count:])  # read for pipelines that are gone by now
+        epoch.read -= len(bundle.items[count:])
+        del bundle.items[count:]
+        return bundle
 
     def __len__(self) -> int:
         """Return the number of iterations of this epoch: those read, and what the rest gives with N as it is now."""
@@ -265,10 +265,10 @@ class BundledLoader(CombinedLoader):
 def bundling(
     trainer: pl.Trainer,
     count: Callable[[], int],
-    any_ends: Callable[[bool], bool] | None = None,
-    look: Callable[[], Callable[[Any], bool] | None] = lambda: None,
+    any_ends: Callable[[bool], bool] | None,
+    look: Callable[[], Callable[[Any], bool] | None],
 ) -> Iterator[None]:
-    """Within this context the training dataloader is read in groups.
+    """Within this context the training dataloader is read in bundles.
 
     Args:
         trainer: trainer that is about to fit.
@@ -365,7 +365,7 @@ class Batches:
         """Whether Lightning's loop is about to convert a batch of training that is on the device already."""
         return not self._converts and self._queue is not None and self._queue.is_moved
 
-    def next(self, ahead: int = 1) -> list[Any]:
+    def next(self, ahead: int) -> list[Any]:
         """Return the batches of a later iteration of training, on every rank's device; none at the end of the data.
 
         :meth:`to_device` gives the same batches again when Lightning's loop comes to them. Every process calls it.

@@ -65,13 +65,17 @@ class LocalCheckpointIO(TorchCheckpointIO):
         if target is None or not zipfile.is_zipfile(target):
             asked = {"weights_only": weights_only} if _ASKS else {}
             return super().load_checkpoint(path, map_location, **asked)
-        trusted = weights_only if _ASKS or weights_only is not None else False
-        loaded = torch.load(target, map_location=map_location, mmap=True, weights_only=trusted)
+        loaded = torch.load(target, map_location=map_location, mmap=True, weights_only=_weights_only(weights_only))
         if not isinstance(loaded, dict):
             return loaded  # type: ignore[no-any-return]
         # The rest is copied: a map must not outlive the loading, since another process may write into the file.
         kept = {key: value for key, value in loaded.items() if key not in ("state_dict", "optimizer_states")}
         return {**loaded, **pytree.tree_map_only(Tensor, Tensor.clone, kept)}
+
+
+def _weights_only(asked: bool | None) -> bool | None:
+    """Return the argument of ``torch.load``, given what Lightning was asked for; its older versions trust files."""
+    return asked if _ASKS or asked is not None else False
 
 
 def choose_files(io: CheckpointIO | None, distributed: bool) -> CheckpointIO:
@@ -103,7 +107,7 @@ def is_sharded(path: Any) -> bool:
     return folder is not None and (folder / _META).is_file()
 
 
-def save_shards(checkpoint: dict[str, Any], path: Any, cluster: Cluster | None, storage_options: Any = None) -> None:
+def save_shards(checkpoint: dict[str, Any], path: Any, cluster: Cluster | None, storage_options: Any) -> None:
     """Write a checkpoint as a folder to which each process adds what it holds. Every process calls it.
 
     The folder appears in its place when all of it is written. It has the layout of Lightning's FSDPStrategy.
@@ -186,8 +190,7 @@ def load_shards(path: Any, optimizers: bool, weights_only: bool | None) -> dict[
     wanted = {str(name[0]) for name in names if optimizers or not str(name[0]).startswith(_OPTIMIZER)}
     found: dict[str, Any] = {}
     _load_state_dict(found, reader, planner=_EmptyStateDictLoadPlanner(keys=wanted), no_dist=True)
-    trusted = weights_only if _ASKS or weights_only is not None else False
-    found |= torch.load(folder / _META, map_location="cpu", weights_only=trusted)
+    found |= torch.load(folder / _META, map_location="cpu", weights_only=_weights_only(weights_only))
     weights = found.pop(_WEIGHTS) if _WEIGHTS in found else found.pop(_WEIGHTS_ELSEWHERE)
     numbered = sorted(key for key in found if key.startswith(_OPTIMIZER) and key.removeprefix(_OPTIMIZER).isdigit())
     states = [found.pop(key) for key in numbered]

@@ -23,7 +23,7 @@ from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.combinations import Facts
 from lightning_avgpipe.strategy.options import Configuration, Options
-from lightning_avgpipe.training.stepping import check_separable
+from lightning_avgpipe.training.stepping import check_separable, scalers_of
 from lightning_avgpipe.utils.lightning import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
@@ -47,7 +47,7 @@ def overlapping(running: pl.Trainer, given: Options, run: Facts) -> None:
         return
     option, instead = given.overlap
     use, plugin = f"or use {instead}", running.precision_plugin
-    if any(isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in vars(plugin).values()):
+    if any(scaler.is_enabled() for scaler in scalers_of(plugin)):
         raise ConfigurationError(
             f"{option} with precision={plugin.precision!r}: a loss scaler skips the steps of all models and stages "
             f"together; use 'bf16-mixed', {use}"
@@ -377,10 +377,10 @@ def can_roll(running: pl.Trainer, given: Options, cluster: Cluster, run: Facts) 
         overlapping(running, wanted, run)
     except ConfigurationError as error:
         found = str(error)
-    return not gives_way(found, cluster)
+    return not is_rolling_refused(found, cluster)
 
 
-def gives_way(found: str, cluster: Cluster) -> bool:
+def is_rolling_refused(found: str, cluster: Cluster) -> bool:
     """Return whether pipelines do not roll with ``Averaging(rolling="auto")``, and log why. Every process calls it.
 
     Args:

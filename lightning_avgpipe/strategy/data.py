@@ -88,14 +88,14 @@ class Distributor:
         """Send the reader's batch, after its transfer hooks; return it on every process."""
         return self.batch_stream.accept(self.batch_stream.pass_on(self._stream, batch, self.needs))
 
-    def seal(self, batch: Any, pipeline: int = 0) -> Any:
+    def seal(self, batch: Any, pipeline: int) -> Any:
         """Note the versions of a batch's tensors, which must not change while the batch is being sent."""
         if self._sends:
             del self._sealed[pipeline:]
             self._sealed.append([(t, version_of(t)) for t in tree.tensors(batch) if not t.is_inference()])
         return batch
 
-    def check_seal(self, batch: Any, pipeline: int = 0) -> None:
+    def check_seal(self, batch: Any, pipeline: int) -> None:
         """Check that the batch is the one that was sent.
 
         Raises:

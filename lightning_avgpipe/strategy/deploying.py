@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torchmetrics import Metric
 
 from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
@@ -25,6 +24,7 @@ from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.iteration import STEP, Iteration
+from lightning_avgpipe.strategy.metric_objects import metrics_of
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.plan_maker import Examples
 from lightning_avgpipe.utils.lightning import TrainerFn, rank_zero_info, rank_zero_warn
@@ -43,7 +43,7 @@ def deploy(context: RunContext) -> Deployment:
     policy, recompute = options.policy, chosen(module, options.recompute)
     weights = policy.store(module, lambda: [unwrapped(optimizer) for optimizer in trainer.optimizers])
     recompute = replace(recompute, stages=recompute.stages or policy.repeats)
-    metrics = [m for m in module.modules() if isinstance(m, Metric)]
+    metrics = metrics_of(module)
     planner = Planner(
         Divisible(module, cluster.device, metrics),
         # on meta there are no contents, and nothing to time
@@ -79,7 +79,7 @@ def give_back(context: RunContext, deployment: Deployment) -> None:
     """Give every process the whole module at the end of a run, unless it began on meta or the run has failed."""
     try:
         if context.connection.failed:
-            deployment.abandon()
+            deployment.models.abandon()
         else:
             deployment.restore()
     finally:

@@ -1,20 +1,19 @@
-"""The check of gradients before a step, and Lightning's report of their norms over all stages."""
+"""The check of gradients before a step: an infinite or NaN one ends training, or leaves its model out of the step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.integrity import first_nonfinite, has_nonfinite, may_have_nonfinite
 from lightning_avgpipe.errors import NonFiniteError
 from lightning_avgpipe.strategy.context import RunContext
-from lightning_avgpipe.utils.lightning import grad_norm, rank_zero_warn
+from lightning_avgpipe.training.stepping import scalers_of
+from lightning_avgpipe.utils.lightning import rank_zero_warn
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.parallel_models import ParallelModels
@@ -50,8 +49,7 @@ class GradientCheck:
         wanted = self._wanted
         if wanted == "auto":
             wanted = None if self._num_models == 1 else "raise"
-        plugin = self._trainer.precision_plugin
-        scaled = any(isinstance(value, GradScaler) and value.is_enabled() for value in vars(plugin).values())
+        scaled = any(scaler.is_enabled() for scaler in scalers_of(self._trainer.precision_plugin))
         self.left_out = []
         if wanted is None or scaled:
             return closure
@@ -59,7 +57,7 @@ class GradientCheck:
         def run() -> Any:
             result = closure()
             if self._by_process:
-                self.look_at(0)
+                self.check_model(0)
             else:
                 self._check(skip=wanted == "skip")
             return None if 0 in self.left_out else result
@@ -113,7 +111,7 @@ class GradientCheck:
         if self._cluster.world.rank == 0:
             self._tell(bad)
 
-    def look_at(self, number: int) -> None:
+    def check_model(self, number: int) -> None:
         """Check the gradients of one model that this process holds, before that model steps.
 
         Raises:
@@ -161,7 +159,3 @@ class GradientCheck:
         )
         for logger in trainer.loggers:
             logger.log_metrics({"avgpipe/skipped_models": self.skipped_models}, step=trainer.global_step)
-
-
-# Lightning's own function, which stays as it is while the code of grad_norm is replaced.
-_of_process = FunctionType(grad_norm.__code__, grad_norm.__globals__, grad_norm.__name__, grad_norm.__defaults__)

@@ -38,7 +38,7 @@ class Progress:
     values: tuple[tuple[Any, str, Any], ...]
 
     @classmethod
-    def after_steps(cls, trainer: pl.Trainer, count: int = 1) -> Progress:
+    def after_steps(cls, trainer: pl.Trainer, count: int) -> Progress:
         """Return the counters of a later iteration, given the trainer within the step of an iteration.
 
         Args:
@@ -48,8 +48,8 @@ class Progress:
         loop = trainer.fit_loop.epoch_loop
         batches, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
         counted: list[tuple[Any, str]] = [(loop, "_batches_that_stepped")]
-        counted += [(p, name) for p in (batches.total, batches.current) for name in ("ready", "started")]
-        counted += [(p, name) for p in (batches.total, batches.current) for name in ("processed", "completed")]
+        names = ("ready", "started", "processed", "completed")
+        counted += [(p, name) for p in (batches.total, batches.current) for name in names]
         counted += [(p, name) for p in (steps.total, steps.current) for name in ("ready", "completed")]
         return cls(tuple((owner, name, getattr(owner, name) + count) for owner, name in counted))
 
@@ -137,11 +137,6 @@ class IterationOrder:
 
     def __init__(self, loop: Iterations) -> None:
         self.loop = loop
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether iterations of this run may overlap now."""
-        return False
 
     @property
     def in_turn(self) -> bool:

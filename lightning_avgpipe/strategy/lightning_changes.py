@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_avgpipe.averaging.optimizers import parameters_in
 from lightning_avgpipe.capture.tracer import intercepting
@@ -22,10 +20,10 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, looking_on
-from lightning_avgpipe.strategy.metric_objects import local_metrics
+from lightning_avgpipe.strategy.metric_objects import local_metrics, metrics_of
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.training.stepping import norms_over_stages, scaling_together
+from lightning_avgpipe.training.stepping import norms_over_stages, scalers_of, scaling_together
 from lightning_avgpipe.utils.lightning import (
     LIGHTNING,
     BaseFinetuning,
@@ -66,7 +64,6 @@ _LOOK_AT_NO_WEIGHTS = tuple(f"{name}." for name in (*LIGHTNING, "lightning_avgpi
 def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> Iterator[None]:
     """Within this context ``self.log`` collects over micro-batches, and metric objects only observe values."""
     module = trainer.lightning_module
-    metrics = [m for m in module.modules() if isinstance(m, Metric)]
     with contextlib.ExitStack() as undo:
         undo.enter_context(intercepting())
         undo.enter_context(replaced(module, "log", step_log))
@@ -74,7 +71,7 @@ def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> I
             undo.enter_context(replaced(module, "log_dict", looking_on(module.log_dict)))
         undo.enter_context(replaced(module, "print", looking_on(module.print, rehearsed=False)))
         values, training = step_log.batch_values, lambda: bool(trainer.training)
-        undo.enter_context(local_metrics(metrics, values, leaders, training, lambda: step_log.in_step))
+        undo.enter_context(local_metrics(metrics_of(module), values, leaders, training, lambda: step_log.in_step))
         yield
 
 
@@ -90,9 +87,8 @@ def scaling(
         together_with: optimizer -> the optimizers of other models that step with it.
     """
     with contextlib.ExitStack() as undo:
-        for value in vars(trainer.precision_plugin).values():
-            if isinstance(value, GradScaler):
-                undo.enter_context(scaling_together(value, cluster, together_with))
+        for scaler in scalers_of(trainer.precision_plugin):
+            undo.enter_context(scaling_together(scaler, cluster, together_with))
         yield
 
 

@@ -63,6 +63,7 @@ class StepLog:
             process is none of them; the first replica logs what all of them collect.
 
     Attributes:
+        batch_values: values of metric objects for the whole batch.
         listener: called with each name and value that a step logs for its batch.
     """
 

@@ -359,7 +359,7 @@ class Iterations:
 
     def _known(self, works: Sequence[Sequence[MicroBatch]], schedule: Schedule, num_pipelines: int) -> frozenset[int]:
         """Return the micro-batches whose forwards begin with kept outputs. Every process calls it."""
-        shortcut = self.deployment.pipeline.steps["training_step"].shortcut
+        shortcut = self.deployment.pipeline.steps[STEP].shortcut
         if shortcut is None:
             return frozenset()
         found = shortcut.known([(part.data, part.size) for part in works[0]], schedule, num_pipelines)

@@ -19,6 +19,11 @@ from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.patching import replaced
 
 
+def metrics_of(module: nn.Module) -> list[Metric]:
+    """Return the metric objects among the submodules of a module."""
+    return [m for m in module.modules() if isinstance(m, Metric)]
+
+
 class BatchValues:
     """The values that metric objects' ``forward`` would have returned for the whole batch.
 

@@ -302,8 +302,8 @@ class Configuration:
         return self.can_roll and (self.prefers_rolling or self.options.averaging.rolling is True)
 
     @property
-    def is_open(self) -> bool:
-        """Whether pipelines roll because of ``rolling="auto"``, so that they may also stop rolling."""
+    def may_stop_rolling(self) -> bool:
+        """Whether pipelines roll because of ``rolling="auto"``, so that they may also stop."""
         return self.rolls and self.options.averaging.rolling == "auto"
 
     @property

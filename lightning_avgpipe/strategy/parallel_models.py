@@ -167,12 +167,12 @@ class ParallelModels:
             results.append((closure if in_turn else self.check.after(closure))())
             return results[-1]
 
-        with _noticing(optimizer) as steps:
+        with _counting_steps(optimizer) as steps:
             result = own(optimizer, run, model, **kwargs)
         ensemble = self.ensemble
         if ensemble is not None and order.in_turn:  # asked again, since the first iteration may have decided
             order.step_in_turn(lambda n: self._step_other(ensemble, n, results, kwargs))
-            ensemble.mark(bool(self._trainer.is_last_batch))
+            ensemble.take_checksums(bool(self._trainer.is_last_batch))
         elif ensemble is not None:
             self._step_others(ensemble, results, bool(steps), kwargs)
         return result
@@ -186,7 +186,7 @@ class ParallelModels:
                 ensemble.averager.stepped(self.fed - len(self.check.left_out))
         if is_overridden("optimizer_step", self._module):  # user code after the step may look at the weights
             self._finish_averaging()
-        ensemble.mark(bool(self._trainer.is_last_batch))
+        ensemble.take_checksums(bool(self._trainer.is_last_batch))
 
     def _step_other(self, ensemble: Ensemble, number: int, results: list[Any], kwargs: dict[str, Any]) -> bool:
         """Step the optimizers of one of the pipelines 1..; return whether any has stepped."""
@@ -196,7 +196,7 @@ class ParallelModels:
         stepped = False
         with ensemble.placed(number), self.step_log.muted():
             for made in ensemble.optimizers.of(number):
-                with _noticing(made) as steps:
+                with _counting_steps(made) as steps:
                     precision.optimizer_step(made, model=self._module, closure=closure, **kwargs)
                 stepped |= bool(steps)
         return stepped
@@ -206,7 +206,7 @@ class ParallelModels:
         ensemble = self.ensemble
         if ensemble is not None and ensemble.averager.is_under_way:
             self._finish_averaging()
-            ensemble.mark(bool(self._trainer.is_last_batch))
+            ensemble.take_checksums(bool(self._trainer.is_last_batch))
 
     def _finish_averaging(self) -> None:
         ensemble = self.ensemble
@@ -259,7 +259,7 @@ def _done(result: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _noticing(optimizer: Optimizer) -> Iterator[list[None]]:
+def _counting_steps(optimizer: Optimizer) -> Iterator[list[None]]:
     """Within this context collect an entry for each step of an optimizer, which a loss scaler may skip."""
     steps: list[None] = []
     step = optimizer.step

@@ -184,7 +184,7 @@ class PipelineRun:
     def needs(self, batch: Any, rank: int) -> frozenset[str] | None:
         """Return the names of a batch's tensors that a process needs; None is all of them."""
         stage, splitter, stage_map = self.context.trainer.state.stage, self.iterations.splitter, self.cluster.stage_map
-        if self.configuration.options.links.send_batch == "all" or splitter.own is not None or stage is None:
+        if self.configuration.options.links.send_batch == "all" or splitter.custom_split is not None or stage is None:
             return None
         if splitter.loss_weight is not None and rank in stage_map.ranks(stage_map.num_stages - 1):
             return None  # which weighs micro-batches

@@ -54,7 +54,7 @@ class Profiler:
         self._rehearsal = rehearsal
         self._iterations = iterations
         self._schedule = schedule
-        self._cluster = rehearsal.pipeline.cluster
+        self._cluster = rehearsal.pipeline_run.cluster
         self._shows = shows and self._cluster.world.rank == 0
         self._began = time.monotonic()
         self.too_few = 0
@@ -283,7 +283,7 @@ class Profiler:
 
     @property
     def _plan(self) -> Plan:
-        plan = self._rehearsal.pipeline.deployment.plan
+        plan = self._rehearsal.pipeline_run.deployment.plan
         assert plan is not None
         return plan
 

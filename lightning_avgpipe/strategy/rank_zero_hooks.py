@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import StepChangedError
@@ -23,6 +22,7 @@ from lightning_avgpipe.state.outside import outside
 from lightning_avgpipe.state.parcel import Packer, Parcel
 from lightning_avgpipe.state.snapshot import Snapshot, assign, leading
 from lightning_avgpipe.state.writes import Writes
+from lightning_avgpipe.strategy.metric_objects import metrics_of
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import is_overridden, pl
 from lightning_avgpipe.utils.names import joined, listed
@@ -66,8 +66,8 @@ class _Hooks:
     def __init__(self, trainer: pl.Trainer, cluster: Cluster, deployment: Deployment) -> None:
         self._trainer, self._cluster, self._deployment = trainer, cluster, deployment
         self._module = module = trainer.lightning_module
-        metrics = (m for m in module.modules() if isinstance(m, Metric))  # their states stay on rank 0
-        ignored = {id(m) for metric in metrics for m in metric.modules()}
+        # the states of metric objects stay on rank 0
+        ignored = {id(m) for metric in metrics_of(module) for m in metric.modules()}
         self._modules = {path: m for path, m in module.named_modules() if id(m) not in ignored}
         self._variables, self._packer = outside(module), Packer(module)
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.averaging_step import average
@@ -40,6 +39,7 @@ from lightning_avgpipe.strategy.data import has_transfer_hooks
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.schedule_choice import Order
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
+from lightning_avgpipe.training.stepping import scalers_of
 from lightning_avgpipe.tuning import Setting
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import DummyLogger, pl
@@ -64,7 +64,7 @@ class _Trials(ScheduleControl):
         kept: what the stages of this process kept in the last measured iteration; None where it cannot be measured.
     """
 
-    captured = 1  # micro-batches of the batch from which the plan was made
+    captured = 1
     runs = False
     metered = False
     kept: dict[int, Kept] | None = None
@@ -106,13 +106,13 @@ class Rehearsal:
 
     Attributes:
         trainer: trainer of the run.
-        pipeline: the run.
+        pipeline_run: run of the trainer.
         batch_size: number of samples of the batch.
         captured: number of micro-batches of the batch from which the plan is made.
     """
 
     def __init__(self, trainer: pl.Trainer, run: PipelineRun, batch: Any) -> None:
-        self.pipeline = run
+        self.pipeline_run = run
         self.trainer = trainer
         self._module = trainer.lightning_module
         self._batch = batch
@@ -122,7 +122,7 @@ class Rehearsal:
     def prepare(self, num_microbatches: int) -> None:
         """Make the stages, as the first iteration of training would."""
         self.captured = num_microbatches
-        setting = Setting(self.captured, schedule=str(self.pipeline.configuration.options.schedule))
+        setting = Setting(self.captured, schedule=str(self.pipeline_run.configuration.options.schedule))
         with contextlib.suppress(_Prepared):
             self._step(setting, self._trials(setting))
 
@@ -132,7 +132,7 @@ class Rehearsal:
         Raises:
             MemoryShortage: the iteration does not fit the memory of some process; all of them raise it.
         """
-        cluster = self.pipeline.cluster
+        cluster = self.pipeline_run.cluster
         trials = self._trials(setting)
         trials.runs = True
         self._clear_gradients()
@@ -190,7 +190,7 @@ class Rehearsal:
 
         Call it after an iteration. Every process calls it.
         """
-        deployment, world = self.pipeline.deployment, self.pipeline.cluster.world
+        deployment, world = self.pipeline_run.deployment, self.pipeline_run.cluster.world
         assert deployment.plan is not None
         times = _SUMS if deployment.plan.copied else 0
         wait = partial(world.barrier, "sums over tied parameters, which are timed")
@@ -214,7 +214,7 @@ class Rehearsal:
         """Return what a function returns, unless memory runs out in some process."""
         guard, found = MemoryGuard(), [0.0]
         guard.run(lambda: found.append(do()), what)
-        guard.agree(self.pipeline.cluster.world)
+        guard.agree(self.pipeline_run.cluster.world)
         return found[-1]
 
     def _fastest_s(self, do: Callable[[], None], times: int = _TIMES, before: Callable[[], object] = nothing) -> float:
@@ -230,14 +230,14 @@ class Rehearsal:
     @property
     def have_streams(self) -> bool:
         """Whether each of several pipelines has a stream of its own."""
-        return self.pipeline.deployment.models.have_streams
+        return self.pipeline_run.deployment.models.have_streams
 
     @property
     def _optimizers(self) -> list[Optimizer]:
         return [unwrapped(o) for o in self.trainer.optimizers]
 
     def _trials(self, setting: Setting) -> _Trials:
-        run, order = self.pipeline, Order(setting.schedule, setting.advance)
+        run, order = self.pipeline_run, Order(setting.schedule, setting.advance)
         observers = run.iterations.schedule_control.observers
         trials = _Trials(order, run.context, run.deployment.models, observers, lambda: math.inf)
         trials.captured = self.captured
@@ -245,7 +245,7 @@ class Rehearsal:
 
     def _step(self, setting: Setting, trials: _Trials) -> None:
         batches = [copy.deepcopy(self._batch) for _ in range(setting.num_pipelines)]  # a step may change its batch
-        run, configuration = self.pipeline, self.pipeline.configuration
+        run, configuration = self.pipeline_run, self.pipeline_run.configuration
         n, m = setting.num_pipelines, setting.num_microbatches
         configuration.options = replace(configuration.options, num_pipelines=n, num_microbatches=m)
         run.iterations.schedule_control = trials
@@ -258,12 +258,12 @@ class Rehearsal:
         run.iterations.order.train(run.batches.take(batch), tuple(rest))
 
     def _clear_gradients(self) -> None:
-        self.pipeline.models.clear_gradients()
+        self.pipeline_run.models.clear_gradients()
         for parameter in self._module.parameters():
             parameter.grad = None
 
     def _now(self) -> float:
-        port_of(self.pipeline.cluster.device).synchronize()
+        port_of(self.pipeline_run.cluster.device).synchronize()
         return time.perf_counter()
 
 
@@ -341,9 +341,8 @@ def _unheard(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     loggers = trainer.loggers
     with contextlib.ExitStack() as undo:
         undo.enter_context(unchanged(trainer.precision_plugin))
-        for value in vars(trainer.precision_plugin).values():
-            if isinstance(value, GradScaler):
-                undo.enter_context(unchanged(value))
+        for scaler in scalers_of(trainer.precision_plugin):
+            undo.enter_context(unchanged(scaler))
         undo.enter_context(quiet(trainer, "on_before_backward", "on_after_backward"))
         undo.enter_context(replaced(module, "_current_fx_name", None))
         undo.callback(setattr, trainer, "loggers", loggers)

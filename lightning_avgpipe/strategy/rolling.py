@@ -45,7 +45,7 @@ from torch import Tensor
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.engine.pipeline import Engine, Pipeline
 from lightning_avgpipe.strategy.ahead import Overlap
-from lightning_avgpipe.strategy.checks import gives_way
+from lightning_avgpipe.strategy.checks import is_rolling_refused
 from lightning_avgpipe.strategy.iteration import STEP, Iteration, IterationOrder
 from lightning_avgpipe.strategy.loop import Iterations
 from lightning_avgpipe.utils.patching import nothing, replaced
@@ -60,7 +60,7 @@ class RollingOrder(IterationOrder):
         self._engine = Engine(loop.cluster, STEP, rolls=True)
         self._now: Iteration | None = None  # iteration in which models step
         values = loop.models.step_log.batch_values
-        values.refuses = lambda: self._mixed if self.overlap.checked and self.overlaps else ""
+        values.refuses = lambda: self._metric_refused if self.overlap.checked and self.overlaps else ""
 
     @property
     def overlaps(self) -> bool:
@@ -149,21 +149,24 @@ class RollingOrder(IterationOrder):
         if together and self.loop.deployment.models.ensemble is not None:
             self._ensemble.averager.reset()
 
-    def give_way(self) -> bool:
+    def stop_if_refused(self) -> bool:
         """Stop rolling for this run, with ``rolling="auto"``, if the captured step or its data do not allow it.
 
-        Return whether that is so: pipelines then wait for each other. Every process calls it.
+        Every process calls it.
+
+        Returns:
+            Whether pipelines wait for each other from now on.
         """
         loop = self.loop
-        if not loop.configuration.is_open or STEP not in loop.deployment.pipeline.steps:
+        if not loop.configuration.may_stop_rolling or STEP not in loop.deployment.pipeline.steps:
             return False
-        gives = gives_way(self.overlap.against() or self._mixed, loop.cluster)
-        loop.configuration.can_roll = not gives
-        return gives
+        refused = is_rolling_refused(self.overlap.why_not() or self._metric_refused, loop.cluster)
+        loop.configuration.can_roll = not refused
+        return refused
 
     @property
-    def _mixed(self) -> str:
-        """The error message for a metric object that the step updates; empty if it updates none."""
+    def _metric_refused(self) -> str:
+        """The message that refuses a metric object which the step updates; empty if it updates none."""
         metric, module = self.loop.models.step_log.batch_values.in_step, self.loop.module
         if metric is None:
             return ""
@@ -223,9 +226,9 @@ class RollingOrder(IterationOrder):
             return False
         with iteration.precision():
             loop.models.step_log.issue()
-        if not overlap.checked and self.give_way():
+        if not overlap.checked and self.stop_if_refused():
             return True
-        overlap.check_graph(self._mixed)
+        overlap.check_graph(self._metric_refused)
         self._begin_turns()
         return True
 
@@ -281,7 +284,7 @@ class RollingOrder(IterationOrder):
             self.loop.deployment.models.sum_copied_gradients(n)
         self.loop.models.after_backward(n, iteration.loss)
         if steps:
-            self.loop.models.check.look_at(n)
+            self.loop.models.check.check_model(n)
 
     def _issue(self, iteration: Iteration) -> None:
         if iteration.entries is not None:  # else the iteration did not roll, and has logged

@@ -384,7 +384,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @property
     def options(self) -> Options:
-        """All options as they are now; ``reconfigure`` may change some."""
+        """The options as they are now; ``reconfigure`` may change some."""
         return self._configuration.options
 
     @property

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_avgpipe.averaging.optimizers import parameters_in
 from lightning_avgpipe.capture.tracer import intercepting
@@ -32,7 +31,7 @@ from lightning_avgpipe.strategy.context import Own, RunContext
 from lightning_avgpipe.strategy.deploying import announce, deploy, give_back
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
 from lightning_avgpipe.strategy.log import SyncedLoggerConnector
-from lightning_avgpipe.strategy.metric_objects import BatchValues, local_metrics
+from lightning_avgpipe.strategy.metric_objects import BatchValues, local_metrics, metrics_of
 from lightning_avgpipe.strategy.parallel_models import check_number
 from lightning_avgpipe.training.stepping import norms_over_stages
 from lightning_avgpipe.utils.lightning import is_overridden, is_param_in_hook_signature, pl
@@ -161,17 +160,13 @@ class WholeRun:
         enter(changes.known_at_epoch_end(trainer))
         self._undo.callback(give_back, context, deployment)
 
-    @property
-    def _metrics(self) -> list[Metric]:
-        return [m for m in self._module.modules() if isinstance(m, Metric)]
-
     def _divide(self) -> dict[str, int]:
         """Divide the module by the size of its parts; return parameter or buffer -> rank of its owner."""
         options, cluster, module = self._context.configuration.options, self._cluster, self._module
         held = memory_of(module, build("afab", 1, 1), state_copies(self._trainer.optimizers), 0).held
         limit = limit_of(options.memory_limit, cluster.device, self._context.sharing_stages)
         num_stages = cluster.stage_map.num_stages
-        self.plan = divide_by_size(module, num_stages, held, options.split_points, limit, self._metrics)
+        self.plan = divide_by_size(module, num_stages, held, options.split_points, limit, metrics_of(module))
         owner = self._deployment.place_parameters(self.plan)
         announce(self.plan, cluster)
         return owner
@@ -207,7 +202,7 @@ class WholeRun:
         """The lockstep of all processes. Every process makes the first access together, which divides the module."""
         if self._lockstep is None:
             owner, exchange = self._divide(), Exchange(self._cluster)
-            self._lockstep = Lockstep(self._module, exchange, owner, self._metrics)
+            self._lockstep = Lockstep(self._module, exchange, owner, metrics_of(self._module))
         return self._lockstep
 
     @contextlib.contextmanager
@@ -218,7 +213,9 @@ class WholeRun:
             undo.enter_context(intercepting())
             undo.enter_context(replaced(module, "log", functools.partial(self._log, module.log)))
             undo.enter_context(replaced(module, "clip_gradients", functools.partial(self._clip, module.clip_gradients)))
-            undo.enter_context(local_metrics(self._metrics, BatchValues(), self._cluster.leaders, lambda: False))
+            undo.enter_context(
+                local_metrics(metrics_of(self._module), BatchValues(), self._cluster.leaders, lambda: False)
+            )
             for optimization in (loop.automatic_optimization, loop.manual_optimization):
                 undo.enter_context(replaced(optimization, "run", functools.partial(self._run, optimization.run)))
             for name in _HOOKS:

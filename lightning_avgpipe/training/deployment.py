@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.options import Averaging
+from lightning_avgpipe.capture.attribute_events import Key
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.topology import StageMap
@@ -203,10 +204,6 @@ class Deployment:
             self.plan, self._final, [] if self.models.ensemble is None else self.models.ensemble.belongings
         )
 
-    def abandon(self) -> None:
-        """Continue with one model after a failure, without waiting for other processes."""
-        self.models.abandon()
-
     def restore(self) -> None:
         """Bring the whole module back to every process, unless it began on meta. Every process calls it.
 
@@ -258,9 +255,6 @@ class Deployment:
 
 
 # -- values that steps keep for the next batch, besides weights and buffers, and that do not move ----------------------
-
-
-Key = tuple[str, str]  # path of a module and name of the attribute; or an empty path and the full name of a variable
 
 
 def check_movable(before: Plan, after: Plan, old: StageMap, new: StageMap, models: int) -> None:

@@ -87,7 +87,7 @@ class GradientSums(Observer):
         self.replicas = replicas
         self._bucket_bytes = bucket_bytes
         self._spoiled: set[str] = set()  # parameters whose gradients have changed after they were sent
-        self._dealt: Sequence[Sequence[str]] = ()  # names, by bucket; the same in all replicas
+        self._bucket_names: Sequence[Sequence[str]] = ()  # names, by bucket; the same in all replicas
         self._names: Sequence[str] = ()  # of all parameters when the buckets were made
         self._buckets: Sequence[_Bucket] = ()
         self._begun = 0
@@ -101,8 +101,8 @@ class GradientSums(Observer):
                 those of the last step, all are summed after the backward.
             rows: actions of each stage on this process.
         """
-        dealt = self._dealt if tuple(named) == self._names else ()
-        self._buckets = [_Bucket([named[name] for name in names], set(range(len(names)))) for names in dealt]
+        known = self._bucket_names if tuple(named) == self._names else ()
+        self._buckets = [_Bucket([named[name] for name in names], set(range(len(names)))) for names in known]
         self._begun = 0
         self._last = {}
         for stage, row in rows.items():
@@ -188,7 +188,7 @@ class GradientSums(Observer):
         suits = zip(named, dense, sparse, strict=True)
         self._names = tuple(named)
         suitable = [name for name, d, s in suits if d and not s and name not in self._spoiled]
-        self._dealt = _deal(named, suitable, self._bucket_bytes)
+        self._bucket_names = _in_buckets(named, suitable, self._bucket_bytes)
         return together[kinds.numel() :].view(votes.shape)
 
 
@@ -203,7 +203,7 @@ def _kinds(parameters: Sequence[nn.Parameter], early: Mapping[int, _Sent]) -> Te
     return kinds
 
 
-def _deal(named: Named, names: Sequence[str], bucket_bytes: int) -> list[list[str]]:
+def _in_buckets(named: Named, names: Sequence[str], bucket_bytes: int) -> list[list[str]]:
     """Divide names into buckets, the last first. The result is the same in all replicas."""
     last_first = iter(names[::-1])
     return [list(islice(last_first, len(bucket))) for bucket in buckets([named[n] for n in names[::-1]], bucket_bytes)]

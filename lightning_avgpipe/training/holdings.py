@@ -89,8 +89,9 @@ class Holdings:
         return self.answers.get(name, self._cluster.rank) != self._cluster.rank
 
     def place(self, plan: Plan, final: bool, others: Sequence[Belongings] = ()) -> None:
-        """Bring this process's stages to its device; if the plan is final, give up other stages. Every process calls
-        it.
+        """Bring this process's stages to its device; if the plan is final, give up other stages.
+
+        Every process calls it.
 
         Args:
             plan: says which stages use which parameters and buffers.
@@ -149,10 +150,8 @@ class Holdings:
     def begin_alike(self, copied: Collection[str]) -> None:
         """Make equal, in all processes that have them, shared parameters and buffers. Every process calls it.
 
-        Parameters that several stages use, and buffers, are copied from their first holder; then all tensors from the
-        first group.
-
-        Without a seed each process has drawn weights of its own.
+        Without a seed each process has drawn weights of its own. Parameters that several stages use, and buffers, are
+        copied from their first holder; then all tensors from the first group.
 
         Args:
             copied: names of parameters that several stages use.
@@ -341,7 +340,7 @@ def _joined(state: dict[str, Any], cluster: Cluster) -> dict[str, Any]:
 def load_ensemble_state(ensemble: Ensemble, state: Mapping[str, Any]) -> None:
     """Load a state of :func:`full_ensemble_state` with as many models, as far as this process holds them."""
     first, size = ensemble.models.first, ensemble.models.size
-    ensemble.averager.load_progress(state["steps"], min(size, max(0, state["active"] - first)))
+    ensemble.averager.steps, ensemble.averager.active = state["steps"], min(size, max(0, state["active"] - first))
     for n, tensors in enumerate(state["models"][first : first + size]):
         ensemble.load(n, tensors)
     for number in range(max(first, 1), first + size):

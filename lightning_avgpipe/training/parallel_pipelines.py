@@ -112,11 +112,11 @@ class ParallelPipelines:
     @property
     def have_streams(self) -> bool:
         """Whether each of several pipelines has a stream of its own: the user asked for it and the step allows it."""
-        return self._execution.streams and not self._against_streams
+        return self._execution.streams and not self._why_no_streams
 
     @property
-    def _against_streams(self) -> str:
-        """Why pipelines cannot have streams, or an empty string: shared objects must be changed in one order."""
+    def _why_no_streams(self) -> str:
+        """The reason why pipelines cannot have streams; empty if they can. What they share must change in one order."""
         port, graph = port_of(self._cluster.device), self._first.graph("training_step")
         if not port.runs_ahead:
             return f"{port.device.type} has no streams"
@@ -128,7 +128,7 @@ class ParallelPipelines:
         several = len(self.pipelines) > 1
         self._first.stream, self._await_streams = None, several and self.have_streams
         if self._execution.streams and several and not self._await_streams:
-            rank_zero_info(f"Averaging(streams=True): pipelines take turns, since {self._against_streams}")
+            rank_zero_info(f"Averaging(streams=True): pipelines take turns, since {self._why_no_streams}")
 
     def only_first(self) -> None:
         """Drop all pipelines but the first, for a new plan. The others are made when they train next."""

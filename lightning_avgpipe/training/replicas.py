@@ -106,10 +106,7 @@ def weighing(
     return weighed
 
 
-_WHAT = "batch normalisation"
-
-
-def meets(schedule: Schedule, counts: tuple[int, ...]) -> bool:
+def can_run_together(schedule: Schedule, counts: tuple[int, ...]) -> bool:
     """Return whether all actions can run if those of the replicas of a stage begin and end together.
 
     Args:
@@ -219,8 +216,8 @@ class ReplicaSync:
         """Connect the replicas of each stage for batch normalisation, and check that they can run a schedule."""
         stage_map = self._cluster.stage_map
         if self._connected != stage_map:
-            replicas = [replace(p, what=_WHAT) for p in all_parties(stage_map) if p.what == "replicas"]
-            members = self._cluster.connect(replicas, f"for {_WHAT}")
+            replicas = [replace(p, what="batch normalisation") for p in all_parties(stage_map) if p.what == "replicas"]
+            members = self._cluster.connect(replicas, "for batch normalisation")
             self._statistics = [] if members is None else [SharedStatistics(members, stage_map.shares_devices)]
             self._connected = stage_map
             self._checked.clear()
@@ -238,7 +235,7 @@ class ReplicaSync:
                     f"same time, and {number} micro-batches do not divide by these; use another num_microbatches, and "
                     "drop_last=True where the last batch of an epoch has fewer"
                 )
-            if not meets(schedule, counts):
+            if not can_run_together(schedule, counts):
                 raise ConfigurationError(
                     f"sync_batchnorm=True with replicas={list(counts)}: in the schedule {schedule.name!r} replicas "
                     "would wait for each other for ever, as stages do not divide micro-batches alike; use "

@@ -85,9 +85,14 @@ def global_norm(
 # -- the loss scale ----------------------------------------------------------------------------------------------------
 
 
+def scalers_of(precision: Any) -> list[GradScaler]:
+    """Return the gradient scalers that a precision plugin has in its attributes."""
+    return [value for value in vars(precision).values() if isinstance(value, GradScaler)]
+
+
 @contextlib.contextmanager
 def scaling_together(
-    scaler: GradScaler, cluster: Cluster, others: Callable[[Optimizer], Sequence[Optimizer]] = lambda optimizer: ()
+    scaler: GradScaler, cluster: Cluster, others: Callable[[Optimizer], Sequence[Optimizer]]
 ) -> Iterator[None]:
     """Treat an infinite gradient on one process, or in one pipeline, as one everywhere, within this context.
 

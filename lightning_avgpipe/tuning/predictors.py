@@ -7,7 +7,6 @@ memory in the same way. Measured times of whole iterations calibrate them.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -229,7 +228,7 @@ class Simulator:
                 found.append(_prediction(profile, setting, _rolling_s(profile, setting, self), at_least=True))
                 continue
             if key not in alone:
-                one = dataclasses.replace(setting, num_pipelines=1)
+                one = replace(setting, num_pipelines=1)
                 alone[key] = simulated_s(one, loads, stages, profile.device.in_turns)
             seconds = max(alone[key], least_s(setting.num_microbatches, setting.num_pipelines, loads, profile.devices))
             exact = setting.num_pipelines == 1 and len(set(profile.devices)) == len(stages)
@@ -242,7 +241,7 @@ def _rolling_s(profile: Profile, setting: Setting, predictor: Predictor) -> floa
 
     A process does nothing else while it sums gradients of tied parameters.
     """
-    one = dataclasses.replace(setting, num_pipelines=1, rolling=False)
+    one = replace(setting, num_pipelines=1, rolling=False)
     loads, m, n = loads_at(profile, setting), setting.num_microbatches, setting.num_pipelines
     per_device: dict[int, float] = {}
     for device, stage, forward, backward in zip(
@@ -260,7 +259,7 @@ def _prediction(profile: Profile, setting: Setting, seconds: float, at_least: bo
     return Prediction(seconds, seconds / setting.num_pipelines, memory, at_least)
 
 
-def simulated_s(setting: Setting, loads: Loads, devices: Sequence[int], in_turns: bool = False) -> float:
+def simulated_s(setting: Setting, loads: Loads, devices: Sequence[int], in_turns: bool) -> float:
     """Return the seconds until the last action of all pipelines has ended; rolling, the mean of an iteration.
 
     An iteration is played only until it becomes periodic. Once all actions repeat with a period, every further

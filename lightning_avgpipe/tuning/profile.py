@@ -66,12 +66,15 @@ class Setting:
         """Return the largest number of stashed micro-batches of one pipeline on each stage, shape ``(num_stages,)``."""
         return tuple(w + 1 for w in self.warm_up(num_stages))
 
-    def __str__(self) -> str:
+    @property
+    def order(self) -> str:
+        """The order of actions in words: the advance or the schedule, and whether iterations roll."""
         name = f"advance {self.advance}" if self.schedule == "advance_forward" else self.schedule
+        return name + ", rolling" * self.rolling
+
+    def __str__(self) -> str:
         pipelines = f"{self.num_pipelines} pipeline{'s' * (self.num_pipelines > 1)}"
-        return f"{pipelines}, {self.num_microbatches} micro-batch{'es' * (self.num_microbatches > 1)}, {name}" + (
-            ", rolling" * self.rolling
-        )
+        return f"{pipelines}, {self.num_microbatches} micro-batch{'es' * (self.num_microbatches > 1)}, {self.order}"
 
 
 @dataclass(frozen=True)

@@ -125,9 +125,8 @@ class Result:
         return (
             str(setting.num_pipelines),
             str(setting.num_microbatches),
-            (f"advance {setting.advance}" if setting.schedule == "advance_forward" else setting.schedule)
-            + ", rolling" * setting.rolling,
-            _time(candidate),
+            setting.order,
+            time_in_words(candidate),
             f"x {candidate.samples:.2f}",
             f"{nbytes(candidate.prediction.memory[stage])} on {stage}",
             note,
@@ -171,7 +170,7 @@ def candidates(
     return tuple(found)
 
 
-def microbatch_counts(batch_size: int, given: Sequence[int] | None = None) -> list[int]:
+def microbatch_counts(batch_size: int, given: Sequence[int] | None) -> list[int]:
     """Return all M to consider, ascending.
 
     Args:
@@ -258,7 +257,7 @@ def _reason(choice: Candidate, found: Sequence[Candidate], fitting: Sequence[Can
     fastest = _fastest(found)
     if not fastest.fits(limit):
         stage, lacking = fastest.lacking(limit)
-        text += f"; {fastest.setting} would take {_time(fastest)}, but lacks {nbytes(lacking)} on stage {stage}"
+        text += f"; {fastest.setting} would take {time_in_words(fastest)}, but lacks {nbytes(lacking)} on stage {stage}"
     return text
 
 
@@ -267,7 +266,8 @@ def _least(found: Sequence[Candidate]) -> str:
     return "least time to a goal" if weighed else "shortest"
 
 
-def _time(candidate: Candidate) -> str:
+def time_in_words(candidate: Candidate) -> str:
+    """Return the predicted seconds of a batch, for people; a lower bound says so."""
     return "at least " * candidate.prediction.at_least + format_seconds(candidate.prediction.per_batch_s)
 
 

@@ -11,7 +11,7 @@ from lightning_avgpipe.planning.plan import format_seconds
 from lightning_avgpipe.schedule import Kind
 from lightning_avgpipe.tuning.profile import Curve, Profile, Setting
 from lightning_avgpipe.tuning.scaling import update_s
-from lightning_avgpipe.tuning.search import Candidate, Result
+from lightning_avgpipe.tuning.search import Candidate, Result, time_in_words
 
 # A profile is taken with at most so many micro-batches, or so many per stage if that is more: beyond, the fixed cost of
 # an action would dominate.
@@ -135,9 +135,8 @@ def refined(result: Result, measured: Mapping[Setting, float]) -> Result:
     by_setting = {c.setting: c for c in result.candidates}
     setting = min(measured, key=lambda s: (measured[s] * by_setting[s].samples, s))
     choice = by_setting[setting]
-    expected = "at least " * choice.prediction.at_least + format_seconds(choice.prediction.per_batch_s)
-    reason = f"{format_seconds(measured[setting])} a batch, the shortest of {len(measured)} that were tried ({expected}"
-    return replace(result, choice=choice, reason=f"{reason} was expected)")
+    shortest = f"{format_seconds(measured[setting])} a batch, the shortest of {len(measured)} that were tried"
+    return replace(result, choice=choice, reason=f"{shortest} ({time_in_words(choice)} was expected)")
 
 
 def per_batch_s(profile: Profile, setting: Setting, iteration_s: float) -> float:

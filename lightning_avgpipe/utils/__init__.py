@@ -1,1 +1,1 @@
-"""Utilities that do not depend on pipelining: trees, objects, tensors, devices, versions of other packages."""
+"""Utilities that do not depend on pipelining: trees, tensors, devices, random numbers, processes, other packages."""

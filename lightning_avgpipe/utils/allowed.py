@@ -1,4 +1,4 @@
-"""Tables of the allowed values of options, from which help texts and errors are made."""
+"""Tables of the allowed values of options, from which help texts and errors are made; types of options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.names import close_to
 
 Class = TypeVar("Class", bound=type)
-_SHOWN = 100  # characters of a value
+_SHOWN = 100  # most characters of a value in a message
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def names(what: str, example: str) -> Allowed:
 
 
 def directory(*words: str) -> Allowed:
-    """Allow the path of a directory; some words, which are also paths, have a meaning of their own."""
+    """Allow the path of a directory, or one of some words, which are not taken as paths."""
     what = " or ".join([*map(repr, words), "the path of a directory"])
     return Allowed(what, "'some/folder'", lambda v: _is_name(v) or isinstance(v, os.PathLike))
 

@@ -1,4 +1,4 @@
-"""Device ports: one interface to the host and to accelerators, whose work runs asynchronously to the calls."""
+"""Device ports, memory and clocks: one interface to the host and to accelerators, which work behind the calls."""
 
 from __future__ import annotations
 

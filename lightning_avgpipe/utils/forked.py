@@ -59,15 +59,15 @@ class _ChildTraceback(Exception):
         super().__init__(f'\n"""\n{text}"""')
 
 
-def why_no_fork(device: torch.device | None = None) -> str | None:
+def why_no_fork(device: torch.device) -> str | None:
     """Return why a forked child could not compute on a device, or None if it could.
 
     Args:
-        device: device on which the child would compute; None: the host.
+        device: device on which the child would compute.
     """
     if not hasattr(os, "fork"):
         return f"{sys.platform} cannot fork processes"
-    if device is not None and not port_of(device).is_host:
+    if not port_of(device).is_host:
         return f"a forked process cannot use {device.type}"
     if (used := accelerator_in_use()) is not None:
         return f"{used} is in use, which does not survive a fork"

@@ -1,4 +1,7 @@
-"""Operations on full names of modules, parameters and attributes, such as ``blocks.0.norm.weight``; the root is ""."""
+"""Full names of modules, parameters and attributes, such as ``blocks.0.norm.weight``, and text for messages.
+
+The name of the root is empty.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of any layout: their strided parts, which can be compared and sent, and their sizes."""
+"""Tensors of any layout: their strided parts, which can be compared and sent; reductions by name; known tensors."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ def same_contents(one: Tensor, other: Tensor) -> bool:
 
 
 def lent(tensor: Tensor) -> Tensor:
-    """The tensor, marked as one that stands in the place of a parameter for a single operation."""
+    """Mark a tensor as one that stands in the place of a parameter for a single operation, and return it."""
     tensor._avgpipe_lent = True  # type: ignore[attr-defined]
     return tensor
 
 
 def is_lent(tensor: Tensor) -> bool:
-    """Whether a tensor stands in the place of a parameter, so that nobody may keep it."""
+    """Return whether a tensor stands in the place of a parameter, so that nobody may keep it."""
     return hasattr(tensor, "_avgpipe_lent")
 
 

@@ -108,7 +108,7 @@ _TENSORS = (
     Private("torch._C._swap_tensor_impl", "gives up and takes back parameters, which stay the same objects"),
     *(
         Private(f"torch._foreach_{name}", "one kernel for many tensors: averaging and norms")
-        for name in ("add", "add_", "copy_", "div_", "lerp", "lerp_", "mul_", "norm", "sub", "zero_")
+        for name in ("add", "add_", "copy_", "div_", "lerp", "mul_", "norm", "sub", "zero_")
     ),
 )
 _MODULES = (

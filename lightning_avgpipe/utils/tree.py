@@ -35,7 +35,8 @@ from torch.utils._pytree import TreeSpec
 from lightning_avgpipe.utils.weak_cache import weakly_cached
 
 __all__ = [
-    "TreeSpec", "children", "flatten", "flatten_with_names", "map_tensors", "named_children", "tensors", "unflatten",
+    "TreeSpec", "children", "flatten", "flatten_with_names", "leaves", "map_tensors", "named_children", "tensors",
+    "unflatten",
 ]  # fmt: skip
 
 IsLeaf = Callable[[Any], bool]

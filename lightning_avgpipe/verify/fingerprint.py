@@ -16,6 +16,7 @@ _CHUNK = 1 << 20  # elements that are converted at a time
 _ODD, _SIGNS = 0x9E3779B1, 0x85EBCA6B  # multipliers that spread positions over all bits
 _ROUNDINGS = 100  # machine epsilons by which sums in another order may differ, relative to their norm
 _COARSEST = 0.05  # largest such tolerance
+_SHOWN = 60  # most characters of a value in a message
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,8 @@ def _tensors(expected: Fingerprint, found: Fingerprint, rounded: bool, scale: fl
     return f"it differs by about {apart / expected.norm:.1g} of its norm"
 
 
-def _shown(value: Any, limit: int = 60) -> str:
+def _shown(value: Any) -> str:
     if isinstance(value, Fingerprint):
         return f"a tensor of shape {value.shape} and type {value.dtype}"
     text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -1,1 +1,1 @@
-"""Weights and where they are: owners, tied copies, versions, and weights that no process holds yet."""
+"""Weights and where they are: owners, relocation, tied copies, and weights that no process holds yet."""

@@ -52,11 +52,11 @@ class Origin:
         self._check()
 
     def tensors(self, names: Collection[str], example: bool = False) -> dict[str, Tensor]:
-        """Contents for some parameters, on the device.
+        """Return the contents of some parameters, on the device.
 
         Args:
             names: full names, as in ``named_parameters()``.
-            example: whether others will do for what lies in files, with which a step may be followed.
+            example: whether other numbers will do for what lies in files, because a step is only captured with them.
         """
         found: dict[str, Tensor] = {}
         for name in names:
@@ -77,7 +77,7 @@ class Origin:
         return found
 
     def forget_examples(self) -> None:
-        """Nobody needs the examples that were given any more."""
+        """Remove what reading examples has left in parameters without contents."""
         for name, note in self._notes.items():
             if (parameter := self._module.get_parameter(name)).is_meta:
                 note.stored.forget(parameter)
@@ -122,7 +122,7 @@ class Origin:
             )
 
     def _check_not_lost(self, name: str) -> None:
-        """Nothing is initialised that may have taken the place of what lies in files."""
+        """Raise if a parameter to initialise may have taken the place of one that lies in files."""
         used = {note.key for note in self._notes.values()}
         lost = next((key for note in self._notes.values() for key in note.stored.keys if key not in used), None)
         if lost is not None:

@@ -232,7 +232,7 @@ class ModuleTensors:
         self._parameters = dict(module.named_parameters())
 
     def held(self, name: str) -> tuple[Tensor, Tensor | None, dict[str, Tensor] | None]:
-        """Contents, gradient, and the scales of weights in 4 bits; a sparse gradient, soon cleared, stays behind."""
+        """Return contents, gradient, and the scales of 4-bit weights; a sparse gradient, soon cleared, stays here."""
         tensor = self._parameters[name] if name in self._parameters else self._module.get_buffer(name)
         gradient = None if tensor.grad is None or tensor.grad.is_sparse else tensor.grad
         scales = getattr(tensor, "quant_state", None)

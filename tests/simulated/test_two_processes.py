@@ -141,11 +141,11 @@ def counted(count: int, strategy: dict[str, Any], options: dict[str, Any]) -> di
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        ({}, {("training/gradient_norm.py", "global_norm"): 1}),
+        ({}, {("training/stepping.py", "global_norm"): 1}),
         # each model is clipped for itself
         (
             {"num_pipelines": 2},
-            {("strategy/gradient_check.py", "_check"): 1, ("training/gradient_norm.py", "global_norm"): 2},
+            {("strategy/gradient_check.py", "_check"): 1, ("training/stepping.py", "global_norm"): 2},
         ),
     ],
     ids=str,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_avgpipe import AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import build, with_replicas
-from lightning_avgpipe.training.replicas import meets
+from lightning_avgpipe.training.replicas import can_run_together
 from tests import processes
 from tests.averaging.models import Batches, assert_equal, state
 from tests.averaging.test_groups import Bomb
@@ -206,13 +206,13 @@ def test_a_replica_that_fails_ends_those_that_wait_for_its_statistics(tmp_path: 
 
 def test_it_is_known_which_schedules_let_replicas_meet() -> None:
     def ordered(name: str, counts: list[int], number: int = 12) -> bool:
-        return meets(with_replicas(build(name, len(counts), number), counts), tuple(counts))
+        return can_run_together(with_replicas(build(name, len(counts), number), counts), tuple(counts))
 
     assert ordered("1f1b", [2, 1]) and ordered("1f1b", [1, 2]) and ordered("afab", [3, 2])
     assert ordered("1f1b", [2, 2, 2]) and ordered("afab", [1, 4])
     # both would wait: stage 0 for a gradient of micro-batch 1, whose forward on stage 1 needs one of stage 0 first
     early = build("1f1b", 2, 12)
-    assert not meets(early, (3, 2))
+    assert not can_run_together(early, (3, 2))
 
 
 @pytest.mark.parametrize(
