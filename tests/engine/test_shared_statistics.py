@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -40,9 +39,9 @@ class Meeting:
                 meeting._barrier.wait()
                 return SimpleNamespace(is_completed=lambda: False, wait=lambda: None)
 
-            def together(self, what: str, collective: Callable[[], object]) -> None:
+            def wait_for(self, work: Any, what: str) -> None:
                 assert "batch normalisation" in what
-                collective()
+                work.wait()
 
         member = Member()
         member.process_group = member
