@@ -122,7 +122,16 @@ def measure_learning(
         targets = {w.name: None if plain else report.target_of(w.name, results.records) for w in chosen}
         with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
             runs = {
-                pool.submit(_learned, *trial, folders[trial[0]], options, targets[trial[0]]): trial for trial in trials
+                pool.submit(
+                    learning.begun_before,
+                    options.ends,
+                    *trial,
+                    folders[trial[0]],
+                    options.epochs,
+                    targets[trial[0]],
+                    options.devices,
+                ): trial
+                for trial in trials
             }
             for done in as_completed(runs):
                 if done.result() is None:
@@ -130,15 +139,6 @@ def measure_learning(
                 name, algorithm, seed = runs[done]
                 record = results.add(name, None, algorithm, seed, done.result())
                 print(f"{name}, {algorithm}, seed {seed}: {record.get('curve', record)}", flush=True)
-
-
-def _learned(
-    name: str, algorithm: str, seed: int, folder: Path, options: argparse.Namespace, target: float | None
-) -> Record | None:
-    """Train; None if the minutes of this piece are over."""
-    if time.monotonic() > options.ends:
-        return None
-    return learning.train(name, algorithm, seed, folder, options.epochs, target, options.devices)
 
 
 def _trials(

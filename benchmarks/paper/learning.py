@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,11 @@ def train(
         except AvgPipeError as error:
             return {"refused": str(error).split("\n")[0]}
     return {"curve": curve.points, "batches": int(trainer.num_training_batches) * models, "epochs": epochs}
+
+
+def begun_before(ends: float, *arguments: Any) -> dict[str, Any] | None:
+    """Train as :func:`train` does; return None if it is later than ``ends``, a value of ``time.monotonic``."""
+    return None if time.monotonic() > ends else train(*arguments)
 
 
 def epochs_to(curve: list[tuple[float, float]], target: float, falling: bool) -> float | None:
