@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from benchmarks.paper.__main__ import QUICK, parsed
 from benchmarks.paper.learning import algorithm_of, epochs_to
 from benchmarks.paper.results import Results
 from benchmarks.paper.settings import fitting, memory_of
-from benchmarks.paper.stages import FIRST_INPUTS, by_hand, tensors
+from benchmarks.paper.slowed import SlowDevice
+from benchmarks.paper.stages import blocks, cut, tensors
 from benchmarks.paper.workloads import WORKLOADS, awd_lstm, bert, gnmt
 from lightning_avgpipe.tuning.scaling import memory_at
 from tests.profiles import random_profile
@@ -38,15 +40,18 @@ def batch_of(name: str) -> Any:
     return {"tokens": words(5), "targets": words(5), "streams": streams, "fresh": streams >= 0}
 
 
+@pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_stages_written_by_hand_compute_the_loss_of_the_example(name: str) -> None:
+def test_stages_written_by_hand_compute_the_loss_of_the_example(name: str, num_stages: int) -> None:
     model, batch = MODELS[name]().eval(), batch_of(name)
     model.log = lambda *args, **kwargs: None  # no trainer here
     given = tensors(name, batch)
-    first, last = (by_hand(name, model, stage) for stage in (0, 1))
-    found = last(first(*(given[key] for key in FIRST_INPUTS[name])), **given)
-    torch.testing.assert_close(found, model.training_step(batch, 0))
-    assert {id(p) for part in (first, last) for p in part.parameters()} == {id(p) for p in model.parameters()}
+    stages = cut(blocks(name, model), given, num_stages)
+    values: Any = next(iter(given.values()))
+    for stage in stages:
+        values = stage(*(values if isinstance(values, tuple) else (values,)), **given)
+    torch.testing.assert_close(values, model.training_step(batch, 0))
+    assert {id(p) for part in stages for p in part.parameters()} == {id(p) for p in model.parameters()}
 
 
 def test_epochs_to_a_target_are_interpolated() -> None:
@@ -108,3 +113,12 @@ def test_the_target_is_one_that_half_of_the_seeds_reach() -> None:
 def test_quick_gives_way_to_what_is_said() -> None:
     options = parsed(["--quick", "--steps", "2"])
     assert (options.steps, options.seeds, options.links) == (2, QUICK["seeds"], QUICK["links"])
+
+
+def test_a_slow_device_takes_its_factor_of_the_time_of_a_core() -> None:
+    device, numbers = SlowDevice(20.0), torch.randn(400, 400)
+    work = device.slowed(lambda: [numbers @ numbers for _ in range(5)])
+    used, begin = time.thread_time(), time.perf_counter()
+    work()
+    used, taken = time.thread_time() - used, time.perf_counter() - begin
+    assert taken >= 19 * used and device.busy_s == pytest.approx(taken, rel=0.1)

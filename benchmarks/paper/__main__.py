@@ -1,14 +1,19 @@
-"""AvgPipe's paper once more, with two processes: its three workloads to a target, beside what else one could use.
+"""AvgPipe's paper once more: its three workloads to a target, beside what else one could use.
 
     python -m benchmarks.paper --json paper.json --pictures docs --resume    # as root: hours; goes on where it was
+    python -m benchmarks.paper --devices 6 --minutes 30 --json six.json --resume   # six slowed devices, a piece of it
     python -m benchmarks.paper --quick                                       # one link, one seed: some twenty minutes
     python -m benchmarks.paper --quick --workloads awd_lstm                  # needs no corpus
 
-Two processes on rate-limited links (network namespaces, which need root) train the examples' models with real
+Processes on rate-limited links (network namespaces, which need root) train the examples' models with real
 arithmetic: with Lightning's ddp, torch.distributed.pipelining, DeepSpeed's pipeline, and this engine as GPipe, 1F1B,
 PipeDream, PipeDream-2BW and AvgPipe. In each round, one for each seed, all of them take turns, each in processes of
 its own. Time to the target is time per epoch times epochs to the target, which are counted in one process, since they
 depend on no link (see ``learning.py``). The target is what plain training has reached after two thirds of its epochs.
+
+With six devices each is slowed: what it computes takes ``--slowness`` times as long as on a core of its own
+(``slowed.py``), so that a machine with two cores stands for six devices. Models have more layers, batches more samples,
+and all other pipelines run with each number of micro-batches of ``--microbatches``, of which the best counts.
 
 AvgPipe is what the tuner takes from its profile on the link, with ``rolling="auto"``, within the memory of the system
 that it is compared with, as in the paper's Figures 11 and 12; memory is counted in the same way for both (see
@@ -18,10 +23,12 @@ that it is compared with, as in the paper's Figures 11 and 12; memory is counted
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -34,8 +41,8 @@ from benchmarks import network
 from benchmarks.paper import learning, report, timing
 from benchmarks.paper.peers import PEERS
 from benchmarks.paper.results import Record, Results
-from benchmarks.paper.settings import label, settings_within
-from benchmarks.paper.workloads import WORKLOADS, Workload, names, prepare
+from benchmarks.paper.settings import MICROBATCHES, label, settings_within
+from benchmarks.paper.workloads import WORKLOADS, Workload, prepare, workloads
 from lightning_avgpipe.tuning import Setting
 
 SYSTEMS = ["ddp", *PEERS, *timing.OURS]
@@ -49,11 +56,24 @@ def measure_time(
     for seed in range(options.seeds):
         for workload in chosen:
             for link in options.links:
-                time = functools.partial(_timed, results, workload, folders[workload.name], link, options)
-                profile = time(timing.TUNING, None, 0)
+                timed = functools.partial(_timed, results, workload, folders[workload.name], link, options)
+                profile = timed(timing.TUNING, None, 0)
                 settings = _settings(profile, workload)
-                for system, setting in [*((name, None) for name in options.systems), *settings.items()]:
-                    time(system, setting, seed)
+                for system, setting in [*((name, None) for name in _names(options)), *settings.items()]:
+                    timed(system, setting, seed)
+
+
+def _names(options: argparse.Namespace) -> list[str]:
+    """Return the systems beside AvgPipe, those with micro-batches with each number of them."""
+    return [
+        name if name == "ddp" or count == MICROBATCHES else f"{name} M={count}"
+        for name in options.systems
+        for count in ([MICROBATCHES] if name == "ddp" else options.microbatches)
+    ]
+
+
+class _Ended(Exception):
+    """The minutes of this piece are over."""
 
 
 def _settings(profile: Record, workload: Workload) -> dict[str, Setting]:
@@ -70,9 +90,12 @@ def _timed(
     key = workload.name, link, system, seed
     if (known := results.find(*key)) is not None:
         return known
+    if time.monotonic() > options.ends:
+        raise _Ended
     limit = link if options.namespaces else None
     try:
-        found = timing.measure(workload, system, setting, folder, limit, options.steps, seed, options.limit_s)
+        case = timing.Case.of(workload, system, setting, folder, options.steps, seed)
+        found = timing.measure(case, limit, options.limit_s)
     except SystemExit as error:
         if not isinstance(error.code, str):  # this process is told to end
             raise
@@ -99,10 +122,20 @@ def measure_learning(
         targets = {w.name: None if plain else report.target_of(w.name, results.records) for w in chosen}
         with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
             runs = {
-                pool.submit(learning.train, *trial, folders[trial[0]], options.epochs, targets[trial[0]]): trial
+                pool.submit(
+                    learning.begun_before,
+                    options.ends,
+                    *trial,
+                    folders[trial[0]],
+                    options.epochs,
+                    targets[trial[0]],
+                    options.devices,
+                ): trial
                 for trial in trials
             }
             for done in as_completed(runs):
+                if done.result() is None:
+                    continue
                 name, algorithm, seed = runs[done]
                 record = results.add(name, None, algorithm, seed, done.result())
                 print(f"{name}, {algorithm}, seed {seed}: {record.get('curve', record)}", flush=True)
@@ -123,6 +156,10 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--workloads", nargs="+", choices=WORKLOADS)
     result.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="beside AvgPipe")
     result.add_argument("--links", nargs="+", type=int, default=[1000, 100], help="megabits per second")
+    result.add_argument("--devices", type=int, choices=[2, 6], default=2)
+    result.add_argument("--slowness", type=float, help="of a device over a core; default: 1 of two, 6 of six")
+    result.add_argument("--microbatches", nargs="+", type=int, default=[MICROBATCHES], help="of other pipelines")
+    result.add_argument("--minutes", type=float, default=float("inf"), help="after which nothing more is begun")
     result.add_argument("--seeds", type=int, default=3)
     result.add_argument("--lines", type=int, default=16_000, help="of training, for each workload")
     result.add_argument("--epochs", type=int, default=6)
@@ -152,9 +189,13 @@ def main(arguments: Sequence[str]) -> None:
     options = parsed(arguments)
     if options.namespaces and not network.available():
         raise SystemExit("links of a limited rate are network namespaces, which need root, ip and tc; or give --free")
-    results, chosen = Results(options.json, options.resume), names(options.workloads)
+    options.ends = time.monotonic() + 60 * options.minutes
+    slowness = options.slowness or {2: 1.0, 6: 6.0}[options.devices]
+    made = workloads(options.devices, slowness)
+    results, chosen = Results(options.json, options.resume), [made[name] for name in options.workloads or made]
     folders: dict[str, Any] = {w.name: prepare(w, options.data, options.work.resolve(), options.lines) for w in chosen}
-    measure_time(results, chosen, folders, options)
+    with contextlib.suppress(_Ended):
+        measure_time(results, chosen, folders, options)
     measure_learning(results, chosen, folders, options)
     print(f"\n{report.summary(results.records)}")
     if options.pictures is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 
 from benchmarks.paper.settings import MICROBATCHES
 from benchmarks.paper.timing import OURS
-from benchmarks.paper.workloads import WORKLOADS, Workload
+from benchmarks.paper.workloads import Workload, workloads
 from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.errors import AvgPipeError
 
@@ -36,7 +37,8 @@ def algorithm_of(system: str) -> str:
     if system.startswith("avgpipe"):
         _, _, models, _, *rolling = system.split()
         return SYNCHRONOUS if models == "N=1" else " ".join([models, *rolling])
-    return system if system in ("pipedream", "2bw") else SYNCHRONOUS
+    name = system.partition(" M=")[0]
+    return name if name in ("pipedream", "2bw") else SYNCHRONOUS
 
 
 class _Curve(L.Callback):
@@ -53,7 +55,9 @@ class _Curve(L.Callback):
         trainer.should_stop = reached or epoch >= self.epochs
 
 
-def train(name: str, algorithm: str, seed: int, folder: Path, epochs: int, target: float | None) -> dict[str, Any]:
+def train(
+    name: str, algorithm: str, seed: int, folder: Path, epochs: int, target: float | None, devices: int
+) -> dict[str, Any]:
     """``curve``: pairs of epochs and metric; ``batches``: of an epoch; ``epochs``: for which its learning rates are.
 
     Or ``refused``: why it cannot be.
@@ -65,18 +69,19 @@ def train(name: str, algorithm: str, seed: int, folder: Path, epochs: int, targe
         folder: of the data.
         epochs: at most.
         target: metric at which it ends; None: plain training, which ends after ``REACHED_AFTER`` of the epochs.
+        devices: number of stages.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     L.seed_everything(seed, verbose=False)
-    workload, models = WORKLOADS[name], int(algorithm.split()[0][2:]) if algorithm.startswith("N=") else 1
+    workload, models = workloads(devices)[name], int(algorithm.split()[0][2:]) if algorithm.startswith("N=") else 1
     data = workload.data(folder, workload.batch_size, models)
     curve = _Curve(workload, epochs * REACHED_AFTER if target is None else epochs, target)
     strategy: Any = "auto"
     if algorithm != SYNCHRONOUS:
         strategy = AvgPipeStrategy(
-            num_stages=2,
+            num_stages=devices,
             num_microbatches=MICROBATCHES,
             num_pipelines=models,
             averaging=Averaging(rolling=algorithm.endswith(" rolling")),
@@ -95,6 +100,11 @@ def train(name: str, algorithm: str, seed: int, folder: Path, epochs: int, targe
         except AvgPipeError as error:
             return {"refused": str(error).split("\n")[0]}
     return {"curve": curve.points, "batches": int(trainer.num_training_batches) * models, "epochs": epochs}
+
+
+def begun_before(ends: float, *arguments: Any) -> dict[str, Any] | None:
+    """Train as :func:`train` does; return None if it is later than ``ends``, a value of ``time.monotonic``."""
+    return None if time.monotonic() > ends else train(*arguments)
 
 
 def epochs_to(curve: list[tuple[float, float]], target: float, falling: bool) -> float | None:

@@ -13,15 +13,16 @@ __all__ = ["BOUNDS", "MICROBATCHES", "fitting", "label", "memory_of", "settings_
 
 MICROBATCHES = 8  # of all other pipelines: the strategy's default, four for each stage
 BOUNDS = ("ddp", "gpipe", "1f1b", "pipedream", "2bw")
+UNLIMITED = "any memory"
 
 
 def memory_of(system: str, profile: Profile, workload: Workload) -> float:
     """Bytes of the fullest process, counted as the tuner counts AvgPipe's."""
     stages = [stage.memory for stage in profile.stages]
     weights = [memory.model / workload.copies for memory in stages]
-    if system == "ddp":  # the whole model, buckets of its gradients, half of a batch at once
+    if system == "ddp":  # the whole model, buckets of its gradients, a part of a batch at once
         models = sum(memory.model for memory in stages) + sum(weights)
-        return models + sum(memory.activations + memory.transient for memory in stages) / 2
+        return models + sum(memory.activations + memory.transient for memory in stages) / workload.devices
     schedule = "afab" if system == "gpipe" else "1f1b"
     needed = [stage.total for stage in memory_at(profile, Setting(MICROBATCHES, 1, 0, schedule))]
     older = {"pipedream": lambda k: len(stages) - 1 - k, "2bw": lambda k: 1}.get(system, lambda k: 0)
@@ -29,13 +30,13 @@ def memory_of(system: str, profile: Profile, workload: Workload) -> float:
 
 
 def fitting(system: str, profile: Profile, workload: Workload, most: int, rolls: bool = False) -> Setting:
-    """What the tuner takes within the memory of a system, with at most so many parallel models, which may roll or not.
+    """Return what the tuner takes within the memory of a system, with at most so many parallel models, which may roll.
 
     Raises:
         TuningError: not even one pipeline fits.
     """
-    counts = [m for m in (1, 2, 4, 8, 16, 32) if m <= workload.batch_size]
-    limit = memory_of(system, profile, workload)
+    counts = [m for m in (1, 2, 4, 6, 8, 12, 16, 24, 32) if m <= workload.batch_size]
+    limit = None if system == UNLIMITED else memory_of(system, profile, workload)
     settings = candidates(profile, most, counts, rolling="auto" if rolls else False)
     return search(profile, settings, limit, samples_factor=None).choice.setting
 
@@ -43,7 +44,9 @@ def fitting(system: str, profile: Profile, workload: Workload, most: int, rolls:
 def settings_within(found: Mapping[str, Any], workload: Workload) -> dict[str, Setting]:
     """Bound -> setting, from what ``timing.measure`` says of ``TUNING``."""
     profile = Profile.from_json(found["profile"])
-    return {system: fitting(system, profile, workload, found["most"], found["rolls"]) for system in BOUNDS}
+    return {
+        system: fitting(system, profile, workload, found["most"], found["rolls"]) for system in (*BOUNDS, UNLIMITED)
+    }
 
 
 def label(setting: Setting) -> str:

@@ -1,29 +1,28 @@
-"""The workloads' models in two stages written by hand, for engines that want modules in a row."""
+"""Write the workloads' models by hand as blocks in a row, and cut them into stages, for engines that want this."""
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.paper.workloads import gnmt
 
-__all__ = ["FIRST_INPUTS", "by_hand", "tensors", "tied"]
+__all__ = ["HandStage", "blocks", "cut", "tensors", "tied"]
 
 _LONGEST = 50  # tokens of a sentence: such engines want one shape
 
-# Names of the tensors of a batch that the first stage takes; the last one takes all, by name.
-FIRST_INPUTS = {
-    "gnmt": ("source", "lengths"),
-    "bert": ("tokens", "kinds"),
-    "awd_lstm": ("tokens", "streams", "fresh"),
-}
+Values = tuple[Tensor, ...]  # tensors that go from block to block
 
 
 def tensors(workload: str, batch: Any) -> dict[str, Tensor]:
-    """The tensors of a batch by name; sentences for translation padded to one length."""
+    """Return the tensors of a batch by name; sentences for translation are padded to one length."""
     if workload == "bert":
         return dict(zip(("tokens", "kinds", "labels"), batch, strict=True))
     if workload == "gnmt":
@@ -37,7 +36,7 @@ def tensors(workload: str, batch: Any) -> dict[str, Tensor]:
 
 
 class _Contiguous(torch.autograd.Function):
-    """What is sent, value and gradient, must be."""
+    """The identity; engines send values and gradients, which must be contiguous for that."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -48,111 +47,168 @@ class _Contiguous(torch.autograd.Function):
         return gradients[0].contiguous()
 
 
-class _GnmtFirst(nn.Module):
-    """The encoder."""
+class _Block(nn.Module):
+    """A block that has some modules of the model as its own.
 
-    def __init__(self, model: Any) -> None:
+    ``run(values, given)`` computes the values for the next block, the last one the loss.
+    """
+
+    def __init__(self, *parts: nn.Module, **numbers: Any) -> None:
         super().__init__()
-        self.source_embedding, self.encoder_first, self.encoder = (
-            model.source_embedding, model.encoder_first, model.encoder,
-        )  # fmt: skip
+        self.parts = nn.ModuleList(parts)
+        self.numbers = numbers
 
-    def forward(self, source: Tensor, lengths: Tensor) -> Tensor:
-        x = self.encoder_first(self.source_embedding(source), lengths)
-        for layer in self.encoder:
-            x = layer(x)
-        return _Contiguous.apply(x)
+    def run(self, values: Values, given: dict[str, Tensor]) -> Values:
+        raise NotImplementedError
 
 
-class _GnmtLast(nn.Module):
-    """The decoder."""
+class _GnmtFirst(_Block):
+    def run(self, values: Values, given: dict[str, Tensor]) -> Values:
+        embedding, layer = self.parts
+        return (layer(embedding(given["source"]), given["lengths"]),)
 
-    def __init__(self, model: Any) -> None:
+
+class _GnmtLayer(_Block):
+    def run(self, values: Values, given: dict[str, Tensor]) -> Values:
+        x, *context = values
+        return (self.parts[0](x, *context), *context)
+
+
+class _GnmtMiddle(_Block):
+    def run(self, values: Values, given: dict[str, Tensor]) -> Values:
+        embedding, layer, attention = self.parts
+        x = layer(embedding(given["words"]))
+        return x, attention(x, values[0], given["lengths"])
+
+
+class _GnmtLast(_Block):
+    def run(self, values: Values, given: dict[str, Tensor]) -> Values:
+        scores = self.parts[0](values[0]).transpose(1, 2)
+        smoothing = self.numbers["smoothing"]
+        loss = F.cross_entropy(scores, given["labels"], ignore_index=gnmt.IGNORED, label_smoothing=smoothing)
+        return (loss,)
+
+
+class _BertFirst(_Block):
+    def run(self, values: Values, given: dict[str, Tensor]) -> Values:
+        return (self.parts[0](input_ids=given["tokens"], token_type_ids=given["kinds"]),)
+
+
+class _BertLayer(_Block):
+    def run(self, values: Values, given: dict[str, Tensor]) -> Values:
+        return (self.parts[0](values[0], (given["tokens"] != 0)[:, None, None, :]),)
+
+
+class _BertLast(_Block):
+    def run(self, values: Values, given: dict[str, Tensor]) -> Values:
+        pooler, dropout, classifier = self.parts
+        return (F.cross_entropy(classifier(dropout(pooler(values[0]))), given["labels"]),)
+
+
+class _AwdFirst(_Block):
+    def run(self, values: Values, given: dict[str, Tensor]) -> Values:
+        embedding, dropout = self.parts
+        return (dropout(embedding(given["tokens"])),)
+
+
+class _AwdLayer(_Block):
+    def run(self, values: Values, given: dict[str, Tensor]) -> Values:
+        layer, *dropout = self.parts
+        x = layer(values[0], given["streams"], given["fresh"])
+        return (dropout[0](x),) if dropout else (x,)
+
+
+class _AwdLast(_Block):
+    def run(self, values: Values, given: dict[str, Tensor]) -> Values:
+        dropout, head = self.parts
+        out = dropout(values[0])
+        loss = F.cross_entropy(head(out).flatten(0, 1), given["targets"].flatten())
+        slowness = (values[0][:, 1:] - values[0][:, :-1]).square().mean()
+        return (loss + self.numbers["activation"] * out.square().mean() + self.numbers["slowness"] * slowness,)
+
+
+def blocks(workload: str, model: Any) -> list[_Block]:
+    """Return a workload's model as blocks that use its modules."""
+    if workload == "gnmt":
+        return [
+            _GnmtFirst(model.source_embedding, model.encoder_first),
+            *(_GnmtLayer(layer) for layer in model.encoder),
+            _GnmtMiddle(model.target_embedding, model.decoder_first, model.attention),
+            *(_GnmtLayer(layer) for layer in model.decoder),
+            _GnmtLast(model.head, smoothing=model.hparams.smoothing),
+        ]
+    if workload == "bert":
+        bert = model.bert
+        layers = (_BertLayer(layer) for layer in bert.bert.encoder.layer)
+        return [
+            _BertFirst(bert.bert.embeddings), *layers, _BertLast(bert.bert.pooler, bert.dropout, bert.classifier),
+        ]  # fmt: skip
+    weights = {name: model.hparams[name] for name in ("activation", "slowness")}
+    return [
+        _AwdFirst(model.embedding, model.input_dropout),
+        *(_AwdLayer(*parts) for parts in zip(model.layers[:-1], model.dropouts, strict=True)),
+        _AwdLayer(model.layers[-1]),
+        _AwdLast(model.output_dropout, model.head, **weights),
+    ]
+
+
+class HandStage(nn.Module):
+    """Some blocks in a row. It takes values as positional arguments, and the tensors of a batch by name.
+
+    The first stage is given some tensor of the batch as well, which engines want and it ignores.
+    """
+
+    def __init__(self, parts: Sequence[_Block], is_first: bool, is_last: bool) -> None:
         super().__init__()
-        self.target_embedding, self.decoder_first, self.attention = (
-            model.target_embedding, model.decoder_first, model.attention,
-        )  # fmt: skip
-        self.decoder, self.head, self.smoothing = model.decoder, model.head, model.hparams.smoothing
+        self.blocks = nn.ModuleList(parts)
+        self.is_first, self.is_last = is_first, is_last
 
-    def forward(self, encoded: Tensor, lengths: Tensor, words: Tensor, labels: Tensor, **others: Tensor) -> Tensor:
-        x = self.decoder_first(self.target_embedding(words))
-        context = self.attention(x, _Contiguous.apply(encoded), lengths)
-        for layer in self.decoder:
-            x = layer(x, context)
-        scores = self.head(x).transpose(1, 2)
-        return F.cross_entropy(scores, labels, ignore_index=gnmt.IGNORED, label_smoothing=self.smoothing)
-
-
-class _BertFirst(nn.Module):
-    """Embeddings and half of the layers."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        layers = model.bert.bert.encoder.layer
-        self.embeddings, self.layers = model.bert.bert.embeddings, layers[: len(layers) // 2]
-
-    def forward(self, tokens: Tensor, kinds: Tensor) -> Tensor:
-        x, mask = self.embeddings(input_ids=tokens, token_type_ids=kinds), (tokens != 0)[:, None, None, :]
-        for layer in self.layers:
-            x = layer(x, mask)
-        return _Contiguous.apply(x)
+    def forward(self, *values: Tensor, **given: Tensor) -> Any:
+        x: Values = () if self.is_first else tuple(map(_Contiguous.apply, values))
+        for block in self.blocks:
+            x = block.run(x, given)
+        if self.is_last:
+            return x[0]
+        x = tuple(map(_Contiguous.apply, x))
+        return x if len(x) > 1 else x[0]
 
 
-class _BertLast(nn.Module):
-    """The other half, and the classifier."""
+def cut(parts: Sequence[_Block], given: dict[str, Tensor], num_stages: int) -> list[HandStage]:
+    """Cut blocks into stages of nearly the same time, which rank 0 measures with these tensors of a batch.
 
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        layers = model.bert.bert.encoder.layer
-        self.layers, self.pooler = layers[len(layers) // 2 :], model.bert.bert.pooler
-        self.dropout, self.classifier = model.bert.dropout, model.bert.classifier
-
-    def forward(self, x: Tensor, tokens: Tensor, labels: Tensor, **others: Tensor) -> Tensor:
-        mask = (tokens != 0)[:, None, None, :]
-        for layer in self.layers:
-            x = layer(x, mask)
-        return F.cross_entropy(self.classifier(self.dropout(self.pooler(x))), labels)
-
-
-class _AwdFirst(nn.Module):
-    """All layers but the last one."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.embedding, self.input_dropout = model.embedding, model.input_dropout
-        self.layers, self.dropouts = model.layers[:-1], model.dropouts
-
-    def forward(self, tokens: Tensor, streams: Tensor, fresh: Tensor) -> Tensor:
-        x = self.input_dropout(self.embedding(tokens))
-        for layer, dropout in zip(self.layers, self.dropouts, strict=True):
-            x = dropout(layer(x, streams, fresh))
-        return _Contiguous.apply(x)
+    Every process calls it.
+    """
+    found: list[Any] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        seconds = _seconds(parts, given)
+        inner = itertools.combinations(range(1, len(parts)), num_stages - 1)
+        found[0] = min(((0, *cuts, len(parts)) for cuts in inner), key=lambda ends: _slowest(seconds, ends))
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    ends = found[0]
+    return [
+        HandStage(parts[begin:end], begin == 0, end == len(parts)) for begin, end in itertools.pairwise(ends)
+    ]  # fmt: skip
 
 
-class _AwdLast(nn.Module):
-    """The last layer, and the words."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.layer, self.output_dropout, self.head = model.layers[-1], model.output_dropout, model.head
-        self.activation, self.slowness = model.hparams.activation, model.hparams.slowness
-
-    def forward(self, x: Tensor, streams: Tensor, fresh: Tensor, targets: Tensor, **others: Tensor) -> Tensor:
-        raw = self.layer(_Contiguous.apply(x), streams, fresh)
-        out = self.output_dropout(raw)
-        loss = F.cross_entropy(self.head(out).flatten(0, 1), targets.flatten())
-        slowness = (raw[:, 1:] - raw[:, :-1]).square().mean()
-        return loss + self.activation * out.square().mean() + self.slowness * slowness
+def _slowest(seconds: Sequence[float], ends: Sequence[int]) -> float:
+    return max(sum(seconds[begin:end]) for begin, end in itertools.pairwise(ends))
 
 
-_STAGES = {"gnmt": (_GnmtFirst, _GnmtLast), "bert": (_BertFirst, _BertLast), "awd_lstm": (_AwdFirst, _AwdLast)}
-
-
-def by_hand(workload: str, model: nn.Module, stage: int) -> nn.Module:
-    """A stage, 0 or 1, with the parameters of a model."""
-    return _STAGES[workload][stage](model)
+def _seconds(parts: Sequence[_Block], given: dict[str, Tensor]) -> list[float]:
+    """Return the seconds of a forward and a backward of each block, the smaller of two."""
+    found = [float("inf")] * len(parts)
+    for _ in range(2):
+        values: Values = ()
+        for number, block in enumerate(parts):
+            begin = time.perf_counter()
+            made = block.run(values, given)
+            torch.autograd.grad(made, list(block.parameters()), [torch.ones_like(t) for t in made], allow_unused=True)
+            found[number] = min(found[number], time.perf_counter() - begin)
+            values = tuple(t.detach().requires_grad_() for t in made)
+    return found
 
 
 def tied(workload: str, model: Any) -> Tensor | None:
-    """The parameter that both stages use, whose gradients somebody must add."""
+    """Return the parameter that the first and the last stage use, whose gradients somebody must add."""
     return model.head.weight if workload == "awd_lstm" else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import bert  # noqa: E402
 import corpora  # noqa: E402
 import gnmt  # noqa: E402
 
-__all__ = ["WORKLOADS", "Workload", "prepare"]
+__all__ = ["WORKLOADS", "Workload", "prepare", "workloads"]
 
 HELD_OUT = 10  # one line of validation for so many of training
 
@@ -43,6 +43,8 @@ class Workload:
         module: makes the LightningModule for so many parallel models.
         data: makes the LightningDataModule from a folder, a batch size, and a number of parallel models.
         optimizer: of parameters, without a trainer; as the module's.
+        devices: number of processes, and of stages of a pipeline.
+        slowness: how many times as slow as a core each device is, see ``slowed.py``.
     """
 
     name: str
@@ -57,36 +59,55 @@ class Workload:
     data: Callable[[Path, int, int], L.LightningDataModule]
     optimizer: Callable[[list[Tensor]], torch.optim.Optimizer]
     options: dict[str, Any] = field(default_factory=dict)
+    devices: int = 2
+    slowness: float = 1.0
 
     def better(self, one: float, other: float) -> bool:
         """Whether a metric is at least as good as another one."""
         return one <= other if self.goal == "min" else one >= other
 
 
-WORKLOADS = {
-    workload.name: workload
-    for workload in (
-        Workload(
-            "gnmt", "debian", "val_loss", "min", 64, 1.0, 5.0, 4,
-            lambda models: gnmt.GNMT(warmup=100),
-            lambda folder, batch_size, models: gnmt.Sentences(folder, batch_size=batch_size),
-            lambda parameters: torch.optim.Adam(parameters, 2e-3),
-            {"loss_weight": "labels"},
-        ),
-        Workload(
-            "bert", "verses", "val_accuracy", "max", 32, 1.0, None, 4,
-            lambda models: bert.SentencePairs(),
-            lambda folder, batch_size, models: bert.Pairs(folder, batch_size=batch_size),
-            lambda parameters: torch.optim.AdamW(parameters, 5e-4),
-        ),
-        Workload(
-            "awd_lstm", "", "val_loss", "min", 32, 2.0, 0.25, 3,
-            lambda models: awd_lstm.AWDLSTM(streams=32 * models),
-            lambda folder, batch_size, models: awd_lstm.Words(folder, batch_size=batch_size, groups=models),
-            lambda parameters: torch.optim.ASGD(parameters, 10.0, lambd=0.0, t0=float("inf"), weight_decay=1.2e-6),
-        ),
-    )
-}  # fmt: skip
+def _gnmt(layers: int, batch_size: int) -> Workload:
+    return Workload(
+        "gnmt", "debian", "val_loss", "min", batch_size, 1.0, 5.0, 4,
+        lambda models: gnmt.GNMT(warmup=100, layers=layers),
+        lambda folder, batch_size, models: gnmt.Sentences(folder, batch_size=batch_size),
+        lambda parameters: torch.optim.Adam(parameters, 2e-3),
+        {"loss_weight": "labels"},
+    )  # fmt: skip
+
+
+def _bert(layers: int, batch_size: int) -> Workload:
+    return Workload(
+        "bert", "verses", "val_accuracy", "max", batch_size, 1.0, None, 4,
+        lambda models: bert.SentencePairs(layers=layers),
+        lambda folder, batch_size, models: bert.Pairs(folder, batch_size=batch_size),
+        lambda parameters: torch.optim.AdamW(parameters, 5e-4),
+    )  # fmt: skip
+
+
+def _awd_lstm(layers: int, batch_size: int) -> Workload:
+    return Workload(
+        "awd_lstm", "", "val_loss", "min", batch_size, 2.0, 0.25, 3,
+        lambda models: awd_lstm.AWDLSTM(streams=batch_size * models, layers=layers),
+        lambda folder, batch_size, models: awd_lstm.Words(folder, batch_size=batch_size, groups=models),
+        lambda parameters: torch.optim.ASGD(parameters, 10.0, lambd=0.0, t0=float("inf"), weight_decay=1.2e-6),
+    )  # fmt: skip
+
+
+def workloads(devices: int, slowness: float = 1.0) -> dict[str, Workload]:
+    """Return the workloads for so many devices: the examples' sizes for two, more layers and samples for six.
+
+    Args:
+        devices: 2 or 6.
+        slowness: how many times as slow as a core each device is.
+    """
+    sizes = {2: ((4, 64), (4, 32), (3, 32)), 6: ((6, 96), (12, 48), (6, 48))}[devices]
+    made = [make(*size) for make, size in zip((_gnmt, _bert, _awd_lstm), sizes, strict=True)]
+    return {w.name: replace(w, devices=devices, slowness=slowness) for w in made}
+
+
+WORKLOADS = workloads(2)
 
 
 def prepare(workload: Workload, given: Path, folder: Path, lines: int) -> Path:
@@ -127,8 +148,3 @@ def _signs(held_out: bool) -> Iterator[str]:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             if words := re.findall(r"\w+|\S", line):
                 yield " ".join(words)
-
-
-def names(chosen: Sequence[str] | None) -> list[Workload]:
-    """Workloads by name; None: all."""
-    return [WORKLOADS[name] for name in chosen or WORKLOADS]
