@@ -5,7 +5,7 @@ Importing this package registers the strategy.
 
 # ruff: noqa: E402
 import importlib
-import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_avgpipe.utils.versions import OTHER, check_versions
@@ -17,7 +17,7 @@ from lightning_avgpipe.utils import torch_compat
 
 torch_compat.check()
 
-if importlib.util.find_spec("lightning_avgpipe.systems"):  # before options are defined by what there is
+if (Path(__file__).parent / "systems").is_dir():  # before options are defined by what there is
     importlib.import_module("lightning_avgpipe.systems")
 
 # isort: split

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import math
 import multiprocessing
@@ -197,6 +198,7 @@ def receive(connection: Connection) -> Any:
 def _run(work: Callable[[Connection], Any], connection: Connection, parent: int) -> NoReturn:
     """Run the function in the child, and exit without returning to the code that forked it."""
     try:
+        gc.freeze()  # garbage of the parent may own threads that do not exist here, and must not be collected
         _detach(connection, parent)
         threads = torch.get_num_threads()
         if threads == 1:

@@ -20,7 +20,7 @@ from lightning_avgpipe.engine.loss import loss_in
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.errors import ConfigurationError, VerificationError
 from lightning_avgpipe.utils import forked, tree
-from lightning_avgpipe.utils.forked import Child
+from lightning_avgpipe.utils.forked import Child, ForkError
 from lightning_avgpipe.utils.lightning import pl, rank_zero_info, rank_zero_warn
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.tensors import as_tensor
@@ -203,7 +203,8 @@ class Verifier:
                 # cloned, since a view would be sent with all of its storage
                 own = [replace(part, data=tree.map_tensors(torch.clone, part.data)) for part in parts]
                 asked = whole if n == 0 and len(parts) > 1 and self._asks_for_whole() else None
-                child.send(Batch(own, rest, key, captured, self._steps, progress, asked))
+                with contextlib.suppress(ForkError):  # why the child has ended is told where its traces are awaited
+                    child.send(Batch(own, rest, key, captured, self._steps, progress, asked))
         self._before = [self._held(n, attributes) for n in range(len(works))]
 
         def noted(n: int, i: int, result: Any) -> Tensor | None:

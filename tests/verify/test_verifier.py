@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -530,3 +532,29 @@ def test_a_loss_that_looks_across_the_batch_is_told_with_both_numbers() -> None:
 @pytest.mark.filterwarnings("error:the loss of the first batch")
 def test_of_a_mean_over_samples_nothing_is_told() -> None:
     fit(MLP(), verify="auto")
+
+
+class DyingPlainly(MLP):
+    """Its optimizer ends every other process than the one that trains."""
+
+    def configure_optimizers(self) -> Any:
+        home = os.getpid()
+
+        class Dying(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+                result = super().step(closure)
+                if os.getpid() != home:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return result
+
+        return Dying(self.parameters(), lr=0.1)
+
+
+def test_training_goes_on_when_the_plain_run_dies(logged: pytest.LogCaptureFixture) -> None:
+    assert fit(DyingPlainly(), verify="auto").global_step == 6
+    assert "the plain run failed with ForkError" in logged.text
+
+
+def test_a_plain_run_that_was_asked_for_and_dies_ends_training() -> None:
+    with pytest.raises(VerificationError, match="the child that trains plainly, to verify the pipeline has died"):
+        fit(DyingPlainly(), verify=True)
