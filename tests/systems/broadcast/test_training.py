@@ -82,7 +82,7 @@ def test_with_defaults_it_equals_accumulation_where_links_are_slow(caplog: pytes
 def test_copies_of_weights_count_in_the_plan_the_limit_and_the_measured_peak(caplog: pytest.LogCaptureFixture) -> None:
     points = {"split_points": ["layers.2", "layers.3"], "costs": "measured", "costs_cache": None}
     with mock.patch.object(Broadcast, "gain", lambda *_: 1.07), caplog.at_level(logging.INFO, "lightning_avgpipe"):
-        found, strategy = fitted("broadcast", **points)
+        found, strategy = fitted(Broadcast(), **points)
         _, plain = fitted("1f1b", **points)
         assert strategy.plan is not None and plain.plan is not None
         (ours, theirs), mid = ([s.plan.stages for s in (strategy, plain)], strategy.plan.stages[1])  # type: ignore[union-attr]
@@ -93,7 +93,7 @@ def test_copies_of_weights_count_in_the_plan_the_limit_and_the_measured_peak(cap
         assert strategy.peak_memory_bytes[2] >= plain.peak_memory_bytes[2] + weights - 64
         caplog.clear()
         limit = max(stage.memory.total for stage in ours) - 1
-        limited, _ = fitted("broadcast", memory_limit=limit, **points)
+        limited, _ = fitted(Broadcast(), memory_limit=limit, **points)
     assert all(
         "schedule 1f1b instead of broadcast" in text and "more than memory_limit" in text for text in said(caplog)
     )
