@@ -120,11 +120,13 @@ def prepare(workload: Workload, given: Path, folder: Path, lines: int) -> Path:
     """
     made, count = folder / f"{workload.name}-{lines}", int(lines * workload.line_factor)
     if not made.exists():
-        made.mkdir(parents=True)
+        begun = made.with_suffix(".part")
+        begun.mkdir(parents=True, exist_ok=True)
         for path, text in _texts(workload, given):
             most = count if path.startswith("train") else max(1, count // HELD_OUT)
             header = path.endswith(".tsv")
-            corpora.write(made / path, itertools.islice(text, most + header))
+            corpora.write(begun / path, itertools.islice(text, most + header))
+        begun.rename(made)  # the folder is there only if it is whole
     workload.data(made, workload.batch_size, 1).prepare_data()
     return made
 
