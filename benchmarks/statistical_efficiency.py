@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -79,11 +79,25 @@ class Trial:
         return f"{name}{outer}{'' if self.rate == 1 else f', lr x {self.rate:g}'}"
 
 
-def optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
-    """By name, over all parameters."""
-    if name == "adam":
-        return Adam(model.parameters(), lr)
-    return SGD(model.parameters(), lr, momentum=0.9 if name == "momentum" else 0.0)
+def optimizer(name: str, model: nn.Module, lr: float, looks_ahead: bool = False) -> Optimizer:
+    """Return an optimizer of all parameters by its name.
+
+    Args:
+        name: "sgd", "momentum", "adam" or "adamw".
+        model: model with the parameters.
+        lr: learning rate.
+        looks_ahead: whether it is that of AsyncPP (arXiv:2505.01099): Nesterov's, with a momentum of 0.99, and for
+            momentum a learning rate under which a gradient moves the weights as far in all as with 0.9.
+    """
+    parameters = model.parameters()
+    if name in ("adam", "adamw"):
+        if looks_ahead:
+            decay = 0.01 if name == "adamw" else 0.0
+            return NAdam(parameters, lr, (0.99, 0.999), weight_decay=decay, decoupled_weight_decay=True)
+        return AdamW(parameters, lr) if name == "adamw" else Adam(parameters, lr)
+    if looks_ahead:
+        return SGD(parameters, lr / 10, momentum=0.99, nesterov=True)
+    return SGD(parameters, lr, momentum=0.9 if name == "momentum" else 0.0)
 
 
 def batches(samples: Samples, size: int, seed: int) -> Iterator[Samples]:

@@ -2,8 +2,9 @@
 
     python benchmarks/weight_policies.py --json policies.json --picture docs/weight_policies.png --resume   # goes on
     python benchmarks/weight_policies.py --quick                                  # where it was: some twelve minutes
+    python benchmarks/weight_policies.py --parts samples --microbatches 1 --optimizer adamw   # gradients 3 updates old
 
-Two measurements of a Trainer's run, both with four stages and as many micro-batches in a batch:
+Two measurements of a Trainer's run, both with four stages and as many micro-batches in a batch, or ``--microbatches``:
 
 - time: seconds per batch with a process for each stage, links of a limited rate and sleeps in place of compute, as in
   ``trained.py``, beside what the simulator says;
@@ -12,8 +13,10 @@ Two measurements of a Trainer's run, both with four stages and as many micro-bat
   What a run computes does not depend on processes and timing.
 
 Time to the goal is the product. ``flush`` is 1F1B with a drain after each batch; ``advance`` the same weights in the
-order of advance forward propagation; ``pipeoptim, no repeat`` is ``PipeOptim(exact_backward=False)``; of ``rolling``
-two models are trained, and their reference is judged. Each measurement is in the results file as soon as it is made.
+order of advance forward propagation; ``pipeoptim, no repeat`` is ``PipeOptim(exact_backward=False)``; ``nesterov`` is
+``stash`` with the optimizer of AsyncPP, which looks ahead (``optimizer`` of ``statistical_efficiency.py``); of
+``rolling`` two models are trained, and their reference is judged. Each measurement is in the results file as soon as it
+is made.
 """
 
 from __future__ import annotations
@@ -50,11 +53,14 @@ STAGES = 4
 PATIENCE = 6  # times the samples of flush, after which a training is given up
 EVERY = 160  # samples between evaluations
 FIRST_LIMIT = 40_000
+PARTS = ["time", "samples"]
 
 SIDES: dict[str, dict[str, Any]] = {
     "flush": {"schedule": "1f1b"},
     "advance": {"advance": 1},
     "stash": {"weight_policy": "stash"},
+    "nesterov": {"weight_policy": "stash"},
+    "none": {"weight_policy": "none"},
     "2bw": {"weight_policy": "2bw"},
     "spectrain": {"weight_policy": "spectrain"},
     "pipeoptim": {"weight_policy": "pipeoptim"},
@@ -69,17 +75,17 @@ SIDES: dict[str, dict[str, Any]] = {
 class _Model(L.LightningModule):
     """A workload's."""
 
-    def __init__(self, workload: Workload, kind: str) -> None:
+    def __init__(self, workload: Workload, kind: str, looks_ahead: bool) -> None:
         super().__init__()
         self.net = workload.model()
-        self.workload, self.kind = workload, kind
+        self.workload, self.kind, self.looks_ahead = workload, kind, looks_ahead
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         *inputs, targets = batch
         return self.workload.loss(self.net(*inputs), targets)
 
     def configure_optimizers(self) -> Any:
-        return optimizer(self.kind, self, self.workload.rates[self.kind])
+        return optimizer(self.kind, self, self.workload.rates[self.kind.removesuffix("w")], self.looks_ahead)
 
 
 class _Batches(IterableDataset):  # type: ignore[type-arg]
@@ -135,7 +141,9 @@ def train(side: str, workload: str, kind: str, microbatches: int, seed: int, lim
         devices=1,
         callbacks=[looks],
     )
-    trainer.fit(_Model(goal, kind), DataLoader(_Batches(samples, goal.batch_size, seed), batch_size=None))
+    trainer.fit(
+        _Model(goal, kind, side == "nesterov"), DataLoader(_Batches(samples, goal.batch_size, seed), batch_size=None)
+    )
     return looks.samples
 
 
@@ -216,6 +224,16 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def needed(samples: dict[str, list[float]]) -> str:
+    """Markdown: samples to the goal as multiples of the median of flush."""
+    flush = statistics.median(samples["flush"])
+    lines = ["| | samples (seeds) |", "| --- | --- |"]
+    for side, values in samples.items():
+        low, middle, high = (value / flush for value in (min(values), statistics.median(values), max(values)))
+        lines.append(f"| {side} | {middle:.2f} ({low:.2f} - {high:.2f}) |")
+    return "\n".join(lines)
+
+
 def picture(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Time to the goal as a multiple of that of flush: a panel per link."""
     import matplotlib
@@ -243,8 +261,9 @@ def picture(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    result.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     result.add_argument("--workload", choices=WORKLOADS, default="digits")
-    result.add_argument("--optimizer", choices=("momentum", "adam"), default="momentum")
+    result.add_argument("--optimizer", choices=("momentum", "adam", "adamw"), default="momentum")
     result.add_argument("--seeds", type=int, default=3)
     result.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="trainings at a time")
     result.add_argument("--microbatches", type=int, default=STAGES, help="M; 2bw needs as many as there are stages")
@@ -268,10 +287,16 @@ def main(arguments: Sequence[str]) -> None:
     if options.quick:
         options.seeds, options.rounds, options.steps, options.megabits = 1, 1, 12, options.megabits[:1]
         options.forward_ms, options.backward_ms, options.message_bytes = 10.0, 20.0, 60_000
+    if options.microbatches < STAGES:
+        options.sides = [side for side in options.sides if side != "2bw"]  # it would need more versions
     results = Results(options.json, options.resume)
-    seconds = measure_time(results, options)
-    rows = rows_of(measure_samples(results, options), seconds)
+    seconds = measure_time(results, options) if "time" in options.parts else {}
+    samples = measure_samples(results, options) if "samples" in options.parts else {}
     print(f"{options.workload}, {options.optimizer}, {STAGES} stages, {options.microbatches} micro-batches\n")
+    if not samples or not seconds:
+        print(needed(samples) if samples else seconds)
+        return
+    rows = rows_of(samples, seconds)
     print(table(rows))
     if options.picture is not None:
         picture(rows, options.picture, f"{options.workload}, {options.optimizer}")
