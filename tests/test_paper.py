@@ -122,3 +122,26 @@ def test_a_slow_device_takes_its_factor_of_the_time_of_a_core() -> None:
     work()
     used, taken = time.thread_time() - used, time.perf_counter() - begin
     assert taken >= 19 * used and device.busy_s == pytest.approx(taken, rel=0.1)
+
+
+def test_forwards_and_backwards_within_an_optimizers_step_are_slowed_one_by_one() -> None:
+    device, parameter = SlowDevice(2.0), torch.nn.Parameter(torch.ones(200_000))
+    busy_s: list[float] = []
+
+    def closure() -> torch.Tensor:
+        for _ in range(2):
+            with device.computing():
+                loss = (parameter**2).sum()
+                loss.backward()
+            busy_s.append(device.busy_s)
+        return loss
+
+    handles = device.take_optimizers()
+    try:
+        torch.optim.SGD([parameter], 0.1).step(closure)
+        before = device.busy_s
+        torch.optim.SGD([parameter], 0.1).step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert 0 < busy_s[0] < busy_s[1] < before < device.busy_s

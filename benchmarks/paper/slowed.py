@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["SlowDevice"]
 
@@ -71,13 +72,35 @@ class SlowDevice:
         for name in names:
             setattr(owner, name, self.slowed(getattr(owner, name)))
 
-    def take_optimizers(self) -> None:
-        """Slow the steps of all optimizers."""
+    def take_optimizers(self) -> list[RemovableHandle]:
+        """Slow the steps of all optimizers, but not the closures within which Lightning runs forwards and backwards.
+
+        Returns:
+            Handles whose ``remove()`` ends it.
+        """
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         entered = contextlib.ExitStack()
-        register_optimizer_step_pre_hook(lambda *_: entered.enter_context(self.computing()) and None)
-        register_optimizer_step_post_hook(lambda *_: entered.close())
+
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            owner, *rest = args
+            given = {**dict(zip(("closure",), rest, strict=False)), **kwargs}
+            closure = given.get("closure")
+
+            def run() -> Any:
+                result = closure()
+                entered.enter_context(self.computing())
+                return result
+
+            if closure is None:
+                entered.enter_context(self.computing())
+                return args, kwargs
+            return (owner,), {**given, "closure": run}
+
+        return [
+            register_optimizer_step_pre_hook(before),
+            register_optimizer_step_post_hook(lambda *_: entered.close()),
+        ]
 
     def take_engine(self) -> None:
         """Slow the stages of this engine, and let its planner know how long they take."""
