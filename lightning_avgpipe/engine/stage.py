@@ -15,7 +15,7 @@ from lightning_avgpipe.comm.codec import pickled
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.execution import Casts, Execution, OwnStream
 from lightning_avgpipe.engine.own_module import OwnAttributes, OwnModule, Weights
-from lightning_avgpipe.engine.part import Observe, OffPathNode, Path, Replayed
+from lightning_avgpipe.engine.part import Observe, OffPathNode, Part, Path, Replayed
 from lightning_avgpipe.engine.prefix import Prefix, Shortcut
 from lightning_avgpipe.engine.recompute import Observations, Repetition
 from lightning_avgpipe.engine.stage_step import StageStep
@@ -208,21 +208,20 @@ class Stage:
             values = self._received(message, program)
             gates, received = entered(message, values, task.trains, self._repetition.overwritten)
         entries, attested = (message.entries, message.attested) if message is not None else ((), ())
-        repeat = self._repetition.units if task.trains else None
+        part = Part(
+            program,
+            partial(task.run, micro_batch),
+            task.args[micro_batch],
+            received,
+            entries,
+            task.key_of(micro_batch),
+            observe=observe or self._step.observe,
+            repeat=self._repetition.units if task.trains else None,
+            tap=tap,
+            attested=attested if task.trains else None,
+        )
         with self._casts.reused() if self._casts is not None and task.trains else nullcontext():
-            replayed = self._step.run(
-                program,
-                task,
-                micro_batch,
-                received,
-                entries,
-                copies,
-                observe=observe,
-                repeat=repeat,
-                tap=tap,
-                watched=self._watched,
-                attested=attested,
-            )
+            replayed = self._step.run(part, task, micro_batch, copies, self._watched)
         return gates, replayed
 
     def _received(self, message: Message, program: StageProgram) -> tuple[int, ...]:

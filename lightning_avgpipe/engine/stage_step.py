@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,10 +24,9 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.capture.tracer import uncompiled
-from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.flat_program import VALUES, FlatProgram, Surprise, description
-from lightning_avgpipe.engine.part import Entry, Observe, Part, Path, Repeat, ReplayContext, Replayed, Runner
+from lightning_avgpipe.engine.part import Observe, Part, Path, ReplayContext, Replayed, Runner
 from lightning_avgpipe.engine.program_writer import ProgramWriter
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.replay import replay
@@ -234,39 +232,22 @@ class StageStep:
 
     def run(
         self,
-        program: StageProgram,
+        part: Part,
         task: Task,
         micro_batch: int,
-        received: Sequence[Tensor],
-        entries: tuple[Entry, ...] | Path,
         copies: Mapping[int, str],
-        observe: Observe | None,
-        repeat: Repeat | None,
-        tap: int,
         watched: Callable[[], AbstractContextManager[Any]],
-        attested: tuple[Attested, ...],
     ) -> Replayed:
-        """Execute a program, the stage's own or a part of it, on one micro-batch of a task.
-
-        Further arguments are as for :class:`Part`.
+        """Execute the stage's part of a step, or a part of it, on one micro-batch of a task.
 
         Args:
+            part: what is executed.
+            task: work of the iteration.
+            micro_batch: number of the micro-batch.
             copies: ``id -> full name`` of the copies that stand for parameters now.
             watched: return the context within which the step runs.
         """
         trains = task.trains
-        part = Part(
-            program,
-            partial(task.run, micro_batch),
-            task.args[micro_batch],
-            received,
-            entries,
-            task.key_of(micro_batch),
-            observe=observe or self.observe,
-            repeat=repeat,
-            tap=tap,
-            attested=attested if trains else None,
-        )
         form = Form.of(part, self._programs.static) if self._may_repeat(part, task) else None
         writer = None
         if form is not None:
@@ -280,7 +261,7 @@ class StageStep:
                 if writer is not None and form is not None and task.around is not None:
                     with task.around(micro_batch):  # the context may set modes, such as autocast
                         writer.begin(form.tensors)
-                around = self._unforeseen.node if program.num_stages > 1 else None
+                around = self._unforeseen.node if part.program.num_stages > 1 else None
                 replayed = replay(part, self._context_now(copies), around, writer)
             self._began_on_host |= replayed.began_on_host
             if inspection is not None:
