@@ -18,7 +18,7 @@ from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import Party, Route, StageMap, all_parties, control_routes, names, stage_replicas
 from lightning_avgpipe.comm.transfer import Arrivals
 from lightning_avgpipe.comm.transport import Transport
-from lightning_avgpipe.comm.waits import Waits
+from lightning_avgpipe.comm.waits import Running, Waits
 from lightning_avgpipe.comm.watch import Watch
 from lightning_avgpipe.utils.patching import nothing
 
@@ -273,11 +273,11 @@ class Cluster:
                 self._network.connect(route)
 
     def _collectives_of(self, party: Party) -> Collectives:
-        def run(collective: Callable[[], object], doing: str) -> None:
+        def begin(collective: Callable[[], object], doing: str) -> Running:
             def connected() -> None:
                 self._connect()
                 collective()
 
-            self.waits.run(connected, doing)
+            return self.waits.begin(connected, doing)
 
-        return Collectives(party, self._process.rank, self._network, run, lambda: self.waits.arrivals.moved())
+        return Collectives(party, self._process.rank, self._network, begin, lambda: self.waits.arrivals.moved())

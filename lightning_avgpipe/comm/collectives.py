@@ -27,6 +27,7 @@ from lightning_avgpipe.comm.codec import as_bytes, pickled
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import Party
 from lightning_avgpipe.comm.transfer import transfer
+from lightning_avgpipe.comm.waits import Running
 
 T = TypeVar("T")
 
@@ -45,8 +46,8 @@ class Collectives:
         party: members of the set.
         rank: rank of this process among all.
         network: network that connects the members; unused if there is only one.
-        run: runs a function that waits for the other members; its second argument says, for errors, what this process
-            does.
+        begin: begins to run a function that waits for the other members; its second argument says, for errors, what
+            this process does.
         moved: called when bytes went over a connection.
 
     Attributes:
@@ -61,13 +62,13 @@ class Collectives:
         party: Party,
         rank: int,
         network: ProcessGroups,
-        run: Callable[[Callable[[], object], str], None],
+        begin: Callable[[Callable[[], object], str], Running],
         moved: Callable[[], None],
     ) -> None:
         self.ranks = party.ranks
         self.rank, self.world_size = party.ranks.index(rank), len(party.ranks)
         self.party, self._network = party, network
-        self._run, self._moved = run, moved
+        self._begin, self._moved = begin, moved
 
     @property
     def process_group(self) -> Any:
@@ -77,7 +78,11 @@ class Collectives:
     def together(self, what: str, collective: Callable[[], object]) -> None:
         """Run a collective, unless there is one member; stop waiting for it when a process has failed."""
         if self.world_size > 1:
-            self._run(collective, f"waits for the other processes in {what}")
+            self.begin(what, collective).finish()
+
+    def begin(self, what: str, collective: Callable[[], object]) -> Running:
+        """Begin a collective in a thread of its own. Until it is over these members must do nothing else together."""
+        return self._begin(collective, f"waits for the other processes in {what}")
 
     def wait_for(self, work: Any, what: str) -> None:
         """Wait for a collective that has begun. One that is over already is completed in this thread."""
@@ -351,9 +356,8 @@ def sum_in_order(
     mine: Sequence[Tensor],
     sources: Sequence[int],
     group: dist.ProcessGroup,
-    run: Callable[[Callable[[], object]], None],
 ) -> Tensor:
-    """Return the sum of all terms, with the same bits on all processes. All of them call it.
+    """Return the sum of all terms, with the same bits on all processes. All of them call it, and wait for each other.
 
     Each process adds all terms by itself, in a fixed order::
 
@@ -370,7 +374,6 @@ def sum_in_order(
         sources: for each term, in the order in which terms are added, the rank within the group of the process that has
             it.
         group: process group; each of its processes has at least one term.
-        run: runs a function that waits for the other processes.
 
     Returns:
         The sum: flat, of the length of a term.
@@ -382,6 +385,6 @@ def sum_in_order(
         own = total.new_zeros(most, rows[0].numel())
         torch.stack(rows[1:], out=own[: len(mine)])
         terms = own.new_empty(group.size(), *own.shape)
-        run(partial(dist.all_gather_into_tensor, as_bytes(terms), as_bytes(own), group=group))
+        dist.all_gather_into_tensor(as_bytes(terms), as_bytes(own), group=group)
         rows[0].copy_(reduce(torch.add, (terms[place] for place in places)))
     return total

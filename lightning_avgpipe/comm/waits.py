@@ -96,9 +96,6 @@ class Waits:
     def run(self, function: Callable[[], object], doing: str) -> None:
         """Run a function that waits for other processes, and check meanwhile whether one of them has failed.
 
-        The function runs in a thread, because a collective of gloo can neither be polled nor cancelled. On an
-        accelerator it runs on the caller's stream, and the caller goes on once its work is queued there.
-
         Args:
             function: function to run.
             doing: what this process does, for messages.
@@ -106,8 +103,16 @@ class Waits:
         Raises:
             PeerError: as of :meth:`until`, or a connection broke. Any other error of the function is raised as it is.
         """
+        self.begin(function, doing).finish()
+
+    def begin(self, function: Callable[[], object], doing: str) -> Running:
+        """Begin to run a function that waits for other processes, beside what this thread does; see :meth:`run`.
+
+        The function runs in a thread, because a collective of gloo can neither be polled nor cancelled. On an
+        accelerator it runs on the caller's stream, and is over once its work is queued there.
+        """
         self.watch.check()
-        done, errors = threading.Event(), []
+        running = Running(self, doing)
         stream, infers = self._port.current_stream(), torch.is_inference_mode_enabled()
 
         def work() -> None:
@@ -116,24 +121,45 @@ class Waits:
                 # tensors made in inference mode can be written only in this mode
                 with self._port.on_stream(stream), torch.inference_mode(infers), torch.no_grad():
                     function()
-            except Exception as error:  # re-raised below, in the thread that asked
-                errors.append(error)
+            except Exception as error:  # re-raised in the thread that asked
+                running.error = error
             finally:
-                done.set()
+                running.over.set()
                 self.arrivals.notify()
 
         self._thread = threading.Thread(target=work, name=f"avgpipe {doing}", daemon=True)
         self._thread.start()
-        with self.watch.during(doing):
-            self.until(done.is_set, doing)
-            if errors:
-                if not is_broken_connection(errors[0]):
-                    raise errors[0]
-                self.watch.look()
-                lost = f"{self.watch.name} {doing}, but a connection broke: {errors[0]}{self.watch.account().text}"
-                raise PeerError(lost) from errors[0]
+        return running
 
     def close(self, join_s: float) -> None:
         """Wait up to ``join_s`` seconds for a function that still runs."""
         if self._thread is not None:
             self._thread.join(join_s)
+
+
+class Running:
+    """A function that runs in a thread of its own and waits for other processes; see :meth:`Waits.begin`.
+
+    Attributes:
+        over: set when the function has ended.
+        error: error of the function; None if there is none.
+    """
+
+    def __init__(self, waits: Waits, doing: str) -> None:
+        self.over = threading.Event()
+        self.error: Exception | None = None
+        self._waits = waits
+        self._doing = doing
+
+    def finish(self) -> None:
+        """Wait until the function has ended, and raise its error; errors are those of :meth:`Waits.run`."""
+        watch = self._waits.watch
+        with watch.during(self._doing):
+            self._waits.until(self.over.is_set, self._doing)
+            if self.error is None:
+                return
+            if not is_broken_connection(self.error):
+                raise self.error
+            watch.look()
+            lost = f"{watch.name} {self._doing}, but a connection broke: {self.error}{watch.account().text}"
+            raise PeerError(lost) from self.error

@@ -159,7 +159,8 @@ def execute(
         cluster: cluster of the processes.
         observers: observers of the iteration, each within those before it.
         oldest_first: whether lanes may be in different iterations.
-        until: return whether to stop before all actions are done; asked between two actions. Default: never.
+        until: return whether to stop before all actions are done; asked between two actions, and when anything
+            arrives. Default: never.
     Raises:
         Exception: user code failed; a note names stage, rank and action.
         StageError: user code raised StopIteration in an action.
@@ -171,7 +172,7 @@ def execute(
         while not until() and (pending := [lane for lane in lanes if lane.actions]):
             runnable = [lane for lane in pending if lane.ready()]
             if not runnable:
-                _wait_for(pending, waits, observers)
+                _wait_for(pending, waits, observers, until)
                 continue
             waits.watch.check()
             lane = min(runnable, key=order)
@@ -187,11 +188,11 @@ def execute(
         waits.watch.doing = ""
 
 
-def _wait_for(lanes: Sequence[Lane], waits: Waits, observers: Sequence[Observer]) -> None:
+def _wait_for(lanes: Sequence[Lane], waits: Waits, observers: Sequence[Observer], until: Callable[[], bool]) -> None:
     with contextlib.ExitStack() as waiting:
         for observer in observers:
             waiting.enter_context(observer.waiting(_waits(lanes)))
-        waits.until(lambda: any(lane.ready() for lane in lanes), lambda: _waits(lanes))
+        waits.until(lambda: any(lane.ready() for lane in lanes) or until(), lambda: _waits(lanes))
 
 
 def _place(lane: Lane, rank: int) -> str:

@@ -299,10 +299,8 @@ class Engine:
     def finish(self, numbers: Sequence[int]) -> list[Outcome]:
         """Run actions of all pipelines until the iterations of some have ended here; return the outcomes of these."""
         ending = [self._begun[n] for n in numbers]
-        lanes = [lane for _, _, lanes in self._begun.values() for lane in lanes]
         own = [lane for _, _, lanes in ending for lane in lanes]
-        with intercepting():
-            execute(lanes, self._cluster, self._observers, self._rolls, lambda: not any(lane.actions for lane in own))
+        self.run_until(lambda: not any(lane.actions for lane in own))
         for pipeline, _, _ in ending:
             pipeline.end()
         for observer in self._observers:
@@ -312,6 +310,16 @@ class Engine:
         ]
         self._forget(numbers, channels=not self._rolls)  # channels may hold messages of the next iteration
         return outcomes
+
+    def run_until(self, over: Callable[[], bool]) -> None:
+        """Run what can run here of the iterations that have begun, until something is over or nothing is left.
+
+        Args:
+            over: return whether it is over; asked between two actions, and when anything arrives.
+        """
+        lanes = [lane for _, _, lanes in self._begun.values() for lane in lanes]
+        with intercepting():
+            execute(lanes, self._cluster, self._observers, self._rolls, over)
 
     def clear(self) -> None:
         """Drop all iterations that have begun in this process, also after an error."""

@@ -9,7 +9,8 @@ Lightning works on batch t (a bundle: one for each pipeline). Within Lightning's
 after the other, 0 to N-1. Each process does this for its own stages, and none waits for the steps of another:
 
 1. run whatever can run here, of all pipelines, until the lanes of pipeline n have no actions of t left;
-2. call the hooks of a backward, check gradients, call the hooks before a step, and step the optimizer, for model n;
+2. sum the gradients of tied parameters, while whatever can run here runs; call the hooks of a backward, check
+   gradients, call the hooks before a step, and step the optimizer, for model n;
 3. average model n with the reference (``averaging/staggered.py``);
 4. give the lanes of n the actions of batch t+1, which run in steps 1 of later pipelines, and in the next optimization.
 
@@ -34,7 +35,8 @@ The consequences:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -268,11 +270,8 @@ class RollingOrder(IterationOrder):
     def _end(self, iteration: Iteration, n: int) -> None:
         """Run until pipeline n has ended the iteration."""
         if n == len(iteration.outcomes):
-            try:
-                with torch.enable_grad():
-                    iteration.outcomes += self._engine.finish([n])
-            finally:
-                self._ensemble.place(0)
+            with self._running():
+                iteration.outcomes += self._engine.finish([n])
         is_skipped = len(iteration.outcomes[n].skipped) == len(iteration.works[n])
         if self.loop.skipped(iteration, [is_skipped]):
             self.loop.models.skipped |= {n}
@@ -281,10 +280,22 @@ class RollingOrder(IterationOrder):
         """Sum the gradients of tied parameters, call the hooks of a backward, and check the gradients of pipeline n."""
         assert iteration.loss is not None
         if steps:
-            self.loop.deployment.models.sum_copied_gradients(n)
+            copies = self.loop.deployment.models.begin_sum(n)
+            with self._running():  # the other pipelines use the time
+                self._engine.run_until(copies.is_over)
+            copies.finish()
         self.loop.models.after_backward(n, iteration.loss)
         if steps:
             self.loop.models.check.check_model(n)
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Run actions within this context, which put the models of their pipelines into the module."""
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            self._ensemble.place(0)
 
     def _issue(self, iteration: Iteration) -> None:
         if iteration.entries is not None:  # else the iteration did not roll, and has logged

@@ -21,6 +21,7 @@ from lightning_avgpipe.training.holdings import full_ensemble_state, load_ensemb
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import rank_zero_info
 from lightning_avgpipe.utils.torch_compat import address
+from lightning_avgpipe.weights.tied import GradientSum
 
 
 class ParallelPipelines:
@@ -157,14 +158,14 @@ class ParallelPipelines:
 
     # -- copies of parameters -----------------------------------------------------------------------------------------
 
-    def sum_copied_gradients(self, number: int | None = None) -> None:
-        """Give the copies of a parameter that several stages use the sum of their gradients. Every process calls it.
+    def sum_copied_gradients(self) -> None:
+        """Give the copies of a parameter that several stages use the sum of their gradients. Every process calls it."""
+        for number in range(len(self.pipelines)):
+            self.begin_sum(number).finish()
 
-        Args:
-            number: number of a pipeline; None: all of them.
-        """
-        for pipeline in self.pipelines if number is None else self.pipelines[number : number + 1]:
-            pipeline.steps["training_step"].copies.sum_gradients()
+    def begin_sum(self, number: int) -> GradientSum:
+        """Begin to sum the gradients of copies of one model. Every process calls it."""
+        return self.pipelines[number].steps["training_step"].copies.begin_sum()
 
     @property
     def summed_with_copies(self) -> Collection[str]:

@@ -214,7 +214,7 @@ class Simulator:
         loads = loads_at(profile, setting)
         seconds = simulated_s(setting, loads, profile.devices, profile.device.in_turns)
         if setting.rolling:
-            return _prediction(profile, setting, max(seconds + profile.tied_s, _rolling_s(profile, setting, self)))
+            return _prediction(profile, setting, max(seconds, _rolling_s(profile, setting, self)))
         return _prediction(profile, setting, seconds + loads.update_s)
 
     def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
@@ -239,7 +239,7 @@ class Simulator:
 def _rolling_s(profile: Profile, setting: Setting, predictor: Predictor) -> float:
     """Return the seconds of a rolling iteration: of one pipeline alone, or of a device's or link's work for all.
 
-    A process does nothing else while it sums gradients of tied parameters.
+    Gradients of tied parameters are summed, beside messages on the same links, while other pipelines compute.
     """
     one = replace(setting, num_pipelines=1, rolling=False)
     loads, m, n = loads_at(profile, setting), setting.num_microbatches, setting.num_pipelines
@@ -250,8 +250,8 @@ def _rolling_s(profile: Profile, setting: Setting, predictor: Predictor) -> floa
         work_s = m * (forward.work_s + backward.work_s) + stage.step_s + stage.averaging_s
         per_device[device] = per_device.get(device, 0.0) + n * work_s
     alone_s = predictor.predict(profile, one).iteration_s + max(stage.averaging_s for stage in profile.stages)
-    busy_s = max(per_device.values()) + n * profile.tied_s
-    return max(alone_s, busy_s, n * m * max((*loads.values_s, *loads.gradients_s), default=0.0))
+    sending_s = n * (m * max((*loads.values_s, *loads.gradients_s), default=0.0) + profile.tied_s)
+    return max(alone_s, max(per_device.values()), sending_s)
 
 
 def _prediction(profile: Profile, setting: Setting, seconds: float, at_least: bool = False) -> Prediction:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 
@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import sum_in_order
 from lightning_avgpipe.comm.topology import subsets
+from lightning_avgpipe.comm.waits import Running
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 from lightning_avgpipe.weights.slots import Slot, slots_for, swapped
 
@@ -119,23 +121,51 @@ class TiedParameters:
         Raises:
             ConfigurationError: a gradient is sparse.
         """
+        self.begin_sum().finish()
+
+    def begin_sum(self) -> GradientSum:
+        """Begin :meth:`sum_gradients`. Every process calls it. Until it has ended, nothing may use the gradients."""
         together: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name, stages in self._copied.items():
             together[stages].append(name)
+        sums: list[Callable[[], None]] = []
+        between: list[str] = []
+        found = GradientSum()
         for stages, names in together.items():
             ranks = sorted({rank for k in stages for rank in self._cluster.stage_map.ranks(k)})
             holders = [(k, rank) for k in stages for rank in self._cluster.stage_map.ranks(k)]
             parties, what = subsets(self._cluster.stage_map, ranks), f"ranks {', '.join(map(str, ranks))}"
             group = self._cluster.connect(parties, what) if len(ranks) > 1 else None
             if self._cluster.rank in ranks:
-                self._sum(holders, names, None if group is None else group.process_group)
+                between += [] if group is None else [", ".join(map(str, stages))]
+                mine = [self._take(stage, names) for stage, rank in holders if rank == self._cluster.rank]
+                of_party = None if group is None else group.process_group
+                sums.append(partial(self._sum, found, holders, names, mine, of_party))
 
-    def _sum(self, holders: Sequence[tuple[int, int]], names: Sequence[str], group: dist.ProcessGroup | None) -> None:
+        def run() -> None:  # one after the other: two of them may have the same processes
+            for one in sums:
+                one()
+
+        if not between:
+            run()
+            return found
+        what = f"the summing of gradients of stages {' and '.join(between)}"
+        found.running = self._cluster.group.begin(what, run)
+        if not port_of(self._cluster.device).is_host:  # one thread issues the transfers of an accelerator
+            found.running.finish()
+        return found
+
+    def _sum(
+        self,
+        found: GradientSum,
+        holders: Sequence[tuple[int, int]],
+        names: Sequence[str],
+        mine: Sequence[_Gradients],
+        group: dist.ProcessGroup | None,
+    ) -> None:
         parameters = [self._parameters[name] for name in names]
-        mine = [self._take(stage, names) for stage, rank in holders if rank == self._cluster.rank]
         sums = _summed(mine) if group is None else self._summed_over(holders, mine, parameters, group)
-        for parameter, gradient in zip(parameters, sums, strict=True):
-            parameter.grad = gradient
+        found.sums += zip(parameters, sums, strict=True)
 
     def _take(self, stage: int, names: Sequence[str]) -> _Gradients:
         """Return and clear the gradients of a stage in this process."""
@@ -164,12 +194,11 @@ class TiedParameters:
         group: dist.ProcessGroup,
     ) -> _Gradients:
         """Return the sums over all holders, one message per type. A missing gradient of a stage adds nothing."""
-        what = f"the summing of gradients of stages {', '.join(str(stage) for stage, _ in holders)}"
         sources = [dist.get_group_rank(group, self._cluster.group.ranks[rank]) for _, rank in holders]
         exists = torch.tensor(
             [any(g[i] is not None for g in mine) for i in range(len(parameters))], dtype=torch.uint8, device="cpu"
         )
-        self._cluster.group.together(what, lambda: dist.all_reduce(exists, dist.ReduceOp.MAX, group))
+        dist.all_reduce(exists, dist.ReduceOp.MAX, group)
         sums: list[Tensor | None] = [None] * len(parameters)
         by_type: dict[torch.dtype, list[int]] = defaultdict(list)
         for i in exists.nonzero().flatten().tolist():
@@ -177,10 +206,34 @@ class TiedParameters:
         for chosen in by_type.values():
             alike = [parameters[i] for i in chosen]
             terms = [_flat([gradients[i] for i in chosen], alike) for gradients in mine]
-            total = sum_in_order(terms, sources, group, partial(self._cluster.group.together, what))
+            total = sum_in_order(terms, sources, group)
             for i, part in zip(chosen, total.split([p.numel() for p in alike]), strict=True):
                 sums[i] = part.view_as(parameters[i])
         return sums
+
+
+class GradientSum:
+    """A sum of the gradients of copies, which may go on in a thread of its own.
+
+    Attributes:
+        running: the thread; None: it is over.
+        sums: parameters with their sums.
+    """
+
+    def __init__(self) -> None:
+        self.running: Running | None = None
+        self.sums: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    def is_over(self) -> bool:
+        """Return whether :meth:`finish` would not wait."""
+        return self.running is None or self.running.over.is_set()
+
+    def finish(self) -> None:
+        """Wait until it is over, and give the copies of this process the sums."""
+        if self.running is not None:
+            self.running.finish()
+        for parameter, gradient in self.sums:
+            parameter.grad = gradient
 
 
 def _summed(terms: Iterable[_Gradients]) -> _Gradients:

@@ -27,7 +27,7 @@ def terms(count: int, length: int, dtype: torch.dtype) -> list[Tensor]:
 def summed(rank: int, sources: Sequence[int], length: int, dtype: torch.dtype) -> Tensor:
     dist.init_process_group("gloo", rank=rank, world_size=max(sources) + 1, timeout=LIMIT)
     mine = [term for term, source in zip(terms(len(sources), length, dtype), sources, strict=True) if source == rank]
-    return sum_in_order(mine, sources, dist.group.WORLD, lambda collective: collective())
+    return sum_in_order(mine, sources, dist.group.WORLD)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_avgpipe import Averaging
+from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.errors import AvgPipeError
+from lightning_avgpipe.weights import tied
 from tests import processes
 from tests.driver import Engine, accumulate, assert_same_gradients, assert_same_parameters
 from tests.models import Regression, loader
@@ -141,3 +146,37 @@ def test_a_sparse_gradient_of_a_copied_parameter_is_refused() -> None:
     batch = model.example(4)
     with pytest.raises(AvgPipeError, match=r"gradient of 'embed\.weight' is sparse"):
         Engine(model, 2, batch, 2).train(batch)
+
+
+def rolls(rank: int) -> tuple[dict[str, Tensor], list[bool]]:
+    """Train two rolling models in two processes; return the weights, and what happened within each sum."""
+    torch.set_num_threads(1)
+    acted, within, as_written, perform = threading.Event(), [], tied.sum_in_order, Stage.perform
+
+    def sum_in_order(*args: Any) -> Tensor:
+        acted.clear()
+        within.append(acted.wait(1.0))
+        return as_written(*args)
+
+    def performed(*args: Any) -> Any:
+        acted.set()
+        return perform(*args)
+
+    with mock.patch.object(tied, "sum_in_order", sum_in_order), mock.patch.object(Stage, "perform", performed):
+        return rolled(2), within
+
+
+def rolled(devices: int) -> dict[str, Tensor]:
+    torch.manual_seed(6)
+    model = TiedLanguageModel()
+    strategy = {"num_pipelines": 2, "num_microbatches": 4, "averaging": Averaging(rolling=True)}
+    pipeline(2, devices, strategy, max_epochs=1).fit(model, loader(TiedLanguageModel, 64, 8))
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def test_a_rolling_pipeline_computes_while_gradients_of_another_are_summed(tmp_path: Path) -> None:
+    expected = rolled(1)
+    for weights, within in processes.results(processes.run(2, rolls, folder=tmp_path)):
+        assert any(within)
+        for name, weight in weights.items():
+            assert torch.equal(weight, expected[name]), name
