@@ -214,7 +214,9 @@ class Simulator:
         loads = loads_at(profile, setting)
         seconds = simulated_s(setting, loads, profile.devices, profile.device.in_turns)
         if setting.rolling:
-            return _prediction(profile, setting, max(seconds, _rolling_s(profile, setting, self)))
+            busy_s = _rolling_s(profile, setting, self)
+            # where nothing is busy all the time, each pipeline waits for its own sums
+            return _prediction(profile, setting, busy_s if seconds <= busy_s else seconds + profile.tied_s)
         return _prediction(profile, setting, seconds + loads.update_s)
 
     def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
