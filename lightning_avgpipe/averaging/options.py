@@ -89,11 +89,12 @@ class Averaging:
             processes take turns. Each process has a context on the device, and the reference is averaged over the host,
             since NCCL connects no device with itself. A launcher (torchrun, SLURM) must start this many processes for
             each device.
-        streams: whether each of several pipelines puts its work on a stream of its own, so that kernels of several
-            pipelines share an accelerator; else pipelines take turns. Streams begin with the second batch, because a
-            step may make objects in the first one that it keeps; and they are not used if the step changes attributes,
-            which pipelines share. Each stream has memory of its own that others cannot reuse. The host has no streams,
-            so there it changes nothing.
+        streams: whether each of several pipelines puts its work on a stream of its own, so that the ready work of one
+            never queues behind a message that another waits for, and kernels of several share an accelerator; else
+            pipelines take turns on one stream. Streams begin with the second batch, because a step may make objects in
+            the first one that it keeps; and they are not used if the step changes attributes, which pipelines share.
+            Each stream has memory of its own that others cannot reuse. The host has no streams, so there it changes
+            nothing.
         save_models: whether checkpoints hold the parallel models and their optimizers, so that training goes on with
             the same bits. Without them, or with another N, the models start from the reference.
         on_nonfinite: what to do before a step in which a model's gradient is infinite or NaN: ``"raise"`` ends training
@@ -114,7 +115,7 @@ class Averaging:
     rolling: bool | Literal["auto"] = False
     groups: Count | None = None
     processes_per_device: Count = 1
-    streams: bool = False
+    streams: bool = True
     save_models: bool = True
     on_nonfinite: Literal["auto", "raise", "skip"] | None = "auto"
 

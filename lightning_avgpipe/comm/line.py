@@ -12,8 +12,14 @@ that puts it: while that thread computes, the sender's thread would get the inte
 
 Sends are rendezvous: gloo sends nothing before its peer has announced a receive, and this waits behind other traffic on
 the link. So receives are posted in advance for what is expected, and for what usually comes. Each direction has a
-process group of its own, because two directions on one delay each other. Between devices a send blocks its stream until
-it is received; so each direction has a communicator and a stream, and both ends start transfers in the frames' order.
+process group of its own, because two directions on one delay each other.
+
+Between devices each direction has a communicator and a stream, and both ends start transfers in the frames' order. A
+device has fewer queues than streams: what waits at the head of a queue holds up other streams that share it. So a send
+is queued before its frame goes, and its receive when the frame has come; and no stream waits for the end of a send::
+
+    sender      | send queued | frame ------>
+    receiver                       frame | receive queued | what waits for it        all of it waits for earlier entries
 
 There is no deadlock: while a process expects any message, its receiver takes whatever comes, in order, also what is not
 expected yet, so no message blocks one that is waited for. A message that a process sends on takes its turn on the next
@@ -123,6 +129,7 @@ class Wire:
         # called directly: the checks of dist.send take longer than the transfer of a small tensor
         self._on_host, self._between = on_host, between
         self._first_tag = opening * MOST_TAGS
+        self._sending: deque[tuple[Any, Tensor]] = deque()  # works of sends between devices, with what they read
         self.port = port_of(device)
 
     @functools.cached_property
@@ -134,9 +141,14 @@ class Wire:
         return self.port.new_stream()
 
     @property
+    def connects_devices(self) -> bool:
+        """Whether tensors of devices travel between these, and not over the host."""
+        return self._between is not None
+
+    @property
     def transfer_stream(self) -> Any:
         """The stream of the transfers themselves; None if the host moves tensors."""
-        return None if self._between is None else self.stream
+        return self.stream if self.connects_devices else None
 
     def fail(self, error: Exception, doing: str, route: Route | None) -> None:
         """Note that this end cannot go on: by a PeerError if the connection broke, else by the error itself."""
@@ -162,10 +174,10 @@ class Wire:
         """
         if all(packet.on_host for packet in packets) or self.stream is None:
             return [packet.packed(message) for packet in packets]
-        for tensor in message.tensors:
-            if tensor is not None and not tensor.is_cpu:  # its owner may free it before it has been read
-                tensor.record_stream(self.stream)
         with self.port.on_stream(self.stream):
+            for tensor in message.tensors:
+                if tensor is not None and not tensor.is_cpu:  # its owner may free it before it has been read
+                    self.port.hand_over(tensor)
             self.stream.wait_event(ready)
             flats = [packet.packed(message) for packet in packets]
             if self._between is None:
@@ -177,8 +189,10 @@ class Wire:
         """Begin to send bytes from :meth:`load`, or parts as they arrive by a passage; return works for :meth:`end`."""
         if not flat.is_cpu:
             assert self._between is not None
+            while self._sending and self._sending[0][0].is_completed():
+                self._sending.popleft()
             with self.port.on_stream(self.stream):
-                self._between.group.send([flat], self._between.peer, 0).wait()  # blocks the stream, not the host
+                self._sending.append((self._between.group.send([flat], self._between.peer, 0), flat))
             return ()
 
         def begin(part: Tensor) -> Any:
@@ -191,6 +205,14 @@ class Wire:
     def end(self, works: Sequence[Any]) -> None:
         """Wait until a transfer on the host is done."""
         ended(works, self.arrivals.moved)
+
+    def follow_sends(self) -> None:
+        """Let the wire's stream wait for the sends that it has begun between devices, to time them or to end."""
+        while self._sending:
+            work, flat = self._sending.popleft()
+            with self.port.on_stream(self.stream):
+                work.wait()  # blocks the stream, not the host
+                self.port.hand_over(flat)
 
     def take(self, flat: Tensor, pieces: int = 1, tag: int = 0) -> Sequence[Any]:
         """Begin to receive bytes on the host."""
@@ -307,6 +329,7 @@ class Sender:
             self.wire.port.enter_thread()
             while self._send_next():
                 pass
+            self.wire.follow_sends()
         except Exception as error:  # handed to the executor, which names stage and action
             self.wire.fail(error, "sending", self._sending)
 
@@ -335,17 +358,26 @@ class Sender:
             for observer in outgoing.observers:
                 sending.enter_context(observer.sending(outgoing.route, outgoing.message.micro_batch, stream))
             yield
+            if stream is not None:
+                self.wire.follow_sends()
 
     def _begin(self, outgoing: _Outgoing) -> list[Any]:
         message, ready, head = outgoing.message, outgoing.ready, outgoing.head
         assert head is not None
+        flats: Sequence[Tensor] | None = outgoing.flats or None
+        if self.wire.connects_devices and flats is None:
+            flats = self.wire.load(head.packets, message, ready)
+            for flat in flats:
+                if not flat.is_cpu:  # before the frame, see above
+                    self.wire.begin(flat)
         frame, *rest = self._frames.frame(head, message)
         works = [*self.wire.begin(frame, tag=FRAMES)]
         for part in rest:
             works += self.wire.begin(part, tag=REST)
         passage = ready if isinstance(ready, Passage) else None
-        for flat in outgoing.flats or self.wire.load(head.packets, message, ready):
-            works += self.wire.begin(flat, message.segments, head.tag, passage)
+        for flat in self.wire.load(head.packets, message, ready) if flats is None else flats:
+            if flat.is_cpu:
+                works += self.wire.begin(flat, message.segments, head.tag, passage)
         return works
 
 
@@ -545,11 +577,11 @@ class NetworkInbox:
         """Take the oldest message. On an accelerator the current stream waits for its transfer; the host does not."""
         message, event = self.arrived.popleft()
         if event is not None:
-            current = self._receiver.wire.port.current_stream()
-            current.wait_event(event)
+            port = self._receiver.wire.port
+            port.current_stream().wait_event(event)
             for tensor in message.tensors:
                 if tensor is not None and not tensor.is_cpu:
-                    tensor.record_stream(current)
+                    port.hand_over(tensor)
         return message
 
     def close(self, join_s: float) -> None:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_avgpipe.comm.alone import own_group
 from lightning_avgpipe.comm.line import NetworkInbox, NetworkOutbox, Pair, Receiver, Sender, Wire
@@ -24,6 +26,8 @@ from lightning_avgpipe.comm.topology import Edge, Party, Route
 from lightning_avgpipe.comm.transfer import UNLIMITED, Arrivals
 from lightning_avgpipe.utils.device import backends, first_options
 from lightning_avgpipe.utils.torch_compat import default_store
+
+_log = logging.getLogger(__name__)
 
 _NEVER_SENT = 2**30  # a tag that no transfer has; the tags of channels count from 0
 _HOST = "avgpipe_gloo"  # backend of groups on the host
@@ -78,8 +82,10 @@ class ProcessGroups:
         self._store: dist.Store | None = None  # None while the network is closed
         self._lines: dict[tuple[int, int], _Line] = {}  # by (source rank, target rank)
         self._parties: dict[Party, dist.ProcessGroup] = {}
-        # groups of which this process is a member: those that connect hosts, and those that torch.distributed knows
+        # groups of which this process is a member: those that connect hosts, those that connect devices, and those that
+        # torch.distributed knows
         self._on_hosts: list[Any] = []
+        self._on_devices: list[Any] = []
         self._registered: list[Any] = []
 
     def next_run(self, store: dist.Store | None) -> dist.Store:
@@ -107,7 +113,7 @@ class ProcessGroups:
                 dist.destroy_process_group(group)
         self._lines.clear()
         self._parties.clear()
-        self._on_hosts, self._registered, self._store = [], [], None
+        self._on_hosts, self._on_devices, self._registered, self._store = [], [], [], None
         if _current is self:
             _current = None
 
@@ -119,14 +125,27 @@ class ProcessGroups:
             line = self._lines[ends] = _Line(self._pair(ends))
         if self._between is not None and line.between is None and isinstance(route.what, Edge):
             ranks = sorted(ends)
-            line.between = Pair(self._join(ranks, self._between), int(ranks[0] == self._rank))
+            pair = line.between = Pair(self._join(ranks, self._between), int(ranks[0] == self._rank))
+            if self._rank in ends:
+                move = pair.group.send if route.source == self._rank else pair.group.recv
+                self._start(lambda number: move([number], pair.peer, 0))
 
     def join(self, party: Party) -> None:
         """Connect a party, unless it is connected: on the host and, unless it is ``on_host``, between devices."""
         if party not in self._parties:
             between = None if party.on_host else self._device_backend
             backend = _HOST if between is None else backends(_HOST, between, self._device)
-            self._parties[party] = self._join(party.ranks, backend)
+            group = self._parties[party] = self._join(party.ranks, backend)
+            if between is not None and self._rank in party.ranks and len(party.ranks) > 1:
+                self._start(lambda number: group.allreduce([number]))
+
+    def _start(self, transfer: Callable[[Tensor], Any]) -> None:
+        """Make the communicator of a group by its first transfer, beside which nothing else runs.
+
+        To make one the host waits for the other processes: a sender must not, before it has sent the frame for which
+        the receiver waits.
+        """
+        transfer(torch.zeros(1, device=self._device)).wait()
 
     def outbox(self, route: Route, arrivals: Arrivals) -> NetworkOutbox:
         """Open the sending end of a route."""
@@ -175,6 +194,8 @@ class ProcessGroups:
             self._registered.append(made)
             if backend != self._between:
                 self._on_hosts.append(made)
+            if self._between is not None and backend != _HOST:
+                self._on_devices.append(made)
         return made
 
     def disconnect(self) -> None:
@@ -183,11 +204,15 @@ class ProcessGroups:
         A transfer between devices would block everything that its device does later, so it is aborted. gloo cannot
         cancel a transfer, but closes all connections of a group when a transfer exceeds its timeout.
         """
-        if self._between is not None:
-            for group in self._registered:
-                # the group has no backend for the device, or nothing to abort
-                with contextlib.suppress(RuntimeError, AttributeError):
-                    group._get_backend(self._device).abort()
+        for group in self._on_devices:
+            try:
+                group._get_backend(self._device).abort()
+            except (RuntimeError, AttributeError) as error:  # another backend than NCCL may have no such method
+                _log.warning(
+                    "the backend '%s' cannot abort its transfers (%s): %s may wait for a process that has failed until "
+                    "this one is ended",
+                    self._device_backend, error, self._device,
+                )  # fmt: skip
         for group in self._on_hosts:
             for peer in set(range(group.size())) - {group.rank()}:
                 with contextlib.suppress(RuntimeError):  # the timeout is intended

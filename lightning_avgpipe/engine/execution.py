@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.utils.device import DevicePort
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.torch_compat import is_of_compiler, is_transforming, untraced, version_of
+
+Looks = TypeVar("Looks", bound=Callable[..., Any])
 
 _SHOWN = 200  # characters of a compiler's message that are shown
 
@@ -163,17 +165,23 @@ class Casts:
         self._kept.clear()
 
 
+def stays_on_stream(function: Looks) -> Looks:
+    """Mark a function that steps call to look at values: it touches nothing that pipelines share."""
+    function.stays_on_stream = True  # type: ignore[attr-defined]
+    return function
+
+
 class OwnStream:
     """The device stream of one of several parallel pipelines, so that their kernels share the device.
 
     ::
 
-        of the caller   batches, models -+                metric, loss +          +- optimizers, averaging
+        of the caller   batches, models -+                      metric +          +- optimizers, averaging
         of pipeline 0                    +- F0 F1 .......... F2 ......+- B0 B1 ---+
         of pipeline 1                    +- F0 F1 B0 F2 B1 B2 --------------------+
 
     A pipeline's stream starts after all work queued on the caller's stream, which waits for it when the iteration ends.
-    Work that pipelines share, such as the update of a metric, stays on the caller's stream.
+    Work that pipelines share, such as the update of a metric object, stays on the caller's stream.
 
     Args:
         port: port of the device, which must have streams.
@@ -196,14 +204,17 @@ class OwnStream:
     @contextlib.contextmanager
     def left(self) -> Iterator[None]:
         """Run work on the caller's stream within this context, between work of the pipeline."""
+        if self._callers is None:  # the pipeline is in an iteration that has begun before it had a stream
+            yield
+            return
         self._callers.wait_event(self._stream.record_event())
         with self._port.on_stream(self._callers):
             yield
         self._stream.wait_event(self._callers.record_event())
 
     def call(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function on the caller's stream."""
-        with self.left():
+        """Call a function that looks at values, on the caller's stream unless it :func:`stays_on_stream`."""
+        with contextlib.nullcontext() if getattr(run, "stays_on_stream", False) else self.left():
             return run(*args, **kwargs)
 
     def end(self) -> None:

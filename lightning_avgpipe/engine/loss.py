@@ -65,11 +65,7 @@ def weighted(parts: Sequence[MicroBatch], loss_weight: LossWeight) -> list[Micro
     Raises:
         ConfigurationError: no leaf has the name, or a weight is no finite number of at least 0.
     """
-    weights: list[float]
-    if isinstance(loss_weight, str):
-        weights = list(map(float, _targets([_leaf(part.data, loss_weight) for part in parts])))
-    else:
-        weights = [counts_for(part.data, loss_weight) for part in parts]
+    weights = counts([part.data for part in parts], loss_weight)
     total = sum(weights)
     return [
         replace(part, weight=weight / total if total else part.weight, count=weight)
@@ -77,25 +73,35 @@ def weighted(parts: Sequence[MicroBatch], loss_weight: LossWeight) -> list[Micro
     ]
 
 
-def counts_for(data: Any, loss_weight: LossWeight) -> float:
-    """Return the weight of a micro-batch, in any unit.
+def counts(parts: Sequence[Any], loss_weight: LossWeight) -> list[float]:
+    """Return the weights of micro-batches, in any unit; the host waits for them once.
 
     Raises:
-        ConfigurationError: no leaf has the name, or the weight is no finite number of at least 0.
+        ConfigurationError: no leaf has the name, or a weight is no finite number of at least 0.
     """
     if isinstance(loss_weight, str):
-        return float(_targets([_leaf(data, loss_weight)])[0])
-    found = loss_weight(data)
-    weight = float(found)
-    if not (math.isfinite(weight) and weight >= 0):
-        raise ConfigurationError(f"loss_weight returned {found!r} for a micro-batch; it must be a number of at least 0")
-    return weight
+        return _numbers(_targets([_leaf(data, loss_weight) for data in parts]))
+    found = [loss_weight(data) for data in parts]
+    weights = _numbers(found)
+    for given, weight in zip(found, weights, strict=True):
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigurationError(
+                f"loss_weight returned {given!r} for a micro-batch; it must be a number of at least 0"
+            )
+    return weights
 
 
-def _targets(labels: Sequence[Tensor]) -> list[int]:
-    """Return how many entries of each tensor are not ignored; all are counted before the host waits, once."""
-    counts = [(leaf != _IGNORED).sum() for leaf in labels]
-    return torch.stack([count.to(counts[0].device) for count in counts]).tolist() if counts else []
+def _numbers(found: Sequence[Any]) -> list[float]:
+    """Return numbers that may be in tensors, for which the host waits once if they are alike."""
+    alike = {(one.device, one.dtype, one.numel()) if isinstance(one, Tensor) else None for one in found}
+    if len(alike) == 1 and (kind := next(iter(alike))) is not None and kind[2] == 1:
+        found = torch.stack([one.detach().reshape(()) for one in found]).tolist()
+    return list(map(float, found))
+
+
+def _targets(labels: Sequence[Tensor]) -> list[Tensor]:
+    """Return how many entries of each tensor are not ignored, on the device of the first."""
+    return [(leaf != _IGNORED).sum().to(labels[0].device) for leaf in labels]
 
 
 def _leaf(data: Any, name: str) -> Tensor:
@@ -122,7 +128,7 @@ def uneven_targets(parts: Sequence[MicroBatch]) -> str | None:
         if isinstance(leaf, Tensor) and not isinstance(leaf, Absent) and _holds_labels(leaf)
     ]
     shares: dict[str, set[float]] = {}
-    for (name, leaf), count in zip(labels, _targets([leaf for _, leaf in labels]), strict=True):
+    for (name, leaf), count in zip(labels, _numbers(_targets([leaf for _, leaf in labels])), strict=True):
         shares.setdefault(name, set()).add(count / leaf.numel())
     return next((name for name, found in shares.items() if len(found) > 1), None)
 

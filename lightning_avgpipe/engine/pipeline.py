@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +30,10 @@ from lightning_avgpipe.planning.program import StageProgram, stage_programs
 from lightning_avgpipe.planning.trained import Freezing
 from lightning_avgpipe.schedule import Schedule, in_turn, num_forward_only
 from lightning_avgpipe.schedule.rules import check_hosted, trains, turns_of
+from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters, parameters_of
+
+_MOST_AHEAD = 1  # iterations that the host queues before the device has ended them
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class Pipeline:
         self.steps: dict[str, LoadedStep] = {}
         self.shortcut: ShortcutMaker | None = None
         self.stream: OwnStream | None = None
+        self._ends: deque[Any] = deque()  # events at the ends of the last iterations
 
     def graph(self, step: str) -> CallGraph:
         """Return the call graph of a step function."""
@@ -202,6 +207,7 @@ class Pipeline:
                 "with any number"
             )
         turns = turns_of(schedule)
+        self._wait_for_device()
         loaded.of_units.begin()
         frozen, training = num_forward_only(schedule), trains(schedule.rows[-1])
         stream = self.stream if training else None
@@ -238,6 +244,18 @@ class Pipeline:
         """Make the current stream wait for the pipeline's, after an iteration that has ended, also by an error."""
         if self.stream is not None:
             self.stream.end()
+        if self.stream is not None or self.cluster.group.world_size > 1:
+            self._ends.append(port_of(self.cluster.device).event())
+
+    def _wait_for_device(self) -> None:
+        """Wait until the device has come so far that the host is at most ``_MOST_AHEAD`` iterations ahead.
+
+        What streams pass to each other, as messages are, is freed when the device has used it. So the memory that they
+        hold grows with what the host has queued.
+        """
+        while len(self._ends) > _MOST_AHEAD:
+            if (end := self._ends.popleft()) is not None:  # None on a device without streams
+                end.synchronize()
 
     def outcome(self, step: str, schedule: Schedule) -> Outcome:
         """Return the results of the iteration that has ended."""

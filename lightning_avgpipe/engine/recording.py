@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import tempfile
 import threading
 import time
@@ -29,7 +30,8 @@ _log = logging.getLogger(__name__)
 _Message = tuple[Edge, int]  # edge and micro-batch
 
 _SAMPLE_S = 0.02  # pause between two samples of the utilisation
-_FORWARDS = f"avgpipe::{FORWARD}"  # beginning of the names that stages give to their forwards for torch's profiler
+# the names that stages give to their forwards for torch's profiler: micro-batch, stage
+_FORWARDS = re.compile(rf"avgpipe::{FORWARD}(\d+) of stage (\d+)")
 
 
 @dataclass(frozen=True)
@@ -217,12 +219,13 @@ class KernelTrace:
 
     Attributes:
         kernels: kernels by begin; empty if the driver does not permit profiling.
-        forwards_s: micro-batch -> begin of its forward, on the profiler's clock, which differs from the recorder's.
+        forwards_s: (stage, micro-batch) -> begin of the forward, on the profiler's clock, which differs from the
+            recorder's.
     """
 
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
-        self.forwards_s: dict[int, float] = {}
+        self.forwards_s: dict[tuple[int, int], float] = {}
 
     def read(self, path: Path) -> None:
         """Read the trace that the profiler has exported."""
@@ -232,8 +235,9 @@ class KernelTrace:
             if category == "kernel":
                 share = min(1.0, float(arguments.get("blocks per SM", 1.0)))
                 self.kernels.append(Kernel(begin_s, begin_s + float(event["dur"]) / 1e6, share))
-            elif category == "gpu_user_annotation" and event["name"].startswith(_FORWARDS):
-                self.forwards_s[int(event["name"].removeprefix(_FORWARDS))] = begin_s
+            elif category == "gpu_user_annotation" and (forward := _FORWARDS.fullmatch(event["name"])):
+                micro_batch, stage = map(int, forward.groups())
+                self.forwards_s[stage, micro_batch] = begin_s
         self.kernels.sort(key=lambda kernel: kernel.begin_s)
 
 

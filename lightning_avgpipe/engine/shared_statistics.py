@@ -107,7 +107,8 @@ class _Normalise(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         dims, shape = _but_channels(x), _of_channels(x)
-        own = wide.new_tensor([x.numel() / max(1, x.shape[1])])
+        mine = x.numel() / max(1, x.shape[1])
+        own = torch.full((1,), mine, dtype=wide.dtype, device=wide.device)
         if x.numel():
             variance, mean = torch.var_mean(wide, dims, correction=0)
         else:
@@ -115,7 +116,7 @@ class _Normalise(torch.autograd.Function):
         found = gather(torch.cat([own, mean, variance]))
         counts, means, variances = found[:, :1], *found[:, 1:].chunk(2, dim=1)
         count = counts.sum()
-        if count <= 1:
+        if mine <= 1 and count <= 1:  # the host waits for the sum only where it may be so small
             raise ValueError(
                 f"batch normalisation in training needs more than one value per channel of all replicas together, but "
                 f"the input of this one has the shape {tuple(x.shape)}"

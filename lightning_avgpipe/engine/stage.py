@@ -152,7 +152,7 @@ class Stage:
         Returns:
             The message that it sends; None if it sends none.
         """
-        with _profiled(f"avgpipe::{action}"), alone():
+        with _profiled(f"avgpipe::{action} of stage {self.program.stage}"), alone():
             return self._handlers[action.kind](self, task, action.micro_batch, message)
 
     def forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
@@ -169,7 +169,7 @@ class Stage:
                 # a result with its graph would keep the received values until the iteration ends
                 self.results[micro_batch] = tree.map_tensors(Tensor.detach, replayed.result)
                 with self._watched(loss=True):
-                    loss = self._step.loss(task.finish, micro_batch, replayed.result)
+                    loss = task.finish(micro_batch, replayed.result)
                 self._keep(micro_batch, gates, () if loss is None else (loss,))
             return None
         if task.trains and program.stage < self._prefix.stages:
@@ -275,7 +275,7 @@ class Stage:
             result = tree.map_tensors(_as_leaf, replayed.result)
             self.results[micro_batch] = result
             leaves = tuple(tensor if tensor.requires_grad else None for tensor in tree.tensors(result))
-            ending = self._step.loss(task.finish, micro_batch, result), leaves
+            ending = task.finish(micro_batch, result), leaves
         self.stash[micro_batch] = Inputs(task, message, versions, surroundings, observations, ending)
         return None if self.program.is_last else self.message(task, micro_batch, replayed)
 
@@ -287,7 +287,7 @@ class Stage:
             self.check_unchanged(
                 kept.message, kept.versions, "and it cannot be repeated from it; or do without recompute"
             )
-        with _profiled(f"avgpipe::R{micro_batch}"), kept.surroundings.again():
+        with _profiled(f"avgpipe::R{micro_batch} of stage {self.program.stage}"), kept.surroundings.again():
             gates, again = self.replay(kept.task, micro_batch, kept.message, copies, kept.observations.again())
         if kept.ending is None:
             assert gradients is not None

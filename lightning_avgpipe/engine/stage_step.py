@@ -291,11 +291,6 @@ class StageStep:
         """The function that calls ``self.log`` and metrics; None: they are called directly."""
         return None if self.stream is None else self.stream.call
 
-    def loss(self, finish: Callable[[int, Any], Tensor | None], micro_batch: int, result: Any) -> Tensor | None:
-        """Return the tensor from which a micro-batch's backward starts; this calls the user's hooks."""
-        with nullcontext() if self.stream is None else self.stream.left():
-            return finish(micro_batch, result)
-
     def _inspected(self, task: Task) -> AbstractContextManager[Inspection | None]:
         """Run a forward within this context, and inspect it if it is the first in training."""
         return nullcontext() if self._foreign_tensors is None or not task.trains else self._inspection(task)

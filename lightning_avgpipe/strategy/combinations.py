@@ -112,7 +112,7 @@ _IDLE = (
     _Idle(
         {
             "averaging.alpha": None, "averaging.outer_lr": "auto", "averaging.outer_optimizer": None,
-            "averaging.every": 1, "averaging.rolling": False, "averaging.streams": False,
+            "averaging.every": 1, "averaging.rolling": False, "averaging.streams": True,
         },
         lambda given, run: run.num_models == 1,
         "without effect: there is one pipeline, and nothing to average",

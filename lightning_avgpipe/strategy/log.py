@@ -16,14 +16,18 @@ from torchmetrics import Metric
 from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
+from lightning_avgpipe.engine.execution import stays_on_stream
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.errors import AbsentValueError, AvgPipeError
 from lightning_avgpipe.state.untouched import unchanged
 from lightning_avgpipe.strategy.metric_objects import BatchValues
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import _LoggerConnector, pl
 from lightning_avgpipe.utils.patching import nothing, replaced
 from lightning_avgpipe.utils.tensors import as_tensor, reduced, reduction_name
+
+_HOST = torch.device("cpu")
 
 
 def _name(args: Any, kwargs: Any) -> Any:
@@ -76,7 +80,8 @@ class StepLog:
         self.batch_values = BatchValues()
         self._leaders = leaders
         self._module = module
-        self._log = module.log  # which the user's class may have overridden
+        self._log = module.log
+        self._is_overridden = getattr(module.log, "__func__", None) is not pl.LightningModule.log
         self._replicas = replicas
         self._now: _MicroBatch | None = None
         self._collected: list[_Entry] = []
@@ -99,7 +104,8 @@ class StepLog:
                 self._log_in_hook(self._leaders, *args, **kwargs)
             return
         if tracer is not None:
-            tracer.observe(self._collect, args, kwargs)
+            shared = self._is_overridden or any(isinstance(value, Metric) for value in (*args, *kwargs.values()))
+            tracer.observe(self._collect if shared else self._collect_value, args, kwargs)
         elif self._leaders is not None or self._replicas() is not None:
             self._collect(*args, **kwargs)
         else:
@@ -197,6 +203,8 @@ class StepLog:
             last, results = logged[-1], self._module.trainer._results
             assert results is not None
             for entry in logged:
+                if isinstance(entry.value, Tensor) and not entry.value.is_cpu:
+                    port_of(entry.value.device).hand_over(entry.value)  # it may have been made on a pipeline's stream
                 if entry.options != last.options:  # Lightning refuses the second one, with an explanation
                     results.log(entry.fx, name, entry.value, **entry.options, batch_size=1)
             value, batch_size = self._merged(logged, name in self._alike)
@@ -223,7 +231,7 @@ class StepLog:
         return [replace(e, value=self._placed(e.value)) for e in known]
 
     def _placed(self, value: Any) -> Any:
-        return value.to(self._module.device) if isinstance(value, Tensor) else value
+        return value.to(self._module.device, non_blocking=True) if isinstance(value, Tensor) else value
 
     def _of_all_groups(self, leaders: Collectives) -> Callable[[], list[_Entry]]:
         """Begin to exchange entries with the other groups; return a function that waits for the entries of all groups.
@@ -264,26 +272,42 @@ class StepLog:
         weights = [size if e.weight is None else e.weight for e, size in zip(logged, sizes, strict=True)]
         counting = [(entry.value, weight) for entry, weight in zip(logged, weights, strict=True) if weight]
         values, weights = map(list, zip(*counting, strict=True)) if counting else ([last.value], [1.0])
-        return _reduce(values, weights, last.options.get("reduce_fx", "mean")), batch_size
+        if len({value.device for value in values if isinstance(value, Tensor)}) > 1:  # a number, and a tensor
+            values = list(map(self._placed, values))
+        return self._placed(_reduce(values, weights, last.options.get("reduce_fx", "mean"))), batch_size
 
     def _collect(self, *args: Any, **kwargs: Any) -> None:
         """Run ``log``, Lightning's or the user's, up to the point where its values would be stored."""
-        results = self._module.trainer._results
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        metric = next(((v, m) for v in given if (m := self.batch_values.metric_of(v)) is not None), None)
-        with (
-            contextlib.nullcontext()
-            if results is None
-            else replaced(results, "log", functools.partial(self._take, metric))
-        ):
+        module, results = self._module, self._module.trainer._results
+        converts: Any = module._LightningModule__to_tensor
+        converted: list[tuple[Tensor, Metric | None]] = []
+
+        def to_tensor(value: Any, name: str) -> Tensor:
+            # on the device a number would be a copy for which the host waits
+            with contextlib.nullcontext() if isinstance(value, Tensor) else replaced(module, "_device", _HOST):
+                made: Tensor = converts(value, name)
+            converted.append((made, self.batch_values.metric_of(value)))
+            return made
+
+        def take(fx: str, name: str, value: Any, **options: Any) -> None:
+            # an override may log something else than the metric's value
+            self._take(next((metric for made, metric in converted if made is value), None), fx, name, value, **options)
+
+        with contextlib.ExitStack() as undo:
+            if results is not None:
+                undo.enter_context(replaced(results, "log", take))
+            undo.enter_context(replaced(module, "_LightningModule__to_tensor", to_tensor))
             self._log(*args, **kwargs)
 
-    def _take(self, returned: tuple[Tensor, Metric] | None, fx: str, name: str, value: Any, **options: Any) -> None:
+    @stays_on_stream
+    def _collect_value(self, *args: Any, **kwargs: Any) -> None:
+        """Collect a number, which changes nothing that pipelines share."""
+        self._collect(*args, **kwargs)
+
+    def _take(self, metric: Metric | None, fx: str, name: str, value: Any, **options: Any) -> None:
         if isinstance(value, Tensor) and not options.get("enable_graph", False):
             value = value.detach()
         given = options.pop("batch_size", None)
-        # an override may log something else than the metric's value
-        metric = returned[1] if returned is not None and _same_number(returned[0], value) else None
         now = self._now
         assert now is not None
         now.into.append(_Entry(fx, name, now.position, value, now.size, given, options, metric, now.weight))
@@ -331,12 +355,6 @@ def _portable(entry: _Entry) -> _Entry:
     value = entry.value.detach().cpu() if isinstance(entry.value, Tensor) else entry.value
     options = {name: given for name, given in entry.options.items() if isinstance(given, (bool, int, str))}
     return replace(entry, value=value, options=options, metric=None)
-
-
-def _same_number(returned: Tensor, logged: Any) -> bool:
-    if not isinstance(logged, Tensor) or returned.numel() != logged.numel():
-        return False
-    return torch.allclose(returned.detach().reshape(-1), logged.detach().to(returned).reshape(-1), equal_nan=True)
 
 
 def _reduce(values: list[Any], sizes: list[float], reduce_fx: Any) -> Any:

@@ -217,13 +217,20 @@ class Iterations:
                 loss = loss / accumulate
             # the hooks of a batch are called once, with the first micro-batch's loss, since no other is known by then
             first = n == 0 and not started and tells(loss)
-            with host_lent() if first else quiet(self.trainer, "on_before_backward"):
+            with self._hook_called() if first else quiet(self.trainer, "on_before_backward"):
                 loss = precision.pre_backward(loss, module)
             if n == 0:
                 started.append(None)
             return loss * weight if averages and weight != 1.0 else loss
 
         return finish
+
+    @contextlib.contextmanager
+    def _hook_called(self) -> Iterator[None]:
+        """Within this context a hook is called while pipeline 0 runs: what it changes is changed for all pipelines."""
+        stream = self.deployment.models.pipelines[0].stream
+        with host_lent(), contextlib.nullcontext() if stream is None else stream.left():
+            yield
 
     def prepare(self, iteration: Iteration) -> bool:
         """Make the stages of a step, if there are none; return whether it can run. Every process calls it.

@@ -322,9 +322,9 @@ def _within_s(run: BusyRecording) -> float:
 def _clock_shift(run: BusyRecording, trace: KernelTrace) -> float | None:
     """Return what to add to times of a recording to get times of the kernel trace; None if there is no trace."""
     shifts = [
-        trace.forwards_s[span.action.micro_batch] - span.begin_s
+        trace.forwards_s[span.stage, span.action.micro_batch] - span.begin_s
         for span in run.recording.spans
-        if span.action.kind is FORWARD and span.action.micro_batch in trace.forwards_s
+        if span.action.kind is FORWARD and (span.stage, span.action.micro_batch) in trace.forwards_s
     ]
     return statistics.median(shifts) if shifts and trace.kernels else None
 

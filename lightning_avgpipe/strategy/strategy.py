@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -51,6 +52,7 @@ from lightning_avgpipe.strategy.options import (
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.whole_run import PassthroughRun, WholeRun, why_whole
 from lightning_avgpipe.utils.allowed import Count, Duration, Natural, TensorName, documented, duration, suggesting_names
+from lightning_avgpipe.utils.device import set_environment
 from lightning_avgpipe.utils.lightning import (
     CheckpointIO,
     ClusterEnvironment,
@@ -469,6 +471,8 @@ class AvgPipeStrategy(ParallelStrategy):
         """Connect the processes; called before the module's own set-up hooks."""
         check_private_names()
         self.checkpoint_io: CheckpointIO = choose_files(self._checkpoint_io, self.save_distributed_checkpoint)
+        if not self.passthrough:
+            set_environment(self.root_device, os.environ)  # before anything runs on the device
         super().setup_environment()
         if not self.passthrough:
             reset_seed()  # as ddp; also for one process, so that its random numbers are those of several processes

@@ -112,24 +112,25 @@ class ParallelPipelines:
 
     @property
     def have_streams(self) -> bool:
-        """Whether each of several pipelines has a stream of its own: the user asked for it and the step allows it."""
-        return self._execution.streams and not self._why_no_streams
+        """Whether each of several pipelines has a stream of its own: the device has streams and the step allows it."""
+        return self._may_have_streams and not self._changed_in_common
 
     @property
-    def _why_no_streams(self) -> str:
-        """The reason why pipelines cannot have streams; empty if they can. What they share must change in one order."""
-        port, graph = port_of(self._cluster.device), self._first.graph("training_step")
-        if not port.runs_ahead:
-            return f"{port.device.type} has no streams"
-        common = changed_in_common(graph)
-        return f"{graph.step} changes {common}" if common else ""
+    def _may_have_streams(self) -> bool:
+        return self._execution.streams and port_of(self._cluster.device).runs_ahead
+
+    @property
+    def _changed_in_common(self) -> str:
+        """What the step changes that all pipelines share, which must change in one order; empty if there is nothing."""
+        return changed_in_common(self._first.graph("training_step"))
 
     def _begin_streams(self) -> None:
         """Let new pipelines share one stream for their first step, in which a step may make objects that it keeps."""
         several = len(self.pipelines) > 1
         self._first.stream, self._await_streams = None, several and self.have_streams
-        if self._execution.streams and several and not self._await_streams:
-            rank_zero_info(f"Averaging(streams=True): pipelines take turns, since {self._why_no_streams}")
+        if several and self._may_have_streams and not self._await_streams:
+            changed = self._changed_in_common
+            rank_zero_info(f"Averaging(streams=True): pipelines take turns, since training_step changes {changed}")
 
     def only_first(self) -> None:
         """Drop all pipelines but the first, for a new plan. The others are made when they train next."""

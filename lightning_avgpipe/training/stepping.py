@@ -134,10 +134,10 @@ class _Agreement:
             return self._found
         self._waiting = list(self._others(optimizer))
         self._turns_left = len(self._waiting)
+        found = [vote for each in (optimizer, *self._waiting) for vote in self._look(each, *args).values()]
         votes = torch.zeros((), dtype=torch.float64, device="cpu")
-        for looked_at in (optimizer, *self._waiting):
-            for vote in self._look(looked_at, *args).values():
-                votes += vote.cpu()
+        if found:
+            votes += torch.stack([vote.reshape(()) for vote in found]).sum().cpu()
         anywhere = self._cluster.world.sum(votes) > 0
         self._found = {self._cluster.device: anywhere.to(self._cluster.device, torch.float32)}
         return self._found

@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,17 @@ from torch import Tensor
 
 _WITHOUT_STREAMS = ("cpu", "meta", "mps")
 _HOST_BACKEND = "gloo"
+_MOST_BLOCKS = 4  # thread blocks of a transfer
+# type of device -> variable -> value
+_ENVIRONMENT = {
+    "cuda": {
+        # hardware queues: streams that share one wait for each other
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        # after an error, or its timeout, NCCL's communicators are aborted, but not the process: its own error names
+        # stage, rank and action
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    }
+}
 _HOST_ALLOCATOR = "DefaultCPUAllocator"  # torch's allocator raises a RuntimeError with this name
 
 T = TypeVar("T")
@@ -91,12 +102,22 @@ def device_backend(name: str | None, device: torch.device) -> str:
 
 
 def first_options(backend: str, timeout: timedelta) -> Any:
-    """Return options of torch.distributed with which transfers have high priority; None if a backend has none."""
+    """Return options of torch.distributed for transfers beside work that computes; None if a backend has none.
+
+    They have high priority, and few multiprocessors, which they occupy while they wait for the other end.
+    """
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
+    options.config.max_ctas = _MOST_BLOCKS
     return options
+
+
+def set_environment(device: torch.device, environment: MutableMapping[str, str]) -> None:
+    """Set variables that a kind of device and its backend read when they start, unless the user has set them."""
+    for name, value in _ENVIRONMENT.get(device.type, {}).items():
+        environment.setdefault(name, value)
 
 
 def connects_hosts(name: str) -> bool:
@@ -182,6 +203,9 @@ class DevicePort:
         """Record an event on the current stream; None if the device has no streams."""
         return None
 
+    def hand_over(self, tensor: Tensor) -> None:
+        """Let the current stream use a tensor of another one, which it waits for: keep its memory until it has."""
+
     def moment(self, stream: Any = None) -> Moment:
         """Return the moment at which a stream, by default the current one, has done its work so far."""
         return time.perf_counter()
@@ -240,6 +264,9 @@ class AcceleratorPort(DevicePort):
 
     def event(self) -> Any:
         return self.current_stream().record_event()
+
+    def hand_over(self, tensor: Tensor) -> None:
+        tensor.record_stream(self.current_stream())
 
     def moment(self, stream: Any = None) -> Moment:
         event = self._torch.Event(enable_timing=True)

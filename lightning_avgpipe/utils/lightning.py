@@ -155,6 +155,7 @@ _STEPS = (
     Private(f"{_MODULE}._apply_batch_transfer_handler", "batches of other pipelines", "batch device dataloader_idx"),
     Private(f"{_MODULE}._current_fx_name", "which hook logs"),
     Private(f"{_MODULE}._device", "what self.device says, while weights are elsewhere"),
+    Private(f"{_MODULE}._LightningModule__to_tensor", "replaced: a logged number stays on the host", "value name"),
     Private(f"{_MODULE}._trainer", "replaced by a view of the trainer while a step runs early"),
     Private(f"{pl.__name__}.utilities.grad_norm", "its code replaced: all stages", "module norm_type group_separator"),
     Private(f"{pl.__name__}.utilities.exceptions._TunerExitException", "ends a run as if it were done"),

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.alone import alone
-from lightning_avgpipe.engine.loss import LossWeight, counts_for, loss_in
+from lightning_avgpipe.engine.loss import LossWeight, counts, loss_in
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.state.untouched import random_state
 from lightning_avgpipe.utils.forked import in_child
@@ -221,10 +221,10 @@ class PlainTraining:
         if not sum(sizes):
             sizes = [1] * len(parts)
         weight = self._loss_weight
-        counts = sizes if weight is None else [counts_for(part.data, weight) for part in parts]
-        if not sum(counts):
-            counts = sizes
-        return [count / sum(counts) for count in counts]
+        counted = sizes if weight is None else counts([part.data for part in parts], weight)
+        if not sum(counted):
+            counted = sizes
+        return [count / sum(counted) for count in counted]
 
 
 def after_step(optimizer: Optimizer, module: pl.LightningModule, found: dict[str, Fingerprint]) -> RemovableHandle:

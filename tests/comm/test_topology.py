@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -81,20 +83,32 @@ def test_no_communicator_has_a_device_twice(
     device_layout: DeviceLayout, num_stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[list[int], str]] = []
-    monkeypatch.setattr(
-        torch.distributed, "new_group", lambda ranks, timeout, backend, pg_options: made.append((ranks, backend))
-    )
+    started: list[str] = []
+
+    class Group:
+        def __init__(self, ranks: list[int], timeout: Any, backend: str, pg_options: Any) -> None:
+            self._backend = backend
+            made.append((ranks, backend))
+
+        def allreduce(self, tensors: Any) -> Any:
+            started.append(self._backend)
+            return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(torch.distributed, "new_group", Group)
     monkeypatch.setattr(waits, "port_of", DevicePort)  # such devices there need not be
     by_rank = []
     for rank in range(device_layout.world_size):
         made.clear()
+        started.clear()
         local_rank = rank % device_layout.node_size
-        device = torch.device("cuda", device_layout.device_of(local_rank))
+        device = torch.device("meta", device_layout.device_of(local_rank))
         stage_map, timeout = StageMap.on(device_layout, num_stages), timedelta(seconds=1)
         network = ProcessGroups(rank, device, timeout, "nccl")
         cluster = Cluster(stage_map, Process(rank, device, timeout.total_seconds(), network))
         cluster.connect(subsets(stage_map, range(cluster.group.world_size)), "all")  # as tied parameters do
         by_rank.append(list(made))
+        own = [backend for ranks, backend in made if "nccl" in backend and len(ranks) > 1 and rank in ranks]
+        assert started == own  # each communicator, before anything else runs on the device
         assert rank == cluster.group.ranks[cluster.rank] == cluster.world.rank
         assert cluster.replica_group is not None and rank in cluster.replica_group.members.ranks
         assert cluster.replica_group.members.ranks[cluster.replica_group.members.rank] == rank

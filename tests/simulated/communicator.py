@@ -7,14 +7,18 @@
 
 The host goes on at once. Data travels over a group of the host, such as gloo's, or one between threads. What waits when
 a communicator is aborted ends without its data, and the stream goes on.
+
+Those between processes start as NCCL's do: at the first transfer, for which the host waits until all members begin
+theirs. No two threads may use one at the same time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -53,9 +57,12 @@ class Communicator(dist.ProcessGroup):
         size: how many there are.
         beside: connects them once more, for collectives of devices: those of a group meet in the order of their calls,
             and a thread's calls come at any time among the host's. By default the same.
+        meet: waits on the host until all members have called it, at the first transfer; None: there is no wait.
     """
 
-    def __init__(self, host: Any, rank: int, size: int, beside: Any = None) -> None:
+    def __init__(
+        self, host: Any, rank: int, size: int, beside: Any = None, meet: Callable[[], Any] | None = None
+    ) -> None:
         super().__init__(rank, size)
         self._host = host
         self._beside = host if beside is None else beside
@@ -65,6 +72,8 @@ class Communicator(dist.ProcessGroup):
         self._counts: Counter[tuple[int, int]] = Counter()  # of transfers from one rank to another
         self._lock = threading.Lock()
         self._waiting: list[Any] = []  # transfers
+        self._meet = meet
+        self._user: str | None = None  # the thread that begins a transfer now
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Any:
         (tensor,) = tensors
@@ -159,6 +168,25 @@ class Communicator(dist.ProcessGroup):
         self, what: str, tensor: Tensor, exchange: Callable[[Tensor], None], reads: bool = False, writes: bool = False
     ) -> _Work:
         assert tensor.is_contiguous()
+        with self._alone():
+            return self._begin(what, tensor, exchange, reads, writes)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        thread = threading.current_thread().name
+        with self._lock:
+            other, self._user = self._user, self._user or thread
+        if other is not None:
+            raise RuntimeError(f"threads '{other}' and '{thread}' use one communicator at the same time")
+        try:
+            if self._meet is not None:
+                self._meet()
+                self._meet = None
+            yield
+        finally:
+            self._user = None
+
+    def _begin(self, what: str, tensor: Tensor, exchange: Callable[[Tensor], None], reads: bool, writes: bool) -> _Work:
         current = torch.accelerator.current_stream(tensor.device)
         if self._stream is None:
             self._stream = torch.Stream(device=tensor.device)
@@ -198,6 +226,7 @@ def register() -> None:
     def made(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Communicator:
         names = NAME, f"{NAME} beside"
         groups = (dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout) for name in names)
-        return Communicator(next(groups), rank, size, next(groups))
+        on_host, beside = groups
+        return Communicator(on_host, rank, size, beside, lambda: beside.barrier().wait())
 
     dist.Backend.register_backend(NAME, made, devices=[device.NAME])

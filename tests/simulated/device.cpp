@@ -3,7 +3,8 @@
 // Kernels run at once on the CPU, in the order of the calls. What a device would do later is kept in clocks: each stream
 // counts what was put on it, and knows how far the others had come when it last waited for them. A read of something
 // that is not known to be written is a race, and gets nonsense, as it might on a device. Only what waits for another
-// process or thread is really pending: a stream with pending work lets nobody pass.
+// process or thread is really pending: a stream with pending work lets nobody pass, and neither does a hardware queue
+// whose first entry waits for something, as if streams that share the queue were one.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -123,6 +124,9 @@ struct Note {
 std::recursive_mutex mutex_;  // of all below
 std::vector<Clock> clocks_;   // of each stream
 std::vector<Pendings> pendings_;
+std::vector<Pendings> queues_;  // what the entries wait for that a hardware queue holds
+int num_queues_ = 0;            // of a device; 0: each stream has its own
+uint64_t stream_waits_ = 0;     // waits of streams for events
 Clock host_;                  // what the host, any thread of it, knows to be done
 std::map<char*, Block> blocks_;
 std::map<std::pair<Slot, size_t>, std::vector<Free>> free_;
@@ -152,17 +156,23 @@ void tell(const std::vector<Note>& notes) {  // without our lock: the listener i
   for (const auto& note : notes) (*listener_)(note.kind, note.what);
 }
 
-Pendings pending_on(Slot s) {
-  Lock lock(mutex_);
-  auto& all = pendings_[s];
-  all.erase(std::remove_if(all.begin(), all.end(), [](auto& p) { return p->done() && p->failure.empty(); }), all.end());
-  return all;
-}
-
-void add_pendings(Slot s, const Pendings& more) {
-  auto& all = pendings_[s];
+void add_pendings(Pendings& all, const Pendings& more) {
   for (const auto& pending : more)
     if (std::find(all.begin(), all.end(), pending) == all.end()) all.push_back(pending);
+}
+
+Pendings& queue_of(Slot s) {  // with the lock
+  const auto number = s % kStreams;
+  return queues_[s - number + (num_queues_ ? number % num_queues_ : number)];
+}
+
+Pendings pending_on(Slot s) {
+  Lock lock(mutex_);
+  for (auto* all : {&pendings_[s], &queue_of(s)})
+    all->erase(std::remove_if(all->begin(), all->end(), [](auto& p) { return p->done() && p->failure.empty(); }), all->end());
+  auto found = pendings_[s];
+  add_pendings(found, queue_of(s));
+  return found;
 }
 
 // -- clocks: what comes before what -----------------------------------------------------------------------------------
@@ -417,7 +427,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock(mutex_);
     put_on(slot(s));
     join(clocks_[slot(s)], event.clock);
-    add_pendings(slot(s), event.pendings);
+    add_pendings(pendings_[slot(s)], event.pendings);
+    add_pendings(queue_of(slot(s)), event.pendings);
+    ++stream_waits_;
   }
   bool queryEvent(void* e) const override {  // not at once: whoever asks must be able to go on
     if (e == nullptr) return true;
@@ -448,7 +460,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr& p, const S& s) const override {
     Lock lock(mutex_);
     auto it = blocks_.find(static_cast<char*>(p.get()));
-    if (it != blocks_.end()) it->second.recorded.insert(slot(s));
+    if (it != blocks_.end() && it->second.home != slot(s)) it->second.recorded.insert(slot(s));
   }
   double elapsedTime(void* a, void* b, const c10::DeviceIndex) const override {
     return std::chrono::duration<double, std::milli>(static_cast<Event*>(b)->at - static_cast<Event*>(a)->at).count();
@@ -784,6 +796,7 @@ Transfer put_transfer(int device, int64_t stream, const std::string& what, const
     for (const auto& t : read) reads(t, s, what, notes);
     for (const auto& t : written) writes(t, s, what, notes);
     pendings_[s].push_back(transfer.own);
+    add_pendings(queue_of(s), transfer.before);  // it holds the queue until it starts, and then no longer
   }
   tell(notes);
   return transfer;
@@ -796,6 +809,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     num_devices = devices;
     clocks_.assign(devices * kStreams, Clock(devices * kStreams));
     pendings_.resize(devices * kStreams);
+    queues_.resize(devices * kStreams);
     host_.resize(devices * kStreams);
     at::RegisterPrivateUse1HooksInterface(&hooks_);
   });
@@ -805,6 +819,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("current_device", [] { return device_; });
   m.def("set_device", [](int device) { device_ = device; });
+  m.def("set_queues", [](int count) { num_queues_ = count; });
+  m.def("stream_waits", [] { return stream_waits_; });
   m.def("allocated", [](int device) { return now_[device]; });
   m.def("peak", [](int device) { return peak_[device]; });
   m.def("active_peak", [](int device) { return active_peak_[device]; });

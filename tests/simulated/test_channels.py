@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.comm.cluster import Cluster, Process
+from lightning_avgpipe.comm.codec import Packet
 from lightning_avgpipe.comm.line import NetworkInbox, NetworkOutbox, Pair, Receiver, Sender, Wire
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.topology import Edge, Party, Route, StageMap
@@ -170,6 +171,66 @@ def shared(order: str) -> list[float]:
 @pytest.mark.parametrize("order", ["0101", "001011", "1000"])
 def test_pipelines_share_a_line(simulated: Simulated, order: str) -> None:
     assert simulated(shared, order) == [float(number) for number in range(len(order))]
+
+
+def order_of_a_message() -> list[str]:
+    """What a sender begins, one after the other."""
+    hub, arrivals, party, order = Hub(Injector()), Arrivals(), Party("world", (0, 1)), []
+
+    class Noted:
+        def __init__(self, name: str, group: Any) -> None:
+            self._name, self._group = name, group
+
+        def send(self, tensors: Any, peer: int, tag: int) -> Any:
+            order.append(self._name)
+            return self._group.send(tensors, peer, tag)
+
+    on_host = MemoryGroup(hub, party, 0)
+    between = Communicator(MemoryGroup(hub, Party("leaders", (0, 1)), 0), 0, 2)  # type: ignore[arg-type]
+    pairs = Pair(Noted("frame", on_host), 1), Pair(Noted("tensor", between), 1)
+    outbox = NetworkOutbox(ROUTE, Sender(Wire(1, pairs[0], sim(), pairs[1], arrivals)))
+    outbox.put(Message(0, (torch.ones(4, device=sim()),)))
+    outbox.close(LIMIT_S)  # once it is sent
+    between.abort()
+    return order
+
+
+def test_a_send_between_devices_is_queued_before_its_frame_goes(simulated: Simulated) -> None:
+    """So that no receive is queued before its send, and holds up a send for which the other end waits."""
+    assert simulated(order_of_a_message) == ["tensor", "frame"]
+
+
+def sent_to_each_other() -> list[list[float]]:
+    """What arrives on two devices that have both begun to send, where all streams share a queue."""
+    hub, arrivals = Hub(Injector()), Arrivals()
+
+    def wire(rank: int, source: int) -> Wire:
+        party = Party("world" if source else "leaders", (0, 1))
+        link = Pair(Communicator(MemoryGroup(hub, party, rank), rank, 2), 1 - rank)  # type: ignore[arg-type]
+        return Wire(1 - rank, link, sim(rank), link, arrivals)
+
+    packet = Packet((), 16, on_host=False)
+    ends = [(wire(source, source), wire(1 - source, source)) for source in range(2)]
+    module = torch.get_device_module("sim")
+    device.backend.set_queues(1)
+    try:
+        for source, (sender, _) in enumerate(ends):
+            module.set_device(source)
+            sender.begin(torch.full((16,), 1 + source, dtype=torch.uint8, device=sim(source)))
+        found = []
+        for source, (_, receiver) in enumerate(ends):
+            module.set_device(1 - source)
+            found.append(receiver.land(receiver.post(packet)))
+        torch.accelerator.synchronize(0)
+        torch.accelerator.synchronize(1)
+        return [sorted(set(flat.tolist())) for flat in found]
+    finally:
+        device.backend.set_queues(0)
+        module.set_device(0)
+
+
+def test_no_queue_of_a_device_is_held_by_the_end_of_a_send(simulated: Simulated) -> None:
+    assert simulated(sent_to_each_other) == [[1], [2]]
 
 
 def waits_for(place: str) -> tuple[list[str], str]:

@@ -14,7 +14,7 @@ from lightning_avgpipe.comm.topology import Party
 from lightning_avgpipe.utils.device import port_of
 from tests.simulated import device
 from tests.simulated.communicator import Communicator
-from tests.threads import Hub, Injector, MemoryGroup
+from tests.threads import LIMIT_S, Hub, Injector, MemoryGroup
 
 Simulated = Callable[..., Any]
 
@@ -302,6 +302,63 @@ def crossed(streams: int) -> list[Any]:
 def test_transfers_that_wait_for_each_other_are_a_deadlock(simulated: Simulated) -> None:
     assert simulated(crossed, 2) == [8.0, 4.0]
     assert all("is stuck behind send" in error for error in simulated(crossed, 1))
+
+
+def queued(queues: int) -> list[Any]:
+    """A device waits for a message on one stream, and sends on another what the other one waits for."""
+
+    def work(rank: int, connect: Callable[[str], Communicator]) -> Any:
+        there, back = connect("0 to 1"), connect("1 to 0")
+        x, y = torch.full((4,), 1.0 + rank, device=sim(rank)), torch.empty(4, device=sim(rank))
+        waiting = torch.Stream(device=sim(rank))
+        waiting.wait_event(torch.accelerator.current_stream(sim(rank)).record_event())
+        with waiting:
+            (there if rank else back).recv([y], 1 - rank).wait()
+        (back if rank else there).send([x], 1 - rank)
+        torch.accelerator.current_stream(sim(rank)).wait_stream(waiting)
+        total = float(y.sum())
+        torch.accelerator.synchronize(rank)
+        return total
+
+    device.backend.set_queues(queues)
+    try:
+        return in_two_threads(work)
+    finally:
+        device.backend.set_queues(0)
+
+
+@pytest.mark.slow  # it waits until the limit
+def test_streams_that_share_a_queue_wait_for_what_holds_it(simulated: Simulated) -> None:
+    assert simulated(queued, 0) == [8.0, 4.0]
+    assert all("is stuck behind recv" in error for error in simulated(queued, 1))
+
+
+def used_by_two_threads() -> str:
+    """The error of a thread that begins a transfer while another begins one."""
+    hub = Hub(Injector())
+    begun, over = threading.Event(), threading.Event()
+
+    def meet() -> None:
+        begun.set()
+        assert over.wait(LIMIT_S)
+
+    communicator = Communicator(MemoryGroup(hub, Party("world", (0, 1)), 0), 0, 2, meet=meet)  # type: ignore[arg-type]
+    first = threading.Thread(target=communicator.send, args=([torch.ones(4, device=sim())], 1), name="first")
+    first.start()
+    assert begun.wait(LIMIT_S)
+    try:
+        communicator.send([torch.ones(4, device=sim())], 1)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        over.set()
+        first.join(LIMIT_S)
+        communicator.abort()
+    return ""
+
+
+def test_a_communicator_refuses_two_threads_at_the_same_time(simulated: Simulated) -> None:
+    assert simulated(used_by_two_threads) == "threads 'first' and 'MainThread' use one communicator at the same time"
 
 
 def aliases() -> tuple[int, bool]:

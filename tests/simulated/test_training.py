@@ -13,12 +13,19 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 
 from lightning_avgpipe import Averaging, AvgPipeTuner
+from lightning_avgpipe.comm.cluster import Cluster, Process
+from lightning_avgpipe.comm.topology import StageMap
+from lightning_avgpipe.engine.observer import Work
+from lightning_avgpipe.engine.shared_statistics import SharedStatistics
+from lightning_avgpipe.schedule import FORWARD, Action
+from lightning_avgpipe.training.stepping import scaling_together
 from tests.models import MLP, ConvNet, loader
 from tests.simulated import device
 from tests.simulated.accelerator import SimulatedAccelerator
+from tests.threads import TIMEOUT, Hub, Injector, MemoryNetwork
 from tests.trainers import pipeline
 
 Simulated = Callable[..., Any]
@@ -101,10 +108,10 @@ class Counting(MLP):
 
 def beside(kind: type, strategy: dict[str, Any], options: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Names of weights that differ with and without streams of their own, and what was found."""
-    one = fit(True, kind, strategy, options, 16)
+    averaging = dataclasses.replace(strategy.get("averaging", Averaging()), streams=False)
+    one = fit(True, kind, {**strategy, "averaging": averaging}, options, 16)
     with device.reported() as report:
-        averaging = dataclasses.replace(strategy.get("averaging", Averaging()), streams=True)
-        several = fit(True, kind, {**strategy, "averaging": averaging}, options, 16)
+        several = fit(True, kind, strategy, options, 16)
     return [name for name, tensor in one.items() if not torch.equal(tensor, several[name])], list(report.errors)
 
 
@@ -119,6 +126,45 @@ class Logging(MLP):
         loss = super().training_step(batch, batch_idx)
         self.seen(loss)
         self.log("seen", self.seen, on_step=True, on_epoch=True)
+        return loss
+
+
+class Numbers(MLP):
+    """Logs numbers and a tensor."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("samples", len(batch[0]), reduce_fx="sum")
+        self.log("rate", 0.5)
+        self.log("mixed", 0.25 if batch_idx % 2 else loss)
+        self.log("loss", loss)
+        return loss
+
+
+class Summed(Metric):
+    """A metric object that by itself waits for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, value: Tensor) -> None:
+        self.total = self.total + value.detach()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class Summing(MLP):
+    """Logs what a metric object has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Summed()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("seen", self.seen(loss))
         return loss
 
 
@@ -147,6 +193,8 @@ def test_modules_know_their_device_and_metric_objects_count_there(simulated: Sim
         (ConvNet, {"num_pipelines": 2}, {}),
         (Counting, {"num_pipelines": 2}, {}),
         (Logging, {"num_pipelines": 2, "recompute": True}, {}),
+        (Numbers, {"num_pipelines": 2, "recompute": True}, {}),
+        (Numbers, {"num_pipelines": 2, "averaging": Averaging(rolling=True)}, {}),
         (Logging, {"num_pipelines": 2}, {"accumulate_grad_batches": 2}),
     ],
     ids=str,
@@ -155,6 +203,25 @@ def test_pipelines_on_streams_of_their_own_train_what_they_train_on_one(
     simulated: Simulated, kind: type, strategy: dict[str, Any], options: dict[str, Any]
 ) -> None:
     assert simulated(beside, kind, {"num_microbatches": 4, **strategy}, options) == ([], [])
+
+
+def stream_waits(count: int, strategy: dict[str, Any]) -> int:
+    """How often streams wait for each other in so many batches."""
+    before = device.backend.stream_waits()
+    fit(True, Numbers, strategy, {}, count)
+    return device.backend.stream_waits() - before  # type: ignore[no-any-return]
+
+
+def stream_waits_with(*counts: int) -> list[int]:
+    """Those of four batches for each of two pipelines, by the number of micro-batches."""
+    options = {"num_pipelines": 2, "averaging": Averaging(on_nonfinite=None)}
+    few, many = ([stream_waits(n, {"num_microbatches": m, **options}) for m in counts] for n in (8, 16))
+    return [more - less for less, more in zip(few, many, strict=True)]
+
+
+def test_no_stream_waits_for_what_another_pipeline_logs(simulated: Simulated) -> None:
+    few, many = simulated(stream_waits_with, 2, 8)
+    assert few == many
 
 
 def resumed(folder: Path) -> tuple[list[str], list[str]]:
@@ -208,11 +275,17 @@ def waits_with(kind: type, options: dict[str, Any], *counts: int) -> list[dict[t
     ("kind", "options", "expected"),
     [
         (MLP, {}, {}),
-        (ConvNet, {}, {("engine/loss.py", "_targets"): 1}),  # ignored targets are looked for
+        (Numbers, {}, {}),
+        (Summing, {}, {}),
+        (ConvNet, {}, {("engine/loss.py", "_numbers"): 1}),  # ignored targets are looked for
         pytest.param(
             MLP,
             {"num_pipelines": 2},
-            {("strategy/gradient_check.py", "_check"): 1, ("averaging/integrity.py", "check"): 0.5},
+            {
+                ("strategy/gradient_check.py", "_check"): 1,
+                ("averaging/integrity.py", "check"): 0.5,
+                ("engine/pipeline.py", "_wait_for_device"): 1,  # two in every iteration, from the fourth on
+            },
             marks=pytest.mark.slow,
         ),
     ],
@@ -222,6 +295,67 @@ def test_no_wait_per_micro_batch_and_two_at_most(
     simulated: Simulated, kind: type, options: dict[str, Any], expected: dict[tuple[str, str], float]
 ) -> None:
     assert simulated(waits_with, kind, options, 2, 8) == [expected, expected]
+
+
+def samples(data: Any) -> Tensor:
+    """The weight of a micro-batch, as a number on its device."""
+    return torch.ones(len(data[0]), device=data[0].device).sum()
+
+
+def test_the_host_waits_once_for_the_weights_of_all_micro_batches(simulated: Simulated) -> None:
+    expected = {("engine/loss.py", "_numbers"): 1}
+    for weight in (samples, "1"):
+        assert simulated(waits_with, MLP, {"loss_weight": weight}, 2, 8) == [expected, expected]
+
+
+def found_infinite(count: int) -> Counter[str]:
+    """Waits until a loss scaler has looked at the gradients of so many models."""
+    place = torch.device(device.NAME, 0)
+    network: Any = MemoryNetwork(Hub(Injector()), 0)
+    cluster = Cluster(StageMap(1), Process(0, place, TIMEOUT.total_seconds(), network))
+    layers = [torch.nn.Linear(2, 2, device=place) for _ in range(count)]
+    optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in layers]
+    scaler = torch.amp.GradScaler(device.NAME)
+    scaler.scale(torch.ones((), device=place))
+    for layer in layers:
+        layer(torch.ones(1, 2, device=place)).sum().backward()
+    with device.reported() as report, scaling_together(scaler, cluster, lambda optimizer: optimizers[1:]):
+        scaler.unscale_(optimizers[0])
+    return Counter({wait.why: number for wait, number in report.waits.items()})
+
+
+def test_a_loss_scaler_waits_once_for_the_gradients_of_all_models(simulated: Simulated) -> None:
+    one, three = simulated(found_infinite, 1), simulated(found_infinite, 3)
+    assert one == three and three.total() == 1
+
+
+def normalised() -> int:
+    """How often the host waits for the statistics of all replicas of a stage, in a forward and a backward."""
+
+    class Alone:
+        ranks = (0,)
+        process_group: Any
+
+        def allgather(self, parts: list[Tensor], mine: Tensor) -> Any:
+            parts[0].copy_(mine)
+
+        def wait_for(self, work: Any, what: str) -> None: ...
+
+    members: Any = Alone()
+    members.process_group = members
+    layer = torch.nn.BatchNorm1d(4).to(device.NAME)
+    x = torch.arange(32.0, device=device.NAME).view(8, 4).requires_grad_()
+
+    def do() -> None:
+        layer(x).square().sum().backward()
+
+    with device.reported() as report:
+        SharedStatistics(members, on_host=False).perform(Work(0, 0, Action(FORWARD, 0)), do)
+    return report.waits.total()
+
+
+def test_statistics_of_all_replicas_are_not_waited_for(simulated: Simulated) -> None:
+    assert simulated(normalised) == 0
 
 
 def tuned(strategy: dict[str, Any]) -> tuple[bool, list[str]]:
@@ -234,8 +368,8 @@ def tuned(strategy: dict[str, Any]) -> tuple[bool, list[str]]:
 
 
 def test_the_tuner_expects_nothing_side_by_side_of_lanes_that_share_a_stream(simulated: Simulated) -> None:
-    assert simulated(tuned, {}) == (True, [])
+    assert simulated(tuned, {"averaging": Averaging(streams=False)}) == (True, [])
 
 
 def test_the_tuner_expects_pipelines_with_streams_of_their_own_side_by_side(simulated: Simulated) -> None:
-    assert simulated(tuned, {"averaging": Averaging(streams=True)}) == (False, [])
+    assert simulated(tuned, {}) == (False, [])

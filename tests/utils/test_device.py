@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,10 +22,12 @@ from lightning_avgpipe.utils.device import (
     DeviceClock,
     Stopwatch,
     all_generators,
+    first_options,
     has_passed,
     is_out_of_memory,
     port_of,
     seconds_between,
+    set_environment,
 )  # fmt: skip
 
 PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
@@ -105,6 +109,27 @@ def test_on_one_thread_work_that_waits_takes_as_long_as_it_waits() -> None:
 def test_a_host_does_not_tell_how_busy_it_is() -> None:
     with pytest.raises(NotImplementedError, match="cpu"):
         port_of(HOST).utilization()
+
+
+def test_transfers_between_cuda_devices_occupy_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Options:
+        def __init__(self, is_high_priority_stream: bool) -> None:
+            self.is_high_priority_stream, self.config = is_high_priority_stream, SimpleNamespace(max_ctas=None)
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    options = first_options("nccl", timedelta(seconds=5))
+    assert options.is_high_priority_stream and options.config.max_ctas == 4
+    assert first_options("gloo", timedelta(seconds=5)) is None
+
+
+def test_what_cuda_and_nccl_read_at_their_start_is_set_unless_the_user_has() -> None:
+    ours, theirs = {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    for environment in (ours, theirs):
+        set_environment(CUDA, environment)
+        set_environment(HOST, environment)
+    # 2: communicators are aborted after an error, and the process is not
+    assert ours == {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+    assert theirs == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
 
 
 def test_what_raises_without_memory_is_known() -> None:
