@@ -305,13 +305,13 @@ class ReplicaGroup:
         forms = [TensorForm.of(part) for part in parts]
         mine = torch.cat([as_bytes(part) for part in parts])
         mine = mine.cpu() if self.on_host else mine
-        terms = mine.new_empty(self.count * mine.numel())
-        work = dist.all_gather_into_tensor(terms, mine, group=self.members.process_group, async_op=True)
+        terms = [torch.empty_like(mine) for _ in range(self.count)]
+        work = dist.all_gather(terms, mine, group=self.members.process_group, async_op=True)
 
         @torch.no_grad()
         def end() -> None:
             self.members.wait_for(work, "a sum over groups")
-            for number, term in enumerate(terms.chunk(self.count)):
+            for number, term in enumerate(terms):
                 flats = zip(forms, term.split([form.nbytes for form in forms]), strict=True)
                 arrived = (form.from_bytes(flat.clone()) for form, flat in flats)  # clones are aligned
                 for tensor, message in zip(tensors.values(), messages, strict=True):

@@ -392,7 +392,9 @@ from tests.trainers import trainer
 torch.manual_seed(3)
 nesterov = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 averaging = Averaging(groups=2, every=4, fragments=2, delay=2, alpha=1.0, outer_optimizer=nesterov, wire="bf16")
-strategy = AvgPipeStrategy(num_stages=1, num_microbatches=2, averaging=averaging, costs_cache=None)
+strategy = AvgPipeStrategy(
+    split_points=["layers.4"], num_stages=2, num_microbatches=2, averaging=averaging, costs_cache=None
+)
 model = MLP("adamw")
 runner = trainer(strategy=strategy, devices=2, max_epochs=1)
 runner.fit(model, loader(MLP, 96, 8))
@@ -404,7 +406,7 @@ def test_a_script_with_the_default_launcher_trains_and_its_plan_says_what_groups
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     said = run(tmp_path, script, tmp_path / "ended.ckpt")
-    assert "groups exchange 800 B of stage 0 in 4 steps (1/2 of it every 2), as bf16" in said
+    assert "groups exchange 320 B of stage 0, 480 B of stage 1 in 4 steps (1/2 of it every 2), as bf16" in said
     assert "on the link between groups, behind 2 steps: a step waits for" in said
     saved = torch.load(tmp_path / "ended.ckpt", weights_only=True)
     assert saved["global_step"] == 6
