@@ -33,7 +33,7 @@ class Fragment:
 
 
 @dataclass
-class Late:
+class LateAveraging:
     """An averaging that has begun and ends some steps later.
 
     Attributes:
@@ -79,7 +79,7 @@ class Averager:
         self._replica_group = replica_group
         self.fragments = [Fragment() for _ in range(averaging.fragments)]
         self.fragment_of: dict[str, int] = {}
-        self.late: list[Late] = []
+        self.late: list[LateAveraging] = []
         self.count = 0
         self._outer: Optimizer | None = None
         self._begun: AveragingStep | None = None
@@ -142,7 +142,7 @@ class Averager:
             for model, tensors in zip(models.each, step.sent, strict=True):
                 model.sent |= dict(zip(names, tensors, strict=True))
             everywhere = [name for name, of in self.fragment_of.items() if of == number]
-            self.late.append(Late(everywhere, delay, has_buffers, step.arrive))
+            self.late.append(LateAveraging(everywhere, delay, has_buffers, step.arrive))
         else:
             self._begun = step
         if models.shared is not None and has_buffers:
@@ -183,7 +183,7 @@ class Averager:
             self._end(step)
             self.catch_up()
 
-    def _arrived(self, late: Late) -> AveragingStep:
+    def _arrived(self, late: LateAveraging) -> AveragingStep:
         """Wait for the sums of an averaging, and return its step."""
         active, models = late.arrive(), self._models
         if late.buffers:
@@ -221,7 +221,7 @@ class Averager:
             self.fragment_of |= {name: of for name, of in state["fragment_of"].items() if name in self.fragment_of}
         self.count = state["averagings"]
         self.late = [
-            Late(saved["names"], saved["left"] if same else 0, False, partial(int, saved["active"]))
+            LateAveraging(saved["names"], saved["left"] if same else 0, False, partial(int, saved["active"]))
             for saved in state["late"]
         ]
 
