@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,10 +16,50 @@ from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.averaging.staggered import StaggeredAveraging
 from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.utils.patching import nothing
+from lightning_avgpipe.utils.random_streams import RandomKey
+
+
+@dataclass
+class Fragment:
+    """A part of the parameters of all models, which is averaged by itself.
+
+    Attributes:
+        steps: number of steps since the last averaging.
+        active: number of pipelines that had a batch since then.
+    """
+
+    steps: int = 0
+    active: int = 0
+
+
+@dataclass
+class LateAveraging:
+    """An averaging that has begun and ends some steps later.
+
+    Attributes:
+        names: names of the parameters, of all processes.
+        left: number of steps until it ends.
+        buffers: whether buffers are averaged with it.
+        arrive: waits for the sums; returns the number of models of all groups that had a batch.
+    """
+
+    names: list[str]
+    left: int
+    buffers: bool
+    arrive: Callable[[], int]
 
 
 class Averager:
     """The schedule of averagings: counts steps, and averages when it is time; with other groups in the background.
+
+    ::
+
+        every=6, fragments=2, delay=2      step      1  2  3  4  5  6  7  8  9 10 11 12
+                                           0               >--->             >--->
+                                           1         >                 >--->             >
+
+    A fragment is sent (>) every 6 steps, each at its own, and ends 2 steps later, when the next step begins, or before
+    somebody looks. The place is fixed, so results do not depend on the timing.
 
     Args:
         models: models to average.
@@ -24,29 +67,40 @@ class Averager:
         replica_group: processes that hold the parallel models of other groups; None if there are none.
 
     Attributes:
-        steps: number of steps since the last averaging.
-        active: number of pipelines that had a batch since then.
+        fragments: the fragments of the parameters.
+        fragment_of: number of the fragment of each parameter.
+        late: averagings that end later, in the order in which they began.
+        count: number of averagings that have begun.
     """
 
     def __init__(self, models: Models, averaging: Averaging, replica_group: ReplicaGroup | None) -> None:
         self._models = models
         self._options = averaging
         self._replica_group = replica_group
-        self.steps = self.active = 0
+        self.fragments = [Fragment() for _ in range(averaging.fragments)]
+        self.fragment_of: dict[str, int] = {}
+        self.late: list[LateAveraging] = []
+        self.count = 0
         self._outer: Optimizer | None = None
-        self._begun: tuple[AveragingStep, Callable[[], None]] | None = None
+        self._begun: AveragingStep | None = None
         self._turns: StaggeredAveraging | None = None  # while models are averaged one after the other
         self._ended: list[dict[str, Tensor]] = []  # buffers of the models that have ended, if groups average buffers
         self._end_buffers: Callable[[], None] = nothing
 
     def follow(self, names: Collection[str]) -> None:
-        """Include new tensors of the reference in its optimizer."""
+        """Include new tensors of the reference in its optimizer, each in the fragment that is the smallest so far."""
         reference = self._models.reference
         if self._options.outer_optimizer is not None:
             if self._outer is None:
                 self._outer = self._options.outer_optimizer(list(reference.values()))
             else:
                 self._outer.param_groups[0]["params"] += [reference[name] for name in names]
+        sizes = [0] * len(self.fragments)
+        for name, number in self.fragment_of.items():
+            sizes[number] += reference[name].numel()
+        for name in names:
+            number = self.fragment_of[name] = sizes.index(min(sizes))
+            sizes[number] += reference[name].numel()
 
     @property
     def outer(self) -> Optimizer | None:
@@ -55,27 +109,60 @@ class Averager:
         return self._outer
 
     def stepped(self, active: int) -> None:
-        """Count a step of the optimizers, and average if it is time.
+        """Count a step of the optimizers, and begin to average what it is time for.
 
         Args:
             active: number of pipelines whose models took part in the step.
         """
-        self.stop_turns()
-        self.steps += 1
-        self.active = max(self.active, active)
-        if self.steps >= self._options.every:
-            self.begin()
+        if self._turns is not None:
+            self.stop_turns()
+        self.finish()
+        for late in self.late:
+            late.left -= 1
+        for fragment in self.fragments:
+            fragment.steps += 1
+            fragment.active = max(fragment.active, active)
+        step, last = self.fragments[-1].steps, len(self.fragments) - 1
+        for number in range(len(self.fragments)):
+            at = self._options.every * (number + 1) // len(self.fragments)
+            if step == at or (step > at and number == last):
+                self._begin(number, self._options.delay)
 
-    def begin(self) -> None:
-        """Begin to average the training since the last averaging; with one group, also end it."""
-        averaging, end_buffers = AveragingStep(*self._models.tensors(), self.active, self._replica_group), nothing
-        if self._models.shared is not None:
-            self._models.read_back()
-            end_buffers = self._models.shared.begin([model.buffers for model in self._models.each])
-        self._begun = averaging, end_buffers
-        self.steps = self.active = 0
+    def _begin(self, number: int, delay: int = 0) -> None:
+        """Begin to average the training of a fragment since its last averaging; if nothing is to be awaited, end it."""
+        fragment, models = self.fragments[number], self._models
+        names = [name for name in models.mine if self.fragment_of[name] == number]
+        rounding = None if self._options.wire is None else (self._options.wire, RandomKey(0, self.count))
+        has_buffers = models.shared is not None and number == len(self.fragments) - 1
+        step = AveragingStep(
+            *models.tensors(names), fragment.active, self._replica_group, names, rounding, late=delay > 0
+        )
+        if delay:
+            models.sums |= dict(zip(names, step.sums, strict=True))
+            for model, tensors in zip(models.each, step.sent, strict=True):
+                model.sent |= dict(zip(names, tensors, strict=True))
+            everywhere = [name for name, of in self.fragment_of.items() if of == number]
+            self.late.append(LateAveraging(everywhere, delay, has_buffers, step.arrive))
+        else:
+            self._begun = step
+        if models.shared is not None and has_buffers:
+            models.read_back()
+            self._end_buffers()
+            self._end_buffers = models.shared.begin([model.buffers for model in models.each])
+        fragment.steps = fragment.active = 0
+        self.count += 1
         if self._replica_group is None:
             self.finish()
+
+    def meet(self) -> None:
+        """Average all training that has not been averaged, without delay. All groups call it."""
+        for late in self.late:
+            late.left = 0
+        self.finish()
+        for number in [i for i, fragment in enumerate(self.fragments) if fragment.steps]:
+            self._begin(number)
+            self.finish()
+        self.catch_up()
 
     def recentre(self) -> None:
         """Shift all models by the same difference after some have gone, so that the unmoved reference is their mean."""
@@ -84,24 +171,71 @@ class Averager:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an averaging has begun and not ended."""
-        return self._begun is not None
+        """Whether an averaging has begun, and it is time for its end."""
+        return self._begun is not None or any(late.left <= 0 for late in self.late)
 
     def finish(self) -> None:
-        """End the averaging that has begun, if one has. Call it before models are read or changed."""
-        if self._begun is None:
-            return
-        (averaging, end_buffers), self._begun = self._begun, None
+        """End the averagings for which it is time. Call it before models are read or changed."""
+        while self.late and self.late[0].left <= 0:
+            self._end(self._arrived(self.late.pop(0)))
+        if self._begun is not None:
+            step, self._begun = self._begun, None
+            self._end(step)
+            self.catch_up()
+
+    def _arrived(self, late: LateAveraging) -> AveragingStep:
+        """Wait for the sums of an averaging, and return its step."""
+        active, models = late.arrive(), self._models
+        if late.buffers:
+            self.catch_up()
+        names = [name for name in late.names if name in models.sums]
+        sums = [models.sums.pop(name) for name in names]
+        sent = [[model.sent.pop(name) for name in names] for model in models.each]
+        return AveragingStep.resumed(*models.tensors(names), sums, sent, models.total, active)
+
+    def arrive(self) -> None:
+        """Wait for the sums of all averagings, which still end at their time."""
+        for late in self.late:
+            late.arrive = partial(int, late.arrive())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides when training is averaged, without tensors."""
+        self.arrive()
+        return {
+            "steps": [fragment.steps for fragment in self.fragments],
+            "active": [fragment.active for fragment in self.fragments],
+            "fragment_of": dict(self.fragment_of),
+            "averagings": self.count,
+            "late": [{"names": late.names, "left": late.left, "active": late.arrive()} for late in self.late],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state of :meth:`state_dict`, with the numbers of active models that are of this group.
+
+        With another number of fragments all of them continue as if trained equally long, and what is under way ends.
+        """
+        steps, active, same = state["steps"], state["active"], len(state["steps"]) == len(self.fragments)
+        for i, fragment in enumerate(self.fragments):
+            fragment.steps, fragment.active = (steps[i], active[i]) if same else (max(steps), max(active))
+        if same:
+            self.fragment_of |= {name: of for name, of in state["fragment_of"].items() if name in self.fragment_of}
+        self.count = state["averagings"]
+        self.late = [
+            LateAveraging(saved["names"], saved["left"] if same else 0, False, partial(int, saved["active"]))
+            for saved in state["late"]
+        ]
+
+    def _end(self, step: AveragingStep) -> None:
         alpha = self._options.dilution(self._models.total)
         if self._outer is not None:
-            averaging.end_with(self._outer, alpha)
+            step.end_with(self._outer, alpha)
         else:
-            averaging.end(alpha, self._options.rate(self._models.total))
-        end_buffers()
+            step.end(alpha, self._options.rate(self._models.total))
 
     def abandon(self) -> None:
         """Drop the averaging that has begun, without waiting for other groups, which have failed."""
         self._begun = self._turns = None
+        self.late.clear()
         self._end_buffers = nothing
 
     # -- one model after the other -----------------------------------------------------------------------------------

@@ -15,18 +15,28 @@ models' weights would count their deviation from the reference as an update.)
 
 With several groups of processes N counts the models of all groups: ``sum_n (y_n - z)`` is summed over the groups, and
 everything else is computed equally in each of them, so all groups keep the same reference, bit for bit.
+
+A step may end late, when the models have gone on from ``y_n`` to ``w_n``. What they have learned since counts next
+time, so that nothing is lost, and no update counts twice::
+
+    x_n' = z' + (1 - alpha) * (y_n - ybar) + (w_n - y_n)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_avgpipe.capture.wire_format import Format
 from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.utils.patching import nothing
+from lightning_avgpipe.utils.random_streams import RandomKey
+
+Rounding = tuple[Format, RandomKey]  # how sums are rounded, and the key of the random numbers for it
 
 _CHUNK_BYTES = 64 * 1024**2  # of one model; intermediate results take a few times as much memory
 
@@ -39,15 +49,23 @@ class AveragingStep:
         group 0, last stage     B6 B7 | step  begin ----------- end | F0       the sums travel
         group 0, first stage       B6 B7 | step  begin --- end | F0            while other stages go on
 
-    With one group there is nothing to wait for, and nothing is computed before the end. With several groups, the sums
-    in flight take the memory of one more model (the accumulator), and neither models nor reference may be read or
-    written in between.
+    With one group there is nothing to wait for, and nothing is computed before the end, unless that is late. With
+    several groups, the sums in flight take the memory of one more model (the accumulator), and neither models nor
+    reference may be read or written in between. If the step ends late they may, but for writes to the reference, and
+    there is one more copy of each model.
 
     Args:
         models: tensors of each model of this group, after the local steps; N lists of the same shapes.
         reference: mean of the models of all groups before those steps.
         active: number of models of this group that had a batch; the others are unchanged.
         replica_group: processes in other groups, all of which begin and end the step as well; None if there are none.
+        names: names of the tensors, if sums are rounded.
+        rounding: how sums are rounded on their way between groups; None: they are not.
+        late: whether the models go on before the end; then the end is that of :meth:`resumed`.
+
+    Attributes:
+        sums: for a late step, ``sum_n (y_n - z)``; of all groups once :meth:`arrive` has returned.
+        sent: for a late step, ``y_n`` of each model.
     """
 
     def __init__(
@@ -56,16 +74,60 @@ class AveragingStep:
         reference: Sequence[Tensor],
         active: int,
         replica_group: ReplicaGroup | None = None,
+        names: Sequence[str] = (),
+        rounding: Rounding | None = None,
+        late: bool = False,
     ) -> None:
         self._models = models
         self._reference = reference
         self._count = len(models) * (1 if replica_group is None else replica_group.count)
         self._active = torch.tensor([active], device="cpu")
-        self._parts: Iterator[_Part] = (_Part(*chunk) for chunk in chunks(models, reference))
+        self._parts: Iterable[_Part] = (_Part(*chunk) for chunk in chunks(models, reference))
         self._count_active = nothing
         if replica_group is not None:
             self._count_active = replica_group.begin_sum([self._active])
-            self._parts = iter([part.begun(replica_group) for part in self._parts])
+        if replica_group is not None or late:
+            left = iter(names)
+            self._parts = [
+                part.begun(replica_group, list(islice(left, len(part.centres))), rounding) for part in self._parts
+            ]
+        self.sums = [tensor for part in self._parts for tensor in part.sums or ()] if late else []
+        self.sent = [[tensor.clone() for tensor in model] for model in models] if late else []
+
+    @classmethod
+    def resumed(
+        cls,
+        models: Sequence[Sequence[Tensor]],
+        reference: Sequence[Tensor],
+        sums: Sequence[Tensor],
+        sent: Sequence[Sequence[Tensor]],
+        count: int,
+        active: int,
+    ) -> AveragingStep:
+        """Return a late step, to be ended now.
+
+        Args:
+            models: tensors of each model of this group, which have gone on.
+            reference: mean of the models of all groups when the step began.
+            sums: :attr:`sums`, which are used up.
+            sent: :attr:`sent`.
+            count: number of models of all groups.
+            active: number of models of all groups that had a batch.
+        """
+        step, size = cls(models, reference, active), len(models)
+        step._count = count
+        step._parts = (
+            _Part(parts[:size], centres, parts[-1], parts[size:-1])
+            for parts, centres in chunks([*models, *sent, sums], reference)
+        )
+        return step
+
+    def arrive(self) -> int:
+        """Wait for the sums of a late step; return the number of models of all groups that had a batch."""
+        self._count_active()
+        for part in self._parts:
+            part.arrive()
+        return int(self._active)
 
     @torch.no_grad()
     def end(self, alpha: float, outer_lr: float) -> None:
@@ -83,8 +145,7 @@ class AveragingStep:
         for part in self._parts:
             drift = part.drift(self._count)
             mean = torch._foreach_add(wide(part.centres), drift)
-            for model in part.models:
-                diluted = torch._foreach_lerp(wide(model), mean, alpha)
+            for model, diluted in part.pulled(mean, alpha):
                 _move(diluted, drift, rate - 1.0)
                 torch._foreach_copy_(model, diluted)
             if rate:
@@ -103,9 +164,8 @@ class AveragingStep:
         for part in self._parts:
             drift = part.drift(self._count)
             mean = torch._foreach_add(wide(part.centres), drift)
-            for model in part.models:  # stores its deviation until the reference has moved
-                deviation = torch._foreach_sub(torch._foreach_lerp(wide(model), mean, alpha), mean)
-                torch._foreach_copy_(model, deviation)
+            for model, diluted in part.pulled(mean, alpha):  # stores its deviation until the reference has moved
+                torch._foreach_copy_(model, torch._foreach_sub(diluted, mean))
             torch._foreach_mul_(drift, -over_active)
             for centre, gradient in zip(part.centres, drift, strict=True):
                 centre.grad = gradient.to(centre.dtype)
@@ -129,27 +189,52 @@ def average(
 
 
 class _Part:
-    """A part of the tensors of all models and of the reference."""
+    """A part of the tensors of all models and of the reference.
 
-    def __init__(self, models: Sequence[list[Tensor]], centres: list[Tensor]) -> None:
+    Args:
+        models: tensors of each model.
+        centres: tensors of the reference.
+        sums: ``sum_n (y_n - z)``; None: it is computed when it is needed.
+        sent: ``y_n`` of each model, if the models have gone on; else empty.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[list[Tensor]],
+        centres: list[Tensor],
+        sums: list[Tensor] | None = None,
+        sent: Sequence[list[Tensor]] = (),
+    ) -> None:
         self.models = models
         self.centres = centres
-        self._sum: list[Tensor] | None = None
-        self._arrive = nothing
+        self.sums = sums
+        self.arrive = nothing
+        self._sent = sent
 
-    def begun(self, replica_group: ReplicaGroup) -> _Part:
+    def begun(self, replica_group: ReplicaGroup | None, names: Sequence[str], rounding: Rounding | None) -> _Part:
         """Begin the sum over the groups, and return this part."""
-        self._sum = self._own_sum()
-        self._arrive = replica_group.begin_sum(self._sum)
+        self.sums = self._own_sum()
+        if replica_group is not None and rounding is not None:
+            self.arrive = replica_group.begin_rounded_sum(dict(zip(names, self.sums, strict=True)), *rounding)
+        elif replica_group is not None:
+            self.arrive = replica_group.begin_sum(self.sums)
         return self
 
     def drift(self, count: int) -> list[Tensor]:
         """Return the mean of ``y_n - z`` over the models of all groups: exactly zero where no model has moved."""
-        self._arrive()
-        total = self._own_sum() if self._sum is None else self._sum
-        self._sum = None  # used once
+        self.arrive()
+        total = self._own_sum() if self.sums is None else self.sums
+        self.sums = None  # used once
         torch._foreach_div_(total, float(count))
         return total
+
+    def pulled(self, mean: Sequence[Tensor], alpha: float) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Yield each model, and ``ybar + (1 - alpha) * (y_n - ybar) + (w_n - y_n)`` in at least single precision."""
+        for model, sent in zip(self.models, self._sent or self.models, strict=True):
+            diluted = list(torch._foreach_lerp(wide(sent), list(mean), alpha))
+            if sent is not model:
+                torch._foreach_add_(diluted, torch._foreach_sub(wide(model), wide(sent)))
+            yield model, diluted
 
     @torch.no_grad()
     def _own_sum(self) -> list[Tensor]:

@@ -79,9 +79,7 @@ class Ensemble:
             return changed
         self.averager.stop_turns()
         self.checksums.forget()
-        if self.averager.steps:
-            self.averager.begin()
-            self.averager.finish()
+        self.averager.meet()
         self.models.resize(size)
         self.optimizers.resize()
         if size < before:
@@ -111,9 +109,9 @@ class Ensemble:
         Args:
             average: whether training since the last averaging is averaged into the reference first.
         """
-        if average and self.averager.steps:
+        if average:
             self.show_reference(False)
-            self.averager.begin()
+            self.averager.meet()
         self.show_reference(True)
         shown, own = self.models.shown, self.models.own
         assert shown is not None
@@ -126,8 +124,9 @@ class Ensemble:
     # -- where they are ----------------------------------------------------------------------------------------------
 
     def begin_relocation(self) -> None:
-        """Prepare for a move of parameters between processes: show pipeline 0's model, and end all averagings."""
+        """Prepare for a move of parameters between processes: show pipeline 0's model, and wait for all sums."""
         self.averager.stop_turns()
+        self.averager.arrive()
         self.show_reference(False)
         self.checksums.check(self.models.size - 1)
 

@@ -38,10 +38,12 @@ class ParallelModel:
         parameters: parameters that take the place of the module's, by name.
         buffers: buffers, and frozen parameters that a step changes, that take the place of the module's, by name.
         memory: memory of other tensors that a step writes into.
+        sent: parameters, by name, as they were when an averaging began that has not ended and lets the model go on.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.sent: dict[str, Tensor] = {}
         self.memory: list[Tensor] = []
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
@@ -66,6 +68,7 @@ class Models:
         each: own tensors of each model.
         own: those of model 0: the module's own parameters and buffers.
         reference: tensors, by name, of all parameters that any process trains; those of other processes are on meta.
+        sums: sums of such an averaging, by name of the parameter.
         shared: buffers of the reference over groups; None if there is one group.
         shown: what the module has in the place of model 0 while it shows the reference; None if it does not.
     """
@@ -92,6 +95,7 @@ class Models:
         self.own.memory = [tensor.detach() for tensor in written]
         self.each = [self.own]
         self.reference: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
         self.shown: ParallelModel | None = None
         self.shared = None if replica_group is None else SharedBuffers(buffers, replica_group)
 
@@ -115,10 +119,11 @@ class Models:
         """The names of trained parameters on this process, in the same order on processes with the same stages."""
         return [name for name in self.reference if name in self.own.parameters]
 
-    def tensors(self) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Return the tensors of these parameters for each model, and those of the reference."""
-        models = [[model.parameters[name].detach() for name in self.mine] for model in self.each]
-        return models, [self.reference[name] for name in self.mine]
+    def tensors(self, names: Collection[str] | None = None) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """Return the tensors of some of these parameters, or all, for each model, and those of the reference."""
+        names = self.mine if names is None else names
+        models = [[model.parameters[name].detach() for name in names] for model in self.each]
+        return models, [self.reference[name] for name in names]
 
     def parameters(self, number: int) -> dict[str, nn.Parameter]:
         """Return the trained parameters of model n on this process, in the same order for the same stages."""
@@ -269,6 +274,7 @@ class ModelTensors:
         return {
             "models": [None if t is None else (t.detach(), t.grad) for t in found],
             "reference": self._reference.get(name),
+            "late": [part.get(name) for part in self._late()],
             "shared": self._shared.get(name),
         }
 
@@ -276,6 +282,8 @@ class ModelTensors:
     def put(self, name: str, item: Mapping[str, Any]) -> None:
         """Store what another process held. The module's own tensor must be there already."""
         self._models.read_back()
+        for part, tensor in zip(self._late(), item["late"], strict=True):
+            part.update({} if tensor is None else {name: tensor})
         if name in self._reference:
             fill(self._reference[name], item["reference"])
             self._models._add([name])
@@ -291,6 +299,8 @@ class ModelTensors:
     def drop(self, names: Collection[str]) -> None:
         """Give up the parameters of these names."""
         for name in names:
+            for part in self._late():
+                part.pop(name, None)
             if name in self._reference:
                 vacate(self._reference[name])
                 self._models._parameter_slots.pop(name, None)
@@ -299,6 +309,9 @@ class ModelTensors:
                 model.parameters.pop(name, None)
                 if isinstance(model.buffers.get(name), nn.Parameter):
                     vacate(model.buffers[name])
+
+    def _late(self) -> list[dict[str, Tensor]]:
+        return [self._models.sums, *(model.sent for model in self._models.each)]
 
 
 class SharedBuffers:

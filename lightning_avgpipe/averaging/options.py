@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
+from lightning_avgpipe.capture.wire_format import Format
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.allowed import (
     Allowed,
@@ -39,6 +40,9 @@ ALLOWED = {
         "outer_lr",
     ),
     "every": whole(1, 1_000_000, 4),
+    "fragments": whole(1, 1_000_000, 4),
+    "delay": whole(0, 1_000_000, 2),
+    "wire": optional(choice("bf16", "int8"), "full precision"),
     "rolling": flag("auto"),
     "groups": optional(whole(1, 1024, 2), "processes_per_device"),
     "processes_per_device": whole(1, 64, 2),
@@ -68,6 +72,14 @@ class Averaging:
         every: number of optimizer steps from one averaging to the next. In between the reference does not move, and
             evaluation and checkpoints use it as it is. Training ends with an averaging, so that the module holds all
             training. A resumed run goes on as if training had not ended.
+        fragments: number of parts of the parameters, of about equal size, that are averaged one after the other, spread
+            evenly over the ``every`` steps. Groups then exchange a part at a time.
+        delay: number of optimizer steps from when training is sent to the other groups until it is averaged; less than
+            ``every``. Meanwhile the models go on, and what they learn counts at the next averaging. The place is fixed,
+            so that results do not depend on the timing. Takes memory for one more copy of each model, in parts.
+        wire: format in which updates travel between groups. None: as they are, in at least single precision.
+            ``"bf16"``, ``"int8"``: as in :class:`Links`, rounded once; each process receives those of all other groups.
+            All groups average the same rounded numbers.
         rolling: whether a pipeline begins its next batch as soon as its own model has stepped, while other pipelines
             are still at the last batch. The pipelines then never drain together, and two fill each other's idle time
             almost wholly. Each model is averaged with the reference alone, after its own step, in a fixed order. So
@@ -112,6 +124,9 @@ class Averaging:
     outer_lr: float | Literal["auto"] = "auto"
     outer_optimizer: OuterOptimizer | None = None
     every: Count = 1
+    fragments: Count = 1
+    delay: int = 0
+    wire: Format | None = None
     rolling: bool | Literal["auto"] = False
     groups: Count | None = None
     processes_per_device: Count = 1
@@ -128,6 +143,12 @@ class Averaging:
                     "optimizer its own lr and leave outer_lr='auto'"
                 )
             _try_outer(self.outer_optimizer)
+        for name, needed in {"fragments": self.fragments, "delay": self.delay + 1}.items():
+            if needed > self.every:
+                raise ConfigurationError(
+                    f"Averaging({name}={getattr(self, name)}, every={self.every}): each part of the parameters is "
+                    f"averaged once in {self.every} steps; use every={needed} or more, or a smaller {name}"
+                )
         if self.num_groups % self.processes_per_device:
             raise ConfigurationError(
                 f"Averaging(groups={self.groups}, processes_per_device={self.processes_per_device}): the processes "

@@ -46,7 +46,12 @@ def wire_bytes(value: Value, wire: Format | None) -> int:
     """Return the bytes of a value of the captured micro-batch as it travels; its gradient has as many."""
     if wire is None or not value.requires_grad or not is_compressed(value.shape, value.dtype, wire):
         return value.nbytes
-    return math.prod(value.shape[:-1]) * _row_bytes(value.shape[-1], wire)
+    return compressed_bytes(value.shape, wire)
+
+
+def compressed_bytes(shape: Sequence[int], wire: Format) -> int:
+    """Return the bytes of a compressed tensor of this shape."""
+    return math.prod(shape[:-1]) * _row_bytes(shape[-1], wire)
 
 
 def least_that_hides(values: Iterable[Value], per_byte: float, behind: float) -> Format | None:

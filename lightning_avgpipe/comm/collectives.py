@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, TypeVar
 
@@ -23,11 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_avgpipe.comm.codec import as_bytes, pickled
+from lightning_avgpipe.capture.wire_format import Format
+from lightning_avgpipe.comm.codec import TensorForm, as_bytes, pickled
+from lightning_avgpipe.comm.message import Message, compressed, decompressed
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import Party
 from lightning_avgpipe.comm.transfer import transfer
 from lightning_avgpipe.comm.waits import Running
+from lightning_avgpipe.utils.random_streams import RandomKey
 
 T = TypeVar("T")
 
@@ -274,7 +277,7 @@ class ReplicaGroup:
         self.begin_sum(tensors)()
 
     def begin_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin to sum without waiting. All processes begin and end their sums in the same order.
+        """Begin to sum without waiting. All processes begin their sums in the same order.
 
         Args:
             tensors: as of :meth:`sum`; not to be read or written before the end.
@@ -286,6 +289,43 @@ class ReplicaGroup:
             return dist.all_reduce(flat, group=self.members.process_group, async_op=True)
 
         return self._begin(tensors, "a sum over groups", all_reduce)
+
+    @torch.no_grad()
+    def begin_rounded_sum(self, tensors: Mapping[str, Tensor], wire: Format, key: RandomKey) -> Callable[[], None]:
+        """Begin to sum tensors that are rounded once: each process gets those of all groups, and adds them in order.
+
+        With G groups a process receives G - 1 times the rounded tensors; an exact sum takes 2 (G - 1) / G times the
+        tensors.
+
+        Args:
+            tensors: as of :meth:`begin_sum`, by name. Equal tensors of the same name are rounded equally.
+            wire: format in which they travel.
+            key: key of the random numbers for rounding, the same on all processes.
+        Returns:
+            A function that waits for the sums and puts them into the tensors.
+        """
+        key = replace(key, pipeline=self.number)
+        messages = [compressed(Message(0, (tensor,)), wire, key, name) for name, tensor in tensors.items()]
+        parts = [part.contiguous() for message in messages for part in message.tensors if part is not None]
+        forms = [TensorForm.of(part) for part in parts]
+        mine = torch.cat([as_bytes(part) for part in parts])
+        mine = mine.cpu() if self.on_host else mine
+        terms = [torch.empty_like(mine) for _ in range(self.count)]
+        work = dist.all_gather(terms, mine, group=self.members.process_group, async_op=True)
+
+        @torch.no_grad()
+        def end() -> None:
+            self.members.wait_for(work, "a sum over groups")
+            for number, term in enumerate(terms):
+                flats = zip(forms, term.split([form.nbytes for form in forms]), strict=True)
+                arrived = (form.from_bytes(flat.clone()) for form, flat in flats)  # clones are aligned
+                for tensor, message in zip(tensors.values(), messages, strict=True):
+                    rounded = replace(message, tensors=tuple(next(arrived) for _ in message.tensors))
+                    (found,) = decompressed(rounded).tensors
+                    assert found is not None
+                    tensor.add_(found.to(tensor.device)) if number else tensor.copy_(found)
+
+        return end
 
     def copy(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Copy the source group's tensors into those of the other groups. ``tensors`` is as of :meth:`sum`."""

@@ -169,11 +169,13 @@ class Updates:
         policy: weight policy, which says which weights actions use.
         sharing: number of replicas of the pipeline that shard the optimizer states of each stage; 0: no sharding.
         rolling: whether parallel pipelines go on without waiting for each other.
+        late: whether averagings end while models go on, for which each model is kept as it was.
     """
 
     policy: WeightPolicy = WeightPolicy()  # noqa: RUF009
     sharing: int = 0
     rolling: bool = False
+    late: bool = False
 
 
 def state_copies(optimizers: Sequence[Optimizer]) -> int:
@@ -213,7 +215,7 @@ def memory_of(
             reference.
         num_groups: number of process groups, each with N pipelines.
         replicas: number of replicas of each stage, which take its micro-batches in turns; empty: one of each.
-        rolling: whether pipelines go on without waiting for each other.
+        rolling: whether pipelines go on without waiting for each other, or while an averaging is under way.
     """
     flights: tuple[int, ...] = ()
     repeats: tuple[bool, ...] = ()

@@ -294,7 +294,7 @@ class Planner:
             conditions.num_pipelines,
             conditions.num_groups,
             self.replicas,
-            self.updates.rolling,
+            self.updates.rolling or self.updates.late,
         )
         if conditions.schedule is not None and trains(conditions.schedule.rows[-1]):
             memory = with_versions(memory, self.subject.module, self.updates.policy, conditions.schedule)

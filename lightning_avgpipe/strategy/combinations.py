@@ -55,6 +55,13 @@ def options(given: Options) -> None:
         _compiled(given)
     if given.averaging.rolling is True:
         _without_barrier(given)
+    if given.averaging.delay:
+        skips = given.averaging.on_nonfinite == "skip", "a model starts again while an update of it is under way"
+        instead = "use on_nonfinite='raise', or delay=0"
+        refuse(
+            given, {"averaging.on_nonfinite": skips},
+            lambda option, why: f"Averaging(delay={given.averaging.delay}) with {option}: {why}; {instead}",
+        )  # fmt: skip
     for rule in RULES:
         rule(given)
 
@@ -112,11 +119,18 @@ _IDLE = (
     _Idle(
         {
             "averaging.alpha": None, "averaging.outer_lr": "auto", "averaging.outer_optimizer": None,
-            "averaging.every": 1, "averaging.rolling": False, "averaging.streams": True,
+            "averaging.every": 1, "averaging.fragments": 1, "averaging.delay": 0, "averaging.wire": None,
+            "averaging.rolling": False, "averaging.streams": True,
         },
         lambda given, run: run.num_models == 1,
         "without effect: there is one pipeline, and nothing to average",
         "Use num_pipelines=2 or more",
+    ),
+    _Idle(
+        {"averaging.wire": None},
+        lambda given, run: run.num_models > 1 and run.num_groups == run.replicas,
+        "without effect: there is one group of processes, and no update travels",
+        "Use Averaging(groups=2) or more",
     ),
     _Idle(
         {"advance": 0, "weight_policy": "flush"},
@@ -209,6 +223,7 @@ def _without_barrier(given: Options) -> None:
             "models meet the reference one after the other",
         ),
         "averaging.every": (given.averaging.every > 1, "each model meets the reference after each step"),
+        "averaging.wire": (given.averaging.wire is not None, "its sums are exact"),
         "averaging.on_nonfinite": (given.averaging.on_nonfinite == "skip", "other stages may have stepped"),
         "verify": (given.verifies, "a plain step follows one model"),
         "links.reader": (given.links.reader == "first", "its process is the last to end a batch"),

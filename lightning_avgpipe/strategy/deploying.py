@@ -54,6 +54,7 @@ def deploy(context: RunContext) -> Deployment:
             policy,
             cluster.stage_map.replicas * (options.shard is not None),
             context.fitting and context.configuration.rolls,
+            context.fitting and options.averaging.delay > 0,
         ),
         wire=options.links.wire if cluster.group.world_size > 1 else None,
         source=SOURCES[options.planner](options.links.bandwidth) if context.fitting else PlanSource(),

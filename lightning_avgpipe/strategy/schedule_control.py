@@ -250,7 +250,8 @@ class ScheduleControl:
         rolls = configuration.rolls
         held = holdings(
             plan, cluster.stages, self._module, self._context.trainer.optimizers, num_microbatches, num_pipelines,
-            cluster.stage_map.num_teams, configuration.options.policy, rolling=rolls,
+            cluster.stage_map.num_teams, configuration.options.policy,
+            rolling=rolls or configuration.options.averaging.delay > 0,
             meeting=rolls and ensemble is not None and ensemble.averager.takes_turns,
         )  # fmt: skip
         return meter.finish(with_doubles(held, plan, schedule, self._module, num_pipelines))

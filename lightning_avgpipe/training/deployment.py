@@ -25,6 +25,7 @@ from lightning_avgpipe.planning import Plan, cut_like
 from lightning_avgpipe.planning.planner import Planner, PlanSource
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.schedule.kinds import Placement
+from lightning_avgpipe.training.group_traffic import traffic_lines
 from lightning_avgpipe.training.holdings import Holdings
 from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
 from lightning_avgpipe.training.plan_maker import Examples, PlanMaker
@@ -77,9 +78,10 @@ class Deployment:
         versions = {} if weights is None else {"training_step": weights}
         self.pipeline = Pipeline(cluster, module, execution, weights=versions)
         self.plan: Plan | None = None
-        make = partial(Ensemble, module, optimizers, averaging or Averaging(), observers)
+        self._averaging = averaging or Averaging()
+        make = partial(Ensemble, module, optimizers, self._averaging, observers)
         self.models = ParallelPipelines(module, cluster, self.pipeline, make, execution)
-        self._cluster = cluster
+        self._module, self._cluster = module, cluster
         shared = OptimizerShards(module, cluster) if shards else None
         self.holdings = Holdings(module, cluster, optimizers, origin, shared)
         self._maker = PlanMaker(module, cluster, planner, self.holdings, optimizers)
@@ -151,6 +153,9 @@ class Deployment:
             plan = self._maker.provisional(examples, schedule, num_pipelines)
         if plan is None:
             return False
+        if final:
+            traffic = traffic_lines(plan, self._module, self._cluster, self._averaging)
+            plan = replace(plan, remarks=(*plan.remarks, *traffic))
         placed = self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map
         if self._final and self.plan is not None and self.models.has_trained:
             models = 1 if self.models.ensemble is None else self.models.ensemble.models.size

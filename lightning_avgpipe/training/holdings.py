@@ -308,8 +308,14 @@ def full_ensemble_state(ensemble: Ensemble, cluster: Cluster, owner: Mapping[str
     The models of all groups follow each other, so a checkpoint does not depend on the number of groups. Pipeline 0's
     optimizer state is left out, since it is the checkpoint's.
     """
-    state: dict[str, Any] = {"steps": ensemble.averager.steps, "active": ensemble.averager.active, "models": []}
+    state: dict[str, Any] = {"models": []}
     with ensemble.showing_reference(False):
+        state |= ensemble.averager.state_dict()
+        owners = {name: (owner[name],) for late in state["late"] for name in late["names"]}
+        parts = [ensemble.models.sums, *(model.sent for model in ensemble.models.each)]
+        state["sums"], *state["sent"] = [
+            gather(cluster.group, {n: part.get(n) for n in owners}, owners) for part in parts
+        ]
         for n in range(ensemble.models.size):
             tensors = ensemble.tensors(n)
             state["models"].append(gather(cluster.group, tensors, {name: (owner[name],) for name in tensors}))
@@ -328,21 +334,23 @@ def full_ensemble_state(ensemble: Ensemble, cluster: Cluster, owner: Mapping[str
 
 def _joined(state: dict[str, Any], cluster: Cluster) -> dict[str, Any]:
     """Join the states of all groups, on rank 0 of all processes; groups of a team have the same state."""
-    rest = {"models", "optimizers", "active"}
+    rest = {"models", "optimizers", "active", "sent"}
     brought = {name: pytree.tree_map_only(Tensor, lambda t: t.cpu(), state[name]) for name in rest}
     groups = cluster.leaders.gather_objects(brought)[:: cluster.stage_map.replicas]
     models = [model for group in groups for model in group["models"]]
     optimizers = [states for group in groups for states in group["optimizers"]]
-    active = sum(group["active"] for group in groups)
-    return {**state, "models": models, "optimizers": optimizers, "active": active}
+    active = [sum(numbers) for numbers in zip(*(group["active"] for group in groups), strict=True)]
+    sent = [tensors for group in groups for tensors in group["sent"]]
+    return {**state, "models": models, "optimizers": optimizers, "active": active, "sent": sent}
 
 
 def load_ensemble_state(ensemble: Ensemble, state: Mapping[str, Any]) -> None:
     """Load a state of :func:`full_ensemble_state` with as many models, as far as this process holds them."""
     first, size = ensemble.models.first, ensemble.models.size
-    ensemble.averager.steps, ensemble.averager.active = state["steps"], min(size, max(0, state["active"] - first))
     for n, tensors in enumerate(state["models"][first : first + size]):
         ensemble.load(n, tensors)
+        ensemble.models.each[n].sent.update(_held(ensemble, state["sent"][first + n]))
+    ensemble.models.sums.update(_held(ensemble, state["sums"]))
     for number in range(max(first, 1), first + size):
         own = ensemble.optimizers.of(number - first)
         for optimizer, saved in zip(own, state["optimizers"][number - 1], strict=True):
@@ -352,6 +360,14 @@ def load_ensemble_state(ensemble: Ensemble, state: Mapping[str, Any]) -> None:
         saved, position = state["outer_optimizer"], {name: i for i, name in enumerate(ensemble.models.reference)}
         numbers = {old: position[name] for old, name in enumerate(state["outer_names"]) if name in position}
         load_present_state(ensemble.averager.outer, {numbers[old]: entry for old, entry in saved["state"].items()})
+    own_active = [min(size, max(0, active - first)) for active in state["active"]]
+    ensemble.averager.load_state_dict({**state, "active": own_active})
+
+
+def _held(ensemble: Ensemble, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of saved tensors of the parameters that this process has, on their devices."""
+    own = ensemble.models.parameters(0)
+    return {name: tensor.to(own[name].device, copy=True) for name, tensor in saved.items() if name in own}
 
 
 def load_present_state(optimizer: Optimizer, states: Mapping[int, Any]) -> None:
