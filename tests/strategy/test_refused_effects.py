@@ -89,3 +89,16 @@ def test_a_backward_that_changes_what_later_forwards_read_is_refused() -> None:
     options: dict[str, Any] = {"schedule": "1f1b", "num_microbatches": 4}
     with pytest.raises(StepChangedError, match=r"the backward of a micro-batch changes '.*_u'"):
         pipeline(2, strategy=options).fit(module, loader(MLP, 16, 8))
+
+
+class AssignsSubmodule(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.layers[0] = self.layers[2]  # type: ignore[index]
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_assigns_a_submodule_is_refused() -> None:
+    with pytest.raises(
+        CaptureError, match=r"assigns a submodule, so that .*'layers.2.weight' is 'layers.0"
+    ):
+        pipeline(2).fit(AssignsSubmodule(), loader(MLP, 16, 8))
