@@ -98,7 +98,5 @@ class AssignsSubmodule(MLP):
 
 
 def test_a_step_that_assigns_a_submodule_is_refused() -> None:
-    with pytest.raises(
-        CaptureError, match=r"assigns a submodule, so that .*'layers.2.weight' is 'layers.0"
-    ):
+    with pytest.raises(CaptureError, match=r"assigns a submodule, so that .*'layers.2.weight' is 'layers.0"):
         pipeline(2).fit(AssignsSubmodule(), loader(MLP, 16, 8))
