@@ -52,7 +52,7 @@ def capture(
     Raises:
         SkippedStepError: the step returned None in training.
         SeedingError: code between units seeds torch's random numbers.
-        CaptureError: the step returned no loss in training, or is given nested tensors.
+        CaptureError: the step returned no loss in training, is given nested tensors, or assigns submodules.
     """
     if any(tensor.is_nested for tensor in tree.tensors(args)):
         raise CaptureError(f"the batch of {step} holds a nested tensor, which cannot be followed; {INSTEAD_OF_NESTED}")
@@ -100,6 +100,7 @@ def _followed(
 ) -> _Followed:  # fmt: skip
     """Run a step under a recorder, and undo its changes."""
     spare = tree.map_tensors(torch.clone, tuple(args))
+    names = {id(p): name for name, p in module.named_parameters()}
     batch = [(leaf, version_of(leaf)) for leaf in tree.tensors(args)]
     if args:
         recorder.batch.begin(args[0])
@@ -108,6 +109,12 @@ def _followed(
         seeds = watching_seeds(recorder.calls.note_seed)
         with recorder.effects.watched(), recorder.following(), watching(recorder.calls), seeds:
             result = run(*args)
+        for name, parameter in module.named_parameters():
+            if names.get(id(parameter), name) != name:
+                raise CaptureError(
+                    f"{step} assigns a submodule, so that the parameter '{names[id(parameter)]}' is '{name}' now; "
+                    "choose between modules without assigning one, or assign it in a hook or before training"
+                )
         recorder.finish(result)
         if taken := iterators.advanced():
             recorder.draft.pin(

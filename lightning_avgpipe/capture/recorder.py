@@ -154,6 +154,7 @@ class StepRecorder(StepTracer):
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         draft, provenance, index = self.draft, self.hidden.provenance, self.draft.position()
         self._pin_foreign(module, path)
+        self._pin_mode()
         exports, visible = path in self.hidden.exports, tree.tensors((args, kwargs))
         modules = [*module.modules()] if exports else []
         generators = self.effects.generators.given(Snapshot((args, kwargs), modules, opaque="generators"), path)
@@ -219,6 +220,7 @@ class StepRecorder(StepTracer):
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         draft = self.draft
+        self._pin_mode()
         tensors = tensor_arguments(args, kwargs)
         versions = [version_of(t) for t in tensors]
         made, names, before = self._made_generators(args, kwargs), dict[str, None](), StateCopies()
@@ -285,6 +287,7 @@ class StepRecorder(StepTracer):
         states, parameters = self.state.states(tensors, changed, in_unit=False), self.state.parameters(tensors)
         draws = random_before != watch.generator_states()
         self._pin_glue(name, tensors, result)
+        self._pin_mode()
         self._taken(tensors)
         plain = all(leaf is None or isinstance(leaf, Tensor) for leaf in tree.leaves(result))
         entry = described(result) if plain and not draws and not self.batch.knows(tensors) else None
@@ -312,6 +315,15 @@ class StepRecorder(StepTracer):
     def _pin_foreign(self, module: nn.Module, path: str) -> None:
         if self.state.foreign(module):
             self.draft.pin(0, ANYWHERE, f"at {source_line()} unit '{path}' has tensors of the step as its weights")
+
+    def _pin_mode(self) -> None:
+        """Forbid cuts after a node that a mode sees, since stages that skip the node would show the mode nothing."""
+        if (mode := self.mode()) is not None:
+            self.draft.pin(
+                self.draft.position() + 1, ANYWHERE,
+                f"at {source_line()} the step is in a {mode}, which would see only what runs on its own stage; enter "
+                "it in the forward of a submodule",
+            )  # fmt: skip
 
     def _pin_glue(self, name: str, tensors: Sequence[Tensor], result: Any) -> None:
         """Forbid cuts around functions that cannot be divided from other nodes."""

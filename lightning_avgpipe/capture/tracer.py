@@ -29,7 +29,7 @@ from lightning_avgpipe.utils.output import muted
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.tensors import KnownTensors, tensor_arguments
-from lightning_avgpipe.utils.torch_compat import CHECKPOINT_BRACKET, disabling, disabling_others
+from lightning_avgpipe.utils.torch_compat import CHECKPOINT_BRACKET, disabling, disabling_others, operation_modes
 
 _NOTHING = contextlib.nullcontext()
 
@@ -155,6 +155,7 @@ class StepTracer(TorchFunctionMode):
         self.known = KnownTensors[int]()
         self._bare = False  # whether this mode is off the stack of modes
         self._eager: contextlib.AbstractContextManager[Any] | None = None  # the context that is left while a unit runs
+        self._modes: frozenset[int] = frozenset()  # ids of those that were entered before the step
         self._raised: AvgPipeError | None = None  # the first error of ours, which the step may have caught
         self._frozen: dict[int, tuple[Tensor, bool, str]] = {}  # parameter, requires_grad before the step set it, line
 
@@ -223,12 +224,12 @@ class StepTracer(TorchFunctionMode):
         try:
             return self.on_glue(func, args, kwargs or {})
         except AvgPipeError as error:
-            self._note(error)
+            self.note(error)
             raise
         finally:
             self._inside = False
 
-    def _note(self, error: AvgPipeError) -> None:
+    def note(self, error: AvgPipeError) -> None:
         """Remember an error of ours, which the user's code may catch (``except Exception``) and ignore."""
         self._raised = self._raised or error
 
@@ -258,6 +259,7 @@ class StepTracer(TorchFunctionMode):
         with intercepting(), eager, muted(self.is_muted) if self.mutes else _NOTHING:
             self._eager = eager if compiled else None
             outer, _following.tracer = _following.tracer, self
+            self._modes = frozenset(map(id, operation_modes()))
             try:
                 with self:
                     yield
@@ -274,13 +276,21 @@ class StepTracer(TorchFunctionMode):
         for parameter, before, line in self._frozen.values():
             if parameter.requires_grad != before:
                 parameter.requires_grad_(before)
-                self._note(
+                self.note(
                     CaptureError(
                         f"the step sets requires_grad of '{self._owned[id(parameter)]}' at {line} to {not before}, and "
                         "leaves it so, which not all stages come to; freeze and unfreeze in a hook "
                         "(on_train_batch_start) or a callback"
                     )
                 )
+
+    def mode(self) -> str | None:
+        """Return the name of a mode that the step is in and that sees the operations of nodes; None if there is none.
+
+        Such a mode may count or change what it sees, but on each stage it sees only the nodes that run there.
+        """
+        strange = (m for m in operation_modes() if m is not self and id(m) not in self._modes)
+        return next((type(m).__qualname__ for m in strange), None)
 
     def aside(self) -> _Aside:
         """Follow nothing within this context: a unit, or one glue operation, runs as usual."""
@@ -324,7 +334,7 @@ class _Aside:
     def __exit__(self, *error: object) -> None:
         tracer = self._tracer
         if isinstance(error[1], AvgPipeError):
-            tracer._note(error[1])
+            tracer.note(error[1])
         if self._on_top:
             tracer._bare = False
             TorchFunctionMode.__enter__(tracer)

@@ -250,6 +250,12 @@ class _Replayer(StepTracer):
         return nodes[position], entry
 
     def _skip(self, operation: Operation, node: Node, entry: Entry) -> Any:
+        if (mode := self.mode()) is not None:
+            raise StepChangedError(
+                f"at {source_line()} the step is in a {mode}, and was in none when it was captured; stage "
+                f"{self._program.stage} shows it nothing of {operation}, which runs on an earlier one. Enter it in "
+                "the forward of a submodule, or in each step"
+            )
         if node.drawn:
             self._runner.draws.skip(node.drawn)
         if self._writer is not None:

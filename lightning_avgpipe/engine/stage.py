@@ -20,7 +20,7 @@ from lightning_avgpipe.engine.prefix import Prefix, Shortcut
 from lightning_avgpipe.engine.recompute import Observations, Repetition
 from lightning_avgpipe.engine.stage_step import StageStep
 from lightning_avgpipe.engine.task import Gate, Inputs, Stash, Task, entered
-from lightning_avgpipe.engine.tensor_use import ForeignTensors, explained
+from lightning_avgpipe.engine.tensor_use import ForeignTensors, explained, places
 from lightning_avgpipe.errors import ScheduleError, StepChangedError, UnsendableError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Kind, Schedule
@@ -101,6 +101,9 @@ class Stage:
         self.program = program
         self.module = OwnModule(program, module, weights, of_units, shown)
         self._device = device
+        changes = dict.fromkeys(name for node in program.nodes for name in node.changes)
+        changed = [name for name, _ in module.named_buffers() if name in changes]
+        self._changed = dict(zip(changed, places(module, changed), strict=True))  # buffers, register and name
         self._seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
         self._kept_by_seeding: dict[int, Snapshot] = {}
         self._step = StageStep(program, module, device, foreign_tensors, execution)
@@ -345,14 +348,37 @@ class Stage:
                 if root.requires_grad and (gradient is not None or alone)
             ]
             if pairs:
+                before = self._states()
                 of = [root for root, _ in pairs], [gradient for _, gradient in pairs]
                 if run is None:
                     torch.autograd.backward(*of)
                 else:
                     run(stash.gates, *of)
+                self._check_states(before, micro_batch)
         if self.program.stage <= self._prefix.stages:  # the first of those that train
             return None
         return Message(micro_batch, tuple(gate.gradient for gate in stash.gates), entries=skipped)
+
+    def _states(self) -> dict[str, tuple[int, int]]:
+        """Return identity and version of each buffer that forwards change, by name."""
+        buffers = {name: register.get(leaf) for name, (register, leaf) in self._changed.items()}
+        return {name: (id(buffer), version_of(buffer)) for name, buffer in buffers.items()}
+
+    def _check_states(self, before: Mapping[str, tuple[int, int]], micro_batch: int) -> None:
+        """Check that a backward has changed no buffers, unless no later forward has run that should find them changed.
+
+        Raises:
+            StepChangedError: it has, and one has.
+        """
+        later = [i for i in self.stash if i > micro_batch]
+        changed = [name for name, now in self._states().items() if now != before[name]] if later else []
+        if changed:
+            raise StepChangedError(
+                f"the backward of a micro-batch changes '{changed[0]}' (torch.utils.checkpoint repeats the forward "
+                f"that changes it), and stage {self.program.stage} has run the forward of the next micro-batch "
+                "before, which would have found it changed. Use AvgPipeStrategy(recompute=...) in the place of "
+                "checkpoint, which repeats without such effects, or keep the unit on the last stage with split_points"
+            )
 
     @contextmanager
     def in_backward(self, micro_batch: int) -> Iterator[dict[int, str]]:

@@ -70,11 +70,11 @@ class Packer:
 
     @staticmethod
     def is_needed(result: Any, objects: Snapshot) -> bool:
-        """Return whether a call changed objects, or its result hides tensors or objects that existed before."""
+        """Return whether a call changed objects, or its result hides tensors or objects that may change."""
         opaque = [x for x in tree.flatten(result)[0] if not isinstance(x, Tensor) and is_open(type(x))]
         if opaque:
             inside = Snapshot(opaque)
-            if inside.tensors or any(id(owner) in objects.indices for owner in inside.owners):
+            if inside.tensors or inside.owners:
                 return True
         return any(True for _ in objects.modified())
 

@@ -31,6 +31,7 @@ from lightning_avgpipe.strategy.batches import Batches, recount
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.deploying import Preparation, announce, planned
 from lightning_avgpipe.strategy.iteration import STEP, Finish, Iteration, IterationOrder, Progress
+from lightning_avgpipe.strategy.optimizer_view import read_only
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.training.deployment import Deployment
@@ -319,7 +320,9 @@ class Iterations:
         part, (pipeline, before) = iteration.works[n][i], iteration.first
         weight = self.splitter.log_weight(part, iteration.works[n])
         logs = self.models.step_log.micro_batch(part.size, (pipeline + n, before + i), weight, iteration.entries)
-        with self.order.calling(iteration), iteration.precision(), logs:
+        divided, apart = self.cluster.stage_map.num_stages > 1, self.cluster.group.world_size > 1
+        optimizers = read_only(self.trainer.optimizers if divided else (), apart)
+        with self.order.calling(iteration), iteration.precision(), logs, optimizers:
             yield
 
     def freeze(self, trains: bool) -> None:

@@ -20,6 +20,7 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from torch.autograd import graph
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # The function that brackets a region in torch.utils.checkpoint, which has another name in newer versions of torch.
 CHECKPOINT_BRACKET = "_checkpoint_without_reentrant_generator"
@@ -131,6 +132,8 @@ _STEPS = (
     Private("torch.overrides._get_current_function_mode", "whether our mode is on top", ""),
     Private("torch.utils._python_dispatch.TorchDispatchMode", "sees operations inside of units"),
     Private("torch.utils._python_dispatch._disable_current_modes", "what fetches parameters is no part of a step", ""),
+    Private("torch.utils._python_dispatch._get_current_dispatch_mode_stack", "which modes a step has entered", ""),
+    Private("torch.overrides._get_current_function_mode_stack", "the same", ""),
     Private("torch._ops.OpOverload._schema", "says what an operation writes into"),
     Private("torch.ops.aten._to_copy", "hands numbers on without looking at them"),
     Private("torch.ops.aten._unsafe_view", "the same"),
@@ -248,6 +251,15 @@ def modes(device: torch.device) -> tuple[Any, ...]:
         torch._C._len_torch_dispatch_stack(),
         hooks(True),
     )
+
+
+def operation_modes() -> list[Any]:
+    """Return the modes of this thread that see each operation, such as ``FlopCounterMode``.
+
+    Not among them are those of torch that only choose a device, or what a checkpointed region keeps.
+    """
+    found = [*torch.overrides._get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    return [mode for mode in found if type(mode).__module__ not in ("torch.utils._device", "torch.utils.checkpoint")]
 
 
 def version_of(tensor: Tensor | None) -> int:

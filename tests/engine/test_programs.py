@@ -267,26 +267,13 @@ class Assigns(Logged):
         return loss
 
 
-class Steps(Logged):
-    """Its schedule counts micro-batches."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1000)]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.lr_schedulers().step()  # type: ignore[union-attr]
-        return loss
-
-
 class Decides(Logged):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         return y if y.mean() > -100 else -y
 
 
-@pytest.mark.parametrize("model", [Clocks, Appends, Assigns, Steps, Decides])
+@pytest.mark.parametrize("model", [Clocks, Appends, Assigns, Decides])
 def test_what_leaves_something_behind_or_decides_runs_for_every_micro_batch(
     model: Any, followed: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:

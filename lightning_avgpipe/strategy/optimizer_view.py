@@ -1,0 +1,65 @@
+"""Show optimizers to a step that is divided into stages: hyper-parameters to read, and nothing else.
+
+Each process has the optimizer states of its own parameters only. And each stage runs the step as far as its own part
+goes: what comes early would happen several times, and what comes late in the process of the last stage alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from torch.optim import Optimizer
+
+from lightning_avgpipe.averaging.optimizers import unwrapped
+from lightning_avgpipe.capture.tracer import StepTracer
+from lightning_avgpipe.errors import CaptureError
+from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.source import source_line
+
+
+@contextlib.contextmanager
+def read_only(optimizers: Sequence[Optimizer], apart: bool) -> Iterator[None]:
+    """Within this context, changing an optimizer's groups of parameters raises a CaptureError.
+
+    Args:
+        optimizers: optimizers of the run.
+        apart: whether stages are in several processes; then reading an optimizer's state raises one, too.
+    """
+    with contextlib.ExitStack() as undo:
+        for optimizer in map(unwrapped, optimizers):
+            undo.enter_context(replaced(optimizer, "param_groups", [_Group(g) for g in optimizer.param_groups]))
+            if apart:
+                undo.enter_context(replaced(optimizer, "state", _State()))
+        yield
+
+
+def _refusing(what: str, instead: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        error = CaptureError(f"at {source_line()} the step {what}; {instead}")
+        if (tracer := StepTracer.current()) is not None:
+            tracer.note(error)
+        raise error
+
+    return refuse
+
+
+class _Group(dict[str, Any]):
+    """A group of parameters that can only be read."""
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refusing(  # type: ignore[assignment]
+        "changes hyper-parameters of an optimizer, such as a learning rate, which each stage that comes so far would "
+        "do for itself",
+        "return the scheduler from configure_optimizers with interval='step', or change them in a hook "
+        "(on_train_batch_end)",
+    )
+
+
+class _State:
+    """The state of an optimizer, of which nothing can be read."""
+
+    __contains__ = __delitem__ = __getattr__ = __getitem__ = __iter__ = __len__ = __setitem__ = _refusing(
+        "uses the state of an optimizer, of which each process has only the part of its own parameters",
+        "keep in the module what the step needs",
+    )
