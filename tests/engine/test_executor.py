@@ -17,7 +17,7 @@ from lightning_avgpipe.engine.executor import Lane, execute
 from lightning_avgpipe.engine.observer import MemoryGuard, Observer, Work
 from lightning_avgpipe.engine.stage import check_runnable
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.errors import MemoryShortage, PeerError, ScheduleError, StageError
+from lightning_avgpipe.errors import MemoryShortage, PeerError, ScheduleError
 from lightning_avgpipe.schedule import Action, Kind, Schedule, build, in_turn, with_replicas
 from lightning_avgpipe.schedule.kinds import FORWARD
 from lightning_avgpipe.schedule.recipes import RECIPES, trainable
@@ -185,12 +185,6 @@ def test_an_error_in_an_action_is_named_on_all_processes(layout: str, rank: int,
         assert isinstance(outcomes[other], PeerError)
         told = f"{names(stage_map)[rank]}, which runs {action} of stage "
         assert told in str(outcomes[other]) and "Blown: the fuse has blown" in str(outcomes[other])
-
-
-def test_code_that_stops_an_iteration_ends_no_loop_around() -> None:
-    injector = Injector().fail_at(0, "F1", StopIteration("no more"))
-    (outcome,) = run(StageMap(4), lambda cluster: iterate(cluster, observers=[injector.observer(0)]), injector)
-    assert isinstance(outcome, StageError) and "failed in F1: StopIteration: no more" in str(outcome)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

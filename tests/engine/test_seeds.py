@@ -40,18 +40,6 @@ class FixedGenerator(Fixed):
         torch.default_generator.manual_seed(5)
 
 
-class SeededInside(nn.Module):
-    """The layer that seeds lies in one that draws as well, before and after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.fixed, self.last = nn.Linear(8, 8), Fixed(), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(self.first(x), 0.2, self.training)
-        return F.dropout(self.last(self.fixed(x)), 0.2, self.training)
-
-
 class _Reversible(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Kept) -> Tensor:
@@ -131,14 +119,6 @@ def test_a_unit_that_seeds_draws_what_it_draws_in_one_process(
     found = trained(model, num_stages, schedule)
     assert_same_gradients(plain, found)
     assert_same_parameters(plain, found)
-
-
-def test_what_is_drawn_around_a_layer_that_seeds_does_not_depend_on_the_number_of_stages() -> None:
-    torch.manual_seed(0)
-    model = Seeding(SeededInside)
-    whole = trained(model, 1, "afab")
-    for num_stages in (2, 6):
-        assert_same_parameters(whole, trained(model, num_stages, "1f1b"))
 
 
 def test_a_step_that_seeds_is_refused_and_so_is_a_seeding_unit_that_is_repeated() -> None:
