@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import permutations
 from typing import Any
 
 import pytest
@@ -43,9 +42,9 @@ def update(made: list[Model], active: int, seed: int) -> list[Model]:
     return mean(updates)
 
 
-@pytest.mark.parametrize("active", [4, 1, 3])
+@pytest.mark.parametrize("active", [4, 3])
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 1.0])
-@pytest.mark.parametrize("outer", [0.5, 1.0, 4.0, *OUTER])
+@pytest.mark.parametrize("outer", [0.5, 4.0, *OUTER])
 def test_the_reference_stays_the_mean_of_the_models(outer: Any, alpha: float, active: int) -> None:
     made, reference = models(4)
     optimizer = OUTER[outer](reference) if outer in OUTER else None
@@ -68,17 +67,6 @@ def test_the_reference_moves_by_the_mean_update_of_those_that_had_a_batch(outer_
     average(made, reference, 0.25, outer_lr, active)
     for new, old, change in zip(reference, before, expected, strict=True):
         torch.testing.assert_close(new, old + outer_lr * change, rtol=0, atol=1e-14)
-
-
-def test_a_constant_gradient_moves_the_reference_by_outer_lr_times_the_step() -> None:
-    made, reference = models(3, torch.float64)
-    before = [t.clone() for t in reference]
-    for _ in range(10):
-        for model in made:
-            torch._foreach_sub_(model, 0.01 * 2.0)  # lr * g
-        average(made, reference, 1 / 3, 3.0, 3)
-    for new, old in zip(reference, before, strict=True):
-        torch.testing.assert_close(new, old - 10 * 3.0 * 0.01 * 2.0, rtol=0, atol=1e-13)
 
 
 def test_the_formula_is_that_of_the_documentation() -> None:
@@ -115,33 +103,12 @@ def test_without_attraction_and_with_the_mean_update_models_keep_their_bits() ->
     assert all(torch.equal(new, old) for a, b in zip(made, before, strict=True) for new, old in zip(a, b, strict=True))
 
 
-def test_models_that_have_not_moved_do_not_move() -> None:
-    made, reference = models(3)
-    made = [[t.clone() for t in reference] for _ in made]
-    before = [t.clone() for t in reference]
-    average(made, reference, 1 / 3, 3.0, 3)
-    for model in (*made, reference):
-        assert all(torch.equal(new, old) for new, old in zip(model, before, strict=True))
-
-
 def test_full_attraction_makes_all_models_the_reference() -> None:
     made, reference = models(3)
     update(made, 3, 0)
     average(made, reference, 1.0, 3.0, 3)
     for model in made:
         assert all(torch.equal(new, centre) for new, centre in zip(model, reference, strict=True))
-
-
-def test_the_order_of_pipelines_does_not_matter() -> None:
-    results = []
-    for order in permutations(range(3)):
-        made, reference = models(3, torch.float64)
-        update(made, 3, 0)
-        average([made[n] for n in order], reference, 1 / 3, 3.0, 3)
-        results.append([*reference, *(t for m in made for t in m)])
-    for found in results[1:]:
-        for one, other in zip(results[0], found, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
 
 def test_half_precision_is_averaged_in_single() -> None:

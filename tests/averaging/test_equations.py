@@ -101,17 +101,15 @@ UNSIZED: tuple[Data, Data] = (lambda: DataLoader(Endless(of(88)), batch_size=Non
 COMBINED: tuple[Data, Data] = (pairs, lambda: [batch for batch, _, _ in CombinedLoader(pairs(), "max_size_cycle")])
 
 
-@pytest.mark.parametrize("num_pipelines", [2, 3])
 @pytest.mark.parametrize(
-    ("data", "options"),
+    ("data", "options", "num_pipelines"),
     [
-        (EVEN, {}),
-        (RAGGED, {"epochs": 2}),
-        (RAGGED, {"accumulate": 3, "clip": 0.05}),
-        (RAGGED, {"every": 3, "epochs": 2}),
-        (UNSIZED, {"accumulate": 3, "epochs": 2}),
-        (UNSIZED, {"accumulate": 4, "every": 2, "epochs": 2}),
-        (COMBINED, {"clip": 0.05}),
+        (EVEN, {}, 2),
+        (RAGGED, {"epochs": 2}, 3),
+        (RAGGED, {"accumulate": 3, "clip": 0.05}, 2),
+        (RAGGED, {"every": 3, "epochs": 2}, 3),
+        (UNSIZED, {"accumulate": 4, "every": 2, "epochs": 2}, 2),
+        (COMBINED, {"clip": 0.05}, 3),
     ],
 )
 def test_models_and_reference_are_those_of_the_equations(

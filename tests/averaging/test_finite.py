@@ -16,7 +16,7 @@ from lightning_avgpipe.averaging.integrity import first_nonfinite, has_nonfinite
 from lightning_avgpipe.errors import AvgPipeError, NonFiniteError
 from tests import processes
 from tests.averaging.models import assert_equal, train
-from tests.models import MLP, loader
+from tests.models import MLP
 from tests.trainers import pipeline
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def trained(poisoned: int | None, optimizer: str = "sgd", num_stages: int = 2, *
 
 
 @pytest.mark.parametrize("value", [INFINITE, -INFINITE, NAN])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_one_number_among_many_is_found(value: float, dtype: torch.dtype) -> None:
     huge = torch.tensor(-1e300, dtype=torch.float64)
     sound = [torch.ones(100, 3, dtype=dtype), torch.zeros(0), torch.full((4,), 60000.0)]
@@ -80,16 +80,14 @@ def test_a_single_model_goes_on_by_default_as_with_any_strategy_and_stops_if_tha
         trained(3, num_pipelines=1, averaging=Averaging(on_nonfinite="raise"))
 
 
-@pytest.mark.parametrize("num_pipelines", [1, 2])
-@pytest.mark.parametrize("wanted", ["raise", "skip"])
+@pytest.mark.parametrize(("wanted", "num_pipelines"), [("raise", 1), ("skip", 2)])
 def test_what_is_finite_is_trained_with_the_same_bits(wanted: str, num_pipelines: int) -> None:
     checked, _ = trained(None, num_pipelines=num_pipelines, averaging=Averaging(on_nonfinite=wanted))
     unchecked, _ = trained(None, num_pipelines=num_pipelines, averaging=Averaging(on_nonfinite=None))
     assert_equal(checked, unchecked)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("poisoned", [2, 3])
+@pytest.mark.parametrize(("optimizer", "poisoned"), [("sgd", 2), ("adamw", 3)])
 def test_a_model_that_is_skipped_is_left_out_of_the_mean_and_trains_again(optimizer: str, poisoned: int) -> None:
     logger = CSVLogger(".", version=0)
     with pytest.warns(UserWarning, match=f"batch_idx 1: pipeline {poisoned % 2} had a gradient that is infinite"):
@@ -128,26 +126,6 @@ def test_a_single_model_skips_the_step() -> None:
     weights, models = trained(3, num_pipelines=1, averaging=Averaging(on_nonfinite="skip"))
     assert all(torch.isfinite(w).all() for name, w in weights.items() if name.startswith("layers"))
     assert models.trainer.strategy.skipped_models == 1
-
-
-def test_a_loss_scaler_skips_steps_by_itself() -> None:
-    class Scaled(L.pytorch.plugins.MixedPrecision):
-        def forward_context(self) -> Any:  # half precision on the CPU is beside the point
-            return torch.autocast("cpu", enabled=False)
-
-    class Steep(MLP):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) * 1e4
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1e-7)
-
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    plugin = Scaled("16-mixed", "cpu", scaler)
-    model = Steep()
-    pipeline(2, strategy={"num_pipelines": 2}, plugins=[plugin], max_epochs=1).fit(model, loader(MLP, 32, 8))
-    assert scaler.get_scale() == 2.0**125  # two steps, both skipped
-    assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
 def on_two(rank: int) -> Any:

@@ -99,7 +99,6 @@ def assert_same_checkpoints(found: Path, expected: Path) -> None:
 
 
 def all_of_it(rank: int, folder: Path) -> Any:
-    torch.set_num_threads(1)
     return scaled(rank), reconfigured(rank), begun_on_meta(rank, folder)
 
 
@@ -124,7 +123,6 @@ def test_two_groups_scale_reconfigure_and_begin_on_meta_as_two_pipelines(tmp_pat
 
 
 def two_devices(rank: int, folder: Path) -> set[str]:
-    torch.set_num_threads(1)
     return begun_on_meta(rank // 2, folder, devices=2)
 
 

@@ -15,13 +15,13 @@ from lightning.pytorch.callbacks import (
     RichProgressBar,
     TQDMProgressBar,
 )
-from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import ConfigurationError
 from tests.averaging.models import Batches, Models, Net, assert_equal, state, train
+from tests.driver import assert_same_parameters
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline, trainer
 
@@ -109,8 +109,7 @@ class Finetuned(Regression):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_frozen_parameters_are_shared_until_they_train(num_stages: int) -> None:
+def test_frozen_parameters_are_shared_until_they_train() -> None:
     torch.manual_seed(3)
     start = Finetuned()
     found = {}
@@ -118,7 +117,7 @@ def test_frozen_parameters_are_shared_until_they_train(num_stages: int) -> None:
         model = copy.deepcopy(start)
         unfreezing = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-2)
         options = {"max_epochs": epochs, "callbacks": [unfreezing]}
-        found[epochs] = train(model, loader(MLP, 48, 8), num_stages, trainer=options)
+        found[epochs] = train(model, loader(MLP, 48, 8), 2, trainer=options)
     for name, parameter in start.named_parameters():
         shared = "backbone" in name and "backbone.1" not in name  # norms train all the time
         one, other = (model[name] for model in found[1].models)
@@ -143,7 +142,7 @@ class Reconfigures(L.Callback):
             trainer.strategy.reconfigure(**self.settings[batch_idx])
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_zero_grad", "on_before_optimizer_step"])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step"])
 def test_other_numbers_asked_for_within_an_iteration_come_with_the_next(hook: str) -> None:
     def trained(hook: str) -> tuple[list[int], dict[str, Tensor]]:
         used: list[int] = []
@@ -223,29 +222,6 @@ def test_progress_bars_show_as_many_iterations_as_there_will_be(kind: Any) -> No
     assert second[-1][0] == second[-1][1]
 
 
-def test_fewer_pipelines_keep_the_reference() -> None:
-    class Around(Reconfigures):
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            with trainer.strategy.reference() as reference:
-                self.references.append(state(reference))
-            super().on_train_batch_end(trainer, module, *args)
-
-        def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
-            if trainer.global_step == 2:
-                trainer.strategy.run.deployment.models.train(trainer.strategy.num_pipelines)
-                with trainer.strategy.reference() as reference:
-                    self.references.append(state(reference))
-
-    torch.manual_seed(3)
-    for left in (2, 1):
-        model = Net("adamw", dropout=0.0)
-        around = Around({1: {"num_pipelines": left}})
-        train(model, loader(Net, 96, 8), 1, num_pipelines=3, trainer={"callbacks": [around], "limit_train_batches": 3})
-        parameters = dict(model.named_parameters())
-        before, after = around.references[1:3]
-        assert_equal({n: before[n] for n in parameters}, {n: after[n] for n in parameters})
-
-
 def half_mixed() -> MixedPrecision:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     return MixedPrecision("16-mixed", "cpu", scaler)
@@ -276,30 +252,6 @@ def test_an_infinite_gradient_in_one_pipeline_skips_the_step_of_all() -> None:
         weights = [name for name, _ in model.named_parameters()]  # the norm has seen the batch
         assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in weights)
     assert scales[0] == scales[1] / 2 or scales[0] == 2.0**9
-
-
-def test_the_scale_grows_once_per_step() -> None:
-    plugin = half_mixed()
-    torch.manual_seed(3)
-    train(Net("adam"), loader(Net, 64, 8), 1, trainer={"plugins": [plugin]})
-    assert plugin.scaler.get_scale() == 2.0**12  # four steps, growth every second
-
-
-def test_learning_rates_that_hooks_change_before_the_step_are_those_of_all_models() -> None:
-    class WarmsUp(MLP):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1.0)
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0
-
-    torch.manual_seed(3)
-    model = WarmsUp()
-    before = state(model)
-    found = train(model, loader(MLP, 32, 8), 2)
-    for after in found.models:
-        assert_equal(after, before)
 
 
 def test_a_learning_rate_finder_leaves_the_weights_as_they_were() -> None:
@@ -421,95 +373,51 @@ def test_a_failure_leaves_the_reference() -> None:
     assert_equal(fails.reference, state(model))
 
 
-def test_boring_models_have_parallel_ones() -> None:
-    model = BoringModel()
-    runner = pipeline(1, strategy={"num_pipelines": 4}, max_epochs=1, limit_train_batches=3, limit_val_batches=1)
-    runner.fit(model)
-    assert runner.global_step == 3
-
-
-class Slow(nn.Module):
-    """A layer that keeps a running mean in a tensor that is no buffer, and another in an object."""
+class Keeps(nn.Module):
+    """Counts its calls and keeps means, in numbers, lists, tensors and objects of its own, and acts on them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.mean, self.state = nn.Linear(8, 8), torch.zeros(8), {"mean": torch.zeros(8)}
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
-        self.state["mean"].mul_(0.5).add_(self.mean)
-        return torch.tanh(y) * self.state["mean"].clone() + self.mean
-
-
-class SlowAsBuffer(Slow):
-    """The same with buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.mean
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("other", torch.zeros(8))
-        self.state = {"mean": self.other}
-
-
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_each_parallel_model_has_tensors_of_its_own_that_are_no_buffers(num_stages: int) -> None:
-    class Model(MLP):
-        def __init__(self, layer: type[nn.Module]) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layers = nn.Sequential(layer(), nn.Linear(8, 8))
-
-    weights = []
-    for layer in (Slow, SlowAsBuffer):
-        module = Model(layer)
-        train(module, loader(MLP, 64, 8), num_stages, num_pipelines=2)
-        weights.append({name: p.detach() for name, p in module.named_parameters()})
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-class Counts(nn.Module):
-    """A layer that counts its calls, in numbers, lists and objects of its own, and acts on it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls, self.state, self.norms = nn.Linear(8, 8), 0, {"calls": 0}, []  # type: ignore[var-annotated]
+        self.linear, self.calls, self.mean = nn.Linear(8, 8), 0, torch.zeros(8)
+        self.state: dict[str, Any] = {"calls": 0, "mean": torch.zeros(8)}
+        self.norms: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.state["calls"] += 1
         self.norms.append(float(x.norm()))
-        return self.linear(x) / (1 + 0.1 * self.calls + 0.01 * self.state["calls"])
+        y = self.linear(x) / (1 + 0.1 * self.calls + 0.01 * self.state["calls"])
+        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        self.state["mean"].mul_(0.5).add_(self.mean)
+        return torch.tanh(y) * self.state["mean"].clone() + self.mean
 
 
-class CountsInBuffers(nn.Module):
+class KeepsInBuffers(nn.Module):
     """The same with buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("other", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return self.linear(x) / (1 + 0.1 * int(self.calls) + 0.01 * int(self.calls))
+        y = self.linear(x) / (1 + 0.1 * int(self.calls) + 0.01 * int(self.calls))
+        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        self.other.mul_(0.5).add_(self.mean)
+        return torch.tanh(y) * self.other.clone() + self.mean
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_layers_of_each_parallel_model_count_for_themselves_and_collect_together(num_stages: int) -> None:
-    class Model(MLP):
-        def __init__(self, layer: type[nn.Module]) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layers = nn.Sequential(layer(), nn.Linear(8, 8))
-
-    weights = []
-    for layer in (Counts, CountsInBuffers):
-        module = Model(layer)
-        train(module, loader(MLP, 64, 8), num_stages, num_pipelines=2, num_microbatches=4)
-        weights.append({name: p.detach() for name, p in module.named_parameters()})
-        if layer is Counts:
-            assert module.layers[0].calls == 16
-            assert len(module.layers[0].norms) == 32
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+def test_layers_of_each_parallel_model_keep_what_is_theirs_and_collect_together() -> None:
+    models = []
+    for layer in (Keeps, KeepsInBuffers):
+        torch.manual_seed(0)
+        model: Any = MLP()
+        model.layers = nn.Sequential(layer(), nn.Linear(8, 8))
+        train(model, loader(MLP, 64, 8), 2, num_microbatches=4)
+        models.append(model)
+    assert models[0].layers[0].calls == 16
+    assert len(models[0].layers[0].norms) == 32
+    assert_same_parameters(*models)

@@ -104,22 +104,6 @@ def test_whoever_looks_waits_for_the_other_groups(look: Callable[[Ensemble], Any
     assert replica_group.ended >= begun
 
 
-def test_what_has_been_begun_ends_with_the_averages() -> None:
-    # the mean of two equal groups is one of them
-    ensemble, expected = (stepped(replica_group, outer_lr=1.0) for replica_group in (Twins(), None))
-    found = ensemble.tensors(0)
-    assert not ensemble.averager.is_under_way
-    assert_equal(found, expected.tensors(0))
-
-
-def test_after_a_failure_nobody_waits() -> None:
-    replica_group = Twins()
-    ensemble = stepped(replica_group)
-    ensemble.averager.abandon()
-    ensemble.dissolve()
-    assert replica_group.ended == 0
-
-
 class Watching(L.Callback):
     """Might look at the weights after each batch."""
 
@@ -157,7 +141,6 @@ def events_of(rank: int, callbacks: list[L.Callback], patch: pytest.MonkeyPatch)
 
 
 def both_ways(rank: int) -> Any:
-    torch.set_num_threads(1)
     found = []
     for callbacks in ([], [Watching()], [LambdaCallback(on_train_batch_end=lambda *_: None)]):
         with pytest.MonkeyPatch.context() as patch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -58,14 +57,13 @@ def measured(
     return runner.strategy, found
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_n_models_keep_what_the_formula_says(num_stages: int) -> None:
-    schedule = build("1f1b", num_stages, NUM_MICROBATCHES)
-    _, one = measured(1, num_stages, schedule, 0)
+def test_n_models_keep_what_the_formula_says() -> None:
+    schedule = build("1f1b", 3, NUM_MICROBATCHES)
+    _, one = measured(1, 3, schedule, 0)
     for n in (2, 3):
-        _, several = measured(n, num_stages, schedule, 0)
+        _, several = measured(n, 3, schedule, 0)
         for k, alone in one.items():
-            reference = LAYER * 6 // num_stages
+            reference = LAYER * 6 // 3
             formula = reference + n * alone.peak  # n (model + S A / M) + reference
             stash = alone.changes[Action(FORWARD, 1)]
             # all lanes are rarely at their peaks at once: the others may be one micro-batch away
@@ -73,27 +71,13 @@ def test_n_models_keep_what_the_formula_says(num_stages: int) -> None:
             assert several[k].changes[Action(FORWARD, 1)] == n * stash
 
 
-@pytest.mark.parametrize("num_pipelines", [2, 3])
-def test_rolling_models_need_copies_of_what_they_began_with(num_pipelines: int) -> None:
-    found = {
-        rolling: measured(num_pipelines, 2, build("1f1b", 2, NUM_MICROBATCHES), 0, rolling) for rolling in (False, True)
-    }
-    copies = (num_pipelines + 1) * 3 * LAYER
+def test_rolling_models_need_copies_of_what_they_began_with() -> None:
+    found = {rolling: measured(3, 2, build("1f1b", 2, NUM_MICROBATCHES), 0, rolling) for rolling in (False, True)}
+    copies = (3 + 1) * 3 * LAYER
     for k in (0, 1):
         assert found[True][1][k].peak == found[False][1][k].peak + copies
         plans = {rolling: strategy.plan.stages[k].memory.held for rolling, (strategy, _) in found.items()}
         assert plans[True] == plans[False] + copies
-
-
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_predicted_peaks_of_other_schedules_agree_with_measured_ones(num_stages: int) -> None:
-    begin = build("advance_forward", num_stages, NUM_MICROBATCHES, 0)
-    _, first = measured(2, num_stages, begin, 0)
-    for name, advance in (("advance_forward", 1), ("advance_forward", 2), ("afab", 0)):
-        schedule = build(name, num_stages, NUM_MICROBATCHES, advance)
-        _, other = measured(2, num_stages, schedule, advance)
-        for k, footprint in other.items():
-            assert first[k].predicted(schedule[k]) == pytest.approx(footprint.peak, rel=0.02)
 
 
 def test_groups_hold_a_reference_and_what_they_sum_up_even_with_one_model_each() -> None:

@@ -112,8 +112,6 @@ def stepped(kind: Any, gradients: Sequence[float | None], **options: Any) -> tor
     [
         (torch.optim.AdamW, {"amsgrad": True}),
         (torch.optim.SGD, {"momentum": 0.9}),
-        (torch.optim.RAdam, {}),
-        (torch.optim.Rprop, {}),
         (torch.optim.Adafactor, {}),
     ],
 )

@@ -162,7 +162,6 @@ def look(trainer: Any, folder: Path) -> None:
 
 
 def two_groups(rank: int, folder: Path) -> Any:
-    torch.set_num_threads(1)
     if rank:  # what runs ahead differs
         Lane.seniority = newest_first  # type: ignore[method-assign]
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
@@ -215,12 +214,10 @@ def test_groups_end_with_the_shortest_of_their_streams(found: list[Any]) -> None
 
 
 def two_groups_of_two_stages(rank: int) -> Any:
-    torch.set_num_threads(1)
     return fit(rank, 4, 2, max_epochs=2, gradient_clip_val=0.1), fit(rank, 4, 2, val_check_interval=2)
 
 
 def two_groups_of_one(rank: int) -> Any:
-    torch.set_num_threads(1)
     return fit(rank, 4, max_epochs=2, gradient_clip_val=0.1), fit(rank, 4, val_check_interval=2)
 
 

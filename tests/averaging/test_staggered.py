@@ -58,27 +58,6 @@ def test_the_reference_is_the_mean_of_the_models_when_all_have_ended(outer_lr: f
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("outer_lr", [1.0, 2.0])
-def test_updates_move_the_reference_by_outer_lr_times_their_mean(outer_lr: float) -> None:
-    made, reference = models(3)
-    before, changes = [t.clone() for t in reference], updates(3, 5)
-    train(outer_lr, made, reference, changes)
-    for i, (new, old) in enumerate(zip(reference, before, strict=True)):
-        moved = outer_lr * sum(torch.stack([m[i] for m in iteration]).mean(0) for iteration in changes)
-        torch.testing.assert_close(new, old + moved, rtol=0, atol=1e-12)
-
-
-def test_one_model_is_trained_plainly() -> None:
-    made, reference = models(1)
-    plain, changes = [t.clone() for t in reference], updates(1, 9)
-    train(1.0, made, reference, changes)
-    for (update,) in changes:
-        step(plain, update)
-    for found, centre, expected in zip(made[0], reference, plain, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
-        torch.testing.assert_close(centre, expected, rtol=0, atol=1e-13)
-
-
 def test_the_formulas_are_those_of_the_documentation() -> None:
     alpha, rate, count = 1 / 3, 1.7, 3
     changes, (made, reference) = updates(count, 4), models(count)
@@ -91,17 +70,6 @@ def test_the_formulas_are_those_of_the_documentation() -> None:
     train(rate, made, reference, changes)
     torch.testing.assert_close(reference[0], z, rtol=0, atol=1e-12)
     torch.testing.assert_close(torch.stack([m[0] for m in made]), torch.stack(x), rtol=0, atol=1e-12)
-
-
-def test_nothing_is_pending_when_all_have_ended() -> None:
-    """A checkpoint between two iterations needs models and reference only."""
-    changes = updates(3, 8)
-    (made, reference), (again, centre) = models(3), models(3)
-    train(1.7, made, reference, changes)
-    train(1.7, again, centre, changes[:5])
-    train(1.7, again, centre, changes[5:])
-    for found, expected in zip([*centre, *again[2]], [*reference, *made[2]], strict=True):
-        assert torch.equal(found, expected)
 
 
 def test_models_drift_no_further_apart_than_their_updates_take_them() -> None:
@@ -177,17 +145,3 @@ def test_groups_have_one_reference_which_is_the_mean_of_all_models(groups: int, 
                     torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-12)
     apart = max(float((t - centre).abs().max()) for m in made for t, centre in zip(m, centres[0], strict=True))
     assert (apart < 1.0) == (alpha > 0)  # else as far as they began, and as updates took them
-
-
-def test_one_group_alone_meets_as_without_groups() -> None:
-    (made, reference), (other, centre) = models(3), models(3)
-    averaging, (known,) = grouped(made, reference, 1, 1 / 3)
-    changes = updates(3, 9)
-    for iteration in changes:
-        for n, update in enumerate(iteration):
-            step(made[n], update)
-            averaging[0].end(n)
-    averaging[0].catch_up()
-    train(1.7, other, centre, changes)
-    for found, expected in zip([*known, *made[0], *made[2]], [*centre, *other[0], *other[2]], strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)

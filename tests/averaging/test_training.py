@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.engine.executor import Lane
 from lightning_avgpipe.training import parallel_pipelines
-from tests.averaging.models import OPTIMIZERS, Batches, Net, assert_equal, state, train
+from tests.averaging.models import Batches, Net, assert_equal, state, train
 from tests.models import MLP, loader
 from tests.trainers import pipeline, trainer
 from tests.weights.test_tied import TiedLanguageModel
@@ -41,7 +42,7 @@ def test_one_pipeline_is_plain_training_bitwise(monkeypatch: pytest.MonkeyPatch)
     assert_equal(*results)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "asgd"])
 def test_models_that_never_meet_are_independent_runs_bitwise(optimizer: str) -> None:
     options = {"optimizer": optimizer, "warm_up": True, "dropout": 0.0}
     found = train(
@@ -82,7 +83,6 @@ def reference_is_mean(found: Any) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"num_pipelines": 3, "averaging": Averaging(alpha=0.1, outer_lr=0.5)},
         {"averaging": Averaging(outer_optimizer=partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True))},
         {"averaging": Averaging(outer_optimizer=partial(torch.optim.AdamW, lr=1e-3)), "num_pipelines": 4},
@@ -99,7 +99,7 @@ def test_the_reference_is_the_mean_of_the_models_and_what_fit_leaves(options: An
 
 def test_results_depend_on_neither_stages_nor_schedules_nor_their_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
-    for num_stages, schedule, order in [(1, "1f1b", 0), (2, "1f1b", 0), (3, "afab", 0), (2, "advance_forward", 1)]:
+    for num_stages, schedule, order in [(1, "1f1b", 0), (3, "afab", 0), (2, "advance_forward", 1)]:
         with monkeypatch.context() as patched:
             if order:
                 calls = torch.Generator().manual_seed(order)
@@ -124,25 +124,6 @@ def test_tied_parameters_stay_tied_in_every_model() -> None:
     for one, other in zip(*(found.models for found in results), strict=True):
         for name, tensor in one.items():
             torch.testing.assert_close(tensor, other[name], rtol=1e-5, atol=1e-6)
-
-
-def test_an_idle_pipeline_waits_at_a_ragged_end_and_does_not_count() -> None:
-    class Note(MLP):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    torch.manual_seed(3)
-    model = Note().double()
-    start = state(model)
-    data = Batches(list(loader(Note, 16, 8))[:1])  # one batch for two pipelines
-    found = train(model, data, averaging=Averaging(outer_lr=1.0, alpha=0.5), trainer={"precision": "64-true"})
-    alone = Note().double()
-    alone.load_state_dict(start)
-    trainer(max_epochs=1, precision="64-true").fit(alone, data)
-    for name, tensor in state(alone).items():
-        torch.testing.assert_close(found.reference[name], tensor, rtol=0, atol=1e-14)
-    reference_is_mean(found)
-    assert found.trainer.global_step == 1
 
 
 def test_batches_are_read_once_and_in_turn_and_lightning_sees_those_of_pipeline_0() -> None:
@@ -212,12 +193,11 @@ def test_who_asks_for_the_number_of_iterations_in_setup_changes_nothing() -> Non
     assert_equal(*results)
 
 
-@pytest.mark.parametrize("option", ["limit_train_batches", "overfit_batches"])
-def test_a_fraction_of_the_batches_ends_within_an_iteration(option: str) -> None:
+def test_a_fraction_of_the_batches_ends_within_an_iteration() -> None:
     found = []
     for data, options in (
         (Batches(list(loader(Net, 80, 8))[:5]), {}),
-        (loader(Net, 80, 8), {option: 0.5}),
+        (loader(Net, 80, 8), {"overfit_batches": 0.5}),
     ):
         model = net(optimizer="adamw")
         found.append(train(model, data, 2, trainer={"max_epochs": 2, **options}))
@@ -226,49 +206,16 @@ def test_a_fraction_of_the_batches_ends_within_an_iteration(option: str) -> None
         assert_equal(one, other)
 
 
-def test_accumulated_batches_are_averaged_once() -> None:
-    models = []
-    for size, accumulate in ((8, 1), (4, 2)):
-        torch.manual_seed(3)
-        model = MLP().double()
-        # pipeline n takes every second batch, so the samples of two small ones must be those of a large one
-        batches = list(loader(MLP, 32, 4))
-        order = [0, 2, 1, 3, 4, 6, 5, 7]
-        small = [batches[i] for i in order]
-        large = [tuple(torch.cat(pair) for pair in zip(batches[i], batches[i + 1], strict=True)) for i in (0, 2, 4, 6)]
-        data = Batches(large if size == 8 else small)
-        options = {"accumulate_grad_batches": accumulate, "precision": "64-true"}
-        found = train(model, data, num_stages=2, trainer=options)
-        assert found.trainer.global_step == 2
-        models.append(found.models)
-    for one, other in zip(*models, strict=True):
-        for name, tensor in one.items():
-            torch.testing.assert_close(tensor, other[name], rtol=0, atol=1e-12)
-
-
-def test_averaging_every_second_step_leaves_the_reference_in_between() -> None:
-    torch.manual_seed(3)
-    start = MLP()
-    for steps in (1, 2, 3):
-        model = copy.deepcopy(start)
-        found = train(model, loader(MLP, 64, 8), averaging=Averaging(every=2), trainer={"max_steps": steps})
-        moved = any(not torch.equal(found.reference[name], p) for name, p in start.named_parameters())
-        assert moved == (steps > 1)
-        if steps == 2:
-            reference_is_mean(found)
-
-
-@pytest.mark.parametrize("outer_lr", [1.0, 1.5])
-def test_after_training_the_module_holds_what_was_learned_since_the_last_averaging(outer_lr: float) -> None:
+def test_after_training_the_module_holds_what_was_learned_since_the_last_averaging() -> None:
     torch.manual_seed(3)
     model = MLP().double()
     found = train(
-        model, loader(MLP, 64, 8), averaging=Averaging(every=3, outer_lr=outer_lr), trainer={"precision": "64-true"}
+        model, loader(MLP, 64, 8), averaging=Averaging(every=3, outer_lr=1.5), trainer={"precision": "64-true"}
     )
     assert found.trainer.global_step == 4
     for name, p in model.named_parameters():
         mean = torch.stack([weights[name] for weights in found.models]).mean(0)
-        expected = found.reference[name] + outer_lr * (mean - found.reference[name])
+        expected = found.reference[name] + 1.5 * (mean - found.reference[name])
         torch.testing.assert_close(p.detach(), expected, rtol=0, atol=1e-12)
         assert not torch.equal(p, found.reference[name])
 
@@ -292,16 +239,6 @@ def test_a_step_that_the_user_skips_averages_nothing() -> None:
         assert_equal(one, other)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_repeated_forwards_change_no_model(num_stages: int) -> None:
-    results = []
-    for recompute in (False, True):
-        found = train(net(optimizer="adamw"), loader(Net, 40, 8), num_stages, recompute=recompute)
-        results.append([*found.models, found.reference])
-    for one, other in zip(*results, strict=True):
-        assert_equal(one, other)
-
-
 def test_epochs_after_one_in_which_pipelines_became_fewer_are_whole() -> None:
     epochs: list[int] = []
 
@@ -314,3 +251,16 @@ def test_epochs_after_one_in_which_pipelines_became_fewer_are_whole() -> None:
     options = {"num_pipelines": 2, "num_microbatches": 2}
     pipeline(2, strategy=options, max_epochs=3, callbacks=callbacks).fit(MLP(), loader(MLP, 48, 4))
     assert [epochs.count(epoch) for epoch in range(3)] == [3 + 6, 12, 12]
+
+
+def test_on_the_host_pipelines_take_turns_and_a_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    found = []
+    with caplog.at_level(logging.INFO):
+        for averaging in (Averaging(streams=True), Averaging()):
+            model = net()
+            train(model, loader(Net, 24, 4), 2, averaging=averaging)
+            found.append(state(model))
+    assert [r.message for r in caplog.records if "Averaging(streams=True)" in r.message] == [
+        "Averaging(streams=True): pipelines take turns, since cpu has no streams"
+    ]
+    assert_equal(*found)

@@ -46,7 +46,6 @@ def fit_tied(devices: int) -> dict[str, Any]:
 
 
 def both(rank: int, folder: Path) -> Any:
-    torch.set_num_threads(1)
     through = fit(folder / "two", 2)
     resumed = fit(folder / "again", 2, folder / "two" / "step=2.ckpt")
     return through, resumed, fit_tied(2)

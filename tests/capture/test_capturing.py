@@ -44,16 +44,6 @@ def test_nodes_are_calls_and_the_glue_on_their_values() -> None:
     assert "test_capturing.py" in graph.nodes[1].source
 
 
-def test_glue_that_needs_only_the_batch_is_free() -> None:
-    module = Two()
-
-    def step(x: Tensor) -> Tensor:
-        mask = (x > 0).float().mean(0, keepdim=True)
-        return module.b(module.a(x) * mask)
-
-    assert names(graph_of(module, step, torch.randn(3, 4))) == ["a", "mul", "b"]
-
-
 def test_questions_about_shapes_are_no_nodes() -> None:
     module = Two()
 
@@ -82,42 +72,6 @@ def test_only_what_is_needed_later_crosses_a_cut() -> None:
     assert graph.boundary_bytes[3] == (12 + 3) * 4
 
 
-def test_an_in_place_operation_keeps_the_value() -> None:
-    module = Two()
-
-    def step(x: Tensor) -> Tensor:
-        h = module.a(x)
-        h += 1
-        h.relu_()
-        return module.b(h)
-
-    graph = graph_of(module, step, torch.randn(3, 4))
-    assert [len(graph.live(p)) for p in (1, 2, 3)] == [1, 1, 1]
-    assert graph.nodes[1].writes and graph.nodes[2].writes
-
-
-def test_a_unit_that_returns_its_input_makes_no_new_value() -> None:
-    module = Two()
-    module.c = nn.Identity()
-    graph = graph_of(module, lambda x: module.b(module.c(module.a(x))), torch.randn(3, 4))
-    assert names(graph) == ["a", "c", "b"]
-    assert graph.nodes[0].outputs == graph.nodes[1].outputs
-
-
-def test_a_free_tensor_becomes_a_value_when_a_value_is_written_into_it() -> None:
-    module = Two()
-
-    def step(x: Tensor) -> Tensor:
-        buffer = torch.zeros(3, 8)
-        buffer[:, :4] = module.a(x)
-        return module.b(buffer[:, 2:6])
-
-    graph = graph_of(module, step, torch.randn(3, 4))
-    assert names(graph) == ["a", "__setitem__", "__getitem__", "b"]
-    assert graph.obstacles[2] is None
-    assert graph.values[graph.live(2)[0]].shape == (3, 8)
-
-
 def test_values_that_share_memory_are_not_cut_before_a_write() -> None:
     module = Two()
 
@@ -133,14 +87,6 @@ def test_values_that_share_memory_are_not_cut_before_a_write() -> None:
     assert "the results of 'a' and '__getitem__' share memory, which zero_() at test_capturing.py" in str(
         graph.obstacles[cut]
     )
-
-
-def test_a_parameter_may_lie_on_both_sides_of_a_cut() -> None:
-    module = Two()
-    module.b.weight = module.a.weight
-    graph = graph_of(module, lambda x: module.b(F.relu(module.a(x))), torch.randn(3, 4))
-    assert graph.obstacles[1:3] == (None, None)
-    assert [node.parameters[0] for node in graph.nodes if node.kind == "call"] == ["a.weight", "a.weight"]
 
 
 def test_a_buffer_that_is_changed_on_both_sides_of_a_cut_forbids_it() -> None:
@@ -166,73 +112,6 @@ def test_an_encoder_that_is_called_layer_by_layer_for_both_inputs_may_be_cut_ins
     graph = graph_of(layers, step, torch.randn(3, 4), torch.randn(3, 4))
     begins = [names(graph).index(f"{n}.0") for n in (1, 2)]
     assert [graph.obstacles[position] for position in begins] == [None, None]
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_tensor_that_a_unit_leaves_in_an_attribute_is_a_value(grad: bool) -> None:
-    class Leaves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.penalty = self.layer(x).square().mean()
-            return self.layer(x)
-
-    module = Two()
-    module.a = Leaves()
-    with torch.set_grad_enabled(grad):
-        graph = graph_of(module, lambda x: module.b(module.a(x)).sum() + module.a.penalty * 2, torch.randn(3, 4))
-    assert set(graph.obstacles) == {None}
-    assert graph.nodes[0].exports and [graph.values[v].shape for v in graph.live(2)] == [(), (3, 4)]
-
-
-def test_a_tensor_that_a_unit_leaves_where_nobody_looks_forbids_cuts_before_its_use() -> None:
-    left = []
-
-    class Leaves(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            left.append(x.square().mean())
-            return x * 2
-
-    module = Two()
-    module.act = Leaves()
-    graph = graph_of(module, lambda x: module.b(module.act(module.a(x))).sum() + left.pop() * 2, torch.randn(3, 4))
-    assert graph.obstacles[1] is None
-    for position in range(2, len(graph.nodes)):
-        assert "reads a tensor that unit 'act'" in str(graph.obstacles[position])
-
-
-def test_what_the_result_needs_is_kept_to_the_end() -> None:
-    module = Two()
-
-    def step(x: Tensor) -> dict[str, Tensor]:
-        h = module.a(x)
-        return {"loss": module.b(h).sum(), "early": h}
-
-    graph = graph_of(module, step, torch.randn(3, 4))
-    assert graph.kept == {0, 2}
-    assert graph.live(2) == (0, 1)
-
-
-def test_numbers_and_none_in_the_result_of_a_unit_are_no_values() -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Any:
-            return {"hidden": self.layer(x), "rest": (None, 7, "seven")}
-
-    module = Two()
-    module.a = Mixed()
-
-    def step(x: Tensor) -> Tensor:
-        out = module.a(x)
-        assert out["rest"] == (None, 7, "seven")
-        return module.b(out["hidden"])
-
-    assert len(graph_of(module, step, torch.randn(3, 4)).nodes[0].outputs) == 1
 
 
 def test_capture_puts_attributes_buffers_and_random_state_back() -> None:
@@ -266,14 +145,6 @@ def test_capture_puts_attributes_buffers_and_random_state_back() -> None:
     assert torch.equal(module.norm.running_mean, torch.zeros(4))
     assert graph.nodes[-1].states == ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
     assert graph.drawing
-
-
-def test_units_that_draw_or_own_stay_on_one_stage() -> None:
-    module = Two()
-    module.drop, module.plain = nn.Dropout(0.5), nn.ReLU()
-    graph = graph_of(module, lambda x: module.b(module.a(module.plain(module.drop(x)))), torch.randn(3, 4))
-    assert graph.resident == {"a", "b", "drop"}
-    assert names(graph) == ["drop", "plain", "a", "b"]
 
 
 def test_a_training_step_without_loss_is_refused() -> None:
@@ -343,16 +214,6 @@ def test_a_reentrantly_checkpointed_region_may_call_a_module_that_is_no_submodul
     module, loose = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4))), nn.Tanh()
     step = lambda x: checkpoint(lambda h: loose(h), module(x), use_reentrant=True).sum()  # noqa: E731
     assert names(graph_of(module, step, torch.randn(3, 4))) == ["0", "1.0", "a function", "sum"]
-
-
-def test_a_parametrization_without_gradients_can_be_captured() -> None:
-    module = Two()
-    nn.utils.parametrizations.spectral_norm(module.a)
-    module.eval()
-    with torch.inference_mode():
-        graph = graph_of(module, lambda x: module.b(module.a(x)), torch.randn(3, 4))
-    assert names(graph) == ["a", "b"]
-    assert graph.nodes[0].flops == 2 * 3 * 4 * 4 + 3 * 4
 
 
 class Remembers(nn.Module):

@@ -59,7 +59,6 @@ def test_a_limit_on_memory_is_obeyed() -> None:
 
 
 def train_measured(rank: int, folder: Path) -> tuple[str, Any, list[float]]:
-    torch.set_num_threads(1)
     torch.manual_seed(5)
     options = {"costs": "measured", "costs_cache": folder / "costs", "num_microbatches": 2}
     runner = pipeline(4, 2, options, max_epochs=1)

@@ -58,16 +58,12 @@ class Counting(nn.Module):
 
 
 def count(box: Any) -> int:
-    if isinstance(box, np.ndarray):
-        return int(box[0])
-    return int(box["count"] if isinstance(box, dict) else box.count)
+    return int(box[0]) if isinstance(box, np.ndarray) else box.count
 
 
 def increase(box: Any) -> None:
     if isinstance(box, np.ndarray):
         box[0] += 1
-    elif isinstance(box, dict):
-        box["count"] += 1
     else:
         box.count += 1
 
@@ -80,10 +76,7 @@ def legal(module: nn.Module) -> list[str]:
     return [node.name[-1] for node in nodes if graph.obstacles[node.index] is None]
 
 
-BOXES = {
-    "object": Box, "namespace": lambda: SimpleNamespace(count=0), "dict": lambda: {"count": 0},
-    "array": lambda: np.zeros(1),
-}  # fmt: skip
+BOXES = {"object": Box, "namespace": lambda: SimpleNamespace(count=0), "array": lambda: np.zeros(1)}
 
 
 @pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)

@@ -52,9 +52,3 @@ def test_what_differs_between_stages_is_an_error_before_the_first_step(model: An
     with pytest.raises(StepChangedError, match=message):
         trainer.fit(model(), loader(MLP, 16, 8))
     assert trainer.global_step == 0
-
-
-def test_what_is_the_same_on_all_stages_trains() -> None:
-    trainer = pipeline(2, strategy={"num_microbatches": 2, "verify": False}, max_epochs=1)
-    trainer.fit(_Body(), loader(MLP, 16, 8))
-    assert trainer.global_step == 2

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.errors import StepChangedError
 from tests.driver import Engine, assert_same_parameters
-from tests.models import Regression
+from tests.models import MLP, Regression
 
 M = 4
 
@@ -77,9 +77,7 @@ class Deciding(Regression):
         self.blocks = nn.ModuleList(Block(chance if self.inner else None) for _ in range(3))
         self.head = nn.Linear(8, 8)
 
-    @staticmethod
-    def example(size: int) -> Any:
-        return torch.randn(size, 8), torch.randn(size, 8)
+    example = staticmethod(MLP.example)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -155,8 +153,10 @@ def trained(model: Deciding, num_stages: int, **options: Any) -> tuple[Deciding,
     return model, [float(loss) for loss in losses]
 
 
-@pytest.mark.parametrize("chance", CHANCES)
-@pytest.mark.parametrize("kind", [Scaling, ScalingLate, Between, Mixing])
+@pytest.mark.parametrize(
+    ("kind", "chance"),
+    [*((Scaling, chance) for chance in CHANCES), (ScalingLate, of_python), (Between, of_python), (Mixing, of_numpy)],
+)
 def test_all_stages_decide_alike_and_every_micro_batch_anew(kind: type[Deciding], chance: Chance) -> None:
     torch.manual_seed(0)
     model = kind(chance)
@@ -168,8 +168,10 @@ def test_all_stages_decide_alike_and_every_micro_batch_anew(kind: type[Deciding]
         assert_same_parameters(whole, staged, exact=False)
 
 
-@pytest.mark.parametrize("chance", CHANCES)
-@pytest.mark.parametrize("points", [["blocks.1"], ["blocks.1", "blocks.2"], ["blocks.1", "head"]])
+@pytest.mark.parametrize(
+    ("chance", "points"),
+    [(of_torch, ["blocks.1"]), (of_python, ["blocks.1", "blocks.2"]), (of_numpy, ["blocks.1", "head"])],
+)
 def test_a_unit_may_give_back_its_input_or_not(chance: Chance, points: list[str]) -> None:
     torch.manual_seed(0)
     model = Dropped(chance)
@@ -201,56 +203,6 @@ class LateDropout(nn.Module):
         return x * self.scale * (self.chance() if late else 1.0)
 
 
-@pytest.mark.parametrize("chance", CHANCES)
-def test_a_repeated_unit_draws_what_it_drew_though_it_did_not_when_captured(chance: Chance) -> None:
-    torch.manual_seed(0)
-    model = LateUnit(chance)
-    plain, losses = trained(model, 1)
-    repeated, others = trained(model, 1, recompute=["drop"])
-    assert others == losses
-    assert_same_parameters(plain, repeated)
-
-
-class Late(nn.Module):
-    """A unit that begins to draw after training has begun."""
-
-    def __init__(self, chance: Chance, drawn: list[float]) -> None:
-        super().__init__()
-        self.scale, self.chance, self.drawn = nn.Parameter(torch.ones(8)), chance, drawn
-
-    def forward(self, x: Tensor, late: bool) -> Tensor:
-        self.drawn += [self.chance()] if late else []
-        return x * self.scale
-
-
-class LateUnits(Deciding):
-    def __init__(self, chance: Chance) -> None:
-        super().__init__(chance)
-        self.drawn: list[float] = []
-        self.units = nn.ModuleList(Late(chance, self.drawn) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block, unit in zip(self.blocks, self.units, strict=True):
-            x = unit(block(x), self.late)
-        return self.head(x)
-
-
-@pytest.mark.parametrize("chance", CHANCES)
-def test_what_units_begin_to_draw_depends_on_no_stage_after_the_first_iteration(chance: Chance) -> None:
-    found = []
-    for num_stages in (1, 3):
-        torch.manual_seed(0)
-        model = LateUnits(chance)
-        batch = model.example(8)
-        engine = Engine(model, num_stages, batch, M)
-        model.late = True
-        engine.train(batch, iteration=0)
-        model.drawn.clear()
-        engine.train(batch, iteration=1)
-        found.append(sorted(model.drawn))
-    assert found[0] == found[1] and len(found[0]) == 3 * M
-
-
 class BesideLateUnit(LateUnit):
     """Code between units draws too, after a unit that draws nothing before training has begun."""
 
@@ -258,31 +210,14 @@ class BesideLateUnit(LateUnit):
         return super().forward(x) * (0.5 + self.chance())
 
 
-class BesideLateHook(Deciding):
-    """The unit is of torch's own layers, and a hook inside of it begins to draw."""
-
-    def __init__(self, chance: Chance) -> None:
-        super().__init__(chance)
-        self.drop = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
-        self.drop.linear1.register_forward_hook(self.after)
-
-    def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
-        return result * (self.chance() if self.late else 1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.drop(x[:, None])[:, 0]) * (0.5 + self.chance())
-
-
-@pytest.mark.parametrize("chance", CHANCES)
-@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"recompute": ["drop"]}])
-@pytest.mark.parametrize("kind", [BesideLateUnit, BesideLateHook])
+@pytest.mark.parametrize(
+    ("chance", "options"), [(of_torch, {}), (of_python, {"recompute": True}), (of_numpy, {"recompute": ["drop"]})]
+)
 def test_code_between_units_draws_the_same_though_a_unit_begins_to_draw(
-    kind: type[Deciding], chance: Chance, options: dict[str, Any]
+    chance: Chance, options: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
-    model = kind(chance)
+    model = BesideLateUnit(chance)
     whole, losses = trained(model, 1)
     for points in (["blocks.2"], ["head"]):
         staged, others = trained(model, 2, split_points=points, **options)
@@ -328,8 +263,7 @@ class OfGlobals(Deciding):
         return self.head(x)
 
 
-@pytest.mark.parametrize("recompute", [True, ["blocks.*"]], ids=["stages", "units"])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("late", "recompute"), [(False, True), (True, ["blocks.*"])], ids=["stages", "units"])
 def test_what_is_repeated_draws_again_from_global_generators(late: bool, recompute: Any) -> None:
     torch.manual_seed(0)
     model, found = OfGlobals(late), []
@@ -365,40 +299,6 @@ class OfOwnGenerators(Deciding):
         return self.head(x)
 
 
-class OfGlobal(OfOwnGenerators):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (GLOBAL.random() if self.late else 1.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "draw"),
-    [
-        ("of_torch", lambda model: torch.rand(1, generator=model.of_torch)),
-        ("of_python", lambda model: model.of_python.random()),
-        ("of_numpy", lambda model: model.of_numpy.random()),
-    ],
-)
-def test_code_between_units_that_begins_to_draw_from_a_generator_of_the_model_is_refused(
-    name: str, draw: Callable[[Any], Any]
-) -> None:
-    model = OfOwnGenerators(draw)
-    trained(model, 1)
-    with pytest.raises(StepChangedError, match=f"draws random numbers from '{name}' between submodules, and did not"):
-        trained(model, 2)
-
-
-class OfGlobalEverywhere(OfOwnGenerators):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) * (GLOBAL.random() if self.late else 1.0)
-        return self.head(x)
-
-
-def test_so_it_is_with_a_global_one() -> None:
-    with pytest.raises(StepChangedError, match=r"draws random numbers from 'global .*GLOBAL'"):
-        trained(OfGlobalEverywhere(lambda model: 1.0), 2)
-
-
 class Source:
     """Something to draw from."""
 
@@ -407,12 +307,6 @@ class Source:
 
     def draw(self, model: Any) -> float:
         return float(self.generator.random())
-
-    def draw_elsewhere(self, model: Any) -> float:
-        return GLOBAL.random()
-
-    def __call__(self, model: Any) -> float:
-        return self.draw(model)
 
 
 def seeded(seed: int) -> Callable[[Any], float]:
@@ -424,61 +318,29 @@ def through(draw: Callable[[], float], model: Any) -> float:
     return draw()
 
 
-@pytest.mark.parametrize(
-    ("draw", "name"),
-    [
-        (lambda model: GLOBAL.random(), "'global .*GLOBAL'"),
-        (functools.partial(through, of_global_python), "'global .*GLOBAL'"),
-        (Source().draw_elsewhere, "'global .*GLOBAL'"),
-        (Source().draw, "a generator in 'draw'"),
-        (Source(), "a generator in 'draw'"),
-        (seeded(5), "a generator in 'draw'"),
-        (lambda model, generator=random.Random(5): generator.random(), "a generator in 'draw'"),  # noqa: B008
-    ],
-)
-def test_so_it_is_with_one_that_a_function_in_an_attribute_leads_to(draw: Callable[[Any], float], name: str) -> None:
-    model = OfOwnGenerators(draw)
-    trained(model, 1)
-    with pytest.raises(StepChangedError, match=f"draws random numbers from {name} between submodules"):
-        trained(model, 2)
-
-
-def test_so_it_is_with_one_that_is_the_default_of_a_global_function() -> None:
-    with pytest.raises(StepChangedError, match=r"draws random numbers from 'enclosed .*of_default.generator'"):
-        trained(OfDefault(lambda model: 1.0), 2)
-
-
 def of_default(generator: random.Random = random.Random(5)) -> float:  # noqa: B008
     return generator.random()
 
 
-class OfDefault(OfOwnGenerators):
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) * (of_default() if self.late else 1.0)
-        return self.head(x)
-
-
-def test_what_only_the_last_stage_comes_to_may_begin_to_draw() -> None:
-    torch.manual_seed(0)
-    model = OfGlobal(lambda model: 1.0)
-    GLOBAL.seed(7)
-    whole, losses = trained(model, 1)
-    GLOBAL.seed(7)
-    staged, others = trained(model, 2)
-    assert others == losses
-    assert_same_parameters(whole, staged, exact=False)
-
-
-class OfAUnit(OfOwnGenerators):
-    """The generator belongs to a unit."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda model: 1.0)
-        self.drop = OwnDropout()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.drop(self.blocks[1](self.blocks[0](x)), self.late))
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda model: torch.rand(1, generator=model.of_torch), "'of_torch'"),
+        (lambda model: model.of_numpy.random(), "'of_numpy'"),
+        (lambda model: GLOBAL.random(), "'global .*GLOBAL'"),
+        (functools.partial(through, of_global_python), "'global .*GLOBAL'"),
+        (Source().draw, "a generator in 'draw'"),
+        (seeded(5), "a generator in 'draw'"),
+        (lambda model: of_default(), "'enclosed .*of_default.generator'"),
+    ],
+)
+def test_code_between_units_that_begins_to_draw_from_a_generator_is_refused_by_its_name(
+    draw: Callable[[Any], Any], name: str
+) -> None:
+    model = OfOwnGenerators(draw)
+    trained(model, 1)
+    with pytest.raises(StepChangedError, match=f"draws random numbers from {name} between submodules, and did not"):
+        trained(model, 2)
 
 
 class OwnDropout(nn.Module):
@@ -490,35 +352,23 @@ class OwnDropout(nn.Module):
         return x * self.scale * (torch.rand(8, generator=self.generator) if late else torch.ones(8))
 
 
-@pytest.mark.parametrize("points", [["drop"], ["head"]])
-def test_a_unit_may_begin_to_draw_from_its_generator(points: list[str]) -> None:
-    torch.manual_seed(0)
-    model = OfAUnit()
-    whole, losses = trained(model, 1)
-    staged, others = trained(model, 2, split_points=points)
-    assert others == losses
-    assert_same_parameters(whole, staged, exact=False)
-
-
 class OfUnits(OfOwnGenerators):
     """Its units have one generator, from which they draw as soon as something is left out, and that begins late."""
 
-    def __init__(self, num_drawing: int) -> None:
+    def __init__(self) -> None:
         super().__init__(lambda model: 1.0)
         self.drops = nn.ModuleList(OwnDropout() for _ in range(2))
         for drop in self.drops:
             drop.generator = self.drops[0].generator  # type: ignore[assignment]
-        self.num_drawing = num_drawing
 
     def forward(self, x: Tensor) -> Tensor:
         for n, (block, drop) in enumerate(zip(self.blocks, self.drops, strict=False)):
-            x = drop(block(x), self.late and n < self.num_drawing)
+            x = drop(block(x), self.late and n < 1)
         return self.head(x)
 
 
-@pytest.mark.parametrize("num_drawing", [1, 2])
-def test_units_of_several_stages_that_begin_to_draw_from_one_generator_are_refused(num_drawing: int) -> None:
-    model = OfUnits(num_drawing)
+def test_units_of_several_stages_that_begin_to_draw_from_one_generator_are_refused() -> None:
+    model = OfUnits()
     trained(model, 1)
     trained(model, 2, split_points=["head"])
     with pytest.raises(StepChangedError, match=r"'drops.0.generator' in unit 'drops.0' .* too \('drops.1'\)"):

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
 from tests.driver import assert_same_parameters
-from tests.models import MLP, LSTMStack, Regression, TinyTransformer, UNet, loader
+from tests.models import MLP, LSTMStack, TinyTransformer, UNet, loader
 from tests.trainers import pipeline, trainer
 from tests.zoo.own_models import BatchNorms, Hooked, Own
 from tests.zoo.transformers_models import MODELS, HuggingFace
@@ -47,13 +47,14 @@ STRATEGIES: list[dict[str, Any]] = [
 
 
 def settings() -> Any:
-    """All models with all strategies; those that each model needs most are fast."""
-    for kind in (TinyTransformer, LSTMStack, UNet, BatchNorms, Hooked):
-        for i, strategy in enumerate(STRATEGIES):
-            changes_itself = kind is Hooked and ("averaging" in strategy or "weight_policy" in strategy)
-            if not changes_itself:  # refused there, compiled or not
-                marks = () if kind is TinyTransformer or i == 3 else pytest.mark.slow
-                yield pytest.param(kind, strategy, marks=marks)
+    """A transformer with all strategies, and with parallel models and recomputation those that keep more."""
+    for i, strategy in enumerate(STRATEGIES):
+        yield pytest.param(TinyTransformer, strategy, marks=() if i in (0, 4) else pytest.mark.slow)
+    for kind in (BatchNorms, Hooked):
+        yield kind, {"num_pipelines": 2}
+    for kind in (LSTMStack, UNet):
+        for strategy in ({"num_pipelines": 2}, {"recompute": True}):
+            yield pytest.param(kind, strategy, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("kind", "strategy"), settings(), ids=str)
@@ -69,7 +70,7 @@ def test_weights_are_the_same_bitwise(kind: Any, strategy: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "bert", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "t5", "vit"))]
+    "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bert", "llama", "t5", "vit"))]
 )
 def test_stock_models_have_the_same_weights_at_default_options(name: str) -> None:
     torch.manual_seed(1)
@@ -83,14 +84,13 @@ def test_stock_models_have_the_same_weights_at_default_options(name: str) -> Non
     assert_same_parameters(*models)
 
 
-@pytest.mark.parametrize("recompute", [["blocks.*"], True], ids=["units", "stages"])
-def test_what_is_repeated_draws_the_same(recompute: Any) -> None:
+def test_what_is_repeated_draws_the_same() -> None:
     torch.manual_seed(1)
     model, data = TinyTransformer(dropout=0.2, layers=4), loader(TinyTransformer, 16, 8)
     # the same units, which masks depend on
     kept, *others = (
         trained(model, data, SAME, split_points=["blocks.2"], **strategy)
-        for strategy in ({}, {"recompute": recompute}, {"schedule": "afab"})
+        for strategy in ({}, {"recompute": ["blocks.*"]}, {"schedule": "afab"})
     )
     for other in others:
         assert_same_parameters(kept, other)
@@ -113,12 +113,12 @@ def test_each_class_of_units_is_compiled_once_and_parallel_models_share_it() -> 
 
 
 def two_processes(rank: int, model: Any, data: Any) -> dict[str, Tensor]:
-    torch.set_num_threads(1)
     runner = pipeline(2, 2, strategy={"num_microbatches": 2, "compile": SAME}, max_epochs=1)
     runner.fit(model, data)
     return runner.strategy.lightning_module_state_dict()
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_weights_of_one(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model, data = TinyTransformer(dropout=0.2, layers=4), loader(TinyTransformer, 16, 8)
@@ -136,40 +136,6 @@ def test_a_unit_that_cannot_be_compiled_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"the unit 'layers.*no code for this machine.*compile=False") as error:
         trained(MLP(), loader(MLP, 8, 4), {"backend": broken})
     assert "\n" not in str(error.value)
-
-
-class Fused(Regression):
-    """A unit that fails by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-        self.fuse = Fuse()
-
-    @staticmethod
-    def example(size: int) -> Any:
-        return MLP.example(size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fuse(self.layers(x))
-
-
-class Fuse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls > 5:
-            raise ValueError("the fuse has blown")
-        return x * self.weight
-
-
-def test_an_error_of_the_users_is_his_own() -> None:
-    with pytest.raises(ValueError, match="the fuse has blown"):
-        trained(Fused(), loader(Fused, 64, 8), SAME)
 
 
 @pytest.mark.parametrize(

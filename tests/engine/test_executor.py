@@ -15,11 +15,12 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap, names
 from lightning_avgpipe.engine.executor import Lane, execute
 from lightning_avgpipe.engine.observer import MemoryGuard, Observer, Work
+from lightning_avgpipe.engine.stage import check_runnable
 from lightning_avgpipe.engine.task import Task
-from lightning_avgpipe.errors import MemoryShortage, PeerError, StageError
-from lightning_avgpipe.schedule import Action, Schedule, build, in_turn, with_replicas
+from lightning_avgpipe.errors import MemoryShortage, PeerError, ScheduleError
+from lightning_avgpipe.schedule import Action, Kind, Schedule, build, in_turn, with_replicas
 from lightning_avgpipe.schedule.kinds import FORWARD
-from lightning_avgpipe.schedule.recipes import RECIPES
+from lightning_avgpipe.schedule.recipes import RECIPES, trainable
 from lightning_avgpipe.schedule.rules import turns_of
 from lightning_avgpipe.systems.zero_bubble import WEIGHT_GRADIENT
 from lightning_avgpipe.utils.random_streams import RandomKey
@@ -186,12 +187,6 @@ def test_an_error_in_an_action_is_named_on_all_processes(layout: str, rank: int,
         assert told in str(outcomes[other]) and "Blown: the fuse has blown" in str(outcomes[other])
 
 
-def test_code_that_stops_an_iteration_ends_no_loop_around() -> None:
-    injector = Injector().fail_at(0, "F1", StopIteration("no more"))
-    (outcome,) = run(StageMap(4), lambda cluster: iterate(cluster, observers=[injector.observer(0)]), injector)
-    assert isinstance(outcome, StageError) and "failed in F1: StopIteration: no more" in str(outcome)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("action", ["F1", "B2"])
 def test_a_trial_without_memory_ends_on_all_processes_and_another_can_be_run(action: str, layout: str) -> None:
@@ -210,3 +205,19 @@ def test_a_trial_without_memory_ends_on_all_processes_and_another_can_be_run(act
     accounts = set(results(run(LAYOUTS[layout], work, injector)))
     assert len(accounts) == 1
     assert f"in {action}: no room" in accounts.pop()
+
+
+def test_stages_can_run_every_schedule_that_can_be_built() -> None:
+    for name in trainable():
+        check_runnable(build(name, 4, 4))
+
+
+def test_lines_of_stages_are_simulated_only() -> None:
+    with pytest.raises(ScheduleError, match=r"'chimera' has 2 lines of stages, .* can be simulated only"):
+        check_runnable(build("chimera", 4, 4))
+
+
+def test_a_schedule_with_another_kind_of_actions_is_refused() -> None:
+    nap = Kind("N", "nap", lambda costs, k: 0.0, None, None, (), 0, 0, "#000000")
+    with pytest.raises(ScheduleError, match=r"'naps' has actions that stages cannot run: nap \(N\); they can run for"):
+        check_runnable(Schedule("naps", 1, 1, ((Action(nap, 0),),)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.driver import Engine, assert_same_parameters
-from tests.models import Regression
+from tests.models import MLP, Regression
 from tests.trainers import pipeline
 
 
@@ -42,9 +41,7 @@ class Drawing(Regression):
         super().__init__("adamw")
         self.blocks = nn.ModuleList(Block() for _ in range(3))
 
-    @staticmethod
-    def example(size: int) -> Any:
-        return torch.randn(size, 8), torch.randn(size, 8)
+    example = staticmethod(MLP.example)
 
     def forward(self, x: Tensor) -> Tensor:
         x = (x + torch.randn_like(x) * 0.01).requires_grad_(torch.is_grad_enabled())  # reentrant checkpoints want it
@@ -88,13 +85,13 @@ MODELS = [Drawing, Checkpointed, CheckpointedReentrantly, Recurrent, MadeByTheSt
 
 
 def trained(model: Drawing, num_stages: int, schedule: str) -> Drawing:
-    """A copy of the model after five steps."""
+    """A copy of the model after three steps."""
     torch.manual_seed(3)
     model = copy.deepcopy(model)
     batch = model.example(6)
     optimizer = model.configure_optimizers()
     engine = Engine(model, num_stages, batch, 3)
-    for iteration in range(5):
+    for iteration in range(3):
         optimizer.zero_grad()
         engine.train(batch, schedule, iteration, advance=int(schedule == "advance_forward"))
         optimizer.step()
@@ -109,18 +106,8 @@ def test_weights_do_not_depend_on_stages_or_schedule(kind: Callable[[], Drawing]
     model.blocks[0].requires_grad_(False)
     whole = trained(model, 1, "afab")
     assert not torch.equal(whole.blocks[1].first.weight, model.blocks[1].first.weight)
-    for num_stages, schedule in [(2, "afab"), (3, "1f1b"), (4, "advance_forward"), (4, "afab")]:
+    for num_stages, schedule in [(3, "1f1b"), (4, "afab")]:
         assert_same_parameters(whole, trained(model, num_stages, schedule))
-
-
-@pytest.mark.parametrize("kind", [Checkpointed, CheckpointedReentrantly])
-@pytest.mark.parametrize("num_stages", [1, 3])
-def test_a_recomputed_forward_draws_what_it_drew(kind: Callable[[], Drawing], num_stages: int) -> None:
-    torch.manual_seed(0)
-    plain = Drawing()
-    recomputing = kind()
-    recomputing.load_state_dict(plain.state_dict())
-    assert_same_parameters(trained(plain, num_stages, "1f1b"), trained(recomputing, num_stages, "1f1b"), exact=False)
 
 
 def test_each_call_and_each_micro_batch_draws_anew() -> None:
@@ -151,57 +138,6 @@ def test_the_streams_of_the_user_go_on_as_if_nothing_had_been_drawn() -> None:
     Engine(model, 2, batch, 2).train(batch)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
-
-
-def test_dropout_that_starts_later_is_as_reproducible() -> None:
-    def run(num_stages: int) -> Drawing:
-        torch.manual_seed(0)
-        model = Drawing().eval()
-        model.blocks[0].requires_grad_(False)
-        batch = model.example(4)
-        engine = Engine(model, num_stages, batch, 2)
-        for block in model.blocks:
-            block.inner.train()
-        engine.train(batch)
-        return model
-
-    one, three = run(1), run(3)
-    for (name, a), b in zip(one.named_parameters(), three.parameters(), strict=True):
-        assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad), name
-
-
-def test_a_trainer_draws_the_same_for_every_number_of_stages() -> None:
-    weights = []
-    for num_stages in (1, 2, 4):
-        torch.manual_seed(0)
-        model = Recurrent()
-        model.blocks[0].requires_grad_(False)
-        batches = [model.example(6) for _ in range(2)]
-        pipeline(num_stages, 1, {"num_microbatches": 2}, max_epochs=2, limit_val_batches=0).fit(
-            model,
-            torch.utils.data.DataLoader(batches, batch_size=None),  # type: ignore[arg-type]
-        )
-        weights.append(model)
-    for other in weights[1:]:
-        assert_same_parameters(weights[0], other)
-
-
-class CheckpointedFunction(Drawing):
-    """What is checkpointed is a function of the step's own, and draws itself."""
-
-    def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(self.with_noise, block, x, use_reentrant=True)
-
-    def with_noise(self, block: nn.Module, x: Tensor) -> Tensor:
-        return F.dropout(block(x), 0.3, self.training)
-
-
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_a_recomputed_function_of_the_step_draws_what_it_drew(num_stages: int) -> None:
-    module = CheckpointedFunction()
-    module.blocks[0].requires_grad_(False)  # used on two stages, where rounding would differ
-    running = pipeline(num_stages, strategy={"verify": 1, "num_microbatches": 2}, max_epochs=1)
-    running.fit(module, DataLoader(TensorDataset(*module.example(4)), batch_size=4))
 
 
 def test_parallel_models_draw_different_numbers() -> None:

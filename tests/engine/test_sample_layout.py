@@ -80,15 +80,6 @@ def test_samples_are_found(name: str) -> None:
     assert sum(part.size for part in parts) == size and len(parts) == max(1, min(4, size))
 
 
-def test_images_are_split_between_images() -> None:
-    batch = (images(8), targets(8))
-    parts = split(batch, 4, EIGHT)
-    assert [[image.shape for image in part.data[0]] for part in parts] == [[(3, 8, 8)] * 2] * 4
-    assert all(a is b for part, i in zip(parts, range(0, 8, 2), strict=True) for a, b in
-               zip(part.data[0], batch[0][i : i + 2], strict=True))  # fmt: skip
-    assert [target for part in parts for target in part.data[1]] == batch[1]
-
-
 def test_what_all_samples_share_is_repeated() -> None:
     batch = {"ids": of(8, 5), "positions": of(1, 5), "array": np.arange(8)}
     parts = split(batch, 2, EIGHT)
@@ -135,10 +126,3 @@ def test_batches_before_decide_between_two_readings() -> None:
     split((of(8, 4), of(8, 4)), 4, EIGHT, seen)
     assert sum(part.size for part in split((of(2, 4), of(2, 4)), 4, EIGHT, seen)) == 2
     assert sum(part.size for part in split((of(8, 8), of(8, 8)), 4, EIGHT, seen)) == 8
-
-
-def test_names_of_columns_stay_whole_also_in_a_batch_of_as_many_samples() -> None:
-    seen, columns = Seen(), Labels("p", "q")
-    for size in (8, 2):
-        parts = split({"x": of(size, 2), "columns": columns}, 2, EIGHT, seen)
-        assert [part.data["columns"] for part in parts] == [columns] * 2

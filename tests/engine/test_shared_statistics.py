@@ -119,20 +119,8 @@ def test_one_sample_on_each_replica_is_enough_and_one_in_all_is_not() -> None:
         together(layers, [parts[0], torch.empty(0, 2)], [ones[0], torch.empty(0, 2)])
 
 
-def test_calls_without_a_module_take_part_and_evaluation_does_not() -> None:
-    parts = [torch.randn(4, 3), torch.randn(4, 3)]
-    meeting, alone = Meeting(), nn.BatchNorm1d(3).eval()
-
-    def run(rank: int) -> Tensor:
-        found: list[Tensor] = []
-        shared = SharedStatistics(meeting.member(rank), on_host=True)
-        shared.perform(work(FORWARD), lambda: found.append(functional(parts[rank])))  # type: ignore[func-returns-value]
-        return found[0]
-
-    with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(run, range(2)))
-    torch.testing.assert_close(torch.cat(found), functional(torch.cat(parts)))
-    # nobody else is there
-    shared = SharedStatistics(Meeting().member(0), on_host=True)
-    shared.perform(work(FORWARD), lambda: found.append(alone(parts[0])))  # type: ignore[func-returns-value]
-    torch.testing.assert_close(found[2], alone(parts[0]))
+def test_evaluation_does_not_take_part() -> None:
+    layer, x, found = nn.BatchNorm1d(3).eval(), torch.randn(4, 3), list[Tensor]()
+    shared = SharedStatistics(Meeting().member(0), on_host=True)  # nobody else is there
+    shared.perform(work(FORWARD), lambda: found.append(layer(x)))  # type: ignore[func-returns-value]
+    torch.testing.assert_close(found[0], layer(x))

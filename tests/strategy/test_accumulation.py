@@ -16,8 +16,7 @@ from tests.strategy.twins import loaders, single, staged, twins
 from tests.trainers import trainer
 
 
-@pytest.mark.parametrize("accumulate", [2, 4])
-@pytest.mark.parametrize("model", [MLP, UNet])
+@pytest.mark.parametrize(("model", "accumulate"), [(MLP, 4), (UNet, 2)])
 def test_accumulated_batches_equal_one_device_bitwise(model: type[Any], accumulate: int) -> None:
     plain, piped = twins(model, optimizer="adamw")
     small, large = loaders(model, 64)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
-from argparse import Namespace
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
-from ctypes import c_double
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import lightning as L
 import numpy as np
@@ -55,20 +52,10 @@ def assigned(student: nn.Module, teacher: nn.Module) -> None:
         t.data = t.data * 0.9 + s.data * 0.1
 
 
-def in_place(student: nn.Module, teacher: nn.Module) -> None:
-    for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
-        t.data.mul_(0.9).add_(s.detach(), alpha=0.1)
-
-
 def foreach(student: nn.Module, teacher: nn.Module) -> None:
     weights = list(teacher.parameters())
     torch._foreach_mul_(weights, 0.9)
     torch._foreach_add_(weights, [s.detach() for s in student.parameters()], alpha=0.1)
-
-
-def vector(student: nn.Module, teacher: nn.Module) -> None:
-    old, new = (nn.utils.parameters_to_vector(m.parameters()) for m in (teacher, student))
-    nn.utils.vector_to_parameters(torch.lerp(old, new, 0.1), teacher.parameters())
 
 
 def loaded(student: nn.Module, teacher: nn.Module) -> None:
@@ -292,20 +279,15 @@ def assert_same(module: nn.Module, other: nn.Module) -> None:
     ("make", "num_stages", "costs"),
     [
         (Momentum, 3, "measured"),
-        (lambda: Momentum(in_place), 2, "flops"),
         (lambda: Momentum(foreach), 3, "flops"),
-        (lambda: Momentum(vector), 2, "measured"),
-        (lambda: Momentum(loaded), 3, "flops"),
-        (Through, 2, "flops"),
+        (lambda: Momentum(loaded), 2, "measured"),
         (Through, 3, "flops"),
         (Clipped, 3, "measured"),
         (WithinUnit, 2, "measured"),
         (Uncalled, 3, "flops"),
         (Remembering, 3, "flops"),
-        (Hooked, 2, "measured"),
         (Hooked, 3, "flops"),
         (Counting, 2, "measured"),
-        (Counting, 3, "flops"),
         (Repeated, 2, "flops"),
     ],
 )
@@ -315,30 +297,9 @@ def test_what_a_step_changes_is_what_one_process_makes_of_it(
     assert_same(piped(make(), num_stages, costs=costs), by_hand(make()))
 
 
-@pytest.mark.parametrize("make", [Momentum, Through, Clipped, WithinUnit, Counting])
+@pytest.mark.parametrize("make", [Momentum, WithinUnit, Counting])
 def test_what_is_recomputed_changes_nothing_again(make: Callable[[], Layers]) -> None:
     assert_same(piped(make(), 2, recompute=True, schedule="afab", costs="flops"), by_hand(make()))
-
-
-class AddingLosses(Layers):
-    """In one line loads a list, runs all layers and adds to the list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: list[Tensor] = []
-        self.total = 0.0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.outputs.append((self.through(batch[0]) - batch[1]).square().mean())
-        self.total += self.outputs[-1].item()
-        return self.outputs[-1]
-
-
-def test_losses_are_added_to_a_list_in_the_line_that_computes_them() -> None:
-    staged, alone = piped(AddingLosses(), 4), by_hand(AddingLosses())
-    assert_same(staged, alone)
-    assert staged.total == alone.total
-    assert torch.equal(torch.stack(staged.outputs), torch.stack(alone.outputs))
 
 
 def test_hooks_see_objects_once_changed_and_what_they_reset_is_reset_on_every_stage() -> None:
@@ -348,22 +309,17 @@ def test_hooks_see_objects_once_changed_and_what_they_reset_is_reset_on_every_st
     assert staged.nested == alone.nested
 
 
-def test_what_is_read_before_a_later_unit_changes_it_is_not_cut_off() -> None:
-    class Carried(Layers):
-        def __init__(self) -> None:
-            super().__init__()
-            self.state: dict[str, Any] = {"hidden": 0.0}
+class Carried(Layers):
+    """A hidden state in a dict, which the next micro-batch reads."""
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            y = self.b(self.a(batch[0]) + self.state["hidden"])
-            self.state["hidden"] = y.detach()
-            return (self.d(self.c(y)) - batch[1]).square().mean()
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: dict[str, Any] = {"hidden": 0.0}
 
-    assert_same(piped(Carried(), 3, costs="flops"), by_hand(Carried()))
-    with pytest.raises(
-        PartitionError, match=r"'state' is read at test_attributes_of_steps.py:\d+ .* and its contents are changed"
-    ):
-        piped(Carried(), 4, costs="flops")
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        y = self.b(self.a(batch[0]) + self.state["hidden"])
+        self.state["hidden"] = y.detach()
+        return (self.d(self.c(y)) - batch[1]).square().mean()
 
 
 class Models(Callback):
@@ -407,7 +363,6 @@ def test_a_tensor_without_a_name_that_a_step_changes_is_refused() -> None:
 
 
 def in_process(rank: int) -> dict[str, Tensor]:
-    torch.set_num_threads(1)
     return piped(Momentum(), 2, devices=2).state_dict()
 
 
@@ -496,9 +451,8 @@ class Collecting(Layers):
         return loss
 
 
-@pytest.mark.parametrize("num_stages", [1, 3])
-def test_what_parallel_models_collect_comes_together(num_stages: int) -> None:
-    module = piped(Collecting(), num_stages, num_pipelines=2, costs="flops")
+def test_what_parallel_models_collect_comes_together() -> None:
+    module = piped(Collecting(), 3, num_pipelines=2, costs="flops")
     everything = [value for batch in data() for value in batch[0][:, 0].tolist()]
     assert sorted(module.seen) == pytest.approx(sorted(everything))
     assert len(module.losses) == 4 * NUM_MICROBATCHES
@@ -516,14 +470,6 @@ class CountingLate(Layers):
         loss = (self.through(batch[0] * (1 + 0.1 * self.count["steps"])) - batch[1]).square().mean()
         self.count["steps"] += 1
         return loss
-
-
-def test_a_count_that_is_read_before_it_is_counted_on_another_stage_is_refused_by_name() -> None:
-    with pytest.raises(
-        PartitionError, match=r"'count' is read at test_attributes_of_steps.py:\d+ .* and its contents are changed"
-    ):
-        piped(CountingLate(), 2, costs="flops")
-    assert_same(piped(CountingLate(), 1, costs="flops"), by_hand(CountingLate()))
 
 
 class Settings:
@@ -613,7 +559,7 @@ def made_late() -> float:
     return LATE
 
 
-SCALE, SCALES = ContextVar("scale", default=1.0), WeakKeyDictionary()
+SCALE = ContextVar("scale", default=1.0)
 
 
 class Annealed(Layers):
@@ -622,7 +568,7 @@ class Annealed(Layers):
     def __init__(self, kept: str) -> None:
         super().__init__()
         self.kept = kept
-        self.arguments, self.number, self.array = Namespace(scale=1.0), c_double(1.0), array("d", [1.0])
+        self.array = array("d", [1.0])
 
     def scale(self) -> float:
         if self.kept == "a global variable that the step makes":
@@ -630,34 +576,18 @@ class Annealed(Layers):
         if self.kept == "a context variable":
             SCALE.set(SCALE.get() * 0.9)
             return SCALE.get()
-        if self.kept == "a weak dict":
-            SCALES[Annealed] = SCALES.get(Annealed, 1.0) * 0.9
-            return SCALES[Annealed]
-        if self.kept == "an array":
-            self.array[0] *= 0.9
-            return self.array[0]
-        if self.kept == "a number of C":
-            self.number.value *= 0.9
-            return self.number.value
-        self.arguments.scale *= 0.9
-        return self.arguments.scale
+        self.array[0] *= 0.9
+        return self.array[0]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return (self.through(batch[0] * self.scale()) - batch[1]).square().mean()
 
 
-@pytest.mark.parametrize(
-    "kept",
-    [
-        "a global variable that the step makes", "a context variable", "a weak dict", "an array", "a number of C",
-        "arguments of a program",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kept", ["a global variable that the step makes", "a context variable", "an array"])
 def test_a_number_changes_once_per_micro_batch_wherever_it_is_kept(kept: str) -> None:
     def result(run: Callable[[Layers], nn.Module]) -> nn.Module:
         globals().pop("LATE", None)
         SCALE.set(1.0)
-        SCALES.clear()
         return run(Annealed(kept))
 
     assert_same(result(lambda module: piped(module, 2, costs="flops")), result(by_hand))
@@ -672,12 +602,24 @@ class OutsideLate(Layers):
         return loss
 
 
-def test_a_variable_that_is_read_before_another_stage_changes_it_is_refused_by_name() -> None:
-    with pytest.raises(
-        PartitionError,
-        match=r"'global tests.strategy.test_attributes_of_steps.CALLS' is read at .* its contents are changed",
-    ):
-        piped(OutsideLate(), 2, costs="flops")
+@pytest.mark.parametrize(
+    ("make", "name", "fit", "too_many"),
+    [
+        (Carried, "'state'", 3, 4),
+        (CountingLate, "'count'", 1, 2),
+        (OutsideLate, r"'global tests\.strategy\.test_attributes_of_steps\.CALLS'", 1, 2),
+    ],
+)
+def test_what_is_read_before_another_stage_changes_it_is_not_cut_off_and_refused_by_name(
+    make: Callable[[], Layers], name: str, fit: int, too_many: int
+) -> None:
+    CALLS["steps"] = 0
+    expected = by_hand(make())
+    CALLS["steps"] = 0
+    assert_same(piped(make(), fit, costs="flops"), expected)
+    read = rf"{name} is read at test_attributes_of_steps.py:\d+ .* its contents are changed"
+    with pytest.raises(PartitionError, match=read):
+        piped(make(), too_many, costs="flops")
 
 
 def test_variables_that_a_step_encloses_change_once_per_micro_batch() -> None:
@@ -728,15 +670,6 @@ class Smoothing(Reversible):
         self.smooth = self.mean = self.mean.detach() if before is None else 0.9 * before + 0.1 * self.mean.detach()
 
 
-class Sometimes(Reversible):
-    calls = 0
-
-    def note(self, x: Tensor) -> None:
-        if self.calls % 3 != 2:
-            super().note(x)
-        self.calls += 1
-
-
 class Moving(nn.Module):
     """Each call replaces what the one before has left."""
 
@@ -763,15 +696,14 @@ class Forecast(Layers):
         return (self.reversible(x, "denorm") - 1).square().mean()
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("num_stages", "recompute"), [(2, False), (3, True)])
 def test_statistics_that_a_submodule_keeps_for_a_later_call_travel(num_stages: int, recompute: bool) -> None:
     plan = assert_defaults_equal_accumulation(Forecast(), torch.randn(8, 8), num_stages, recompute=recompute)
     homes = [stage.index for stage in plan.stages if "reversible" in stage.units]
     assert homes == [0, num_stages - 1]
 
 
-@pytest.mark.parametrize("kind", [Smoothing, Sometimes, Moving])
+@pytest.mark.parametrize("kind", [Smoothing, Moving])
 def test_statistics_that_last_longer_than_a_step_keep_its_readers_on_one_stage(kind: type[nn.Module]) -> None:
     model = type("Model", (Forecast,), {"norm": kind})()
     with pytest.raises(PartitionError, match="reads an attribute of its own"):

@@ -93,18 +93,11 @@ def test_options_on_the_command_line_go_over_those_of_the_file(
     ("argument", "message"),
     [
         ("num_microbatches=0", r'"num_microbatches".*does not conform to restriction v>0'),
-        ("num_microbatches=1.5", r'"num_microbatches"'),
         ("num_stages=two", r'"num_stages"'),
-        ("num_stages=-1", r'"num_stages"'),
-        ("num_pipelines=0", r'"num_pipelines"'),
-        ("advance=-1", r'"advance"'),
         ("schedule=2f2b", r'"schedule".*Literal\[.advance_forward., .1f1b., .afab., .*.auto.\]'),
-        ("loss_reduction=max", r'"loss_reduction"'),
         ("split_points=[1]", r'"split_points"'),
         ("split_batch=no.such.function", r'"split_batch"'),
-        ("save_distributed_checkpoint=perhaps", r'"save_distributed_checkpoint"'),
         ("averaging.rolling=sometimes", r'"averaging.*rolling'),
-        ("start_method=magic", r'"start_method"'),
         ("timeout=soon", r'"timeout"'),
         ("microbatches=8", r"'microbatches' is not accepted"),
     ],
@@ -136,15 +129,7 @@ def test_every_config_parses_and_is_commented(path: Path, example: Any, capsys: 
     assert f"--config configs/{path.name}" in path.read_text()
 
 
-@pytest.mark.parametrize(("given", "found"), [("true", True), ("auto", "auto")])
-def test_rolling_is_a_flag_or_left_open(
-    given: str, found: Any, example: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = printed(example, capsys, STRATEGY, f"--trainer.strategy.averaging.rolling={given}", "--print_config")
-    assert yaml.safe_load(out)["trainer"]["strategy"]["init_args"]["averaging"]["rolling"] == found
-
-
-@pytest.mark.parametrize("weight", ["labels", "1.mask", "statistics.fmean"])
+@pytest.mark.parametrize("weight", ["1.mask", "statistics.fmean"])
 def test_a_written_config_holds_what_was_given(
     weight: str, example: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:  # a name or a function
@@ -153,7 +138,7 @@ def test_a_written_config_holds_what_was_given(
     assert yaml.safe_load(out)["trainer"]["strategy"]["init_args"]["loss_weight"] == weight
 
 
-@pytest.mark.parametrize("strategy", ["short", "language_model", "all_options"])
+@pytest.mark.parametrize("strategy", ["short", "all_options"])
 def test_a_fit_through_the_command_line(strategy: str, example: Any, tmp_path: Path) -> None:
     arguments = [
         "fit", "--config", str(CONFIGS / f"{strategy}.yaml"), "--trainer.devices=1", "--trainer.max_steps=2",
@@ -213,7 +198,7 @@ def test_the_tuner_is_a_callback_in_a_config(example: Any, tmp_path: Path) -> No
     assert list(tmp_path.rglob("avgpipe_tuning.json"))
 
 
-@pytest.mark.parametrize("argument", ["max_num_pipelines=0", "predictor=oracle", "refine=-1", "profile_batches=few"])
+@pytest.mark.parametrize("argument", ["max_num_pipelines=0", "predictor=oracle"])
 def test_wrong_arguments_of_the_tuner_are_refused_while_parsing(
     example: Any, argument: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,20 +153,7 @@ def test_on_before_backward_gets_a_loss_of_the_size_of_the_batch_s(expected: tup
     assert losses.losses == pytest.approx(expected[0].losses[: len(losses.losses)], rel=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_on_before_backward_is_called_once_per_batch(precision: Any) -> None:
-    callback = L.Callback()
-    recorders = Recorder(), Recorder()
-    model = MLP()
-    for owner, recorder in zip((model, callback), recorders, strict=True):
-        recorder.watch(owner, ["on_before_backward", "on_after_backward"])
-    pipeline(2, callbacks=[callback], precision=precision, max_epochs=1).fit(model, loader(MLP, 24, 8))
-    for recorder in recorders:
-        assert [name for name, _ in recorder.calls] == ["on_before_backward", "on_after_backward"] * 3
-
-
 def record_rank(rank: int, folder: Path) -> list[list[tuple[str, str]]]:
-    torch.set_num_threads(1)
     torch.manual_seed(3)
     callback = L.Callback()
     recorders = record(pipeline(2, 2, **options(callback)), Watched(), callback, folder)

@@ -16,11 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
-from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import launch
 from lightning_avgpipe.utils.parent import fresh
@@ -257,13 +255,6 @@ def test_processes_that_exist_are_not_started_again(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match="LightningEnvironment says that they exist already"):
         trainer(strategy="avgpipe_spawn", devices=2)
-
-
-def test_lightning_cli_knows_the_names() -> None:
-    options = {"accelerator": "cpu", "devices": 2, "logger": False, "strategy": "avgpipe_spawn"}
-    cli = LightningCLI(MLP, run=False, save_config_callback=None, args={"trainer": options})
-    assert isinstance(cli.trainer.strategy, AvgPipeStrategy)
-    assert cli.trainer.strategy.launcher._start_method == "spawn"
 
 
 def test_a_store_that_outlives_a_restart_gives_each_attempt_a_part_of_its_own() -> None:

@@ -15,14 +15,15 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor
-from torchmetrics import MeanMetric, MetricCollection
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision, MulticlassRecall
 from torchmetrics.regression import PearsonCorrCoef
 
-from lightning_avgpipe.errors import AbsentValueError
+from lightning_avgpipe.errors import AbsentValueError, ConfigurationError
+from lightning_avgpipe.strategy.metric_objects import tell_device
 from tests import processes
-from tests.models import ConvNet, loader
+from tests.models import MLP, ConvNet, loader
 from tests.trainers import pipeline, trainer
 
 
@@ -169,7 +170,6 @@ def test_all_that_is_logged_equals_one_device(single: tuple[Path, Any], tmp_path
 
 
 def fit_rank(rank: int, folder: Path) -> tuple[dict[str, dict[str, float]], bool, str]:
-    torch.set_num_threads(1)
     torch.manual_seed(3)
     runner = pipeline(2, 2, {"num_microbatches": 3}, **options(folder))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -189,7 +189,6 @@ def test_all_ranks_know_what_rank_zero_logs(single: tuple[Path, Any], tmp_path: 
 
 
 def fit_quietly(rank: int) -> tuple[list[str], bool]:
-    torch.set_num_threads(1)
     before = list(warnings.filters)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -267,3 +266,45 @@ def test_a_hook_that_logs_what_has_no_number_here_is_told_so() -> None:
 
     with pytest.raises(AbsentValueError, match=r"self.log\('norms'\) in a hook is given a value without a number"):
         pipeline(2).fit(Logs(), loader(ConvNet, 8, 8))
+
+
+class Judge(Metric):
+    """A metric with weights, a buffer, a state and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        self.register_buffer("scale", torch.ones(1))
+        self.add_state("total", torch.zeros(1))
+        self.add_state("parts", [])
+
+    def update(self, x: Any) -> None:
+        self.parts.append(self.net(x) * self.scale)
+
+    def compute(self) -> Any:
+        return self.total
+
+
+def test_modules_and_states_of_metrics_are_told_their_device_and_weights_stay() -> None:
+    module, inner, judge = L.LightningModule(), L.LightningModule(), Judge()
+    module.inner, module.judge = inner, judge
+    judge.update(torch.ones(2, 4))
+    tell_device(module, torch.device("meta"))
+    assert {module.device.type, inner.device.type, judge.device.type} == {"meta"}
+    assert judge.total.is_meta and judge.parts[0].is_meta
+    assert not (judge.net.weight.is_meta or judge.scale.is_meta)
+    assert [name for name, _ in judge.named_parameters()] == ["net.weight", "net.bias"]
+
+
+class Counting(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = MeanMetric()
+
+
+def test_a_metric_object_without_contents_is_refused_by_name() -> None:
+    runner = pipeline(max_epochs=1)
+    with runner.init_module(empty_init=True):
+        module = Counting()
+    with pytest.raises(ConfigurationError, match=r"the metric object 'seen' was built without contents"):
+        runner.fit(module, loader(MLP, 8, 4))

@@ -1,8 +1,7 @@
-"""Loops see what they would on one device: combined and several loaders, samplers, limits, results, recomputation."""
+"""Loops see what they would on one device: data of all sorts, samplers, limits, results, recomputation."""
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,15 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from tests import processes
 from tests.models import MLP, loader
@@ -188,6 +195,87 @@ def augmented(make: Make) -> dict[str, Any]:
     return fitted(make, Several(), DataLoader(Noisy(), 8), limit_train_batches=3)
 
 
+class Samples(Dataset[Any]):
+    """Random augmentation: an input and its target belong together only if both were made in one place."""
+
+    def __init__(self, size: int = 20) -> None:
+        self.inputs = torch.randn(size, 8, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        noisy = self.inputs[i] + torch.randn(8)
+        return noisy, noisy.sin()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from Samples(10)
+
+
+def masked(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    """Random collation, as in masked language modelling: the targets are what the mask has hidden."""
+    inputs = torch.stack([x for x, _ in samples])
+    mask = torch.rand(inputs.shape) < 0.5
+    return inputs.masked_fill(mask, 0.0), inputs.masked_fill(~mask, 0.0)
+
+
+class Agreeing(MLP):
+    """Transfer hooks that change a batch; notes what arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        inputs, targets = batch if isinstance(batch, (list, tuple)) and len(batch) == 2 else batch[0]
+        return inputs + 0.01 * torch.randn_like(inputs), targets
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            self.seen.append(batch[0].clone())
+
+
+class Module(L.LightningDataModule):
+    """A new dataloader every epoch, of another order."""
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(self.trainer.current_epoch)
+        return DataLoader(Samples(), batch_size=6, shuffle=True, generator=generator)
+
+    def val_dataloader(self) -> Any:
+        return loader(MLP, 8, 4)
+
+
+def sampler() -> WeightedRandomSampler:
+    return WeightedRandomSampler(torch.arange(1.0, 21.0), 12, generator=torch.Generator().manual_seed(2))
+
+
+SOURCES: dict[str, Any] = {
+    "workers": lambda: DataLoader(Samples(), batch_size=6, shuffle=True, num_workers=1, persistent_workers=True),
+    "stream": lambda: DataLoader(Stream(), batch_size=4),
+    "collation": lambda: DataLoader(Samples(), batch_size=6, shuffle=True, collate_fn=masked),
+    "weighted sampler": lambda: DataLoader(Samples(), batch_size=6, sampler=sampler()),
+}
+
+
+def read_from(make: Make, source: str) -> dict[str, Any]:
+    loaders = SOURCES[source]()
+    torch.manual_seed(4)
+    return fitted(make, Agreeing(), loaders, loader(MLP, 4, 4))
+
+
+def read_from_module(make: Make) -> dict[str, Any]:
+    model, runner = Agreeing(), make(reload_dataloaders_every_n_epochs=1)
+    torch.manual_seed(4)
+    runner.fit(model, datamodule=Module())
+    return result(runner, model)
+
+
 def limited(make: Make) -> dict[str, Any]:
     loaders = loader(MLP, 40, 8), loader(MLP, 20, 4)
     return fitted(make, Several(), *loaders, limit_train_batches=0.6, limit_val_batches=0.5, val_check_interval=0.34)
@@ -202,6 +290,8 @@ CASES: dict[str, Callable[[Make], dict[str, Any]]] = {
         f"validate {mode}": functools.partial(validated_on_combined, mode=mode)
         for mode in ("min_size", "max_size_cycle", "max_size", "sequential")
     },
+    **{source: functools.partial(read_from, source=source) for source in SOURCES},
+    "data module": read_from_module,
     "validate several": validated_on_several,
     "predict several": predicted,
     "samplers": sampled,
@@ -212,6 +302,7 @@ CASES: dict[str, Callable[[Make], dict[str, Any]]] = {
     "recomputation": lambda make: fitted(make, Recomputed(), loader(MLP, 16, 8)),
     "reentrant recomputation": lambda make: fitted(make, RecomputedReentrantly(), loader(MLP, 16, 8)),
 }
+READ = {*SOURCES, "data module"}
 
 
 def found(name: str, make: Make) -> dict[str, Any]:
@@ -245,7 +336,6 @@ def test_stages_see_what_one_device_sees(name: str) -> None:
 
 
 def fit_all(rank: int) -> dict[str, dict[str, Any]]:
-    torch.set_num_threads(1)
     return {name: found(name, piped(2)) for name in CASES}
 
 
@@ -256,22 +346,11 @@ def test_two_processes_see_what_one_device_sees(tmp_path: Path) -> None:
     for name in CASES:
         expected = found(name, trainer)
         assert_alike(expected, zero[name], name)
-        shared = expected.keys() - {
-            "outputs",
-            "predictions",
-        }  # what hooks of rank 0 collect in the module is everybody's
+        # what hooks of rank 0 collect in the module is everybody's; batches it has itself
+        shared = expected.keys() - {"outputs", "predictions", *(["seen"] if name in READ else [])}
         assert_alike({key: expected[key] for key in shared}, {key: other[name][key] for key in shared}, name)
         assert other[name].get("outputs") == (expected.get("outputs") and [None] * len(expected["outputs"]))
         assert all(value is None for values in other[name].get("predictions", []) for value in values)
-
-
-def test_code_that_is_recomputed_runs_again_and_logs_once() -> None:
-    for model in (Recomputed(), RecomputedReentrantly()):
-        expected = fitted(trainer, copy.deepcopy(model), loader(MLP, 16, 8), max_epochs=1)["metrics"]
-        model.logged = 0
-        metrics = fitted(piped(), model, loader(MLP, 16, 8), max_epochs=1)["metrics"]
-        assert model.logged >= 8  # two batches of two micro-batches, and the capture
-        assert_alike(expected, metrics, type(model).__name__)
 
 
 def test_sequential_training_is_refused_as_by_lightning() -> None:

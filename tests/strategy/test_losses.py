@@ -45,20 +45,15 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("num_stages", "num_pipelines"), [(1, 1), (2, 2)])
 @pytest.mark.parametrize(("model", "message"), WRONG, ids=lambda case: getattr(case, "__name__", ""))
-def test_a_loss_that_no_backward_can_start_from_is_refused_before_the_first_step(
-    model: Any, message: str, num_stages: int, num_pipelines: int
-) -> None:
-    options = {"num_microbatches": 4, "num_pipelines": num_pipelines}
-    runner = pipeline(num_stages, strategy=options)
+def test_a_loss_that_no_backward_can_start_from_is_refused_before_the_first_step(model: Any, message: str) -> None:
+    runner = pipeline(2, strategy={"num_microbatches": 4, "num_pipelines": 2})
     with pytest.raises(ConfigurationError, match=message):
         runner.fit(model(), loader(MLP, 16, 8))
     assert runner.global_step == 0
 
 
 def refused(rank: int) -> list[str]:
-    torch.set_num_threads(1)
     found = []
     for model, _ in WRONG:
         runner = pipeline(2, 2, {"num_microbatches": 4})
@@ -127,12 +122,12 @@ SIGNS = [-1, 1, -1, 1, -1, -1, -1, -1, 1, 1, 1, -1]
 FIRST_BATCH = [-1, -1, -1, -1, 1, -1, 1, 1, -1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("signs", [SIGNS, FIRST_BATCH], ids=["later", "first"])
 @pytest.mark.parametrize(
-    ("num_stages", "early", "recompute"), [(1, True, False), (3, True, False), (2, False, False), (2, True, True)]
+    ("num_stages", "early", "recompute", "signs"),
+    [(1, True, False, SIGNS), (3, True, False, FIRST_BATCH), (2, False, False, SIGNS), (2, True, True, FIRST_BATCH)],
 )
 def test_micro_batches_that_the_step_skips_contribute_nothing(
-    num_stages: int, early: bool, signs: list[int], recompute: bool
+    num_stages: int, early: bool, recompute: bool, signs: list[int]
 ) -> None:
     one, other = twins(Skips, early=early)
     micro_batches, batches = data(signs)
@@ -178,7 +173,6 @@ class Waits(MLP):
 
 
 def wait_in_rank(rank: int, devices: int) -> tuple[dict[str, Tensor], int, int, Tensor]:
-    torch.set_num_threads(1)
     model = twins(Waits)[0]
     runner = trainer(strategy=AvgPipeStrategy(num_stages=2, num_microbatches=1), devices=devices, max_epochs=1)
     runner.fit(model, data(SIGNS)[0])
@@ -197,7 +191,6 @@ def test_a_step_that_counts_what_it_skips_trains_when_it_has_counted(tmp_path: P
 
 
 def skip_in_rank(rank: int, precision: str) -> tuple[dict[str, Tensor], int]:
-    torch.set_num_threads(1)
     model = twins(Skips, early=True)[1]
     runner = pipeline(2, 2, {"num_microbatches": 4}, precision=precision)
     runner.fit(model, data(SIGNS)[1])
@@ -205,11 +198,10 @@ def skip_in_rank(rank: int, precision: str) -> tuple[dict[str, Tensor], int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_all_processes_skip_the_same_batches(tmp_path: Path, precision: str) -> None:
-    ranks = processes.results(processes.run(2, skip_in_rank, precision, folder=tmp_path))
+def test_all_processes_skip_the_same_batches(tmp_path: Path) -> None:
+    ranks = processes.results(processes.run(2, skip_in_rank, "bf16-mixed", folder=tmp_path))
     one = twins(Skips, early=True)[0]
-    expected = single(precision=precision)
+    expected = single(precision="bf16-mixed")
     expected.fit(one, data(SIGNS)[0])
     for weights, steps in ranks:
         assert steps == expected.global_step
@@ -259,7 +251,6 @@ def tokens() -> DataLoader[Any]:
 
 
 WEIGHTS = [
-    (Tokens, "labels"),
     (Tokens, lambda batch: (batch["labels"] != -100).sum()),
     (Weighs, None),
     (HasAnother, "labels"),
@@ -298,7 +289,6 @@ def test_a_weight_that_cannot_be_is_refused() -> None:
 
 
 def weigh_in_rank(rank: int) -> dict[str, Tensor]:
-    torch.set_num_threads(1)
     torch.manual_seed(3)
     model = Tokens()
     pipeline(2, 2, {"num_microbatches": 4, "loss_weight": "labels", "links": Links(reader="first")}).fit(

@@ -61,16 +61,6 @@ def test_what_cannot_work_changes_nothing(wanted: dict[str, Any], message: str) 
     assert strategy.num_pipelines == 1
 
 
-def test_what_is_reconfigured_is_what_was_given() -> None:
-    strategy = AvgPipeStrategy(num_stages=2)
-    assert strategy.options.overrides == {}
-    strategy.reconfigure(num_pipelines=3, advance=1)
-    strategy.reconfigure(num_microbatches=6)
-    assert strategy.options.overrides == {"num_pipelines": 3, "num_microbatches": 6, "advance": 1}
-    strategy.reconfigure(num_pipelines=1, num_microbatches="auto")
-    assert strategy.options.overrides == {"advance": 1}
-
-
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda strategy: pickle.loads(pickle.dumps(strategy))])
 def test_a_copied_strategy_has_the_same_options(again: Any) -> None:
     strategy = AvgPipeStrategy(num_stages=3, averaging=Averaging(alpha=0.5, save_models=False, processes_per_device=2))
@@ -106,7 +96,7 @@ def test_examples_of_options_are_allowed() -> None:
 
 @pytest.mark.parametrize(
     ("given", "seconds"),
-    [(30, 30), (0.5, 0.5), ("30s", 30), ("30", 30), ("5min", 300), ("1.5 h", 5400), ("0:02:00", 120), ("250ms", 0.25)],
+    [(0.5, 0.5), ("30s", 30), ("1.5 h", 5400), ("0:02:00", 120)],
 )
 def test_a_timeout_may_be_a_number_of_seconds_or_a_string(given: Any, seconds: float) -> None:
     strategy = AvgPipeStrategy(num_stages=2, timeout=given)
@@ -131,19 +121,7 @@ def test_models_are_shown_while_there_are_some() -> None:
             {"averaging": Averaging(alpha=0.5, every=2)},
             "Averaging(alpha=0.5, every=2) without effect: there is one pipeline, and",
         ),
-        (
-            {"averaging": Averaging(rolling=True)},
-            "Averaging(rolling=True) without effect: there is",
-        ),
         ({"num_stages": 1, "num_microbatches": 2, "advance": 1}, "advance=1 without effect: there is one stage, and"),
-        (
-            {"links": Links(reader="first", send_batch="all")},
-            "Links(reader='first', send_batch='all') without effect: there is one pr",
-        ),
-        (
-            {"costs": "flops", "costs_cache": "."},
-            "costs_cache='.' without effect: costs='flops' measures nothing. Use costs='measured'",
-        ),
         (
             {"num_microbatches": 16},
             "num_microbatches=16 without effect: the first batch of the train data holds 4 samples, and makes 4 micro",

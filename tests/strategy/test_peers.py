@@ -49,7 +49,6 @@ class Asks(L.Callback):
 
 
 def gathered(rank: int, num_stages: int, replicas: int) -> dict[str, Any]:
-    torch.set_num_threads(1)
     torch.manual_seed(3)
     module, callback = Gathers(), Asks()
     strategy = {"replicas": replicas, "averaging": Averaging(groups=2 // replicas)}
@@ -59,7 +58,7 @@ def gathered(rank: int, num_stages: int, replicas: int) -> dict[str, Any]:
     return {**module.found, **callback.found, "logged": logged}
 
 
-@pytest.mark.parametrize(("num_stages", "replicas"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("num_stages", "replicas"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_gathering_in_hooks_goes_over_groups_and_replicas(num_stages: int, replicas: int, tmp_path: Path) -> None:
     found = processes.results(processes.run(2 * num_stages, gathered, num_stages, replicas, folder=tmp_path))
     for rank, values in enumerate(found):
@@ -79,7 +78,6 @@ class GathersInStep(MLP):
 
 
 def refused(rank: int) -> str:
-    torch.set_num_threads(1)
     with pytest.raises(AvgPipeError) as found:
         pipeline(1, 2, {"averaging": Averaging(groups=2)}, max_epochs=1).fit(GathersInStep(), loader(MLP, 16, 4))
     return str(found.value)

@@ -78,12 +78,11 @@ def test_a_precision_trains_as_on_one_device_bitwise(name: str) -> None:
     assert logged[1] == pytest.approx(logged[0], rel=coarse)
 
 
-@pytest.mark.parametrize("name", ["64-true", "16-true", "bf16-mixed", "16-mixed"])
-def test_evaluation_has_the_precision_of_one_device(name: str) -> None:
+def test_evaluation_has_the_precision_of_one_device() -> None:
     plain, piped = twins(TinyTransformer)
     data = loader(TinyTransformer, 6, 3)
-    expected = single(**options(name)).predict(plain, data)
-    found = staged(strategy={"num_microbatches": 1}, **options(name)).predict(piped, data)
+    expected = single(**options("bf16-mixed")).predict(plain, data)
+    found = staged(strategy={"num_microbatches": 1}, **options("bf16-mixed")).predict(piped, data)
     for a, b in zip(expected, found, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
@@ -122,7 +121,6 @@ class Steps(L.Callback):
 
 
 def fit_overflowing(rank: int) -> list[tuple[Any, ...]]:
-    torch.set_num_threads(1)
     found: list[tuple[Any, ...]] = []
     devices = int(os.environ["WORLD_SIZE"])
     for where in (0, 8):

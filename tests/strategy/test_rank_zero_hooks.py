@@ -79,7 +79,6 @@ class TooLarge(Layers):
 
 
 def fitted(rank: int, make: Any, devices: int, num_stages: int = 2) -> dict[str, Tensor]:
-    torch.set_num_threads(1)
     OUTSIDE["factor"], Annealed.power = 1.0, 1.0
     module = make()
     strategy = AvgPipeStrategy(num_stages=num_stages, num_microbatches=4, costs_cache=None)
@@ -175,7 +174,6 @@ class CallsOtherHooks(Layers):
 
 
 def annealed(rank: int, devices: int, num_stages: int) -> tuple[float, dict[str, Tensor]]:
-    torch.set_num_threads(1)
     module = CallsOtherHooks()
     strategy = AvgPipeStrategy(num_stages=num_stages, num_microbatches=4, costs="flops", costs_cache=None)
     runner = trainer(strategy=strategy, devices=devices, num_sanity_val_steps=0)

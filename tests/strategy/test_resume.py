@@ -96,8 +96,7 @@ def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Regression,
     return through(folder, 2), folder
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-@pytest.mark.parametrize("step", [1, 3, 4, 6])
+@pytest.mark.parametrize(("step", "num_stages"), [(1, 3), (3, 2), (4, 1), (6, 3)])
 def test_a_resume_after_any_batch_is_bitwise(never_stopped: Any, step: int, num_stages: int) -> None:
     model, folder = never_stopped
     assert_same_parameters(model, resumed(folder / f"step={step}.ckpt", num_stages))
@@ -133,8 +132,7 @@ def test_the_batch_that_an_exception_interrupted_draws_the_same_numbers_again(tm
     assert_same_parameters(expected, again)
 
 
-@pytest.mark.parametrize("step", [3, 4])
-def test_without_a_resumable_loader_a_resume_does_what_it_does_on_one_device(step: int, tmp_path: Path) -> None:
+def test_without_a_resumable_loader_a_resume_does_what_it_does_on_one_device(tmp_path: Path) -> None:
     torch.manual_seed(4)
     model = MLP("adamw")
     models = {}
@@ -143,7 +141,7 @@ def test_without_a_resumable_loader_a_resume_does_what_it_does_on_one_device(ste
         saving = {"enable_checkpointing": True, "callbacks": [every_step(tmp_path / name)], "max_epochs": 1}
         make(**options, **saving).fit(copy.deepcopy(model), loader(MLP, 40, 8))
         models[name] = copy.deepcopy(model)
-        make(**options).fit(models[name], loader(MLP, 40, 8), ckpt_path=tmp_path / name / f"step={step}.ckpt")
+        make(**options).fit(models[name], loader(MLP, 40, 8), ckpt_path=tmp_path / name / "step=3.ckpt")
     assert_same_parameters(models["plain"], models["piped"])
 
 
@@ -180,6 +178,18 @@ def test_weights_alone_are_saved_and_loaded(tmp_path: Path) -> None:
     assert_same_parameters(model, other)
     with pytest.raises(KeyError, match="checkpoint contains only the model"):
         pipeline(2).fit(other, loader(MLP, 16, 8), ckpt_path=tmp_path / "weights.ckpt")
+
+
+def test_a_checkpoint_is_an_ordinary_one_that_one_device_goes_on_from(never_stopped: Any) -> None:
+    model, folder = never_stopped
+    opened = Scheduled.load_from_checkpoint(folder / "step=8.ckpt")
+    assert_same_parameters(model, opened)
+    saved = torch.load(folder / "step=4.ckpt", weights_only=True)
+    assert saved["state_dict"].keys() == model.state_dict().keys()
+    assert len(saved["optimizer_states"][0]["state"]) == len(list(model.parameters()))
+    runner = trainer(max_epochs=2)
+    runner.fit(opened, ResumableLoader(Scheduled), ckpt_path=folder / "step=4.ckpt")
+    assert runner.global_step == 8
 
 
 class Larger(MLP):
@@ -252,7 +262,7 @@ def test_checkpoints_written_in_the_background_are_those_of_their_step(never_sto
         Scheduled(), ResumableLoader(Scheduled)
     )
     assert type(plugin.checkpoint_io) is LocalCheckpointIO
-    for step in range(1, 9):
+    for step in (1, 5, 8):
         one, other = (torch.load(place / f"step={step}.ckpt")["state_dict"] for place in (tmp_path, folder))
         assert all(torch.equal(one[name], other[name]) for name in other)
     assert_same_parameters(model, resumed(tmp_path / "step=3.ckpt", 2))
@@ -288,7 +298,6 @@ def test_a_file_is_mapped_while_it_is_loaded_and_no_longer(never_stopped: Any) -
 
 def in_two(rank: int, folder: Path) -> dict[str, Any]:
     """Train in two processes with shards and with files, and go on from both."""
-    torch.set_num_threads(1)
     seen: dict[str, Any] = {}
     sharded = through(folder / "shards", 2, 2, save_distributed_checkpoint=True)
     seen["sharded"] = sharded.state_dict()
@@ -320,8 +329,7 @@ def test_two_processes_resume_mid_epoch_bitwise_from_files_and_shards(never_stop
             assert all(torch.equal(weights[name], value) for name, value in expected.items()), what
 
 
-@pytest.mark.parametrize("num_stages", [1, 3])
-@pytest.mark.parametrize("step", [3, 4])
+@pytest.mark.parametrize(("step", "num_stages"), [(3, 1), (4, 3)])
 def test_shards_of_two_stages_are_resumed_in_any_number_of_them(
     never_stopped: Any, two_processes: Any, step: int, num_stages: int
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor
 from torchmetrics import MeanMetric
 
@@ -34,12 +34,10 @@ def newest_first(lane: Lane) -> Any:
     return -lane.task.key.iteration, lane.task.key.pipeline, lane.urgency()
 
 
-@pytest.fixture(params=["oldest first", "newest first"])
-def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether lanes run ahead as little as they can, or as much: in one process there is always something to run."""
-    if request.param == "newest first":
-        monkeypatch.setattr(Lane, "seniority", newest_first)
-    return request.param
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes run ahead as much as they can: in one process there is always something to run."""
+    monkeypatch.setattr(Lane, "seniority", newest_first)
 
 
 class Scaled(Net):
@@ -82,8 +80,14 @@ def in_turn(module: Any, batches: list[Any], num_pipelines: int, every: int = 1)
     return dict(reference.named_parameters())
 
 
-@pytest.mark.parametrize(("num_pipelines", "num_stages", "every"), [(2, 3, 1), (3, 2, 1), (2, 1, 1), (2, 2, 2)])
-def test_models_take_turns_as_in_a_plain_loop(order: str, num_pipelines: int, num_stages: int, every: int) -> None:
+@pytest.mark.parametrize(
+    ("num_pipelines", "num_stages", "every", "seniority"),
+    [(2, 3, 1, newest_first), (3, 2, 1, Lane.seniority), (2, 1, 1, newest_first), (2, 2, 2, newest_first)],
+)
+def test_models_take_turns_as_in_a_plain_loop(
+    num_pipelines: int, num_stages: int, every: int, seniority: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lane, "seniority", seniority)
     torch.manual_seed(3)
     model = Scaled()
     expected = copy.deepcopy(model)
@@ -159,7 +163,7 @@ def test_hooks_find_the_same_whatever_runs_ahead(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_hooks_come_as_without_rolling(order: str) -> None:
+def test_hooks_come_as_without_rolling(ahead: None) -> None:
     found = []
     for rolling in (False, True):
         recorder = Recorder()
@@ -167,20 +171,6 @@ def test_hooks_come_as_without_rolling(order: str) -> None:
         seen = [(name, step, index) for name, step, index, _ in recorder.calls if name != "on_before_optimizer_step"]
         found.append(seen)
     assert found[0] == found[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"val_check_interval": 2}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}]
-)
-def test_options_of_the_trainer_do_not_depend_on_what_runs_ahead(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = run(**options)
-    monkeypatch.setattr(Lane, "seniority", newest_first)
-    assert_same(one, run(**options))
-    if "val_check_interval" in options:  # after which all goes on as if there had been none
-        assert_same(one, run())
 
 
 class Interrupts(L.Callback):
@@ -194,39 +184,7 @@ class Interrupts(L.Callback):
             self.what(trainer)
 
 
-@pytest.mark.slow
-def test_what_is_not_foreseen_leaves_no_trace(order: str, tmp_path: Path) -> None:
-    plain = run()
-    saving = Interrupts(lambda trainer: trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt"))
-    assert_same(plain, run([saving]))
-
-    foreseen = ModelCheckpoint(tmp_path / "foreseen", "{step}", every_n_train_steps=1, save_top_k=-1)
-    run([foreseen], enable_checkpointing=True)
-    for step in (2, 3):
-        one = torch.load(tmp_path / f"{step}.ckpt", weights_only=True)
-        other = torch.load(tmp_path / "foreseen" / f"step={step}.ckpt", weights_only=True)
-        assert_equal(one["state_dict"], other["state_dict"])
-        for a, b in zip(
-            one["AvgPipeStrategy"]["ensemble"]["models"],
-            other["AvgPipeStrategy"]["ensemble"]["models"],
-            strict=True,
-        ):
-            assert_equal(a, b)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [3, 6])  # within an epoch, and at its end
-def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(order: str, step: int, tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
-    through = run([saving], enable_checkpointing=True, module=lambda: Net("adamw"), size=96)
-    if step == 3:  # the data begins anew within the epoch, which has as many batches left
-        resumed = [run(ckpt_path=tmp_path / "step=3.ckpt", module=lambda: Net("adamw"), size=96) for _ in range(2)]
-        assert_same(*resumed)
-    else:
-        assert_same(through, run(ckpt_path=tmp_path / "step=6.ckpt", module=lambda: Net("adamw"), size=96))
-
-
-def test_training_that_is_stopped_or_reconfigured_drops_what_ran_ahead(order: str) -> None:
+def test_training_that_is_stopped_or_reconfigured_drops_what_ran_ahead(ahead: None) -> None:
     def stop(trainer: L.Trainer) -> None:
         trainer.should_stop = True
 
@@ -242,7 +200,7 @@ def test_training_that_is_stopped_or_reconfigured_drops_what_ran_ahead(order: st
     assert runner.global_step == 2 + 7  # two of two batches, seven of one: none is lost, none comes twice
 
 
-def test_data_of_unknown_length_is_read_to_its_end(order: str) -> None:
+def test_data_of_unknown_length_is_read_to_its_end(ahead: None) -> None:
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self) -> Any:
             torch.manual_seed(5)
@@ -253,16 +211,6 @@ def test_data_of_unknown_length_is_read_to_its_end(order: str) -> None:
         torch.manual_seed(3)
         model = Scaled()
         train(model, data, 2, averaging=Averaging(rolling=True))
-        found.append(state(model))
-    assert_equal(*found)
-
-
-def test_one_pipeline_is_trained_plainly() -> None:
-    found = []
-    for rolling in (False, True):
-        torch.manual_seed(3)
-        model = Net("adamw")
-        train(model, loader(Net, 48, 8), 2, num_pipelines=1, averaging=Averaging(rolling=rolling))
         found.append(state(model))
     assert_equal(*found)
 
@@ -373,7 +321,7 @@ class Validated(Scaled):
         self.log("hooked", self.hooked, on_step=False, on_epoch=True)
 
 
-def test_metric_objects_that_the_step_does_not_update_are_no_obstacle(order: str) -> None:
+def test_metric_objects_that_the_step_does_not_update_are_no_obstacle(ahead: None) -> None:
     found, expected = run(module=Validated, val_check_interval=2), run(val_check_interval=2)
     assert_same(found, expected)
     logged, losses = found[2].callback_metrics, expected[2].callback_metrics
@@ -381,12 +329,6 @@ def test_metric_objects_that_the_step_does_not_update_are_no_obstacle(order: str
     torch.testing.assert_close(logged["validated"], losses["val_loss"])
     batches = len(found[0].outputs) // 2  # of an epoch
     torch.testing.assert_close(logged["hooked"], torch.stack(found[0].outputs[batches:]).mean())
-
-
-def test_more_pipelines_later_are_refused_for_the_same_reasons() -> None:
-    more = Interrupts(lambda trainer: trainer.strategy.reconfigure(num_pipelines=2))  # type: ignore[attr-defined]
-    with pytest.raises(ConfigurationError, match="updates the metric object 'mean'"):
-        run([more], module=Measured, strategy={"num_pipelines": 1})
 
 
 def test_data_whose_position_is_saved_is_refused() -> None:
@@ -449,7 +391,6 @@ def fit_open(devices: int, rolling: Any = "auto") -> dict[str, Tensor]:
 
 
 def in_process(rank: int) -> Any:
-    torch.set_num_threads(1)
     return [*fit(2), fit_open(2)]
 
 
@@ -465,7 +406,6 @@ def fit_frozen(devices: int, schedule: str) -> dict[str, Tensor]:
 
 
 def frozen_in_process(rank: int) -> Any:
-    torch.set_num_threads(1)
     return [fit_frozen(2, schedule) for schedule in ("1f1b", "zb_h1")]
 
 

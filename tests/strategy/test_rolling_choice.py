@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_avgpipe import Averaging, Links
+from lightning_avgpipe import Averaging
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.checks import can_roll
 from lightning_avgpipe.strategy.combinations import Facts
@@ -23,8 +23,6 @@ from tests.strategy.test_rolling import (
     Heated,
     Interrupts,
     Measured,
-    ReadsOptimizers,
-    ReadsRate,
     Scaled,
     assert_same,
     run,
@@ -67,15 +65,10 @@ def test_what_nothing_stands_against_rolls(caplog: pytest.LogCaptureFixture) -> 
     ("why", "options"),
     [
         (r"Averaging(every=2)", {"averaging": Averaging(rolling="auto", every=2)}),
-        ("Averaging(on_nonfinite='skip')", {"averaging": Averaging(rolling="auto", on_nonfinite="skip")}),
-        ("reader='first'", {"links": Links(reader="first")}),
         ("Clears.on_before_zero_grad", {"module": Clears}),
         ("weight_policy='stash'", {"weight_policy": "stash", "num_pipelines": 1}),
         # known with the first batch
         ("changes 'calls'", {"module": Changing}),
-        ("updates the metric object 'mean'", {"module": Measured}),
-        ("reads trainer.optimizers", {"module": ReadsRate}),
-        ("reads optimizers()", {"module": ReadsOptimizers}),
         ("the ResumableLoader saves its position", {"module": Net, "data": lambda: ResumableLoader(Net, 48, 8)}),
     ],
 )
@@ -83,13 +76,6 @@ def test_what_would_be_refused_at_the_start_trains_as_without_rolling(
     why: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert_drained(caplog, why, **options)
-
-
-class ReadsLater(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 2:
-            self.log("known", float(len(self.trainer.callback_metrics)))
-        return super().training_step(batch, batch_idx)
 
 
 class MeasuredLater(Measured):
@@ -100,7 +86,6 @@ class MeasuredLater(Measured):
 @pytest.mark.parametrize(
     ("module", "named"),
     [
-        (ReadsLater, "reads trainer.callback_metrics"),
         (Heated, "'temperature'"),
         (MeasuredLater, "updates the metric object 'mean'"),
     ],

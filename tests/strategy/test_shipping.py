@@ -36,35 +36,41 @@ class Augments(Sees):
         return {"image": batch["image"] + flip[:, None, None, None], "label": (batch["label"] + flip) % 5}
 
 
-def fit(rank: int, name: str, devices: int, options: dict[str, Any]) -> dict[str, Any]:
-    torch.set_num_threads(1)
+def fit(rank: int, kind: type[Sees], devices: int, options: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(5)
-    model = {"Sees": Sees, "Augments": Augments}[name]("adamw")
+    model = kind("adamw")
     runner = pipeline(2, devices, {"num_microbatches": 3, **options}, max_epochs=2, limit_train_batches=3)
     runner.fit(model, loader(Sees, 24, 6, shuffle=True), loader(Sees, 12, 6, seed=1))
     return {"weights": {k: v.clone() for k, v in model.state_dict().items()}, "seen": model.seen}
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "rank_0", "rank_1"),
-    [
-        # each time the first batches travel whole: what the stages need is known after the first
-        ("Sees", {}, (True, True), (True, False)),
-        ("Sees", {"links": Links(reader="first")}, (False, True), (True, True)),
-        ("Sees", {"links": Links(send_batch="all")}, (True, True), (True, True)),
-        ("Augments", {}, (True, True), (True, False)),
-    ],
-)
-def test_each_process_gets_what_it_needs(
-    name: str, options: dict[str, Any], rank_0: tuple[bool, bool], rank_1: tuple[bool, bool], tmp_path: Path
-) -> None:
-    two = processes.results(processes.run(2, fit, name, 2, options, folder=tmp_path))
-    one = processes.results(processes.run(1, fit, name, 1, {}, folder=tmp_path))[0]
-    for rank, expected in zip(two, (rank_0, rank_1), strict=True):
-        assert len(rank["seen"]) == 6 and rank["seen"][0] == (True, True)
-        assert set(rank["seen"][2:]) == {expected}
+# each time the first batches travel whole: what the stages need is known after the first
+CASES: dict[str, tuple[Any, dict[str, Any], tuple[bool, bool], tuple[bool, bool]]] = {
+    "by default": (Sees, {}, (True, True), (True, False)),
+    "read by the first stage": (Sees, {"links": Links(reader="first")}, (False, True), (True, True)),
+    "whole": (Sees, {"links": Links(send_batch="all")}, (True, True), (True, True)),
+    "augmented": (Augments, {}, (True, True), (True, False)),
+}
+
+
+def fit_all(rank: int) -> dict[str, dict[str, Any]]:
+    return {name: fit(rank, model, 2, options) for name, (model, options, _, _) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    return processes.results(processes.run(2, fit_all, folder=tmp_path_factory.mktemp("two")))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_process_gets_what_it_needs(name: str, in_two: list[dict[str, dict[str, Any]]]) -> None:
+    model, _, *needed = CASES[name]
+    one = fit(0, model, 1, {})
+    for rank, expected in zip(in_two, needed, strict=True):
+        assert len(rank[name]["seen"]) == 6 and rank[name]["seen"][0] == (True, True)
+        assert set(rank[name]["seen"][2:]) == {expected}
         for key, value in one["weights"].items():
-            assert torch.equal(rank["weights"][key], value), key
+            assert torch.equal(rank[name]["weights"][key], value), key
 
 
 class ChangesLate(MLP):
@@ -79,7 +85,6 @@ class LooksAtInputs(MLP):
 
 
 def fail(rank: int, name: str) -> None:
-    torch.set_num_threads(1)
     model = {"ChangesLate": ChangesLate, "LooksAtInputs": LooksAtInputs}[name]()
     pipeline(2, 2, max_epochs=1).fit(model, loader(MLP, 24, 6))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import pytest
@@ -57,7 +57,6 @@ def test_an_exception_of_the_step_comes_as_it_is_with_a_note(last: int, count: A
     [
         (1, False, "failed in F0: StopIteration: the fuse has blown"),
         (0, False, r"Fails.training_step raises StopIteration \(the fuse has blown\)"),  # while it is captured
-        (1, True, "failed in F0: StopIteration: the fuse has blown"),
     ],
 )
 def test_stop_iteration_in_a_step_does_not_end_the_epoch(last: int, verify: bool, said: str) -> None:
@@ -71,7 +70,6 @@ def test_stop_iteration_in_a_step_does_not_end_the_epoch(last: int, verify: bool
     ("name", "value", "error", "message"),
     [
         ("value", "text", ValueError, "self.log(value, text)` was called"),
-        ("value", {"a": {"b": 1}}, ValueError, "was called"),
         ("value", torch.ones(2), ValueError, "single element"),
         ("value/dataloader_idx_0", 1.0, MisconfigurationException, "should not contain information about"),
         ("value", MeanMetric(), MisconfigurationException, "Could not find the `LightningModule` attribute"),
@@ -100,24 +98,6 @@ def test_a_name_is_not_logged_in_two_ways() -> None:
         pipeline(2).fit(Twice(), loader(MLP, 16, 8))
 
 
-def test_lists_and_counters_of_a_class_do_not_see_the_capture() -> None:
-    class Collects(MLP):
-        losses: ClassVar[list[Tensor]] = []
-        nested: ClassVar[list[list[int]]] = [[]]
-        count = 0
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.losses.append(loss.detach())
-            self.nested[0].append(batch_idx)
-            type(self).count += 1
-            return loss
-
-    pipeline(2, strategy={"num_microbatches": 1}, max_epochs=1).fit(Collects(), loader(MLP, 24, 8))
-    assert len(Collects.losses) == Collects.count == 3
-    assert Collects.nested == [[0, 1, 2]]
-
-
 def test_lists_around_a_step_do_not_see_the_capture_and_prints_come_once(capsys: pytest.CaptureFixture[str]) -> None:
     seen: dict[str, list[int]] = {"training": []}
 
@@ -140,8 +120,7 @@ def test_lists_around_a_step_do_not_see_the_capture_and_prints_come_once(capsys:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("num_stages", [1, 3])
-def test_gradients_are_cleared_between_the_forward_and_the_backward(num_stages: int) -> None:
+def test_gradients_are_cleared_between_the_forward_and_the_backward() -> None:
     class Order(MLP):
         def __init__(self) -> None:
             super().__init__()
@@ -163,7 +142,7 @@ def test_gradients_are_cleared_between_the_forward_and_the_backward(num_stages: 
 
     module = Order()
     strategy = {"num_microbatches": 2}
-    pipeline(num_stages, strategy=strategy, max_epochs=1, accumulate_grad_batches=2).fit(module, loader(MLP, 24, 8))
+    pipeline(3, strategy=strategy, max_epochs=1, accumulate_grad_batches=2).fit(module, loader(MLP, 24, 8))
     first, other = ["step", "zero_grad", "backward", "step"], ["step", "backward", "step"]
     assert module.order == first + other + first
     assert module.gradients == [False, False, True, True, False]  # (there at the clearing), there at the backward

@@ -15,10 +15,10 @@ from torch import Tensor
 from lightning_avgpipe import AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
+from tests.averaging.models import assert_equal
 from tests.driver import assert_same_parameters
 from tests.manual_models import MODELS, Gan
 from tests.models import MLP, loader
-from tests.strategy.test_plain import same
 from tests.strategy.twins import twins
 from tests.trainers import pipeline, trainer
 
@@ -65,7 +65,6 @@ def test_a_checkpoint_of_several_optimizers_resumes_as_on_one_device(tmp_path: P
 
 def everything(rank: int, name: str, devices: int, path: Path) -> dict[str, Any]:
     """Train, save, and train on from there; what each rank has then. With one device as Lightning does it alone."""
-    torch.set_num_threads(1)
     options: dict[str, Any] = {"callbacks": [ModelCheckpoint(path, save_last=True)], "enable_checkpointing": True}
     found: dict[str, Any] = {}
     for epochs in (1, 2):
@@ -99,8 +98,8 @@ def test_on_several_processes_they_equal_one_device_bit_for_bit(name: str, devic
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
     one_file, other = (torch.load(tmp_path / sub / "last.ckpt", weights_only=False) for sub in ("one", "several"))
-    assert same(one_file["optimizer_states"], other["optimizer_states"])
-    assert same(one_file["loops"], other["loops"])
+    assert_equal(one_file["optimizer_states"], other["optimizer_states"])
+    assert_equal(one_file["loops"], other["loops"])
 
 
 @pytest.mark.parametrize(

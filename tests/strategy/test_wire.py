@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
-from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.utils.lightning import pl
 from tests import processes
 from tests.models import Regression, loader
-from tests.trainers import pipeline
+from tests.trainers import pipeline, trainer
 
 WIDTH = 16
 SAMPLES, BATCH = 48, 12
@@ -65,24 +65,14 @@ class Halves(Regression):
         self.validated.append(float(self.loss(batch)))
 
 
-def fit(
-    rank: int, devices: int, wire: str | None, strategy: dict[str, Any], rounds: bool = False, stages: int = 2
-) -> dict[str, Tensor]:
+def fit(devices: int, wire: str | None, rounds: bool = False, stages: int = 2, **strategy: Any) -> dict[str, Tensor]:
     torch.set_num_threads(1)
     torch.manual_seed(3)
     pl.seed_everything(3)
     model = Halves(rounds)
     given = {"num_microbatches": 3, "split_points": ["second"], "links": Links(wire=wire), **strategy}  # type: ignore[arg-type]
-    runner = pipeline(stages, devices, given, max_epochs=3)
-    runner.fit(model, loader(Halves, SAMPLES, BATCH))
+    pipeline(stages, devices, given, max_epochs=2).fit(model, loader(Halves, SAMPLES, BATCH))
     return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def trained(folder: Path, devices: int, wire: str | None, rounds: bool = False, **strategy: Any) -> dict[str, Tensor]:
-    """The weights that all processes agree on."""
-    found = processes.results(processes.run(devices, fit, devices, wire, strategy, rounds, folder=folder))
-    assert all(torch.equal(found[0][name], other[name]) for other in found for name in other)
-    return found[0]
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -95,47 +85,17 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return float((flat - others).norm() / flat.norm())
 
 
-def test_bf16_on_the_wire_is_rounding_in_one_process_bit_for_bit(tmp_path: Path) -> None:
-    wired = trained(tmp_path, 2, "bf16")
-    rounding, exact = trained(tmp_path, 1, None, rounds=True), trained(tmp_path, 1, None)
-    assert same(wired, rounding)
-    assert 0 < distance(exact, wired) < 1e-3
-    assert same(trained(tmp_path, 2, None), exact)
+ROLLING = {"num_pipelines": 2, "averaging": Averaging(rolling=True)}
+CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "exact": (None, {}), "bf16": ("bf16", {}),
+    "int8": ("int8", {"schedule": "1f1b"}), "int8 in another order": ("int8", {"schedule": "afab"}),
+    "rolling": (None, ROLLING), "rolling int8": ("int8", ROLLING), "rolling int8 again": ("int8", ROLLING),
+    "zb_h1 int8": ("int8", {"schedule": "zb_h1"}),
+    "2bw": (None, {"weight_policy": "2bw"}), "2bw int8": ("int8", {"weight_policy": "2bw"}),
+}  # fmt: skip
 
 
-def test_int8_repeats_bit_for_bit_whatever_the_order_and_stays_close(tmp_path: Path) -> None:
-    first = trained(tmp_path, 2, "int8", schedule="1f1b")
-    assert same(first, trained(tmp_path, 2, "int8", schedule="1f1b"))
-    assert same(first, trained(tmp_path, 2, "int8", schedule="afab"))
-    assert 0 < distance(trained(tmp_path, 1, None), first) < 1e-2
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        {"num_pipelines": 2, "averaging": Averaging(rolling=True)},
-        {"weight_policy": "2bw"},
-        {"schedule": "zb_h1"},
-    ],
-)
-def test_int8_goes_with_what_changes_the_order_and_the_weights(strategy: dict[str, Any], tmp_path: Path) -> None:
-    first = trained(tmp_path, 2, "int8", **strategy)
-    assert same(first, trained(tmp_path, 2, "int8", **strategy))
-    assert 0 < distance(trained(tmp_path, 2, None, **strategy), first) < 1e-2
-
-
-def broadcast(rank: int, wire: str | None) -> dict[str, Tensor]:
-    return fit(rank, 3, wire, {"schedule": "broadcast", "split_points": ["first.2", "second"]}, stages=3)
-
-
-def test_int8_goes_with_values_that_pass_stages(tmp_path: Path) -> None:
-    found = [processes.results(processes.run(3, broadcast, wire, folder=tmp_path)) for wire in ("int8", "int8", None)]
-    assert same(found[0][0], found[1][2])
-    assert 0 < distance(found[2][0], found[0][0]) < 1e-2
-
-
-def validate(rank: int, wire: str | None) -> list[float]:
-    torch.set_num_threads(1)
+def validate(wire: str | None) -> list[float]:
     torch.manual_seed(3)
     model = Halves()
     strategy = {"num_microbatches": 3, "split_points": ["second"], "links": Links(wire=wire)}  # type: ignore[arg-type]
@@ -143,45 +103,91 @@ def validate(rank: int, wire: str | None) -> list[float]:
     return model.validated
 
 
-def test_evaluation_is_exact(tmp_path: Path) -> None:
-    int8, exact = (processes.results(processes.run(2, validate, wire, folder=tmp_path)) for wire in ("int8", None))
-    assert int8[0] and int8 == exact
-
-
-def verify(rank: int, asked: bool) -> list[str]:
+def verify(asked: bool) -> list[str]:
+    """What is said of verification."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("lightning_avgpipe")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    fit(rank, 2, "bf16", {"verify": True if asked else "auto"})
-    return records
+    try:
+        fit(2, "bf16", verify=True if asked else "auto")
+    except AvgPipeError as error:
+        records.append(str(error))
+    log.removeHandler(handler)
+    return [text for text in records if "not compared with plain ones" in text or "verify once" in text]
 
 
-def test_verification_says_that_rounded_values_are_not_those_of_a_plain_run(tmp_path: Path) -> None:
-    records = processes.results(processes.run(2, verify, False, folder=tmp_path))[0]
-    found = [text for text in records if "not compared with plain ones" in text]
-    assert len(found) == 1 and "Links(wire='bf16')" in found[0]
-    for outcome in processes.run(2, verify, True, folder=tmp_path):
-        assert outcome.error is not None and "verify once with wire=None" in outcome.error
-
-
-def automatic(rank: int) -> tuple[str, bool]:
-    torch.set_num_threads(1)
+def automatic() -> tuple[str, bool]:
     links = Links(wire="auto")
     strategy = AvgPipeStrategy(num_stages=2, split_points=["second"], links=links, costs_cache=None)
-    runner = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    runner.fit(Halves(), loader(Halves, SAMPLES, BATCH))
+    trainer(devices=2, strategy=strategy, max_epochs=1).fit(Halves(), loader(Halves, SAMPLES, BATCH))
     return str(strategy.plan), strategy.plan is not None and strategy.plan.measured
 
 
-def test_auto_leaves_values_as_they_are_where_links_are_fast(tmp_path: Path) -> None:
-    for text, measured in processes.results(processes.run(2, automatic, folder=tmp_path)):
+def all_cases(rank: int) -> dict[str, dict[str, Tensor]]:
+    return {name: fit(2, wire, **options) for name, (wire, options) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    """The weights of two processes, which agree."""
+    found, other = processes.results(processes.run(2, all_cases, folder=tmp_path_factory.mktemp("two")))
+    assert all(same(found[name], other[name]) for name in CASES)
+    return found
+
+
+def test_bf16_on_the_wire_is_rounding_in_one_process_bit_for_bit(in_two: dict[str, dict[str, Tensor]]) -> None:
+    rounding, exact = fit(1, None, rounds=True), fit(1, None)
+    assert same(in_two["bf16"], rounding)
+    assert 0 < distance(exact, rounding) < 1e-3
+    assert same(in_two["exact"], exact)
+
+
+def test_int8_is_the_same_whatever_the_order_and_stays_close(in_two: dict[str, dict[str, Tensor]]) -> None:
+    assert same(in_two["int8"], in_two["int8 in another order"])
+    assert same(in_two["rolling int8"], in_two["rolling int8 again"])
+    pairs = {"int8": "exact", "zb_h1 int8": "exact", "rolling int8": "rolling", "2bw int8": "2bw"}
+    for rounded, exact in pairs.items():
+        assert 0 < distance(in_two[exact], in_two[rounded]) < 1e-2
+
+
+def others(rank: int) -> dict[str, Any]:
+    found = {"validated": [validate(wire) for wire in ("int8", None)], "auto": automatic()}
+    return {**found, "verified": [verify(asked) for asked in (False, True)]}
+
+
+@pytest.fixture(scope="module")
+def otherwise(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return processes.results(processes.run(2, others, folder=tmp_path_factory.mktemp("two")))
+
+
+def test_evaluation_is_exact(otherwise: list[dict[str, Any]]) -> None:
+    int8, exact = otherwise[0]["validated"]
+    assert int8 and int8 == exact
+
+
+def test_auto_leaves_values_as_they_are_where_links_are_fast(otherwise: list[dict[str, Any]]) -> None:
+    for text, measured in (rank["auto"] for rank in otherwise):
         assert measured and "a micro-batch" in text and " as int8" not in text and " as bf16" not in text
+
+
+def test_verification_says_that_rounded_values_are_not_those_of_a_plain_run(otherwise: list[dict[str, Any]]) -> None:
+    (said,) = otherwise[0]["verified"][0]
+    assert "not compared with plain ones" in said and "Links(wire='bf16')" in said
+    assert all("verify once with wire=None" in rank["verified"][1][-1] for rank in otherwise)
+
+
+def broadcast(rank: int) -> list[dict[str, Tensor]]:
+    options = {"schedule": "broadcast", "split_points": ["first.2", "second"]}
+    return [fit(3, wire, stages=3, **options) for wire in ("int8", "int8", None)]
+
+
+def test_int8_goes_with_values_that_pass_stages(tmp_path: Path) -> None:
+    first, _, last = processes.results(processes.run(3, broadcast, folder=tmp_path))
+    assert same(first[0], last[1])
+    assert 0 < distance(last[2], first[0]) < 1e-2
 
 
 def test_a_format_that_does_not_exist_is_refused() -> None:

@@ -28,9 +28,7 @@ class Uneven(Regression):
         self.last.weight = self.first.weight
         self.unused = nn.Parameter(torch.zeros(8))
 
-    @staticmethod
-    def example(size: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(size, 8), torch.randn(size, 8)
+    example = staticmethod(MLP.example)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.between(self.first(x))))
@@ -65,7 +63,6 @@ def fit(rank: int, path: Path, devices: int, load: Path | None = None, epochs: i
 
 def sharded(rank: int, folder: Path) -> Any:
     """Two replicas of a pipeline of one stage, whose checkpoint two replicas of a stage resume."""
-    torch.set_num_threads(1)
     found = {}
     for shard in (False, True):
         options: dict[str, Any] = {"shard": "optimizer" if shard else None}
@@ -96,7 +93,6 @@ def test_sharded_replicas_give_the_same_bits_with_half_of_the_states(tmp_path: P
 
 
 def of_stages(rank: int, folder: Path) -> Any:
-    torch.set_num_threads(1)
     options = {"replicas": [2, 1], "split_points": ["between"]}
     return [
         fit(rank, folder / f"{shard}.ckpt", 3, shard="optimizer" if shard else None, **options)  # type: ignore[arg-type]
@@ -127,9 +123,7 @@ class Coupled(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize(
-    "kind", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "Adamax", "Rprop", "Adafactor"]
-)
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad", "Adafactor"])
 def test_optimizers_that_treat_each_parameter_by_itself_may_be_divided(kind: str) -> None:
     model = MLP()
     before = state(model)

@@ -18,7 +18,7 @@ from lightning_avgpipe.training.replicas import can_run_together
 from tests import processes
 from tests.averaging.models import Batches, assert_equal, state
 from tests.averaging.test_groups import Bomb
-from tests.models import Regression
+from tests.models import MLP, Regression
 from tests.trainers import pipeline
 
 MICRO = 4  # samples of a micro-batch
@@ -34,9 +34,7 @@ class Normalised(Regression):
         self.second = nn.Linear(8, 8)
         self.last = nn.Sequential(nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
 
-    @staticmethod
-    def example(size: int) -> Any:
-        return torch.randn(size, 8), torch.randn(size, 8)
+    example = staticmethod(MLP.example)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(F.batch_norm(self.second(self.first(x)), None, None, training=True))
@@ -76,7 +74,6 @@ def fit(data: Sequence[Any], devices: int, num_stages: int, sync: bool, strategy
 
 def replicated(rank: int, num_stages: int, **strategy: Any) -> Any:
     """Two copies of a pipeline, each with every other batch."""
-    torch.set_num_threads(1)
     replica = rank // num_stages
     strategy = {
         "replicas": 2,
@@ -118,7 +115,6 @@ def test_replicas_of_two_stages_too_and_what_is_repeated_counts_once(tmp_path: P
 
 def in_turns(rank: int | None) -> Any:
     """The first of two stages has two replicas, which take micro-batches in turns."""
-    torch.set_num_threads(1)
     strategy = {"num_microbatches": COUNT, "split_points": ["second"], "replicas": [2, 1]}
     return fit(batches(), 3, 2, True, strategy)
 
@@ -151,7 +147,6 @@ def test_replicas_of_a_single_stage_normalise_the_micro_batches_of_a_turn_togeth
 
 
 def unequal(rank: int) -> Any:
-    torch.set_num_threads(1)
     data = batches()[rank::2]
     if rank == 1:
         data[1] = tuple(t[:2] for t in data[1])  # two samples are two micro-batches
@@ -166,10 +161,9 @@ def test_batches_of_unequal_numbers_of_micro_batches_are_refused_before_anybody_
 
 
 def failing(rank: int) -> Any:
-    torch.set_num_threads(1)
     module = made()
     if rank == 1:  # before it has told the other its statistics
-        module.first[1].register_forward_pre_hook(Bomb(3, kills=False))
+        module.first[1].register_forward_pre_hook(Bomb(3))
     strategy = {"replicas": 2, "num_microbatches": COUNT}
     runner = pipeline(1, 2, strategy, sync_batchnorm=True, use_distributed_sampler=False)
     runner.fit(module, Batches(batches()))
@@ -184,7 +178,6 @@ class Skipping(Normalised):
 
 
 def without_loss(rank: int) -> None:
-    torch.set_num_threads(1)
     runner = pipeline(1, 2, {"replicas": 2, "num_microbatches": 2}, sync_batchnorm=True, use_distributed_sampler=False)
     runner.fit(Skipping().double(), Batches(batches()))
 
@@ -215,37 +208,28 @@ def test_it_is_known_which_schedules_let_replicas_meet() -> None:
     assert not can_run_together(early, (3, 2))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "callbacks", "needed"),
-    [
-        ({"num_stages": 2}, [], "one stage on each of 1 devices"),
-        ({"num_pipelines": 2}, [], "use num_pipelines=1"),
-        ({"schedule": "zb_h1"}, [], "one of advance_forward, 1f1b, afab"),
-        ({}, [AvgPipeTuner(4)], "num_pipelines=4 runs actions as they come"),
-    ],
-)
-def test_what_could_wait_for_ever_is_refused(
-    strategy: dict[str, Any], callbacks: list[Any], needed: str, tmp_path: Path
-) -> None:
-    strategy = {"num_stages": 1, "replicas": 2, **strategy}
+REFUSED: list[tuple[dict[str, Any], Any, str]] = [
+    ({"num_stages": 2}, list, "one stage on each of 1 devices"),
+    ({"num_pipelines": 2}, list, "use num_pipelines=1"),
+    ({"schedule": "zb_h1"}, list, "one of advance_forward, 1f1b, afab"),
+    ({}, lambda: [AvgPipeTuner(4)], "num_pipelines=4 runs actions as they come"),
+    ({"num_stages": 2, "replicas": 1}, list, "sync_batchnorm=True is for replicas"),
+]
 
-    def start(rank: int) -> None:
-        runner = pipeline(strategy.pop("num_stages"), 2, strategy, sync_batchnorm=True, callbacks=callbacks)
+
+def refused(rank: int) -> None:
+    for given, callbacks, needed in REFUSED:
+        strategy = {"num_stages": 1, "replicas": 2, **given}
+        runner = pipeline(strategy.pop("num_stages"), 2, strategy, sync_batchnorm=True, callbacks=callbacks())
         with pytest.raises(ConfigurationError, match=needed):
             runner.fit(made(), Batches(batches()))
 
-    processes.results(processes.run(2, start, folder=tmp_path))
+
+def test_what_could_wait_for_ever_is_refused_and_so_is_a_pipeline_without_replicas(tmp_path: Path) -> None:
+    processes.results(processes.run(2, refused, folder=tmp_path))
 
 
 def test_one_process_has_nothing_to_synchronise_as_with_any_strategy() -> None:
     data = batches()
     plain = fit(data, 1, 2, False, {"num_microbatches": COUNT})
     assert_equal(fit(data, 1, 2, True, {"num_microbatches": COUNT}), plain)
-
-
-def test_without_replicas_there_is_nothing_to_synchronise(tmp_path: Path) -> None:
-    def start(rank: int) -> None:
-        with pytest.raises(ConfigurationError, match="sync_batchnorm=True is for replicas"):
-            pipeline(2, 2, sync_batchnorm=True).fit(made(), Batches(batches()))
-
-    processes.results(processes.run(2, start, folder=tmp_path))

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.topology import Party
-from lightning_avgpipe.weights.ownership import answering, give_up, owners_of
-from lightning_avgpipe.weights.relocation import ModuleTensors, OptimizerStates, Relocation, gather, holders, relocate
+from lightning_avgpipe.weights.ownership import give_up, owners_of
+from lightning_avgpipe.weights.relocation import ModuleTensors, OptimizerStates, Relocation, relocate
 
 OLD = {"a": (0,), "b": (0,), "c": (1,), "d": (0, 1, 2), "e": ()}
 NEW = {"a": (1,), "b": (0,), "c": (2, 0), "d": (1,), "e": (2,)}
@@ -65,14 +65,6 @@ def in_threads(size: int, function: Callable[[Threads], Any]) -> list[Any]:
     for thread in threads:
         thread.join(LIMIT_S)
     return [found[rank] for rank in range(size)]
-
-
-def test_what_moves_is_known_beforehand() -> None:
-    relocation = Relocation(OLD, NEW)
-    assert relocation.moves == {(0, 1): ("a",), (1, 2): ("c",), (1, 0): ("c",)}
-    assert relocation.leaving(0) == ["a", "d", "e"]
-    assert relocation.leaving(1) == ["b", "c", "e"]
-    assert Relocation(NEW, NEW).moves == {}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
@@ -133,18 +125,6 @@ def test_small_tensors_travel_together_and_no_message_exceeds_the_bucket() -> No
     assert all(torch.equal(arrived[str(i)], torch.full((16,), float(i))) for i in range(64))
 
 
-def test_rank_0_gathers_what_others_hold() -> None:
-    def collect(processes: Threads) -> Any:
-        held = {"x": torch.ones(2)} if processes.rank else {"y": torch.zeros(3), "x": torch.full((2,), 5.0)}
-        owners = holders(processes, held)
-        return owners, gather(processes, held, {"x": (1,), "y": (0,)})
-
-    (owners, whole), (same, own) = in_threads(2, collect)
-    assert owners == same == {"y": (0,), "x": (0, 1)}
-    assert torch.equal(whole["x"], torch.ones(2)) and torch.equal(whole["y"], torch.zeros(3))
-    assert set(own) == {"x"}
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -154,16 +134,6 @@ class Net(nn.Module):
 
 STAGES = {"first.weight": (0, 1), "first.bias": (0,), "norm.weight": (0,), "norm.bias": (0,), "last.bias": (1,)}
 CHANGED = {"norm.running_mean": (0,), "norm.running_var": (0,), "norm.num_batches_tracked": (0,)}
-
-
-def test_owners_follow_from_the_stages() -> None:
-    owners = owners_of(Net(), {**STAGES, **CHANGED}, lambda stage: (1 - stage,), 2)
-    assert owners["first.weight"] == (1, 0) and owners["last.bias"] == (0,) and owners["norm.running_var"] == (1,)
-    assert owners_of(Net(), {}, lambda stage: (1 - stage,), 2)["last.bias"] == (0, 1), (
-        "what no stage uses is kept by all"
-    )
-    ranks = answering(Net(), owners)
-    assert ranks["last.weight"] == ranks["first.weight"] == 1
 
 
 def trained() -> tuple[Net, torch.optim.Optimizer]:
