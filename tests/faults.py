@@ -207,7 +207,6 @@ def train(rank: int, fault: Fault, folder: Path) -> None:
     os.setsid()  # so that whoever descends from this process can be found, also when it is gone
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
-    torch.set_num_threads(1)
     model = Faulty(fault, rank, folder)
     announce_connections(model)
     options: dict[str, Any] = {

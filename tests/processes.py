@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.multiprocessing as mp
 
 LIMIT_S = 90.0
@@ -53,7 +54,7 @@ def run(
 ) -> list[Outcome]:
     """Call ``function(rank, *args)`` in each of ``world_size`` processes, as a launcher such as torchrun would.
 
-    A process that is killed has no result and no error. No process outlives this call.
+    Each computes on one thread. A process that is killed has no result and no error. No process outlives this call.
 
     Args:
         world_size: number of processes in all.
@@ -112,6 +113,7 @@ def _work(rank: int, world_size: int, port: int, function: Callable[..., Any], a
         WORLD_SIZE=str(world_size),
         GLOO_SOCKET_IFNAME="lo",
     )
+    torch.set_num_threads(1)
     result, error, exit_code = None, None, 0
     try:
         result = function(rank, *args)
