@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_avgpipe.comm.transfer import Arrivals
 from lightning_avgpipe.comm.waits import Waits
 from lightning_avgpipe.comm.watch import Watch
-from lightning_avgpipe.errors import PeerError, described
+from lightning_avgpipe.errors import PeerError
 
 NAMES = ("rank 0 (stage 1)", "rank 1 (stage 0)")
 LIMIT_S = 20.0
@@ -81,23 +81,11 @@ def test_every_exception_reaches_the_other_process(reason: str, watching: Watchi
     assert len(told) < 200_000
 
 
-def test_an_exception_without_a_text_is_described() -> None:
-    assert described(Unprintable()) == "Unprintable: (str() of it raises ValueError)"
-    assert described(KeyboardInterrupt()) == "KeyboardInterrupt"
-
-
 def test_bytes_of_a_stranger_in_the_store_end_the_run_with_an_error(watching: Watching) -> None:
     store = dist.HashStore()
     watch = watching(0, store)
     store.set("failure", b"\xff\xfe\xfd")  # type: ignore[arg-type]
     assert r"\xff\xfe\xfd" in failure_of(watch)
-
-
-def test_answers_of_a_stranger_are_shown(watching: Watching) -> None:
-    store = dist.HashStore()
-    watch = watching(0, store)
-    store.set("answer/1/1", b"\xff is no number")  # type: ignore[arg-type]
-    assert rf"{NAMES[1]} \xff is no number" in watch.account().text
 
 
 def test_a_watch_that_fails_itself_says_so(watching: Watching) -> None:
