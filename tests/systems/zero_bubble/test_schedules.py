@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule import StageCosts, Timeline, build, check, simulate
-from lightning_avgpipe.schedule.__main__ import main
 from lightning_avgpipe.systems.zero_bubble import halved
 from tests.schedule import test_several_stages as several
 from tests.schedule.test_several_stages import stashed, thirds
@@ -113,14 +111,6 @@ def test_zb_h1_stashes_as_many_as_the_first_stage_of_1f1b_and_zb_h2_nearly_twice
     }
     assert set(stashed["zb_h1"]) == {max(stashed["1f1b"])} == {min(num_microbatches, num_stages)}
     assert set(stashed["zb_h2"]) == {min(num_microbatches, 2 * num_stages - 1)}
-
-
-def test_the_command_draws_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for file in ("picture.png", "trace.json"):
-        path = tmp_path / file
-        assert main(["zb_h2", "--stages", "3", "--microbatches", "6", "--output", str(path)]) == 0
-        assert path.stat().st_size > 0
-    assert "iteration 20 s" in capsys.readouterr().out
 
 
 def test_sizes_are_checked() -> None:
