@@ -416,7 +416,6 @@ def test_what_a_compiler_rounds_otherwise_is_said_to_be_so(monkeypatch: pytest.M
 
 
 def fit_in_processes(rank: int, faulty: bool) -> list[str]:
-    torch.set_num_threads(1)
     texts: list[str] = []
     torch.manual_seed(3)
     module, perform = Configured(), Stage.perform
@@ -500,10 +499,15 @@ def of_numpy() -> float:
     return float(np.random.rand())
 
 
-@pytest.mark.parametrize("parts", [0, 2])
-@pytest.mark.parametrize("begins", [2, 4])  # in the second micro-batch, in the second batch
-@pytest.mark.parametrize("draws", [of_torch, of_functional_dropout, of_python, of_numpy])
-@pytest.mark.parametrize("points", [["layers.2", "layers.4"], ["layers.3.parts.0"]])
+# where stages begin, what draws, from which call on (in the second micro-batch, in the second batch), parts of a noise
+LATE: list[tuple[list[str], Callable[[], float], int, int]] = [
+    *((["layers.3.parts.0"], draws, 4, 2) for draws in (of_torch, of_functional_dropout, of_python, of_numpy)),
+    (["layers.2", "layers.4"], of_torch, 2, 0), (["layers.2", "layers.4"], of_numpy, 4, 0),
+    (["layers.2", "layers.4"], of_python, 2, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("points", "draws", "begins", "parts"), LATE)
 def test_units_that_begin_to_draw_late_are_no_false_alarm(
     points: list[str], draws: Callable[[], float], begins: int, parts: int, said: list[str]
 ) -> None:
