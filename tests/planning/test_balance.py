@@ -196,11 +196,11 @@ def test_a_wide_boundary_is_avoided_where_the_link_is_slow() -> None:
     assert cut_balanced(graph, of_nodes((1.0,) * 4, per_byte=1.0), 2) == (3,)
 
 
-def test_a_thousand_calls_and_64_stages_are_planned() -> None:
+def test_many_calls_and_stages_are_planned() -> None:
     rng = random.Random(2)
-    graph = chain(1000)
-    cuts = cut_balanced(graph, of_nodes(tuple(rng.uniform(1, 2) for _ in range(1000)), 0.01), 64)
-    assert len(cuts) == 63 and list(cuts) == sorted(set(cuts))
+    graph = chain(500)
+    cuts = cut_balanced(graph, of_nodes(tuple(rng.uniform(1, 2) for _ in range(500)), 0.01), 32)
+    assert len(cuts) == 31 and list(cuts) == sorted(set(cuts))
 
 
 def test_split_points_may_name_a_unit_or_what_holds_it() -> None:
