@@ -62,15 +62,6 @@ def test_the_first_snippet_trains_in_two_processes_and_prints_the_plan(printed: 
     assert "`max_epochs=1` reached" in printed
 
 
-def test_with_counted_costs_the_first_snippet_has_one_plan() -> None:
-    counted = 'strategy=lightning_avgpipe.AvgPipeStrategy(num_stages=2, costs="flops")'
-    snippet = SNIPPETS[FIRST].replace("max_epochs=1", "max_steps=1").replace("devices=2", "devices=1")
-    names = execute(snippet.replace('strategy="avgpipe"', counted))
-    first, second = str(names["trainer"].strategy.plan).splitlines()[2:4]
-    assert first.startswith("0      bert.bert.embeddings .. bert.bert.encoder.layer.1")
-    assert second.startswith("1      bert.bert.encoder.layer.") and "bert.classifier" in second
-
-
 @pytest.mark.parametrize("name", PAGES)
 def test_files_that_pages_name_exist(name: str) -> None:
     here = (ROOT / name).parent

@@ -21,7 +21,6 @@ from tests.trainers import pipeline, trainer
 
 def fit(rank: int, folder: Path, name: str, num_stages: int, devices: int, options: dict[str, Any]) -> dict[str, Any]:
     """Everything that a training leaves behind, from the point of view of one rank."""
-    torch.set_num_threads(1)
     torch.manual_seed(5)
     model = {m.__name__: m for m in (*MODELS, Transposing)}[name](optimizer=options.get("optimizer", "sgd"))
     checkpoint = ModelCheckpoint(
@@ -87,7 +86,6 @@ def test_two_processes_equal_one_bitwise(name: str, tmp_path: Path) -> None:
 
 
 def several_stages_each(rank: int, folder: Path) -> dict[str, torch.Tensor]:
-    torch.set_num_threads(1)
     torch.manual_seed(5)
     model = TinyTransformer(dropout=0.2)
     pipeline(4, int(os.environ["WORLD_SIZE"]), max_epochs=1).fit(model, loader(TinyTransformer, 12, 6))
@@ -116,7 +114,6 @@ class Normed(MLP):
 
 
 def fit_normed(rank: int, folder: Path) -> tuple[Any, Any]:
-    torch.set_num_threads(1)
     torch.manual_seed(5)
     model = Normed()
     runner = pipeline(2, int(os.environ["WORLD_SIZE"]), {"num_microbatches": 2}, max_epochs=1)
@@ -151,7 +148,6 @@ class Stream(IterableDataset[Any]):
 
 
 def fit_stream(rank: int, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    torch.set_num_threads(1)
     torch.manual_seed(5)
     model = MLP()
     runner = pipeline(2, 2, max_epochs=2)
@@ -173,7 +169,6 @@ class Validations(Callback):
 
 
 def fit_limited(rank: int) -> tuple[int, int, float]:
-    torch.set_num_threads(1)
     model = MLP()
     model.configure_optimizers = lambda: {  # type: ignore[method-assign]
         "optimizer": (optimizer := torch.optim.SGD(model.parameters(), lr=1.0)),
@@ -219,7 +214,6 @@ def test_lightning_launches_the_processes(method: str, tmp_path: Path) -> None:
 
 def owned(rank: int, folder: Path) -> tuple[list[str], list[str]]:
     """Names of the parameters that are really there while the pipeline trains, and of the optimizer's states."""
-    torch.set_num_threads(1)
     model: Regression = MLP("adamw")
     seen: list[str] = []
     states: list[str] = []
