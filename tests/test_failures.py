@@ -26,10 +26,11 @@ FAST = [
     ("raise", "last", "capture"), ("SIGKILL", "last", "backward"), ("SIGTERM", "first", "backward"),
     ("SIGINT", "middle", "validation"),
 ]  # fmt: skip
-PHASES = [phase for phase in faults.PHASES if phase != "teardown"]  # which is not announced yet on all ranks
 # Every kind in every phase; stages take turns, so that each of them meets all kinds.
 STAGES = list(faults.STAGES)
-MATRIX = [(kind, STAGES[(i + j) % 3], phase) for i, kind in enumerate(faults.KINDS) for j, phase in enumerate(PHASES)]
+MATRIX = [
+    (kind, STAGES[(i + j) % 3], phase) for i, kind in enumerate(faults.KINDS) for j, phase in enumerate(faults.PHASES)
+]
 ALL = [*FAST, ("SIGKILL", "first", "averaging"), ("SIGSTOP", "last", "first iteration")] + [
     fault
     for fault in MATRIX

@@ -222,26 +222,31 @@ def test_a_failed_training_records_no_longer(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.json"))
 
 
-def fit(rank: int, folder: Path) -> int:
-    torch.manual_seed(5)
-    callback = PipelineTimeline(every_n_steps=2, dirpath=folder / "timelines")
-    runner = pipeline(2, 2, {"num_microbatches": 4, "advance": 1}, callbacks=[callback], max_epochs=1)
-    runner.fit(MLP(), loader(MLP, 32, 8), loader(MLP, 8, 8))
-    return runner.global_step
+def fit(rank: int) -> list[int]:
+    """One pipeline, and then two, in the same two processes."""
+    steps = []
+    for strategy, every in (
+        ({"num_microbatches": 4, "advance": 1}, 2), ({"num_pipelines": 2, "num_microbatches": 2}, 1)
+    ):  # fmt: skip
+        torch.manual_seed(5)
+        callback = PipelineTimeline(every_n_steps=every, dirpath=f"timelines {every}")
+        runner = pipeline(2, 2, strategy, callbacks=[callback], max_epochs=1)
+        runner.fit(MLP(), loader(MLP, 32, 8), loader(MLP, 8, 8))
+        steps.append(runner.global_step)
+    return steps
 
 
-def fit_parallel(rank: int, folder: Path) -> int:
-    callback = PipelineTimeline(every_n_steps=1, dirpath=folder)
-    strategy = {"num_pipelines": 2, "num_microbatches": 2}
-    runner = pipeline(2, 2, strategy, callbacks=[callback], max_epochs=1)
-    runner.fit(MLP(), loader(MLP, 32, 8))
-    return runner.global_step
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of two processes that have written timelines."""
+    folder = tmp_path_factory.mktemp("two")
+    assert processes.results(processes.run(2, fit, folder=folder)) == [[4, 2]] * 2
+    return folder
 
 
-def test_messages_of_parallel_pipelines_are_told_apart(tmp_path: Path) -> None:
-    assert processes.results(processes.run(2, fit_parallel, tmp_path, folder=tmp_path)) == [2, 2]
+def test_messages_of_parallel_pipelines_are_told_apart(recorded: Path) -> None:
     for step in (1, 2):  # the channels of pipeline 1 are made in the first iteration
-        trace = json.loads((tmp_path / f"trace_step=00000{step}.json").read_text())
+        trace = json.loads((recorded / "timelines 1" / f"trace_step=00000{step}.json").read_text())
         assert_complete(trace, num_stages=2, num_microbatches=2, num_pipelines=2)
         messages = [e for e in trace["traceEvents"] if e.get("cat") == "transfer"]
         assert sorted((e["name"], e["args"]["pipeline"]) for e in messages) == sorted(
@@ -250,9 +255,8 @@ def test_messages_of_parallel_pipelines_are_told_apart(tmp_path: Path) -> None:
         assert len({e["tid"] for e in messages}) == 4
 
 
-def test_two_processes_write_one_trace_on_one_clock(tmp_path: Path) -> None:
-    assert processes.results(processes.run(2, fit, tmp_path, folder=tmp_path)) == [4, 4]
-    folder = tmp_path / "timelines"
+def test_two_processes_write_one_trace_on_one_clock(recorded: Path) -> None:
+    folder = recorded / "timelines 2"
     assert sorted(p.name for p in folder.glob("*.json")) == ["trace_step=000002.json", "trace_step=000004.json"]
     for path in folder.glob("*.json"):
         trace = json.loads(path.read_text())

@@ -412,11 +412,10 @@ class Counting(L.Callback):
 
 
 def trained(rank: int) -> list[list[str]]:
-    torch.set_num_threads(1)
     found = []
     for count in (1, 4):
         counting = Counting()
-        pipeline(3, 3, {"num_pipelines": count}, callbacks=[counting], max_epochs=1).fit(MLP(), loader(MLP, 32, 4))
+        pipeline(3, 3, {"num_pipelines": count}, callbacks=[counting], max_epochs=1).fit(MLP(), loader(MLP, 8, 2))
         found.append(counting.threads)
     return found
 

@@ -25,8 +25,7 @@ from tests.averaging.models import Batches, Net, assert_equal, state
 from tests.driver import accumulate
 from tests.models import loader
 from tests.strategy.test_rolling import Changing, Heated, Interrupts, ReadsOptimizers, ReadsRate, Recorder, Scaled
-from tests.systems.asynchronous.policies import POLICIES, Stage, go_on
-from tests.systems.asynchronous.test_stream import Attention, Recurrent
+from tests.systems.asynchronous.policies import POLICIES, Attention, Recurrent, Stage, go_on
 from tests.trainers import pipeline
 
 K = 3

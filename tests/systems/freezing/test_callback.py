@@ -20,7 +20,7 @@ from tests.commands import LIMIT_S, started
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline, trainer
 
-SIZE, MICRO_BATCHES, EPOCHS = 8, 4, 4
+SIZE, MICRO_BATCHES, EPOCHS = 8, 4, 3
 
 
 class Counted(nn.Linear):
