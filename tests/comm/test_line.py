@@ -186,6 +186,19 @@ class Noting(Observer):
         self.seen.append((str(route), micro_batch))
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_observers_see_what_came_before_it_was_expected(size: int) -> None:
+    noting = Noting()
+    with line() as two:
+        two.put(1, 1, size)
+        two.put(2, 2)
+        two.inboxes[2].expect(1)
+        two.taken(2)
+        two.inboxes[1].expect(1, [noting])
+        assert two.inboxes[1].ready() and noting.seen == [("forward 0 of pipeline 1", 1)]
+        two.taken(1)
+
+
 def test_a_message_may_be_expected_while_it_comes() -> None:
     noting = Noting()
     with line(may_send=1) as two:  # the frame
@@ -234,6 +247,16 @@ def test_transfers_of_a_message_are_few(sizes: tuple[int, ...], transfers: int) 
         two.await_that(lambda: len(two.there.sent) == 4 * transfers)
 
 
+def test_frames_are_awaited_before_they_come() -> None:
+    with line() as two:
+        two.inboxes[0].expect(2)
+        two.inboxes[1].expect(1)
+        assert two.here.awaited == [0, 0, 0]
+        for channel, i in ((1, 0), (0, 1), (0, 2)):
+            two.put(channel, i, 10)
+            two.taken(channel)
+
+
 class WithoutMemory(Wire):
     """What follows a frame finds no memory."""
 
@@ -253,6 +276,15 @@ def test_a_message_for_which_there_is_no_memory_breaks_no_connection() -> None:
 
 
 # -- what passes a process ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [10, 80_000])
+def test_what_waits_for_nothing_is_sent_by_whoever_puts_it(size: int) -> None:
+    with line(sends=Wire, routes=[FORWARD]) as two:
+        two.outboxes[0].put(message(0, size))
+        assert two.there.senders == {threading.get_ident()}
+        two.inboxes[0].expect(1)
+        assert torch.equal(two.came().tensors[0], message(0, size).tensors[0])
 
 
 def test_nothing_overtakes_what_is_still_to_be_sent() -> None:

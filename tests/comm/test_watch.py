@@ -88,6 +88,13 @@ def test_bytes_of_a_stranger_in_the_store_end_the_run_with_an_error(watching: Wa
     assert r"\xff\xfe\xfd" in failure_of(watch)
 
 
+def test_answers_of_a_stranger_are_shown(watching: Watching) -> None:
+    store = dist.HashStore()
+    watch = watching(0, store)
+    store.set("answer/1/1", b"\xff is no number")  # type: ignore[arg-type]
+    assert rf"{NAMES[1]} \xff is no number" in watch.account().text
+
+
 def test_a_watch_that_fails_itself_says_so(watching: Watching) -> None:
     class Broken(dist.HashStore):
         def __getattribute__(self, name: str) -> Any:
