@@ -239,6 +239,7 @@ def test_a_rank_holds_the_parameters_and_states_of_its_stage_only(tmp_path: Path
     assert set(last_states) == set(last)
 
 
+@pytest.mark.slow
 def test_the_order_of_dimensions_in_memory_survives_the_journey(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     (tmp_path / "one").mkdir()
