@@ -37,7 +37,6 @@ PHASES = {
     "averaging": "in on_averaging",
     "validation": r"which (runs F\d of stage {stage}|follows a step to divide it into stages), failed",
     "checkpoint": "in on_save_checkpoint",
-    "teardown": "in on_train_end",
     "reconfigure": "which waits for the other processes to connect pipeline 1, failed",
 }
 KINDS = ("raise", "SIGKILL", "SIGTERM", "SIGSTOP", "SIGINT", "stall")
@@ -116,11 +115,6 @@ class Fault:
             os.kill(int((folder / f"pid-{self.rank}").read_text()), signal.Signals[self.kind])
 
 
-def possible(kind: str, stage: int, phase: str) -> bool:
-    """A process can raise, or stall, only where it runs the user's code."""
-    return kind in ("SIGKILL", "SIGTERM", "SIGSTOP") or phase != "capture" or stage == 2
-
-
 # -- a training in which it happens ----------------------------------------------------------------------------------
 
 
@@ -193,9 +187,6 @@ class Faulty(Regression):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.happens("checkpoint")
 
-    def on_train_end(self) -> None:
-        self.happens("teardown")
-
     def outer(self, parameters: Any) -> torch.optim.Optimizer:
         """An optimizer of the reference model, which tells of its steps."""
         optimizer = torch.optim.SGD(parameters, lr=1.0)
@@ -207,7 +198,6 @@ def train(rank: int, fault: Fault, folder: Path) -> None:
     os.setsid()  # so that whoever descends from this process can be found, also when it is gone
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
-    torch.set_num_threads(1)
     model = Faulty(fault, rank, folder)
     announce_connections(model)
     options: dict[str, Any] = {
@@ -279,11 +269,8 @@ def check(fault: Fault, folder: Path) -> None:
 
     assert not (folder / "on_exception.ckpt").exists(), "what is saved after a failure cannot be whole"
     for outcome in others:
-        if fault.phase == "teardown" and outcome.error is None:
-            assert outcome.exit_code == 0  # it has done all its work, and waited for nobody
-        else:
-            check_told(fault, outcome)
-    if fault.is_silent and fault.phase != "teardown":
+        check_told(fault, outcome)
+    if fault.is_silent:
         assert any(TIMED_OUT in str(outcome.error) for outcome in others)
     check_victim(fault, victim)
 
@@ -317,8 +304,6 @@ def check_victim(fault: Fault, victim: processes.Outcome) -> None:
         assert victim.exit_code == -signal.Signals[fault.kind]
     elif fault.kind == "stall":
         assert victim.exit_code == 1 and victim.error is None  # ended by its watch
-    elif fault.phase == "teardown" and fault.kind == "SIGSTOP":
-        assert victim.exit_code in (0, 1)  # nobody may have waited for it
     else:
         assert victim.exit_code == 1
         own = {"raise": "ValueError: the fuse has blown", "SIGINT": "", "SIGSTOP": "PeerError"}[fault.kind]
@@ -327,9 +312,6 @@ def check_victim(fault: Fault, victim: processes.Outcome) -> None:
 
 def check_stopped(fault: Fault, outcomes: list[processes.Outcome], folder: Path) -> None:
     """After SIGTERM all processes end at the same batch, with the status that Lightning gives, and all is saved."""
-    if fault.phase == "teardown":  # there was nothing to stop any more
-        assert all(outcome.exit_code == 0 and outcome.error is None for outcome in outcomes)
-        return
     for outcome in outcomes:
         assert outcome.exit_code == 0
         assert outcome.error is not None and "SIGTERMException" in outcome.error

@@ -54,13 +54,14 @@ def run(
 ) -> list[Outcome]:
     """Call ``function(rank, *args)`` in each of ``world_size`` processes, as a launcher such as torchrun would.
 
-    A process that is killed has no result and no error. No process outlives this call.
+    Each computes on one thread, and writes into the folder. A process that is killed has no result and no error. No
+    process outlives this call.
 
     Args:
         world_size: number of processes in all.
         function: that each calls.
         args: of it.
-        folder: for files.
+        folder: for files; they work in it.
         pids: their numbers are added.
         ranks: of those that are started here; None: all.
         port: at which they find each other; None: one that is free.
@@ -113,6 +114,8 @@ def _work(rank: int, world_size: int, port: int, function: Callable[..., Any], a
         WORLD_SIZE=str(world_size),
         GLOO_SOCKET_IFNAME="lo",
     )
+    os.environ.setdefault("XDG_CACHE_HOME", str(folder / "cache"))  # a fixture of a module runs before conftest sets it
+    os.chdir(folder)
     torch.set_num_threads(1)
     result, error, exit_code = None, None, 0
     try:

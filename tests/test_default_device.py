@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._device import _device_constructors
 
@@ -54,6 +55,7 @@ def by_default_elsewhere(rank: int) -> dict[str, torch.Tensor]:
     return trained(2, "meta")
 
 
+@pytest.mark.slow
 def test_processes_train_the_same_with_another_default_device(tmp_path: Path) -> None:
     expected = trained(1, "cpu")
     for found in processes.results(processes.run(2, by_default_elsewhere, folder=tmp_path)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from tests.driver import Engine, accumulate, assert_same_gradients, assert_same_
 from tests.models import MODELS, ConvNet, Regression, TinyTransformer
 
 SCHEDULES = ("afab", "1f1b", "advance_forward")
-STEPS = 5
+STEPS = 3
 BATCH = 10  # not divisible by 3 nor by 8: ragged micro-batches
 
 
@@ -28,16 +27,17 @@ def pair(model: type[Regression], optimizer: str = "sgd") -> tuple[Regression, R
     return one, copy.deepcopy(one)
 
 
-USUAL = {(1, 3, "sgd"), (2, 8, "sgd"), (3, 1, "adamw"), (4, 3, "adamw")}
-ALL = itertools.product((1, 2, 3, 4), (1, 3, 8), ("sgd", "adamw"))
+# stages and micro-batches, with the optimizers in turns
+USUAL = {(1, 3), (2, 8), (3, 1), (4, 3)}
+ALL = [(k, m, ("sgd", "adamw")[(k + i) % 2]) for k in (1, 2, 3, 4) for i, m in enumerate((1, 3, 8))]
 
 
 @pytest.mark.parametrize(
     ("num_stages", "num_microbatches", "optimizer"),
-    [pytest.param(*case, marks=() if case in USUAL else pytest.mark.slow) for case in ALL],
+    [pytest.param(*case, marks=() if case[:2] in USUAL else pytest.mark.slow) for case in ALL],
 )
 @pytest.mark.parametrize("model", MODELS)
-def test_weights_after_five_steps_equal_one_process_bitwise(
+def test_weights_after_three_steps_equal_one_process_bitwise(
     model: type[Regression], num_stages: int, num_microbatches: int, optimizer: str
 ) -> None:
     data = batches(model)

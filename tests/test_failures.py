@@ -16,31 +16,31 @@ from lightning.pytorch.trainer.connectors import signal_connector
 from torch import Tensor, nn
 
 from lightning_avgpipe.comm.collectives import Collectives
-from lightning_avgpipe.errors import StepChangedError
 from tests import faults, processes
 from tests.driver import Engine
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 
 # an error while connecting or in an action is tested on threads as well
-USUAL = [
-    ("raise", "last", "capture"), ("SIGKILL", "last", "backward"), ("SIGKILL", "first", "averaging"),
-    ("SIGTERM", "first", "backward"), ("SIGTERM", "last", "checkpoint"),
-    ("SIGSTOP", "last", "first iteration"), ("SIGINT", "middle", "validation"),
+FAST = [
+    ("raise", "last", "capture"), ("SIGKILL", "last", "backward"), ("SIGTERM", "first", "backward"),
+    ("SIGINT", "middle", "validation"),
 ]  # fmt: skip
-ALL = [*USUAL, ("stall", "first", "forward")] + [
+# Every kind in every phase; stages take turns, so that each of them meets all kinds.
+STAGES = list(faults.STAGES)
+MATRIX = [
+    (kind, STAGES[(i + j) % 3], phase) for i, kind in enumerate(faults.KINDS) for j, phase in enumerate(faults.PHASES)
+]
+ALL = [*FAST, ("SIGKILL", "first", "averaging"), ("SIGSTOP", "last", "first iteration")] + [
     fault
-    for fault in [(kind, stage, phase) for kind in faults.KINDS for stage in faults.STAGES for phase in faults.PHASES]
-    if fault not in USUAL
-    and fault[2] != "teardown"  # not announced yet on all ranks
-    and faults.possible(fault[0], faults.STAGES[fault[1]], fault[2])
-    and (fault[0] not in ("SIGINT", "stall") or fault[2] in ("set-up", "backward", "checkpoint"))
+    for fault in MATRIX
+    if fault not in FAST and (fault[0] not in ("SIGINT", "stall") or fault[2] in ("set-up", "backward", "checkpoint"))
 ]
 
 
 @pytest.mark.parametrize(
     ("kind", "stage", "phase"),
-    [pytest.param(*cell, marks=() if cell in USUAL else pytest.mark.slow, id="-".join(cell)) for cell in ALL],
+    [pytest.param(*cell, marks=() if cell in FAST else pytest.mark.slow, id="-".join(cell)) for cell in ALL],
 )
 def test_a_fault_of_one_process_ends_all_and_is_named(kind: str, stage: str, phase: str, tmp_path: Path) -> None:
     faults.check(faults.Fault(kind, faults.STAGES[stage], phase), tmp_path)
@@ -83,20 +83,6 @@ def test_an_error_in_user_code_names_stage_and_action() -> None:
     engine.train(MLP.example(8))  # and nothing of the failed iteration is left
 
 
-def test_a_step_that_changes_says_where() -> None:
-    class Fickle(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers(x) if self.forwards else self.layers[:2](self.layers[2:](x))
-
-    model = Fickle(depth=3)
-    model.forwards = True
-    model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    engine = Engine(model, 2, MLP.example(8))
-    model.forwards = False
-    with pytest.raises(StepChangedError, match=r"unit 'layers\.0' at test_failures.py:[0-9]+ in forward now"):
-        engine.train(MLP.example(8))
-
-
 class Requeueing(LightningEnvironment, SLURMEnvironment):
     """Processes as a launcher gives them, and the signals of SLURM."""
 
@@ -107,7 +93,6 @@ class Requeueing(LightningEnvironment, SLURMEnvironment):
 
 def preempted(rank: int, folder: Path) -> tuple[int, list[str]]:
     """SLURM sends its signal to all processes, which get it wherever they are."""
-    torch.set_num_threads(1)
     called: list[str] = []
     signal_connector.call = lambda command: called.append(command[1]) or 0  # type: ignore[attr-defined]
     os.environ["SLURM_JOB_ID"] = "7"
@@ -143,7 +128,6 @@ COLLECTIVES = ("barrier", "broadcast", "broadcast_object_list", "all_reduce", "a
 
 def watched(rank: int) -> list[str]:
     """The collectives that a rank takes part in while it trains, after the plan is made."""
-    torch.set_num_threads(1)
     called: list[str] = []
     model = MLP()
     for owner, name in [(Collectives, "together"), *((dist, name) for name in COLLECTIVES)]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from tests import processes
 from tests.commands import ROOT, run
@@ -26,7 +25,6 @@ LEAVE_S = 5.0
 def trainers(rank: int, count: int, folder: Path) -> list[tuple[int, int, int]]:
     """Threads, files and listening sockets after each of several trainers."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
-    torch.set_num_threads(1)
     counts = []
     for number in range(count):
         runner = pipeline(2, 2, {"num_pipelines": 2}, max_epochs=1)
@@ -51,6 +49,7 @@ def settled(count: Callable[[], int], before: Sequence[int]) -> int:
     return found
 
 
+@pytest.mark.slow
 def test_a_trainer_needs_no_more_threads_files_and_sockets_than_the_one_before(tmp_path: Path) -> None:
     for rank, counts in enumerate(processes.results(processes.run(2, trainers, 7, tmp_path, folder=tmp_path))):
         threads, files, listening = zip(*counts, strict=True)

@@ -69,6 +69,7 @@ def test_no_other_file_has_a_system_in_its_strings() -> None:
             assert not (isinstance(node, ast.Constant) and SYSTEMS in str(node.value)), path
 
 
+@pytest.mark.slow
 def test_without_systems_one_trains_and_is_told_what_there_is(tmp_path: Path) -> None:
     there = tmp_path / PACKAGE.name
     shutil.copytree(PACKAGE, there, ignore=shutil.ignore_patterns("systems", "__pycache__"))

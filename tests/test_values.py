@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -54,7 +54,7 @@ class Two(MLP):
         self.layers = nn.Sequential(Unit(same, returned), Unit(read, same))
 
 
-def trained(rank: int, devices: int, kind: tuple[Function, Function]) -> dict[str, Tensor]:
+def trained(devices: int, kind: tuple[Function, Function]) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Two(*kind)
     strategy = {"num_microbatches": 2, "timeout": "30s", "split_points": ["layers.1"]}
@@ -62,15 +62,28 @@ def trained(rank: int, devices: int, kind: tuple[Function, Function]) -> dict[st
     return dict(model.state_dict())
 
 
-def test_a_value_that_torch_conjugates_when_it_is_read_crosses(tmp_path: Path) -> None:
-    expected = trained(0, 1, CONJUGATED)
-    for found in processes.results(processes.run(2, trained, 2, CONJUGATED, folder=tmp_path)):
-        assert_equal(found, expected)
+def on_two(rank: int) -> tuple[dict[str, Tensor], str]:
+    found = trained(2, CONJUGATED)
+    with pytest.raises(Exception) as refused:  # a PeerError on the other rank
+        trained(2, LOCAL)
+    return found, str(refused.value)
 
 
-def test_a_class_that_other_processes_cannot_find_is_named_with_its_unit_on_all_ranks(tmp_path: Path) -> None:
-    for outcome in processes.run(2, trained, 2, LOCAL, folder=tmp_path):
-        said = outcome.error or ""
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Tensor], str]]:
+    return processes.results(processes.run(2, on_two, folder=tmp_path_factory.mktemp("two")))
+
+
+def test_a_value_that_torch_conjugates_when_it_is_read_crosses(found: list[tuple[dict[str, Tensor], str]]) -> None:
+    expected = trained(1, CONJUGATED)
+    for weights, _ in found:
+        assert_equal(weights, expected)
+
+
+def test_a_class_that_other_processes_cannot_find_is_named_with_its_unit_on_all_ranks(
+    found: list[tuple[dict[str, Tensor], str]],
+) -> None:
+    for _, said in found:
         assert "unit 'layers.0' at models.py:" in said, said
         assert "Pair" in said and "Define its class at the top level of a module" in said, said
         assert "IndexError" not in said and "connection" not in said, said

@@ -111,15 +111,14 @@ def test_a_recording_ends_when_the_last_message_has_left() -> None:
     assert begin <= end
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "afab", "advance_forward"])
-def test_the_recorded_order_is_the_schedule(schedule: str) -> None:
+def test_the_recorded_order_is_the_schedule() -> None:
     batch = MLP.example(8)
     engine = Engine(MLP(), 3, batch, num_microbatches=4)
     recorder = Recorder(0, CPU)
-    engine.train(batch, schedule, advance=1, observers=[recorder])
-    engine.train(batch, schedule, advance=1)
+    engine.train(batch, "advance_forward", advance=1, observers=[recorder])
+    engine.train(batch, "advance_forward", advance=1)
     timeline = assemble([recorder.finish(ClockOffset(), 1)], replicas=((0,), (0,), (0,)))
-    expected = build(schedule, 3, 4, advance=1)
+    expected = build("advance_forward", 3, 4, advance=1)
     assert timeline.schedule().rows == expected.rows
     assert timeline.begin_s == 0
     assert 0 <= timeline.bubble_fraction < 1
@@ -223,28 +222,31 @@ def test_a_failed_training_records_no_longer(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.json"))
 
 
-def fit(rank: int, folder: Path) -> int:
-    torch.set_num_threads(1)
-    torch.manual_seed(5)
-    callback = PipelineTimeline(every_n_steps=2, dirpath=folder / "timelines")
-    runner = pipeline(2, 2, {"num_microbatches": 4, "advance": 1}, callbacks=[callback], max_epochs=1)
-    runner.fit(MLP(), loader(MLP, 32, 8), loader(MLP, 8, 8))
-    return runner.global_step
+def fit(rank: int) -> list[int]:
+    """One pipeline, and then two, in the same two processes."""
+    steps = []
+    for strategy, every in (
+        ({"num_microbatches": 4, "advance": 1}, 2), ({"num_pipelines": 2, "num_microbatches": 2}, 1)
+    ):  # fmt: skip
+        torch.manual_seed(5)
+        callback = PipelineTimeline(every_n_steps=every, dirpath=f"timelines {every}")
+        runner = pipeline(2, 2, strategy, callbacks=[callback], max_epochs=1)
+        runner.fit(MLP(), loader(MLP, 32, 8), loader(MLP, 8, 8))
+        steps.append(runner.global_step)
+    return steps
 
 
-def fit_parallel(rank: int, folder: Path) -> int:
-    torch.set_num_threads(1)
-    callback = PipelineTimeline(every_n_steps=1, dirpath=folder)
-    strategy = {"num_pipelines": 2, "num_microbatches": 2}
-    runner = pipeline(2, 2, strategy, callbacks=[callback], max_epochs=1)
-    runner.fit(MLP(), loader(MLP, 32, 8))
-    return runner.global_step
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of two processes that have written timelines."""
+    folder = tmp_path_factory.mktemp("two")
+    assert processes.results(processes.run(2, fit, folder=folder)) == [[4, 2]] * 2
+    return folder
 
 
-def test_messages_of_parallel_pipelines_are_told_apart(tmp_path: Path) -> None:
-    assert processes.results(processes.run(2, fit_parallel, tmp_path, folder=tmp_path)) == [2, 2]
+def test_messages_of_parallel_pipelines_are_told_apart(recorded: Path) -> None:
     for step in (1, 2):  # the channels of pipeline 1 are made in the first iteration
-        trace = json.loads((tmp_path / f"trace_step=00000{step}.json").read_text())
+        trace = json.loads((recorded / "timelines 1" / f"trace_step=00000{step}.json").read_text())
         assert_complete(trace, num_stages=2, num_microbatches=2, num_pipelines=2)
         messages = [e for e in trace["traceEvents"] if e.get("cat") == "transfer"]
         assert sorted((e["name"], e["args"]["pipeline"]) for e in messages) == sorted(
@@ -253,9 +255,8 @@ def test_messages_of_parallel_pipelines_are_told_apart(tmp_path: Path) -> None:
         assert len({e["tid"] for e in messages}) == 4
 
 
-def test_two_processes_write_one_trace_on_one_clock(tmp_path: Path) -> None:
-    assert processes.results(processes.run(2, fit, tmp_path, folder=tmp_path)) == [4, 4]
-    folder = tmp_path / "timelines"
+def test_two_processes_write_one_trace_on_one_clock(recorded: Path) -> None:
+    folder = recorded / "timelines 2"
     assert sorted(p.name for p in folder.glob("*.json")) == ["trace_step=000002.json", "trace_step=000004.json"]
     for path in folder.glob("*.json"):
         trace = json.loads(path.read_text())
@@ -278,7 +279,6 @@ def test_two_processes_write_one_trace_on_one_clock(tmp_path: Path) -> None:
 
 
 def fit_replicas(rank: int, folder: Path) -> int:
-    torch.set_num_threads(1)
     callback = PipelineTimeline(every_n_steps=2, dirpath=folder)
     runner = pipeline(2, 3, {"replicas": [2, 1], "num_microbatches": 4}, callbacks=[callback], max_epochs=1)
     runner.fit(MLP(), loader(MLP, 16, 8))

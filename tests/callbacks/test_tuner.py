@@ -203,9 +203,9 @@ def by_hand(setting: Setting) -> dict[str, Any]:
 ALONE, TOGETHER = Setting(4, 1, 0), Setting(2, 3, 0)
 
 
-@pytest.mark.parametrize("data", [sized, unsized])
-@pytest.mark.parametrize("setting", [ALONE, TOGETHER], ids=str)
-@pytest.mark.parametrize("limit", [None, 1])
+@pytest.mark.parametrize(
+    ("setting", "data", "limit"), [(ALONE, sized, None), (TOGETHER, unsized, None), (TOGETHER, sized, 1)]
+)
 def test_training_goes_on_as_if_the_choice_had_been_given_by_hand(
     setting: Setting, data: Any, limit: int | None, liking: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -358,7 +358,7 @@ def host_allocator(text: str) -> RuntimeError:
     return RuntimeError(f"[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: can't allocate memory: {text}")
 
 
-@pytest.mark.parametrize(("stage", "error"), [(0, torch.OutOfMemoryError), (1, MemoryError), (1, host_allocator)])
+@pytest.mark.parametrize(("stage", "error"), [(0, torch.OutOfMemoryError), (1, host_allocator)])
 def test_what_does_not_fit_while_profiling_is_not_chosen(stage: int, error: Any, liking: Any, tmp_path: Path) -> None:
     liking(Setting(2), Setting(4))
     tuner = AvgPipeTuner(2, [2, 4, 8], profile_batches=8, dirpath=tmp_path)
@@ -474,7 +474,6 @@ def test_the_profile_tells_how_long_sums_over_tied_parameters_take(tmp_path: Pat
 
 def tuned(rank: int, folder: Path) -> dict[str, Any]:
     """Tune with a stage that is short of memory; resume; and train by hand."""
-    torch.set_num_threads(1)
     found: dict[str, Any] = {}
     tuner_module.PREDICTORS["corrected"] = Liking(Setting(2, 2, 1), Setting(4, 2, 1))
     tuner = AvgPipeTuner(2, [2, 4, 8], profile_batches=8, refine=1, dirpath=folder)

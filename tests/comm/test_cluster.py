@@ -343,11 +343,11 @@ def test_a_process_without_memory_says_so_and_nobody_speaks_of_connections() -> 
 
 
 @pytest.mark.parametrize(
-    ("action", "doing"),
-    [("join world", "waits for the other processes to connect"), ("connect news", "the other processes to connect"),
-     ("connect forward 0", "to connect pipeline 0"), ("connect backward 0 of pipeline 1", "to connect pipeline 1")],
+    ("rank", "action", "doing"),
+    [(1, "join world", "waits for the other processes to connect"),
+     (2, "connect news", "the other processes to connect"), (1, "connect forward 0", "to connect pipeline 0"),
+     (2, "connect backward 0 of pipeline 1", "to connect pipeline 1")],
 )  # fmt: skip
-@pytest.mark.parametrize("rank", [1, 2])
 def test_an_error_while_processes_connect_is_named(rank: int, action: str, doing: str) -> None:
     outcomes = run(THREE, lambda cluster: cluster.transport.widen(2), Injector().fail_at(rank, action))
     assert isinstance(outcomes[rank], Blown)

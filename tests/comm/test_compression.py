@@ -49,9 +49,9 @@ def test_bf16_is_what_torch_rounds_to() -> None:
 def test_int8_is_right_on_average_even_far_below_the_scale() -> None:
     tensor = torch.full((1, 64), 1e-3)
     tensor[0, 0] = 1.0  # a step of the others is 8e-3
-    found = torch.stack([travelled(tensor, "int8", RandomKey(0, i)) for i in range(4000)]).mean(0)
+    found = torch.stack([travelled(tensor, "int8", RandomKey(0, i)) for i in range(1000)]).mean(0)
     assert found[0, 0] == 1.0
-    assert (found[0, 1:].mean() - 1e-3).abs() < 5e-5
+    assert (found[0, 1:].mean() - 1e-3).abs() < 1e-4
 
 
 def test_rounding_depends_on_its_key_and_name_and_on_nothing_else() -> None:

@@ -22,7 +22,7 @@ from lightning_avgpipe.comm.codec import CAPACITY, MOST_TAGS, Packet
 from lightning_avgpipe.comm.line import NetworkInbox, NetworkOutbox, Pair, Posted, Receiver, Sender, Wire
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.topology import Edge, Party, Route
-from lightning_avgpipe.comm.transfer import Arrivals, begun
+from lightning_avgpipe.comm.transfer import Arrivals
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.errors import PeerError
 from tests import processes
@@ -375,16 +375,6 @@ def test_within_a_process_what_goes_on_is_a_copy_and_the_rest_stays() -> None:
     assert second.get().micro_batch == 2
 
 
-@pytest.mark.parametrize(
-    ("size", "pieces", "parts"),
-    [(10, 8, [10]), (100_000, 1, [100_000]), (400_000, 4, [100_000] * 4), (100_000, 8, [65_536, 34_464])],
-)
-def test_a_tensor_travels_in_as_many_pieces_as_are_worth_it(size: int, pieces: int, parts: list[int]) -> None:
-    sizes: list[int] = []
-    begun(lambda part: sizes.append(len(part)), torch.zeros(size, dtype=torch.uint8), pieces)
-    assert sizes == parts
-
-
 # -- what is received before it is announced --------------------------------------------------------------------------
 
 LARGE = CAPACITY // 4  # numbers, of four bytes
@@ -454,11 +444,10 @@ class Counting(L.Callback):
 
 
 def trained(rank: int) -> list[list[str]]:
-    torch.set_num_threads(1)
     found = []
     for count in (1, 4):
         counting = Counting()
-        pipeline(3, 3, {"num_pipelines": count}, callbacks=[counting], max_epochs=1).fit(MLP(), loader(MLP, 32, 4))
+        pipeline(3, 3, {"num_pipelines": count}, callbacks=[counting], max_epochs=1).fit(MLP(), loader(MLP, 8, 2))
         found.append(counting.threads)
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -48,22 +49,24 @@ def test_processes_that_share_a_device_are_in_different_groups() -> None:
     assert DeviceLayout(2, nodes=2, sharing=2).groups(4) == ((0, 1, 4, 5), (2, 3, 6, 7))
 
 
-@pytest.mark.parametrize(("device_layout", "num_stages"), ARRANGEMENTS, ids=str)
-def test_every_process_is_in_one_group_and_no_group_has_a_device_twice(
-    device_layout: DeviceLayout, num_stages: int
-) -> None:
-    groups = device_layout.groups(num_stages)
-    assert sorted(itertools.chain(*groups)) == list(range(device_layout.world_size))
-    assert groups[0][0] == 0  # where loggers are
-    assert list(groups) == sorted(groups)
-    for ranks in groups:
-        places = [
-            (rank // device_layout.node_size, device_layout.device_of(rank % device_layout.node_size)) for rank in ranks
-        ]
-        assert list(ranks) == sorted(ranks)
-        assert len(set(places)) == len(places) == device_layout.group_size(num_stages)
-    for replica_group in zip(*groups, strict=True):
-        assert min(replica_group) == replica_group[0]  # from whom the others copy
+def places(device_layout: DeviceLayout, ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """Node and device of each rank."""
+    size = device_layout.node_size
+    return [(rank // size, device_layout.device_of(rank % size)) for rank in ranks]
+
+
+def test_every_process_is_in_one_group_and_no_group_has_a_device_twice() -> None:
+    for device_layout, num_stages in ARRANGEMENTS:
+        groups, case = device_layout.groups(num_stages), (device_layout, num_stages)
+        assert sorted(itertools.chain(*groups)) == list(range(device_layout.world_size)), case
+        assert groups[0][0] == 0, case  # where loggers are
+        assert list(groups) == sorted(groups), case
+        for ranks in groups:
+            assert list(ranks) == sorted(ranks), case
+            here = places(device_layout, ranks)
+            assert len(set(here)) == len(here) == device_layout.group_size(num_stages), case
+        for replica_group in zip(*groups, strict=True):
+            assert min(replica_group) == replica_group[0], case  # from whom the others copy
 
 
 def test_a_process_too_many_is_told_what_there_is() -> None:
@@ -116,8 +119,7 @@ def test_no_communicator_has_a_device_twice(
     across = [ranks for ranks, backend in by_rank[0] if "nccl" in backend and len(ranks) > 1]
     assert bool(across) == (device_layout.num_devices > 1)
     for ranks in across:
-        places = [(r // device_layout.node_size, device_layout.device_of(r % device_layout.node_size)) for r in ranks]
-        assert len(set(places)) == len(places)
+        assert len(set(places(device_layout, ranks))) == len(ranks)
 
 
 # -- stage maps --------------------------------------------------------------------------------------------------------
@@ -133,6 +135,7 @@ STAGE_MAPS = [
 
 @pytest.mark.parametrize("stage_map", STAGE_MAPS, ids=str)
 def test_every_stage_has_its_processes_and_every_process_its_stages(stage_map: StageMap) -> None:
+    assert stage_map.owner(stage_map.num_stages - 1) == stage_map.layout[0][0] == 0  # the last stage is on rank 0
     for stage in range(stage_map.num_stages):
         assert stage_map.owner(stage) == stage_map.ranks(stage)[0]
         hosts = [rank for rank in range(stage_map.group_size) if stage in stage_map.stages(rank)]
@@ -140,11 +143,6 @@ def test_every_stage_has_its_processes_and_every_process_its_stages(stage_map: S
     ranks = [rank for members in stage_map.layout for rank in members]
     assert sorted(ranks) == list(range(stage_map.world_size))
     assert all(stage_map.layout[n][p] == rank for rank in ranks for n, p in [stage_map.position(rank)])
-
-
-@pytest.mark.parametrize("stage_map", STAGE_MAPS, ids=str)
-def test_the_last_stage_is_on_rank_zero(stage_map: StageMap) -> None:
-    assert stage_map.owner(stage_map.num_stages - 1) == stage_map.layout[0][0] == 0
 
 
 def test_names_tell_stages_and_groups() -> None:

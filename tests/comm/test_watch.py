@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_avgpipe.comm.transfer import Arrivals
 from lightning_avgpipe.comm.waits import Waits
 from lightning_avgpipe.comm.watch import Watch
-from lightning_avgpipe.errors import PeerError, described
+from lightning_avgpipe.errors import PeerError
 
 NAMES = ("rank 0 (stage 1)", "rank 1 (stage 0)")
 LIMIT_S = 20.0
@@ -79,11 +79,6 @@ def test_every_exception_reaches_the_other_process(reason: str, watching: Watchi
     assert told.startswith(f"{NAMES[1]} failed: ")
     assert re.search(expected, told)
     assert len(told) < 200_000
-
-
-def test_an_exception_without_a_text_is_described() -> None:
-    assert described(Unprintable()) == "Unprintable: (str() of it raises ValueError)"
-    assert described(KeyboardInterrupt()) == "KeyboardInterrupt"
 
 
 def test_bytes_of_a_stranger_in_the_store_end_the_run_with_an_error(watching: Watching) -> None:

@@ -99,7 +99,6 @@ def plain(folder: Path, way: str, max_epochs: int = 2) -> tuple[dict[str, Tensor
 
 def divided(rank: int, folder: Path, way: str, resumed: bool = False) -> dict[str, Any]:
     """Train in two processes; with what a process holds afterwards."""
-    torch.set_num_threads(1)
     torch.manual_seed(3)
 
     def runner(max_epochs: int) -> L.Trainer:
@@ -130,10 +129,9 @@ def assert_equal_to_one_process(two: list[dict[str, Any]], one: tuple[dict[str, 
             assert torch.equal(value.data, weights[name].data), name
 
 
-@pytest.mark.parametrize("way", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("way", ["full", pytest.param("qlora", marks=pytest.mark.slow)])
 def test_training_equals_that_of_one_process_which_reads_everything(way: str, tmp_path: Path) -> None:
     needs(way)
-    torch.set_num_threads(1)
     two = processes.results(processes.run(2, divided, saved(tmp_path), way, folder=tmp_path))
     assert_equal_to_one_process(two, plain(tmp_path, way))
     assert "copied" not in two[0]["plan"]
@@ -144,16 +142,14 @@ def test_training_equals_that_of_one_process_which_reads_everything(way: str, tm
 
 
 def test_tied_weights_are_on_the_first_and_the_last_stage(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     saved(tmp_path, tie_word_embeddings=True)
     two = processes.results(processes.run(2, divided, tmp_path, "full", folder=tmp_path))
     assert_equal_to_one_process(two, plain(tmp_path, "full"))
     assert two[0]["held"].keys() & two[1]["held"].keys() == {"model.model.embed_tokens.weight"}
 
 
-def test_a_checkpoint_of_adapters_alone_resumes(tmp_path: Path) -> None:
+def test_adapters_train_as_in_one_process_and_a_checkpoint_of_them_alone_resumes(tmp_path: Path) -> None:
     needs("lora")
-    torch.set_num_threads(1)
     saved(tmp_path)
     two = processes.results(processes.run(2, divided, tmp_path, "lora", True, folder=tmp_path))
     assert_equal_to_one_process(two, plain(tmp_path, "lora"))

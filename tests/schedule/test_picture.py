@@ -69,13 +69,6 @@ def test_the_command_runs_as_a_module_and_writes_a_picture(tmp_path: Path, monke
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_writes_a_trace(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    assert main(["1f1b", "--stages", "2", "--microbatches", "3", "--output", str(path)]) == 0
-    actions = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in ("forward", "backward")]
-    assert len(actions) == 2 * 3 * 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -198,10 +191,6 @@ def test_costs_read_off_a_simulated_timeline_are_those_it_was_made_with() -> Non
     measured = StageCosts.measured(simulated())
     for name in ("forward_s", "backward_s", "send_forward_s", "send_backward_s", "latency_s"):
         assert getattr(measured, name) == pytest.approx(getattr(COSTS, name)), name
-
-
-def test_a_timeline_knows_the_schedule_that_it_shows() -> None:
-    assert simulated().schedule().rows == build("advance_forward", 3, 4, 1).rows
 
 
 def test_idleness_counts_devices_and_begins_with_the_first_action() -> None:

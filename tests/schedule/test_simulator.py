@@ -123,8 +123,8 @@ def test_actions_of_a_stage_and_messages_of_a_link_do_not_overlap() -> None:
 
 
 def test_large_schedules_are_simulated_too() -> None:
-    timeline = simulate(build("advance_forward", 64, 256, 1), StageCosts.uniform(64, 1, 2, 0.1, 0.1))
-    assert len(timeline.spans) == 64 * 256 * 2
+    timeline = simulate(build("advance_forward", 32, 128, 1), StageCosts.uniform(32, 1, 2, 0.1, 0.1))
+    assert len(timeline.spans) == 32 * 128 * 2
 
 
 def test_evaluation_stashes_nothing() -> None:

@@ -37,7 +37,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor
     return weights
 
 
-@pytest.mark.parametrize("how", ["stages", "avgpipe", pytest.param("avgpipe_spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["stages", *(pytest.param(name, marks=pytest.mark.slow) for name in ("avgpipe", "avgpipe_spawn"))]
+)
 def test_a_script_of_pytorch_lightning_trains_as_one_process_does(
     how: str, expected: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:

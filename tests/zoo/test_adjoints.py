@@ -67,6 +67,4 @@ class WithAdjoint(L.LightningModule):
 
 def test_a_function_that_differentiates_by_parameters_a_unit_returned_gets_them_as_they_are() -> None:
     torch.manual_seed(0)
-    for num_stages in (2, 3):
-        plan = assert_defaults_equal_accumulation(WithAdjoint(), torch.randn(8, 8), num_stages)
-        assert plan.num_stages == num_stages
+    assert assert_defaults_equal_accumulation(WithAdjoint(), torch.randn(8, 8), 3).num_stages == 3

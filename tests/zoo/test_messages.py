@@ -106,15 +106,14 @@ class Branches(MLP):
         return self.layers[6:](x) * (2.0 if positive else 0.5)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_a_branch_on_a_value_of_another_stage_is_taken_as_there(num_stages: int) -> None:
+def test_a_branch_on_a_value_of_another_stage_is_taken_as_there() -> None:
     model = Branches()
     taken: set[bool] = model.taken
     batches = [MLP.example(4) for _ in range(4)]
     for batch in batches:
         model(batch[0][:2]), model(batch[0][2:])
     assert taken == {True, False}
-    check(model, batches, num_stages)
+    check(model, batches, 3)
 
 
 class LoggedEarly(Own):
@@ -133,10 +132,9 @@ class LoggedEarly(Own):
         return loss
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_a_value_of_another_stage_is_logged_as_by_one_process(num_stages: int) -> None:
+def test_a_value_of_another_stage_is_logged_as_by_one_process() -> None:
     model = LoggedEarly()
-    plan = check(model, [model.example(4, 1), model.example(3, 1)], num_stages)
+    plan = check(model, [model.example(4, 1), model.example(3, 1)], 3)
     assert all(not name.startswith("stem") for name in plan.stages[-1].units)
 
 
@@ -212,8 +210,7 @@ class Recursive(Own):
         return x
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_a_training_step_may_come_back_to_its_layers(num_stages: int) -> None:
+def test_a_training_step_may_come_back_to_its_layers() -> None:
     model = Recursive()
-    plan = check(model, [model.example(4, 1), model.example(3, 1)], num_stages)
+    plan = check(model, [model.example(4, 1), model.example(3, 1)], 3)
     assert plan.copied

@@ -14,7 +14,7 @@ from tests.driver import Engine
 from tests.zoo import own_models, transformers_models
 from tests.zoo.transformers_models import HuggingFace
 
-STEPS = 5
+STEPS = 3
 MODELS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[int, int], Any]]] = {
     **{model.__name__: (model, model.example) for model in own_models.DRAWING},
     **{
@@ -36,7 +36,9 @@ def trained(module: L.LightningModule, batches: list[Any], num_stages: int) -> d
     return {name: (p.detach(), p.grad) for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "bert" else ()) for n in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in transformers_models.DRAWING else ()) for n in MODELS]
+)
 def test_dropout_does_not_depend_on_the_number_of_stages(name: str) -> None:
     build, example = MODELS[name]
     module = build()

@@ -1,4 +1,4 @@
-"""A pipeline under a weight policy, played micro-batch by micro-batch in one process, with all versions kept."""
+"""A pipeline under a weight policy, played micro-batch by micro-batch with all versions kept, and parts for it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,28 @@ from lightning_avgpipe.systems.asynchronous.versions import Place, Use, VersionP
 Weights = dict[str, Tensor]
 # Also the order of 1F1B with weights as if each batch came after a drain.
 POLICIES = {"flush": VersionPolicy("flush", drains=True), **versions.POLICIES}
+
+
+class Recurrent(nn.Module):
+    """An LSTM around a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.lstm(x)[0]
+
+
+class Attention(nn.Module):
+    """A transformer's layer, without dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
 
 
 @dataclass

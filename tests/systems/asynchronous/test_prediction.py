@@ -146,23 +146,10 @@ def test_what_does_not_remember_its_direction_is_refused(make: Any) -> None:
 # -- equivalences ------------------------------------------------------------------------------------------------------
 
 
-def test_without_staleness_pipeoptim_is_the_naive_policy() -> None:
-    naive = POLICIES["none"]
-    without = VersionPolicy("pipeoptim with s = 0", False, naive.forward, naive.backward, delta="increment")
-    assert finals(chain(without)) == finals(chain(naive))
-
-
 def test_2bw_is_serial_training_with_a_delay_of_one_update() -> None:
     for num_microbatches in (4, 5):
         found = finals(chain(POLICIES["2bw"], num_microbatches=num_microbatches))
         assert found == pytest.approx(serial(1, num_microbatches), abs=1e-12)
-
-
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "2bw"])
-def test_one_stage_trains_as_without_a_pipeline(name: str) -> None:
-    samples = [(x, 2 * x) for x in torch.tensor(CHAIN["x"], dtype=torch.float64)]
-    found = play([Factor(CHAIN["w0"][0])], MOMENTUM, POLICIES[name], samples, half_square)
-    assert finals(found) == pytest.approx(serial(stages=1), abs=1e-12)
 
 
 def test_a_constant_direction_is_predicted_exactly() -> None:

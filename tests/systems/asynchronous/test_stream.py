@@ -23,38 +23,16 @@ from lightning_avgpipe.systems.asynchronous.store import WeightStore
 from lightning_avgpipe.systems.asynchronous.stream import Stream
 from lightning_avgpipe.systems.asynchronous.versions import POLICIES, PipeOptim, Place, VersionPolicy
 from lightning_avgpipe.utils.random_streams import RandomKey
-from tests.systems.asynchronous.policies import play
+from tests.systems.asynchronous.policies import Attention, play
 from tests.threads import alone
 
 K = 3
 
 
-class Recurrent(nn.Module):
-    """An LSTM around a residual connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(6, 6, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.lstm(x)[0]
-
-
-class Attention(nn.Module):
-    """A transformer's layer, without dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
 class Chain(nn.Module):
-    def __init__(self, kind: type[nn.Module]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(kind() for _ in range(K))
+        self.parts = nn.ModuleList(Attention() for _ in range(K))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, target = batch
@@ -65,8 +43,8 @@ class Chain(nn.Module):
 
 class Tied(Chain):
     def __init__(self) -> None:
-        super().__init__(Recurrent)
-        self.parts[2].lstm = self.parts[0].lstm
+        super().__init__()
+        self.parts[2].layer = self.parts[0].layer
 
 
 class Run:
@@ -103,21 +81,18 @@ class Run:
             RandomKey(0, 0),
         )
 
-    def perform(self, parts: list[Any], count: int | None = None) -> list[Tensor]:
-        """From one drain to the next: all batches, or so many of those that are there."""
+    def perform(self, parts: list[Any]) -> None:
+        """From one drain to the next."""
         size = self.num_microbatches
         batches = [parts[i : i + size] for i in range(0, len(parts), size)]
         self.weights.begin(size)
-        stream, results = Stream(self.pipeline, "training_step", self.weights, size), []
-        for _ in range(len(batches) if count is None else count):
+        stream = Stream(self.pipeline, "training_step", self.weights, size)
+        for _ in range(len(batches)):
             while batches and stream.known <= stream.batch + Place(0, K, size).batches_ahead:
                 stream.take(self.task(batches.pop(0)))
-            outcome = stream.run([Held(self)])
-            assert outcome.results is not None
-            results += outcome.results
+            assert stream.run([Held(self)]).results is not None
             self.step()
         stream.end()
-        return results
 
 
 class Held(Observer):
@@ -145,13 +120,12 @@ CASES += [(POLICIES["2bw"], 3), (POLICIES["stash"], 2), (PipeOptim(delta="increm
 CASES += [(PipeOptim(exact_backward=False).policy, 1)]
 
 
-@pytest.mark.parametrize("kind", [Recurrent, Attention])
 @pytest.mark.parametrize(("policy", "num_microbatches"), CASES, ids=lambda case: getattr(case, "name", case))
-def test_weights_are_those_of_a_pipeline_that_keeps_all_versions(
-    kind: type[nn.Module], policy: VersionPolicy, num_microbatches: int
+def test_weights_and_copies_are_those_of_a_pipeline_that_keeps_all_versions(
+    policy: VersionPolicy, num_microbatches: int
 ) -> None:
     torch.manual_seed(0)
-    module = Chain(kind)
+    module = Chain()
     make = ADAMW if policy.name == "spectrain" else MOMENTUM
     parts = samples(6 * num_microbatches)
     expected = play(copy.deepcopy(module).parts, make, policy, parts, F.mse_loss, num_microbatches)
@@ -170,72 +144,21 @@ def any_prediction(policy: VersionPolicy, stage: int) -> bool:
     return any(use.ahead for i in range(9) for use in policy.uses(Place(stage, K), i))
 
 
-def test_policies_differ() -> None:
-    """What the other tests compare is not the same anyway."""
-    torch.manual_seed(0)
-    module, parts = Chain(Recurrent), samples(6)
-    found = []
-    for policy, num_microbatches in CASES[:5]:
-        stages = play(copy.deepcopy(module).parts, MOMENTUM, policy, parts, F.mse_loss, num_microbatches)
-        found.append(torch.cat([p.detach().flatten() for p in stages[0].module.parameters()]))
-    for i, one in enumerate(found):
-        assert all((one - other).abs().max() > 1e-3 for other in found[:i])
-
-
-def test_after_a_drain_versions_count_from_zero() -> None:
-    torch.manual_seed(0)
-    module, parts = Chain(Recurrent), samples(10)
-    make, policy = MOMENTUM, POLICIES["stash"]
-    expected = play(copy.deepcopy(module).parts, make, policy, parts[:5], F.mse_loss)
-    run = Run(module, policy, 1, make)
-    run.perform(parts[:5])
-    once = [p.detach().clone() for p in module.parameters()]
-    for found, wanted in zip(once, (p for s in expected for p in s.module.parameters()), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-    losses = run.perform(parts[5:])
-    assert torch.isfinite(torch.stack(losses)).all()
-    assert not any(torch.equal(a, b) for a, b in zip(once, module.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_what_has_run_ahead_leaves_no_trace_when_the_pipeline_drains(num_microbatches: int) -> None:
-    torch.manual_seed(0)
-    module, parts = Chain(Recurrent), samples(8 * num_microbatches)
-    expected = copy.deepcopy(module)
-    foreseen, sudden = (Run(m, POLICIES["stash"], num_microbatches, MOMENTUM) for m in (expected, module))
-    early = parts[: 3 * num_microbatches]
-    foreseen.perform(early, 3)
-    sudden.perform(parts, 3)
-    again = parts[3 * num_microbatches :]
-    for one, other in zip(foreseen.perform(again), sudden.perform(again), strict=True):
-        assert torch.equal(one, other)
-    for (name, p), wanted in zip(module.named_parameters(), expected.parameters(), strict=True):
-        assert torch.equal(p, wanted), name
-
-
 def test_hooks_on_gradients_act_on_those_of_all_versions() -> None:
     torch.manual_seed(0)
-    module = Chain(Recurrent)
-    weight = module.parts[0].lstm.weight_ih_l0
+    module = Chain()
+    weight = module.parts[0].layer.linear1.weight
     seen: list[Tensor] = []
     weight.register_hook(seen.append)
     before = weight.detach().clone()
     run = Run(module, POLICIES["stash"], 1, MOMENTUM)
     run.perform(samples(4))
     assert len(seen) == 4
-    assert module.parts[0].lstm.weight_ih_l0 is weight
+    assert module.parts[0].layer.linear1.weight is weight
     assert not torch.equal(weight, before)
 
 
 def test_a_parameter_of_two_stages_is_refused_by_name() -> None:
     run = Run(Tied(), POLICIES["stash"], 1, lambda p: torch.optim.SGD(p, lr=0.1))
-    with pytest.raises(ConfigurationError, match=r"parts.0.lstm.*stages 0 and 2"):
+    with pytest.raises(ConfigurationError, match=r"parts.0.layer.*stages 0 and 2"):
         run.perform(samples(2))
-
-
-def test_an_optimizer_that_cannot_be_predicted_is_refused_before_training() -> None:
-    with pytest.raises(ConfigurationError, match="increment"):
-        Run(Chain(Recurrent), POLICIES["pipeoptim"], 1, lambda p: torch.optim.SGD(p, lr=0.1)).perform(samples(1))
-    Run(Chain(Recurrent), PipeOptim(delta="increment").policy, 1, lambda p: torch.optim.SGD(p, lr=0.1)).perform(
-        samples(1)
-    )

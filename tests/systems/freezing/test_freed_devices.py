@@ -117,7 +117,6 @@ def fit(
     **options: Any,
 ) -> Any:
     """Train in stages, or with plain accumulation of the same micro-batches."""
-    torch.set_num_threads(1)
     torch.manual_seed(3)
     module, layouts, size = model(), Layouts(), SIZE
     callback = AdaptiveFreezing(**{"alpha": 0.4, "freed": "replicas", **(freezing or {})})
@@ -164,7 +163,6 @@ def test_freed_devices_become_replicas_and_training_goes_on_as_in_one_process(tm
 
 def with_large_values(rank: int) -> Any:
     """What travels in training differs from what travels in validation, and is too large for a frame."""
-    torch.set_num_threads(1)
     torch.manual_seed(3)
     module, layouts = FineTuned(), Layouts()
     strategy = {"num_microbatches": 2, "costs": "measured", "costs_cache": None, "timeout": 20.0}

@@ -29,7 +29,6 @@ from tests.training.test_replicas import assert_close
 
 def placed(rank: int | None) -> Any:
     """Ranks 0 and 2 have a fast link, and so have 1 and 3; two runs, of which the second places stages again."""
-    torch.set_num_threads(1)
     torch.manual_seed(5)
     fast, slow = 1e12, 1e3
     bandwidth = [[fast if u % 2 == v % 2 else slow for v in range(4)] for u in range(4)]

@@ -185,7 +185,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "bert" else ()) for name in MODELS]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("gpt2", "bert") else ()) for name in MODELS]
 )
 def test_gradients_equal_those_of_whole_backwards_bit_for_bit(name: str) -> None:
     torch.manual_seed(0)
