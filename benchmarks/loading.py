@@ -4,7 +4,8 @@ Writes a random Llama to files in bfloat16, and validates it in two (or more) pr
 asked for: read by transformers, so that every process begins with the whole model, and by
 ``lightning_avgpipe.from_pretrained``. Prints MiB above what the process held before the model was built, without pages
 of mapped files; ``share`` is what the process holds in the end, ``largest`` its largest tensor. ``build`` and ``fill``
-are seconds, and ``once`` are those in which one process reads and keeps all of the files.
+are seconds, and ``once`` are those in which one process reads and keeps all of the files. ``saving`` is what
+``save_pretrained`` takes of memory besides ``share``, in files of at most 100 MB, and ``write`` its seconds.
 
     python benchmarks/loading.py --megabytes 1000 --processes 2 --dtype float32
 """
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.harness import MIB, Resident, quiet_trainer, spawned
 
 LAYER_MIB = 24.0  # of the weights of a layer in bfloat16
-COLUMNS = ("share", "largest", "peak", "build", "fill", "once")
+COLUMNS = ("share", "largest", "peak", "build", "fill", "once", "saving", "write")
 
 
 def write(folder: str, megabytes: int) -> None:
@@ -84,7 +85,7 @@ def measure(processes: int, folder: str, stagewise: bool, dtype: torch.dtype) ->
     """Run one process, and return its figures."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from lightning_avgpipe import AvgPipeStrategy
+    from lightning_avgpipe import AvgPipeStrategy, save_pretrained
     from lightning_avgpipe.weights.on_demand import OnDemandGather
 
     small = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
@@ -106,9 +107,11 @@ def measure(processes: int, folder: str, stagewise: bool, dtype: torch.dtype) ->
     )
     model = Loaded(folder, stagewise, dtype)
     trainer.validate(model, DataLoader(torch.randint(0, 64, (4, 16)), batch_size=2), verbose=False)
+    peak, saving, began = resident.peak(), Resident(), time.perf_counter()
+    save_pretrained(model.model, f"{folder}/saved", trainer, max_shard_size="100MB")
     return {
-        "share": sum(look.held), "largest": max(look.held), "peak": resident.peak(), "build": model.build_s,
-        "fill": seconds[0],
+        "share": sum(look.held), "largest": max(look.held), "peak": peak, "build": model.build_s, "fill": seconds[0],
+        "saving": saving.peak(), "write": time.perf_counter() - began,
     }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.callbacks import AvgPipeTuner, PipelineTimeline
 from lightning_avgpipe.comm.options import Links
 from lightning_avgpipe.loading import from_pretrained
+from lightning_avgpipe.strategy.pretrained import save_pretrained
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.patching import after_import
@@ -46,6 +47,7 @@ __all__ = [
     "PipeOptim",
     "PipelineTimeline",
     "from_pretrained",
+    "save_pretrained",
 ]
 __version__ = "0.2.0.dev0"
 # Public names that systems define.

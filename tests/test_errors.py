@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
@@ -146,6 +149,20 @@ def test_a_model_that_cannot_be_pipelined_is_refused(
     with pytest.raises(kind, match=message):
         runner.fit(model(), loader(MLP, 8, 8))
     assert runner.global_step == 0
+
+
+class Distributed(MLP):
+    def configure_model(self) -> None:
+        fully_shard(self.layers[1], mesh=init_device_mesh("cpu", (1,)))
+
+
+def test_parameters_that_are_distributed_already_are_named() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigurationError, match=r"'layers\.1\..*' of Distributed is a DTensor.*shard='optimizer'"):
+            pipeline(2, max_steps=1).fit(Distributed(), loader(MLP, 8, 8))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("costs", ["measured", "flops"])

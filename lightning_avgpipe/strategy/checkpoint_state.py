@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.loading.saving import save
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.options import Configuration
 from lightning_avgpipe.training.deployment import Deployment
@@ -85,6 +88,23 @@ class CheckpointState:
         if distributed:
             return own_state_dict(module, cluster, owner)
         return full_state_dict(module, cluster, owner) if owner and not cluster.group_number else module.state_dict()
+
+    def save_pretrained(self, model: Any, folder: str | Path, **options: Any) -> None:
+        """Write a model of transformers or peft that is in the module, with the weights that checkpoints hold."""
+        cluster, holdings = self._connection.cluster, None
+        with contextlib.ExitStack() as shown:
+            if self._deployment is not None:
+                self.drain()
+                shown.enter_context(self._deployment.models.showing_reference())
+                holdings = self._deployment.holdings
+            names = {id(t): name for name, t in (*self.module.named_parameters(), *self.module.named_buffers())}
+
+            def elsewhere(tensor: Tensor) -> bool:
+                return holdings is not None and holdings.answered_elsewhere(names.get(id(tensor), ""))
+
+            if cluster is None or cluster.group_number == 0:
+                save(model, folder, None if cluster is None else cluster.group, elsewhere, **options)
+        self._connection.barrier("save_pretrained")
 
     @property
     def _is_distributed(self) -> bool:

@@ -180,8 +180,17 @@ def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int) 
 
 
 def contents(model: pl.LightningModule) -> None:
-    """Check that all parameters and buffers of a module have a shape."""
-    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    """Check that all parameters and buffers of a module have a shape, and are whole tensors."""
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    distributed = [name for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")]  # DTensors
+    if distributed:
+        raise ConfigurationError(
+            f"'{distributed[0]}' of {type(model).__name__} is a DTensor, a part of which each process of a mesh has; "
+            "stages hold whole tensors, and move them. Leave fully_shard, parallelize_module or distribute_tensor out: "
+            "more stages divide a model among more processes, and replicas=2 with shard='optimizer' divides what "
+            "optimizers keep"
+        )
+    lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
     if lazy:
         raise ConfigurationError(
             f"'{lazy[0]}' of {type(model).__name__} has no shape before its first forward, and a model is divided into "

@@ -683,6 +683,10 @@ class AvgPipeStrategy(ParallelStrategy):
         else:
             save_shards(checkpoint, filepath, self._connection.cluster, storage_options)
 
+    def save_pretrained(self, model: Any, folder: str | Path, **options: Any) -> None:
+        """Write a model of transformers or peft; see :func:`lightning_avgpipe.save_pretrained`. Every rank calls it."""
+        self._state.save_pretrained(model, folder, **options)
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint: a file, or a folder of shards."""
         if is_sharded(checkpoint_path):
