@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Sequence
 
-from lightning_avgpipe.advise.meta import main as memory
 from lightning_avgpipe.utils.script import add_script, at_least_one, before_script, report_of
 
 
@@ -17,10 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 if there is advice, otherwise 1.
     """
-    given = sys.argv[1:] if arguments is None else arguments
-    if any(argument.split("=")[0] == "--meta" for argument in given[:1]):
-        return memory(given)
-    options = _parser().parse_args(before_script(given))
+    options = _parser().parse_args(before_script(sys.argv[1:] if arguments is None else arguments))
     advice, code = report_of(options, "advise", devices=options.devices, megabits=options.megabits)
     if advice is not None:
         print(advice)
@@ -40,8 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lightning_avgpipe advise",
         description="Run a training script until its first batch has trained, and predict from the measured costs of "
-        "its units what a batch takes with ddp, one pipeline and parallel models, on more devices like this one. "
-        "With --meta CONFIG in the place of a script, print the memory of stages of a model (--meta CONFIG --help).",
+        "its units what a batch takes with ddp, one pipeline and parallel models, on more devices like this one.",
     )
     parser.add_argument("--devices", type=at_least_one, nargs="+", default=[2, 4, 8], help="how many (default: 2 4 8)")
     parser.add_argument(

@@ -71,7 +71,7 @@ def _reduce_s(size: float, devices: int, rate: float) -> float:
 def _pipelines(
     units: UnitCosts, num_microbatches: int, stages: int, copies: int, rate: float, samples_factor: SamplesFactor
 ) -> Iterator[Alternative]:
-    bounds = even(units, stages)
+    bounds = _even(units, stages)
     costs = _stage_costs(units, bounds, rate)
     heaviest = max(sum(units.parameter_bytes[a:b]) for a, b in bounds)
     reduce_s = _reduce_s(heaviest, copies, rate)
@@ -92,7 +92,7 @@ def _pipelines(
             yield Alternative(seconds * factor, f"AvgPipeStrategy({options}{several}, schedule={schedule_of})")
 
 
-def even(units: UnitCosts, stages: int) -> list[tuple[int, int]]:
+def _even(units: UnitCosts, stages: int) -> list[tuple[int, int]]:
     """Return the units of each stage, ``a .. b-1``, for stages of about equal time."""
     points = np.arange(units.num_units + 1)
     work = np.where(points[:, None] < points, units.busy_s[None, :] - units.busy_s[:, None], np.inf)
