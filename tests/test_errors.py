@@ -153,13 +153,13 @@ def test_a_model_that_cannot_be_pipelined_is_refused(
 
 class Distributed(MLP):
     def configure_model(self) -> None:
-        fully_shard(self.layers[1], mesh=init_device_mesh("cpu", (1,)))
+        fully_shard(self.layers[0], mesh=init_device_mesh("cpu", (1,)))
 
 
 def test_parameters_that_are_distributed_already_are_named() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ConfigurationError, match=r"'layers\.1\..*' of Distributed is a DTensor.*shard='optimizer'"):
+        with pytest.raises(ConfigurationError, match=r"'layers\.0\..*' of Distributed is a DTensor.*shard='optimizer'"):
             pipeline(2, max_steps=1).fit(Distributed(), loader(MLP, 8, 8))
     finally:
         dist.destroy_process_group()
