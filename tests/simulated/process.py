@@ -36,7 +36,7 @@ class SimulatedProcess:
     def begin(self, function: Callable[..., Any], *args: Any, **environment: str) -> None:
         """Let it call a function of a module, in the folder where this process is now."""
         if self._is_asked:  # nobody waited for its last answer: a test failed
-            self._restart()
+            self.restart()
         self._is_asked = True
         self._connection.send((function, args, environment, os.getcwd()))
 
@@ -50,13 +50,14 @@ class SimulatedProcess:
             assert self._connection.poll(LIMIT_S), f"no answer for {LIMIT_S:.0f} s"
             result, error = self._connection.recv()
         except BaseException:  # the next test gets another one
-            self._restart()
+            self.restart()
             raise
         self._is_asked = False
         assert error is None, error
         return result
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
+        """Begin anew, with a device on which nothing has failed yet."""
         self.close()
         self._start()
 

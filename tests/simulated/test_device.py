@@ -14,6 +14,7 @@ from lightning_avgpipe.comm.topology import Party
 from lightning_avgpipe.utils.device import port_of
 from tests.simulated import device
 from tests.simulated.communicator import Communicator
+from tests.simulated.process import SimulatedProcess
 from tests.threads import LIMIT_S, Hub, Injector, MemoryGroup
 
 Simulated = Callable[..., Any]
@@ -299,9 +300,10 @@ def crossed(streams: int) -> list[Any]:
 
 
 @pytest.mark.slow  # it waits until the limit
-def test_transfers_that_wait_for_each_other_are_a_deadlock(simulated: Simulated) -> None:
+def test_transfers_that_wait_for_each_other_are_a_deadlock(simulated: SimulatedProcess) -> None:
     assert simulated(crossed, 2) == [8.0, 4.0]
     assert all("is stuck behind send" in error for error in simulated(crossed, 1))
+    simulated.restart()
 
 
 def queued(queues: int) -> list[Any]:
@@ -328,9 +330,10 @@ def queued(queues: int) -> list[Any]:
 
 
 @pytest.mark.slow  # it waits until the limit
-def test_streams_that_share_a_queue_wait_for_what_holds_it(simulated: Simulated) -> None:
+def test_streams_that_share_a_queue_wait_for_what_holds_it(simulated: SimulatedProcess) -> None:
     assert simulated(queued, 0) == [8.0, 4.0]
     assert all("is stuck behind recv" in error for error in simulated(queued, 1))
+    simulated.restart()
 
 
 def used_by_two_threads() -> str:
