@@ -44,7 +44,7 @@ def after_import(name: str, then: Callable[[], None]) -> None:
 
 
 class _Awaiting(MetaPathFinder):
-    """An import finder that finds one module by the other finders, and calls a function after it has been executed."""
+    """An import finder that finds one module by those behind it, and calls a function after it has been executed."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name, self._then = name, then
@@ -54,7 +54,9 @@ class _Awaiting(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != self._name:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        # only those behind it: another one that awaits the same module would ask this one again
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        others = (finder for finder in behind if hasattr(finder, "find_spec"))
         spec = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from functools import partial
 from typing import Any
 
@@ -251,16 +250,3 @@ def test_epochs_after_one_in_which_pipelines_became_fewer_are_whole() -> None:
     options = {"num_pipelines": 2, "num_microbatches": 2}
     pipeline(2, strategy=options, max_epochs=3, callbacks=callbacks).fit(MLP(), loader(MLP, 48, 4))
     assert [epochs.count(epoch) for epoch in range(3)] == [3 + 6, 12, 12]
-
-
-def test_on_the_host_pipelines_take_turns_and_a_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    found = []
-    with caplog.at_level(logging.INFO):
-        for averaging in (Averaging(streams=True), Averaging()):
-            model = net()
-            train(model, loader(Net, 24, 4), 2, averaging=averaging)
-            found.append(state(model))
-    assert [r.message for r in caplog.records if "Averaging(streams=True)" in r.message] == [
-        "Averaging(streams=True): pipelines take turns, since cpu has no streams"
-    ]
-    assert_equal(*found)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -64,6 +64,27 @@ class Gathers(MLP):
         over_processes(loss.detach())
 
 
+def trained(devices: int, **options: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Gathers()
+    strategy = {"num_microbatches": 2, "timeout": "30s", **options}
+    pipeline(2, devices, strategy, max_epochs=1).fit(model, loader(MLP, 32, 8))
+    return dict(model.state_dict())
+
+
+def on_two(rank: int) -> Any:
+    found = [trained(2, costs="measured"), trained(2, recompute=True, num_pipelines=2)]
+    assert dist.is_initialized()
+    return found
+
+
+def test_a_step_that_gathers_over_processes_trains_as_in_one_process(tmp_path: Path) -> None:
+    expected = [trained(1), trained(1, recompute=True, num_pipelines=2)]
+    for found in processes.results(processes.run(2, on_two, folder=tmp_path)):
+        for weights, alone in zip(found, expected, strict=True):
+            assert_equal(weights, alone)
+
+
 class AsksNobody(MLP):
     """Uses collectives whether or not there are other processes."""
 
@@ -104,6 +125,32 @@ class HasGroup(MLP):
         return loss
 
 
+def asking_nobody(devices: int, make: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = make()
+    pipeline(2, devices, {"timeout": "30s"}, max_epochs=1).fit(model, loader(MLP, 16, 8))
+    return dict(model.state_dict())
+
+
+def on_two_without_asking(rank: int) -> dict[str, Tensor]:
+    return asking_nobody(2, AsksNobody)
+
+
+def on_two_with_a_group(rank: int) -> None:
+    asking_nobody(2, HasGroup)
+
+
+def test_collectives_without_asking_find_one_process(tmp_path: Path) -> None:
+    expected = asking_nobody(1, AsksNobodyAlone)
+    for found in processes.results(processes.run(2, on_two_without_asking, folder=tmp_path)):
+        assert_equal(found, expected)
+
+
+def test_a_group_of_several_processes_is_refused_in_a_step(tmp_path: Path) -> None:
+    outcomes = processes.run(2, on_two_with_a_group, folder=tmp_path)
+    assert all("a step uses a process group of 2 processes" in (outcome.error or "") for outcome in outcomes)
+
+
 class Overheard(MLP):
     """While a step runs, another thread asks for the processes."""
 
@@ -118,56 +165,12 @@ class Overheard(MLP):
         return super().training_step(batch, batch_idx)
 
 
-def trained(devices: int, make: type[MLP], **options: Any) -> MLP:
-    torch.manual_seed(0)
-    model = make()
-    strategy = {"num_microbatches": 2, "timeout": "30s", **options}
-    pipeline(2, devices, strategy, max_epochs=1).fit(model, loader(MLP, 16, 8))
-    return model
+def overheard(rank: int) -> list[Any]:
+    model = Overheard()
+    pipeline(2, 2, {"timeout": "30s"}, max_epochs=1).fit(model, loader(MLP, 16, 8))
+    return model.seen
 
 
-def weights(devices: int, make: type[MLP], **options: Any) -> dict[str, Tensor]:
-    return dict(trained(devices, make, **options).state_dict())
-
-
-OPTIONS: list[dict[str, Any]] = [{"costs": "measured"}, {"recompute": True, "num_pipelines": 2}]
-
-
-def on_two(rank: int) -> dict[str, Any]:
-    """One training after another in the same processes; the last one is refused."""
-    found: dict[str, Any] = {
-        "gathers": [weights(2, Gathers, **options) for options in OPTIONS],
-        "asks nobody": weights(2, AsksNobody),
-        "overheard": trained(2, Overheard).seen,
-    }
-    assert dist.is_initialized()
-    with pytest.raises(Exception) as refused:  # a PeerError on the other rank
-        trained(2, HasGroup)
-    return {**found, "refused": str(refused.value)}
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return processes.results(processes.run(2, on_two, folder=tmp_path_factory.mktemp("two")))
-
-
-@pytest.mark.parametrize("case", range(len(OPTIONS)))
-def test_a_step_that_gathers_over_processes_trains_as_in_one_process(case: int, found: list[dict[str, Any]]) -> None:
-    expected = weights(1, Gathers, **{**OPTIONS[case], "costs": "flops"})
-    for of_rank in found:
-        assert_equal(of_rank["gathers"][case], expected)
-
-
-def test_collectives_without_asking_find_one_process(found: list[dict[str, Any]]) -> None:
-    expected = weights(1, AsksNobodyAlone)
-    for of_rank in found:
-        assert_equal(of_rank["asks nobody"], expected)
-
-
-def test_other_threads_see_all_processes_while_a_step_runs(found: list[dict[str, Any]]) -> None:
-    for rank, of_rank in enumerate(found):
-        assert of_rank["overheard"] and all(seen == (False, (True, rank, 2)) for seen in of_rank["overheard"])
-
-
-def test_a_group_of_several_processes_is_refused_in_a_step(found: list[dict[str, Any]]) -> None:
-    assert all("a step uses a process group of 2 processes" in of_rank["refused"] for of_rank in found)
+def test_other_threads_see_all_processes_while_a_step_runs(tmp_path: Path) -> None:
+    for rank, seen in enumerate(processes.results(processes.run(2, overheard, folder=tmp_path))):
+        assert seen and all(found == (False, (True, rank, 2)) for found in seen)

@@ -27,7 +27,7 @@ from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.utils.device import DeviceMemory
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify import verifier as verifying
-from lightning_avgpipe.weights.tied import TiedParameters
+from lightning_avgpipe.weights.tied import GradientSum, TiedParameters
 from tests import processes
 from tests.driver import assert_same_parameters
 from tests.models import MLP, Regression, TinyTransformer, loader
@@ -260,12 +260,13 @@ def equal_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unsummed_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_only(copies: TiedParameters) -> None:
+    def first_only(copies: TiedParameters) -> GradientSum:
         for stages in copies._stand_ins.values():
             for copy in stages.values():
                 copy.parameter.grad = copy.stand_in.grad
+        return GradientSum()
 
-    monkeypatch.setattr(TiedParameters, "sum_gradients", first_only)
+    monkeypatch.setattr(TiedParameters, "begin_sum", first_only)
 
 
 def mean_of_logged(monkeypatch: pytest.MonkeyPatch) -> None:
