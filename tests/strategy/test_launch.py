@@ -8,7 +8,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -195,10 +195,12 @@ def training_until(rank: int, may_end: Path) -> int:
     return runner.global_step
 
 
-def await_file(path: Path) -> None:
+def await_file(path: Path, training: Future[list[processes.Outcome]] | None = None) -> None:
     deadline = time.monotonic() + processes.LIMIT_S / 2
     while not path.exists():
         assert time.monotonic() < deadline, f"{path.name} does not come"
+        if training is not None and training.done():
+            raise AssertionError(f"training has ended: {processes.results(training.result())}")
         time.sleep(0.05)
 
 
@@ -211,7 +213,7 @@ def test_a_process_of_another_run_with_the_same_port_is_refused_and_disturbs_nob
     with ThreadPoolExecutor(1) as beside:
         training = beside.submit(processes.run, 2, training_until, may_end, folder=tmp_path, port=port)
         for rank in range(2):
-            await_file(tmp_path / f"trains-{rank}")
+            await_file(tmp_path / f"trains-{rank}", training)
         for size, found in ((2, r"process \d+ on .* as rank 1"), (3, "2 processes")):
             (folder := tmp_path / str(size)).mkdir()
             (stranger,) = processes.run(size, of_another_run, size, folder=folder, ranks=[size - 1], port=port)
