@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 _NEAR = 1e-3  # tolerance of losses, after weights have been rounded otherwise
 _SAME_LOSS = 1e-2  # tolerance between the loss of a batch in one piece and the mean over its micro-batches
 _PATIENCE_S = 2.0  # how long training waits, in total, for children that nobody has asked for
+_AT_END_S = 10.0  # how long a run waits for them that ends so early that it has made few other steps
 
 Finish = Callable[[int, int, Any], Tensor | None]
 
@@ -508,6 +509,7 @@ class Verifier:
         Raises:
             VerificationError: something differs.
         """
+        self._patience_s = max(self._patience_s, _AT_END_S)
         self._wait()
         if self._children:
             _log.info("the first steps are not compared with plain ones, which took longer than the training")
