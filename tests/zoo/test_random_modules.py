@@ -16,9 +16,9 @@ from tests.zoo.random_modules import judge
 SEEDS = int(os.environ.get("RANDOM_MODULES", "400"))
 
 
-# Wrong today, with a warning at most. Most of them change or read something only from the second batch or micro-batch on,
-# when the step is captured already, and hooks run between the steps that are compared with plain ones. See
-# docs/roadmap.md. One that is mended leaves this list.
+# Wrong today, with a warning at most. Most of them change or read something only from the second batch on, when the
+# step is captured already, and hooks run between the steps that are compared. See docs/roadmap.md. One that is mended
+# leaves this list.
 KNOWN = frozenset({126, 135, 182, 228, 240, 278, 334, 371, 396, 2100, 2118})
 
 
