@@ -154,7 +154,7 @@ class Goal(L.Callback):
 def learned(options: argparse.Namespace, side: str, size: int) -> dict[str, Any]:
     """In each process: samples until the goal; None if it is not reached."""
     torch.manual_seed(options.seed)
-    goal, module = Goal(WORKLOADS["language"].goal, 10), Language(options.lr)
+    goal, module = Goal(options.goal, 10), Language(options.lr)
     strategy: Any = "auto"
     if size > 1:
         given = averaging(side, options.outer)
@@ -171,7 +171,7 @@ def measure(options: argparse.Namespace, results: Results) -> None:
         if not (missing := [side for side in sides if results.find(what, link, side, turn) is None]):
             return
         print(f"{what}, {', '.join(missing)}, {link or ''}, {turn}", flush=True)
-        given = [f"--{name}={getattr(options, name)}" for name in ("outer", "slowness", "steps", "lr")]
+        given = [f"--{name}={getattr(options, name)}" for name in ("outer", "slowness", "steps", "lr", "goal")]
         given += ["--work", what, "--sides", json.dumps(missing), "--seed", str(turn)]
         found = launch(__file__, given, size, megabits, options.limit_s)
         for side, record in zip(missing, found, strict=True):
@@ -230,6 +230,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of seconds")
     parser.add_argument("--seeds", type=int, default=3, help="of samples")
     parser.add_argument("--lr", type=float, default=0.004, help="of Adam")
+    parser.add_argument("--goal", type=float, default=1.8, help="loss on validation samples")
     parser.add_argument("--steps", type=int, default=40, help="that are timed; a third with averaging after each step")
     parser.add_argument("--slowness", type=float, default=4.0, help="of a device, as a multiple of a core's time")
     parser.add_argument("--outer", choices=list(OUTER), default="nesterov", help="step of the reference")

@@ -34,7 +34,7 @@ class SlowDevice:
         factor: seconds that it takes for a second of a core's work; 1: it is as fast as the core.
 
     Attributes:
-        busy_s: seconds for which it has computed, pauses included.
+        busy_s: seconds for which it has computed; without those in which a backward waits for others' gradients.
     """
 
     def __init__(self, factor: float) -> None:
@@ -55,7 +55,7 @@ class SlowDevice:
             self._running.begin = None
             end = begin[0] + self.factor * (time.thread_time() - begin[1])
             _sleep_until(end)
-            self.busy_s += max(end, time.perf_counter()) - begin[0]
+            self.busy_s += end - begin[0]
 
     def slowed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that takes as long as it would take this device."""

@@ -107,8 +107,9 @@ class PipelineRun:
             commands.advise(trainer, cluster)
         if fitting and options.replicated(cluster.stage_map.replicas):
             commands.refuse_to_verify(options.verify, "with replicas each has but a share of the batch that counts")
-        elif fitting and (options.verifies or not (options.compile or order is not None)):
-            # else nothing is verified unless the user asks for it: units are compiled, or iterations overlap
+        alike = options.policy.drains and not (options.compile or options.shares_stages)
+        if fitting and (options.verifies or alike):
+            # else only if asked for: weights are older, units are compiled, or replicas of a stage share micro-batches
             verifier = loop.verifier = commands.verifier(self._subject(), options.verify)
             if verifier is not None:
                 self._undo.callback(verifier.close)

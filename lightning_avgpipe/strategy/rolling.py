@@ -180,6 +180,11 @@ class RollingOrder(IterationOrder):
         )
 
     @property
+    def _verifies(self) -> bool:
+        """Whether iterations are compared with plain ones."""
+        return self.loop.verifier is not None and self.loop.verifier.active
+
+    @property
     def _pipelines(self) -> list[Pipeline]:
         return self.loop.deployment.models.pipelines
 
@@ -239,10 +244,11 @@ class RollingOrder(IterationOrder):
         self.overlap.begin()
 
     def _rolls(self, iteration: Iteration) -> bool:
-        """Return whether this iteration may overlap others: the stages are there, and nothing observes it alone."""
+        """Return whether this iteration may overlap others: the stages are there, and nothing looks at it alone."""
         deployment, num_pipelines = self.loop.deployment, self.loop.configuration.num_pipelines
         return (
             self.overlap.checked
+            and not self._verifies
             and STEP in deployment.pipeline.steps
             and deployment.models.ensemble is not None
             and deployment.models.ensemble.models.size == num_pipelines
@@ -284,6 +290,8 @@ class RollingOrder(IterationOrder):
             with self._running():  # the other pipelines use the time
                 self._engine.run_until(copies.is_over)
             copies.finish()
+        if n == 0 and self.loop.verifier is not None:
+            self.loop.verifier.compare()
         self.loop.models.after_backward(n, iteration.loss)
         if steps:
             self.loop.models.check.check_model(n)

@@ -118,7 +118,7 @@ class Child:
             try:
                 kind, payload = pickle.loads(self.connection.recv_bytes())
             except (EOFError, OSError):
-                raise ForkError(f"the child that {self.purpose} has died") from None
+                raise self._died() from None
             if kind == "error":
                 error, text = payload
                 raise error from _ChildTraceback(text)
@@ -147,7 +147,17 @@ class Child:
         try:
             self.connection.send_bytes(pickle.dumps(message))
         except OSError:
-            raise ForkError(f"the child that {self.purpose} has died") from None
+            raise self._died() from None
+
+    def _died(self) -> ForkError:
+        """Return an error that says how the child has ended, whose end of the connection is closed."""
+        how = "before"
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)  # without effect on one that has ended, which is not reaped yet
+            _, status = os.waitpid(self.pid, 0)
+            self.pid, code = 0, os.waitstatus_to_exitcode(status)
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
+        return ForkError(f"the child that {self.purpose} has died {how}")
 
     def close(self) -> None:
         """Kill the child, and close the connection."""

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.loss import LossWeight
 from lightning_avgpipe.planning import Plan
@@ -77,6 +79,11 @@ class Subject:
         return self.num_pipelines() * self.cluster.stage_map.num_teams
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether gradients are sums over replicas, which have other batches than this group."""
+        return self.cluster.stage_map.replicas > 1
+
+    @property
     def first_pipeline(self) -> int:
         """The number of this group's first pipeline among the pipelines of all groups."""
         return self.cluster.group_number // self.cluster.stage_map.replicas * self.num_pipelines()
@@ -98,6 +105,8 @@ class Subject:
             return "training goes on with gradients of an earlier run"
         if self.num_models > 1 and self.trainer.global_step:
             return "parallel models go on from a checkpoint"
+        if self.has_replicas and any(isinstance(part, torch.nn.SyncBatchNorm) for part in self.module.modules()):
+            return "its batches are normalised over all replicas"
         if (wire := self.options["wire"]) is not None and self.cluster.group.world_size > 1:
             return f"values travel rounded between stages (links=Links(wire={wire!r})); verify once with wire=None"
         weights = [*self.module.parameters(), *self.module.buffers()]

@@ -116,7 +116,7 @@ class Verifier:
                 _log.info("the first steps are not compared with plain ones: %s", why)
                 self._left = 0
                 return
-            if subject.num_models > 1:  # after the first averaging a model depends on the others
+            if subject.num_models > 1 or subject.has_replicas:  # after the first step a model depends on other batches
                 self._wanted = self._left = 1
             if subject.leads:
                 number = subject.num_pipelines() if self._asked else 1
@@ -383,6 +383,7 @@ class Verifier:
 
     def _compare(self, n: int, expected: Traces, found: Traces, before: Mapping[str, Any], steps: bool) -> None:
         plan, tally, same = self._subject.plan, self._tally, partial(self._same, n)
+        alone = not self._subject.has_replicas  # else gradients and steps are of more batches than this one
         assert plan is not None
         tied, everywhere = plan.copied, [name for stage in reversed(plan.stages) for name in reversed(stage.parameters)]
         if tied and self._compared:  # gradients of tied weights were summed in another order, so weights may differ
@@ -399,7 +400,7 @@ class Verifier:
                 "loss_weight=.... Training goes on with micro-batches, as with accumulate_grad_batches"
             )
         tally.losses += len(expected.losses)
-        if steps:
+        if steps and alone:
             held = {name: g for name, g in expected.gradients.items() if name in found.gradients}
             same("the gradient", held, found.gradients, tied.__contains__, everywhere, usual_size(held.values()))
             tally.names["tied gradients"].update(name for name in held if name in tied)
@@ -409,9 +410,10 @@ class Verifier:
         # several models all write to the same attributes, and user code in a step sees its own process only
         if self._subject.num_models == 1 and not (self._compared and self._subject.acting):
             self._compare_attributes(n, expected, found, before)
-        self._compare_logged(n, expected, found)
+        if alone:
+            self._compare_logged(n, expected, found)
         if steps:
-            if not tied:
+            if alone and not tied:
                 held = {name: w for name, w in expected.weights.items() if name in found.weights}
                 same("the weight after the optimizer step", held, found.weights)
                 tally.names["weights"].update(held)
@@ -470,11 +472,11 @@ class Verifier:
     def _check(self, n: int, difference: Difference | None) -> None:
         if difference is None:
             return
-        if self._doubtful and self._compared:
-            message = self._message(n, difference)
-            rank_zero_warn(
-                f"{message} Or one of your hooks, which run between the steps, has changed what the step reads"
-            )
+        why = "one of your hooks, which run between the steps, has changed what the step reads"
+        if self._subject.has_replicas:
+            why = "the step asks other replicas for values (all_gather), which a plain run has not"
+        if self._subject.has_replicas or (self._doubtful and self._compared):
+            rank_zero_warn(f"{self._message(n, difference)} Or {why}")
             raise _Doubt
         self.close()
         raise VerificationError(self._message(n, difference))
@@ -496,6 +498,8 @@ class Verifier:
     def _finish(self) -> str:
         if self._subject.num_models > 1:
             self._tally.omitted |= {"averaging", "logged values"}
+        if self._subject.has_replicas:
+            self._tally.omitted |= {"gradients", "weights", "logged values"}
         text = f"verified {self._wanted} optimizer steps: {self._tally}"
         self._give_up()
         if not (self._asked or self._doubtful):

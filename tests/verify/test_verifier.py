@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import logging
 import os
 import random
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +22,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 
+from lightning_avgpipe import Averaging
 from lightning_avgpipe.engine import microbatch, randomness
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.errors import ConfigurationError, VerificationError
@@ -361,6 +365,14 @@ def test_the_first_steps_are_compared_unless_somebody_says_no() -> None:
     fit(Remembering(), verify=False)
 
 
+def test_models_that_roll_are_compared_up_to_their_first_averaging(logged: pytest.LogCaptureFixture) -> None:
+    rolling = {"num_pipelines": 2, "averaging": Averaging(rolling=True)}
+    fit(Dropping(), verify="auto", **rolling)
+    assert "verified 1 optimizer steps: 3 losses" in logged.text
+    with pytest.raises(VerificationError, match="the loss of 'micro-batch"):
+        fit(Remembering(), verify="auto", **rolling)
+
+
 def test_what_was_equal_is_not_compared_again(logged: pytest.LogCaptureFixture) -> None:
     for text in ("verified 2 optimizer steps", "they were equal in an earlier run of the same code"):
         logged.clear()
@@ -459,6 +471,28 @@ def test_a_fault_in_another_process_is_named(in_processes: list[tuple[list[str],
     (_, error), (_, other) = in_processes
     assert "the gradient of 'layers.0.weight'" in error
     assert "VerificationError" in other
+
+
+def fit_in_replicas(rank: int) -> tuple[str, list[str]]:
+    """The log of a training in two replicas, and warnings of one whose step does what nobody sees."""
+    lines, warned = io.StringIO(), list[str]()
+    handler, log = logging.StreamHandler(lines), logging.getLogger("lightning_avgpipe")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    for module in (Normed(), Remembering()):
+        torch.manual_seed(3)
+        options = {"num_microbatches": 4, "replicas": 2, "split_points": ["layers.2"]}
+        with replaced(verifying, "rank_zero_warn", warned.append):
+            pipeline(2, 2, options, max_epochs=1).fit(module, loader(Normed, 32, 8))
+    log.removeHandler(handler)
+    return lines.getvalue(), warned
+
+
+def test_a_replica_is_compared_up_to_the_sum_of_gradients(tmp_path: Path) -> None:
+    (text, warned), (_, others) = processes.results(processes.run(2, fit_in_replicas, folder=tmp_path))
+    assert "verified 1 optimizer steps: 4 losses, 3 buffers equal bit for bit" in text
+    assert len(warned) == 1 and "the loss of 'micro-batch" in warned[0]
+    assert not others
 
 
 # -- units that begin to draw late -----------------------------------------------------------------------------------
