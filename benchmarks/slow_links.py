@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import statistics
@@ -192,7 +193,7 @@ def table(results: Results, options: argparse.Namespace) -> str:
 
     def median(what: str, link: int | None, side: str, name: str, turns: int) -> float:
         values = [(results.find(what, link, side, turn) or {}).get(name) for turn in range(turns)]
-        return statistics.median(float("inf") if value is None else value for value in values)
+        return statistics.median([math.inf if value is None else value for value in values] or [math.nan])
 
     lines = []
     for link in LINKS:
@@ -229,11 +230,11 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3, help="of seconds")
     parser.add_argument("--seeds", type=int, default=3, help="of samples")
-    parser.add_argument("--lr", type=float, default=0.004, help="of Adam")
+    parser.add_argument("--lr", type=float, default=0.002, help="of Adam")
     parser.add_argument("--goal", type=float, default=1.8, help="loss on validation samples")
     parser.add_argument("--steps", type=int, default=40, help="that are timed; a third with averaging after each step")
     parser.add_argument("--slowness", type=float, default=4.0, help="of a device, as a multiple of a core's time")
-    parser.add_argument("--outer", choices=list(OUTER), default="nesterov", help="step of the reference")
+    parser.add_argument("--outer", choices=list(OUTER), default="mean", help="step of the reference")
     for name, kind in {"work": str, "sides": json.loads, "seed": int}.items():
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     add_options(parser, 600.0, "run")

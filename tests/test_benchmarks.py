@@ -285,3 +285,13 @@ def test_a_trainer_is_measured_beside_ddp_and_the_simulator(tmp_path: Path) -> N
         assert seconds > 0
         assert (simulated is not None) == (name in ("N=1", "N=2"))
         assert simulated is None or recorded > simulated > 0
+
+
+@pytest.mark.slow
+def test_a_llama_is_tuned_alike_by_ddp_fsdp_and_stages(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    arguments = ["--quick", "--links", "0", "--rounds", "1", "--steps", "1", "--json", tmp_path / "f.json"]
+    run(tmp_path, ROOT / "benchmarks" / "finetune.py", *arguments)  # which compares the losses
+    sides = json.loads((tmp_path / "f.json").read_text())["0"]
+    whole, *halves = (sum(rank["held"] for rank in sides[side][0]) for side in ("ddp", "fsdp2", "avgpipe"))
+    assert all(half == pytest.approx(whole / 2, rel=0.05) for half in halves)

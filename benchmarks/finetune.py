@@ -1,0 +1,255 @@
+"""Fine-tune a Llama with LoRA in two processes: a pipeline, beside torch's FSDP2 and DDP, on limited links.
+
+The model is random and small (34 M parameters), the arithmetic and the messages are real, one thread per process. DDP
+holds the whole model in each process, and sends gradients of adapters only. FSDP2 (``fully_shard`` of each layer) holds
+a half of each weight, and gathers the other half in each forward and backward. The pipeline holds a half of the layers,
+and sends the values between them. All three train the same model with the same batches, which their losses show. They
+take turns, each in processes of its own.
+
+On real devices FSDP2 waits longer: a device computes a hundred times as fast as a core, and these links are the same.
+
+    python benchmarks/finetune.py                 # some minutes; limited links need root
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import network
+from benchmarks.harness import MIB, Resident, add_options, begin, in_turns, launch, quiet_trainer, write
+from lightning_avgpipe import AvgPipeStrategy
+
+BATCH = 8
+_EDGE = 2  # steps that are not timed
+_NEAR = 1e-3  # of losses
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of the model, and of a sample in tokens."""
+
+    layers: int = 8
+    width: int = 512
+    vocabulary: int = 8192
+    length: int = 128
+
+
+QUICK = Size(2, 64, 256, 16)
+
+
+def llama(size: Size) -> nn.Module:
+    """A random Llama with adapters, the same in every process."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=size.vocabulary, hidden_size=size.width, intermediate_size=11 * size.width // 4,
+        num_hidden_layers=size.layers, num_attention_heads=8, use_cache=False,
+    )  # fmt: skip
+    made: nn.Module = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=8, target_modules="all-linear"))
+    return made
+
+
+def batches(size: Size, count: int) -> Tensor:
+    """Tokens of so many batches of all processes."""
+    return torch.randint(size.vocabulary, (count, BATCH, size.length), generator=torch.Generator().manual_seed(1))
+
+
+class FineTuning(L.LightningModule):
+    """The model as a LightningModule."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.model = llama(size)
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+class Steps(L.Callback):
+    """Seconds and losses of steps, and the memory from the third one on."""
+
+    def __init__(self, base_mib: Callable[[], float]) -> None:
+        self.ends: list[float] = []
+        self.losses: list[float] = []
+        self._base = base_mib
+        self._before, self._during = 0.0, Resident()
+
+    def ended(self, loss: float) -> None:
+        """Note the end of a step."""
+        self.ends.append(time.perf_counter())
+        self.losses.append(loss)
+        if len(self.ends) == _EDGE:
+            self._during.peak()
+            self._before, self._during = self._base(), Resident()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.ended(float(outputs["loss"]) if outputs else float("nan"))
+
+    def found(self, module: nn.Module) -> dict[str, Any]:
+        """What was measured; ``held`` are MiB of weights of this process, ``peak`` of all that it had in a step."""
+        own = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+        return {
+            "step_s": statistics.median(b - a for a, b in zip(self.ends[_EDGE - 1 :], self.ends[_EDGE:], strict=False)),
+            "held": sum(p.nbytes for p in own if not p.is_meta) / MIB,
+            "peak": self._before + self._during.peak(),
+            "losses": self.losses,
+        }  # fmt: skip
+
+
+def by_torch(side: str, size: Size, count: int) -> dict[str, Any]:
+    """In each process: train with DDP or FSDP2."""
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    resident = Resident()
+    model: Any = llama(size)
+    if side == "ddp":
+        shown = model
+        model = DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh("cpu", (world_size,))
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer, mesh=mesh)
+        shown = fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
+    steps = Steps(resident.now)
+    for tokens in batches(size, count):
+        mine = tokens.chunk(world_size)[rank]
+        loss = model(input_ids=mine, labels=mine).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        steps.ended(mean.item() / world_size)
+    found = steps.found(shown)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def by_stages(size: Size, count: int) -> dict[str, Any]:
+    """In each process: train a pipeline of as many stages as there are processes."""
+    resident = Resident()
+    steps = Steps(resident.now)
+    module = FineTuning(size)
+    strategy = AvgPipeStrategy(costs_cache=None, verify=False)
+    trainer = quiet_trainer(strategy=strategy, devices=2, callbacks=[_Held(steps)], max_steps=count, max_epochs=-1)
+    trainer.fit(module, DataLoader(batches(size, count), batch_size=None))
+    return trainer.callbacks[0].found  # type: ignore[attr-defined,no-any-return]
+
+
+class _Held(L.Callback):
+    """Passes on the steps, and looks at the weights before the strategy gives all of them back."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps, self.found = steps, dict[str, Any]()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.steps.on_train_batch_end(*args)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.found = self.steps.found(module)
+
+
+SIDES: dict[str, Callable[[Size, int], dict[str, Any]]] = {
+    "ddp": partial(by_torch, "ddp"),
+    "fsdp2": partial(by_torch, "fsdp2"),
+    "avgpipe": by_stages,
+}
+
+
+def work(options: argparse.Namespace) -> None:
+    """What each process does; rank 0 writes the figures of all of them."""
+    rank, world_size = begin()
+    found = SIDES[options.side](QUICK if options.quick else Size(), options.steps + _EDGE)
+    path = options.result.with_suffix(f".{rank}")
+    path.write_text(json.dumps(found))
+    if rank == 0:
+        others = [options.result.with_suffix(f".{other}") for other in range(world_size)]
+        deadline = time.monotonic() + options.limit_s
+        while not all(other.exists() for other in others) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        options.result.write_text(json.dumps([json.loads(other.read_text()) for other in others]))
+
+
+def table(found: dict[str, dict[str, list[Any]]]) -> str:
+    """One line per side and link."""
+    lines = ["Mbit/s   trained by   weights, MiB   peak, MiB   seconds a step   times as fast as FSDP2"]
+    for link, sides in found.items():
+        medians = {side: statistics.median(run[0]["step_s"] for run in runs) for side, runs in sides.items()}
+        for side, runs in sides.items():
+            ranks = runs[-1]
+            weights, peaks = ("/".join(f"{rank[what]:.0f}" for rank in ranks) for what in ("held", "peak"))
+            ratio = medians["fsdp2"] / medians[side]
+            lines.append(f"{link:>6s}   {side:10s} {weights:>14s} {peaks:>11s} {medians[side]:16.2f} {ratio:20.2f}x")
+    return "\n".join(lines)
+
+
+def check(sides: dict[str, list[Any]]) -> None:
+    """Check that all sides have trained alike.
+
+    Raises:
+        SystemExit: their losses differ.
+    """
+    losses = {side: runs[0][0]["losses"] for side, runs in sides.items()}
+    base = losses["ddp"]
+    for side, values in losses.items():
+        if any(abs(a - b) > _NEAR * abs(a) for a, b in zip(base, values, strict=True)):
+            raise SystemExit(f"{side} and ddp do not compute the same: {values}, {base}")
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--links", nargs="+", type=int, default=[1000, 100], help="Mbit/s; 0: free")
+    parser.add_argument("--steps", type=int, default=3, help="that are timed")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="a model of two small layers")
+    parser.add_argument("--side", choices=list(SIDES), help=argparse.SUPPRESS)
+    add_options(parser, 600.0, "side")
+    options = parser.parse_args(arguments)
+    if options.side is not None:
+        return work(options)
+    if any(options.links) and not network.available():
+        raise SystemExit("limited links are network namespaces, which need root, ip and tc; or use --links 0")
+    found: dict[str, dict[str, list[Any]]] = {}
+    for link in options.links:
+        sides = found[str(link)] = {side: [] for side in SIDES}
+        for side in in_turns(list(SIDES), options.rounds):
+            given = ["--side", side, "--steps", str(options.steps), *["--quick"] * options.quick]
+            sides[side].append(launch(__file__, given, 2, link or None, options.limit_s))
+            ranks = [{name: value for name, value in rank.items() if name != "losses"} for rank in sides[side][-1]]
+            print(f"{link} Mbit/s, {side}: {ranks}", flush=True)
+        check(sides)
+    print(table(found))
+    write(options, found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
