@@ -27,8 +27,11 @@ class Traffic(Protocol):
     def sending(self, route: Route, micro_batch: int, stream: Any) -> AbstractContextManager[None]:
         """Return a context in which a queued message is sent: on a stream, or by the host if the stream is None."""
 
-    def arrived(self, route: Route, micro_batch: int, stream: Any) -> None:
-        """Note that a message arrives when the stream reaches this point, or has arrived if the stream is None."""
+    def arrived(self, route: Route, micro_batch: int, stream: Any, at_s: float | None) -> None:
+        """Note that a message arrives when the stream reaches this point, or has arrived if the stream is None.
+
+        It arrived at the time ``at_s`` of the host's clock; None: just now.
+        """
 
 
 class Inbox(Protocol):

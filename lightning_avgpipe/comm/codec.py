@@ -205,6 +205,25 @@ class Head:
         """The tag of the packets."""
         return _tag(self.structure)
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the frame, in bytes."""
+        return _aligned(_PREFIX.size + len(self.text)) + self.inner.nbytes
+
+    def fill(self, whole: Tensor, message: Message) -> None:
+        """Write the frame of a message into memory of its size."""
+        prefix = _PREFIX.pack(self.nbytes, len(self.text), self.structure, self.channel, message.micro_batch)
+        whole.numpy()[: len(prefix) + len(self.text)] = np.frombuffer(prefix + self.text, dtype=np.uint8)
+        self.inner.fill(whole[_aligned(_PREFIX.size + len(self.text)) :], message)
+
+
+def laid_out(nbytes: int, packets: Sequence[Packet]) -> list[int]:
+    """Return where each packet begins if they lie behind a frame of so many bytes, and where the last one ends."""
+    begins = [_aligned(nbytes)]
+    for packet in packets:
+        begins.append(_aligned(begins[-1] + packet.nbytes))
+    return begins
+
 
 class FrameWriter:
     """A maker of frames at the sending end of a wire. Heads must be made in the order in which frames are sent."""
@@ -234,14 +253,9 @@ class FrameWriter:
 
     def frame(self, head: Head, message: Message) -> list[Tensor]:
         """Return what to send first for a message: the frame and, if it is too long, the rest of it."""
-        begin = _aligned(_PREFIX.size + len(head.text))
-        size = begin + head.inner.nbytes
-        frame = np.zeros(size if _ACCEPTS_SHORTER else max(size, CAPACITY), dtype=np.uint8)
-        prefix = _PREFIX.pack(size, len(head.text), head.structure, head.channel, message.micro_batch)
-        frame[: len(prefix) + len(head.text)] = np.frombuffer(prefix + head.text, dtype=np.uint8)
-        whole = torch.from_numpy(frame)
-        head.inner.fill(whole[begin:], message)
-        return [whole] if size <= CAPACITY else [whole[:CAPACITY], whole[CAPACITY:]]
+        whole = torch.from_numpy(np.zeros(head.nbytes if _ACCEPTS_SHORTER else max(head.nbytes, CAPACITY), np.uint8))
+        head.fill(whole[: head.nbytes], message)
+        return [whole] if head.nbytes <= CAPACITY else [whole[:CAPACITY], whole[CAPACITY:]]
 
     def _number(self, structure: _Structure) -> int:
         try:
@@ -274,12 +288,14 @@ class DecodedFrame:
         partial: message with the tensors that came in the frame.
         packets: packets that follow the frame.
         tag: tag of these packets.
+        nbytes: size of the frame, in bytes.
     """
 
     route: Route
     partial: Message
     packets: tuple[Packet, ...]
     tag: int
+    nbytes: int
 
     def message(self, flats: Sequence[Tensor]) -> Message:
         """Return the message, completed by the packets that arrived."""
@@ -320,7 +336,7 @@ class FrameReader:
         """
         whole = frame if rest is None else torch.cat((frame, rest))
         raw = whole.numpy()
-        _, length, number, channel, micro_batch = _PREFIX.unpack_from(raw.data)
+        size, length, number, channel, micro_batch = _PREFIX.unpack_from(raw.data)
         route, structure = None, None
         if length:
             route, structure = pickle.loads(raw[_PREFIX.size : _PREFIX.size + length].data)
@@ -341,7 +357,7 @@ class FrameReader:
         if number >= 0 and following:
             self.usual = _tag(number), following, bare.segments
         partial = replace(bare, micro_batch=micro_batch, tensors=tuple(tensors))
-        return DecodedFrame(self._channels[channel], partial, following, _tag(number))
+        return DecodedFrame(self._channels[channel], partial, following, _tag(number), size)
 
 
 def _tag(number: int) -> int:

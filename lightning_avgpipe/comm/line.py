@@ -35,7 +35,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -253,8 +253,44 @@ class Wire:
 # -- senders and receivers ---------------------------------------------------------------------------------------------
 
 
+class SendingEnd(Protocol):
+    """The sending end of all channels from this process to another.
+
+    Attributes:
+        routes: routes of the open channels; the end is closed when the last one is.
+        in_parts: whether a message may be sent on while it arrives.
+    """
+
+    routes: set[Route]
+    in_parts: bool
+
+    def event(self) -> Any:
+        """Return an event after which tensors of the device that are computed now may be read; None on the host."""
+
+    def put(self, outgoing: Outgoing) -> None:
+        """Send a message in its turn; returns at once."""
+
+    def leave(self, route: Route, join_s: float) -> None:
+        """Close a channel. The last one waits up to ``join_s`` seconds until all messages are sent."""
+
+
+class ReceivingEnd(Protocol):
+    """The receiving end of all channels from another process to this one."""
+
+    port: Any
+
+    def look(self) -> None:
+        """Take in what has arrived, if no thread does."""
+
+    def expect(self, inbox: NetworkInbox, expected: Sequence[tuple[Sequence[Traffic], NetworkOutbox | None]]) -> None:
+        """Expect further messages of a channel."""
+
+    def leave(self, route: Route, join_s: float) -> None:
+        """Close a channel."""
+
+
 @dataclass
-class _Outgoing:
+class Outgoing:
     """A message that is to be sent.
 
     Attributes:
@@ -287,18 +323,24 @@ class Sender:
         routes: routes of the open channels; the thread ends when the last one is closed.
     """
 
+    in_parts = True
+
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
         self.routes: set[Route] = set()
         self._frames = FrameWriter()
-        self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
         self._order = threading.Lock()
         self._waiting = 0  # queued messages whose transfer has not begun
         self._sending: Route | None = None
         self._thread = threading.Thread(target=self._work, name=f"avgpipe send to rank {wire.peer}", daemon=True)
         self._thread.start()
 
-    def put(self, outgoing: _Outgoing) -> None:
+    def event(self) -> Any:
+        """Return an event after which what the device computes now may be read."""
+        return self.wire.port.event()
+
+    def put(self, outgoing: Outgoing) -> None:
         """Send a message in its turn; returns at once.
 
         Raises:
@@ -350,7 +392,7 @@ class Sender:
         return True
 
     @contextlib.contextmanager
-    def _observed(self, outgoing: _Outgoing) -> Iterator[None]:
+    def _observed(self, outgoing: Outgoing) -> Iterator[None]:
         stream = self.wire.transfer_stream if outgoing.observers else None
         if stream is not None and outgoing.ready is not None:
             stream.wait_event(outgoing.ready)  # sending begins when there is something to send
@@ -361,7 +403,7 @@ class Sender:
             if stream is not None:
                 self.wire.follow_sends()
 
-    def _begin(self, outgoing: _Outgoing) -> list[Any]:
+    def _begin(self, outgoing: Outgoing) -> list[Any]:
         message, ready, head = outgoing.message, outgoing.ready, outgoing.head
         assert head is not None
         flats: Sequence[Tensor] | None = outgoing.flats or None
@@ -386,10 +428,10 @@ class NetworkOutbox:
 
     Args:
         route: route of the channel.
-        sender: sender of the line to the other process.
+        sender: sending end of all channels to the other process.
     """
 
-    def __init__(self, route: Route, sender: Sender) -> None:
+    def __init__(self, route: Route, sender: SendingEnd) -> None:
         self._route = route
         self._sender = sender
         sender.routes.add(route)
@@ -398,11 +440,16 @@ class NetworkOutbox:
         """Queue a message to be sent, and tell the observers; returns at once."""
         # tensors on the host are computed: they need no event of the device
         on_host = all(tensor is None or tensor.is_cpu for tensor in message.tensors)
-        self.pass_on(message, None if on_host else self._sender.wire.port.event(), observers)
+        self.pass_on(message, None if on_host else self._sender.event(), observers)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a message may be sent on while it arrives."""
+        return self._sender.in_parts
 
     def pass_on(self, message: Message, ready: Any, observers: Sequence[Traffic], flats: Sequence[Tensor] = ()) -> None:
         """Send a message, once ``ready`` has happened; or send its packets on as they arrive by a passage."""
-        self._sender.put(_Outgoing(self._route, message, ready, observers, flats))
+        self._sender.put(Outgoing(self._route, message, ready, observers, flats))
 
     def close(self, join_s: float) -> None:
         """Send what is queued, and no more; see :meth:`Sender.leave`."""
@@ -413,7 +460,7 @@ class Receiver:
     """The receiving end of a line. Arguments and attributes are those of :class:`Sender`."""
 
     def __init__(self, wire: Wire) -> None:
-        self.wire = wire
+        self.wire, self.port = wire, wire.port
         self.routes: set[Route] = set()
         self._inboxes: dict[Route, NetworkInbox] = {}  # also of channels that are not open yet
         self._receiving: Route | None = None
@@ -428,6 +475,9 @@ class Receiver:
         self._thread = threading.Thread(target=self._work, name=f"avgpipe receive from rank {wire.peer}", daemon=True)
         self._thread.start()
 
+    def look(self) -> None:
+        """Do nothing: the thread takes in what has arrived."""
+
     def inbox(self, route: Route) -> NetworkInbox:
         """Open a channel and return its receiving end."""
         with self._changed:
@@ -438,7 +488,7 @@ class Receiver:
         """Expect further messages of a channel."""
         with self._changed:
             inbox.expected.extend(expected)
-            self._hand_in(inbox)
+            inbox.hand_in(self.wire.arrivals, self.wire.transfer_stream)
             try:
                 self._await_frames()
             except Exception as error:  # as in the thread
@@ -515,8 +565,8 @@ class Receiver:
         with self._changed:
             self._spare.append(self._frames.popleft()[0])  # what was in it has been copied
             inbox = self._inbox(opened.route)
-            inbox.early.append((message, event))
-            self._hand_in(inbox, passed=passage is not None)
+            inbox.early.append((message, event, None))
+            inbox.hand_in(self.wire.arrivals, self.wire.transfer_stream, passed=passage is not None)
             self._await_frames()
 
     def _let_pass(self, opened: DecodedFrame, posted: Sequence[Posted]) -> Passage | None:
@@ -524,7 +574,7 @@ class Receiver:
         with self._changed:
             expected = self._inbox(opened.route).expected
             observers, onwards = expected[0] if expected else ((), None)
-        if onwards is None:
+        if onwards is None or not onwards.in_parts:
             return None
         flats = [one.flat for one in posted if one.flat is not None]
         passage = Passage()
@@ -534,34 +584,23 @@ class Receiver:
     def _inbox(self, route: Route) -> NetworkInbox:
         return self._inboxes.setdefault(route, NetworkInbox(route, self))
 
-    def _hand_in(self, inbox: NetworkInbox, passed: bool = False) -> None:
-        """Move messages that are expected from early to arrived. Hold the lock: they are sent on in their order."""
-        while inbox.early and inbox.expected:
-            (message, event), (observers, onwards) = inbox.early.popleft(), inbox.expected.popleft()
-            if onwards is not None and not passed:
-                onwards.pass_on(message, event, observers)
-            for observer in observers:
-                observer.arrived(inbox.route, message.micro_batch, self.wire.transfer_stream)
-            with self.wire.arrivals.condition:
-                inbox.arrived.append((message, event))
-                self.wire.arrivals.condition.notify_all()
-
 
 class NetworkInbox:
-    """The receiving end of a channel from another process; see :meth:`Receiver.inbox`.
+    """The receiving end of a channel from another process.
 
     Attributes:
         route: route of the channel.
         expected: for each message that is expected and has not arrived, its observers and the outbox that it is sent on
             to.
-        early: messages that arrived before they were expected, each with an event after which it may be read, or None.
+        early: messages that arrived before they were expected, each with an event after which it may be read, or None,
+            and with the time at which it arrived; None: it is noted when the message is expected.
         arrived: messages that may be taken, each with such an event or None.
     """
 
-    def __init__(self, route: Route, receiver: Receiver) -> None:
+    def __init__(self, route: Route, receiver: ReceivingEnd) -> None:
         self.route, self._receiver = route, receiver
         self.expected: deque[tuple[Sequence[Traffic], NetworkOutbox | None]] = deque()
-        self.early: deque[tuple[Message, Any]] = deque()
+        self.early: deque[tuple[Message, Any, float | None]] = deque()
         self.arrived: deque[tuple[Message, Any]] = deque()
 
     def expect(self, count: int, observers: Sequence[Traffic] = (), onwards: Outbox | None = None) -> None:
@@ -569,15 +608,28 @@ class NetworkInbox:
         assert onwards is None or isinstance(onwards, NetworkOutbox)  # no neighbour of the stage is in this process
         self._receiver.expect(self, [(observers, onwards)] * count)
 
+    def hand_in(self, arrivals: Arrivals, stream: Any = None, passed: bool = False) -> None:
+        """Move messages that are expected from early to arrived, in their order, and send them on unless ``passed``."""
+        while self.early and self.expected:
+            (message, event, at_s), (observers, onwards) = self.early.popleft(), self.expected.popleft()
+            if onwards is not None and not passed:
+                onwards.pass_on(message, event, observers)
+            for observer in observers:
+                observer.arrived(self.route, message.micro_batch, stream, at_s)
+            self.arrived.append((message, event))
+            arrivals.notify()
+
     def ready(self) -> bool:
         """Return whether a message has arrived."""
+        if not self.arrived:
+            self._receiver.look()
         return bool(self.arrived)
 
     def get(self) -> Message:
         """Take the oldest message. On an accelerator the current stream waits for its transfer; the host does not."""
         message, event = self.arrived.popleft()
         if event is not None:
-            port = self._receiver.wire.port
+            port = self._receiver.port
             port.current_stream().wait_event(event)
             for tensor in message.tensors:
                 if tensor is not None and not tensor.is_cpu:

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.alone import own_group
 from lightning_avgpipe.comm.line import NetworkInbox, NetworkOutbox, Pair, Receiver, Sender, Wire
+from lightning_avgpipe.comm.mailbox import Mailbox, meet
 from lightning_avgpipe.comm.topology import Edge, Party, Route
 from lightning_avgpipe.comm.transfer import UNLIMITED, Arrivals
-from lightning_avgpipe.utils.device import backends, first_options
+from lightning_avgpipe.utils.device import backends, first_options, port_of
 from lightning_avgpipe.utils.torch_compat import default_store
 
 _log = logging.getLogger(__name__)
@@ -44,13 +45,13 @@ class _Line:
     """The line from one process to another.
 
     Attributes:
-        on_host: connection of the hosts.
+        on_host: connection of the hosts; a mailbox has the channels of both directions, and needs no ends.
         between: connection of the devices; None if no stage sends tensors this way, or if they travel over the host.
         openings: number of times that a wire was made on this line.
         end: this process's end of the line, if channels are or were open.
     """
 
-    on_host: Pair
+    on_host: Pair | Mailbox
     between: Pair | None = None
     openings: int = 0
     end: Sender | Receiver | None = None
@@ -67,20 +68,30 @@ class ProcessGroups:
         timeout: longest time that connecting, or an exchange between devices that both ends have begun, may take. Waits
             on the host have no limit here.
         device_backend: backend between devices, such as "nccl"; None if everything travels over the host.
+        shared_memory: whether messages between processes of one host that compute there travel in mailboxes.
 
     Attributes:
-        wire_type: class of the wires; a subclass may have slower ones.
+        wire_type: class of the wires; a subclass may have slower ones, and then no mailboxes.
     """
 
     wire_type: type[Wire] = Wire
 
-    def __init__(self, rank: int, device: torch.device, timeout: timedelta, device_backend: str | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        timeout: timedelta,
+        device_backend: str | None = None,
+        shared_memory: bool = True,
+    ) -> None:
         self._rank = rank
         self._device = device
         self._timeout = timeout
         self._device_backend = device_backend
+        self._shares = shared_memory and port_of(device).is_host and self.wire_type is Wire
         self._store: dist.Store | None = None  # None while the network is closed
         self._lines: dict[tuple[int, int], _Line] = {}  # by (source rank, target rank)
+        self._mailboxes: dict[int, Mailbox | None] = {}  # by rank of the other process
         self._parties: dict[Party, dist.ProcessGroup] = {}
         # groups of which this process is a member: those that connect hosts, those that connect devices, and those that
         # torch.distributed knows
@@ -111,6 +122,8 @@ class ProcessGroups:
         for group in self._registered:
             with contextlib.suppress(ValueError):  # torch.distributed has been ended meanwhile
                 dist.destroy_process_group(group)
+        self._close_mailboxes()
+        self._mailboxes.clear()
         self._lines.clear()
         self._parties.clear()
         self._on_hosts, self._on_devices, self._registered, self._store = [], [], [], None
@@ -149,10 +162,14 @@ class ProcessGroups:
 
     def outbox(self, route: Route, arrivals: Arrivals) -> NetworkOutbox:
         """Open the sending end of a route."""
+        if isinstance(mailbox := self._lines[route.source, route.target].on_host, Mailbox):
+            return mailbox.outbox(route, arrivals)
         return NetworkOutbox(route, self._end(Sender, route, arrivals))
 
     def inbox(self, route: Route, arrivals: Arrivals) -> NetworkInbox:
         """Open the receiving end of a route."""
+        if isinstance(mailbox := self._lines[route.source, route.target].on_host, Mailbox):
+            return mailbox.inbox(route, arrivals)
         return self._end(Receiver, route, arrivals).inbox(route)
 
     def group(self, party: Party) -> dist.ProcessGroup:
@@ -169,17 +186,24 @@ class ProcessGroups:
         line = self._lines[route.source, route.target]
         if not isinstance(line.end, kind) or not line.end.routes:
             peer = route.target if route.source == self._rank else route.source
+            assert isinstance(line.on_host, Pair)
             wire = self.wire_type(peer, line.on_host, self._device, line.between, arrivals, line.openings)
             line.openings += 1
             line.end = kind(wire)
         return line.end
 
-    def _pair(self, ends: tuple[int, int]) -> Pair:
+    def _pair(self, ends: tuple[int, int]) -> Pair | Mailbox:
         """Connect two processes on the host. On other processes this does nothing."""
         if self._rank not in ends:
             return Pair(None, -1)
         position = ends.index(self._rank)
         assert self._store is not None
+        peer = ends[1 - position]
+        if peer not in self._mailboxes:
+            store = dist.PrefixStore("mailbox {}/{}".format(*sorted(ends)), self._store)
+            self._mailboxes[peer] = meet(store, self._rank, peer, self._timeout, self._shares)
+        if (mailbox := self._mailboxes[peer]) is not None:
+            return mailbox
         store = dist.PrefixStore("{}/{}".format(*ends), self._store)
         made = _gloo(store, position, 2, self._timeout, threads=0)
         self._on_hosts.append(made)
@@ -198,12 +222,18 @@ class ProcessGroups:
                 self._on_devices.append(made)
         return made
 
+    def _close_mailboxes(self) -> None:
+        for mailbox in self._mailboxes.values():
+            if mailbox is not None:
+                mailbox.close()
+
     def disconnect(self) -> None:
         """End the transfers for which threads wait. Nothing can be sent any more.
 
         A transfer between devices would block everything that its device does later, so it is aborted. gloo cannot
         cancel a transfer, but closes all connections of a group when a transfer exceeds its timeout.
         """
+        self._close_mailboxes()
         for group in self._on_devices:
             try:
                 group._get_backend(self._device).abort()

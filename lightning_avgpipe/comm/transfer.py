@@ -1,13 +1,16 @@
 """Transfers: tensors move between hosts in parts, so that a slow link can be told from a silent one.
 
-``Arrivals`` wakes the threads that wait for something, and ``RunningTime`` counts for how long they have waited.
+``Arrivals`` wakes the thread that waits for something, and ``RunningTime`` counts for how long it has waited.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-import threading
+import selectors
+import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -59,17 +62,47 @@ def is_broken_connection(error: BaseException) -> bool:
 
 
 class Arrivals:
-    """A notification of everything that arrives in a process; any thread may notify.
+    """A notification of everything that arrives in a process: any thread may notify, and one waits.
+
+    The waiting thread sleeps on sockets: one that other threads of this process write to, and those of
+    :class:`Mailbox`, which other processes write to. What is written stays there until it is read, so nothing that
+    arrives between a look and a wait is missed.
 
     Attributes:
-        condition: condition variable to hold while one checks what has arrived, and to wait on.
         failure: error of the first channel that cannot go on; None if there is none.
     """
 
     def __init__(self) -> None:
-        self.condition = threading.Condition()
         self.failure: BaseException | None = None
         self._moved = -math.inf
+        self._selector = selectors.DefaultSelector()
+        self._bell, ear = socket.socketpair()
+        for end in (self._bell, ear):
+            end.setblocking(False)
+        weakref.finalize(self, close_all, self._selector, self._bell, ear)
+        self.listen(ear, lambda: _empty(ear))
+
+    def listen(self, door: socket.socket, look: Callable[[], None]) -> None:
+        """Call ``look`` in the thread that waits, whenever a socket can be read."""
+        self._selector.register(door, selectors.EVENT_READ, look)
+
+    def ignore(self, door: socket.socket) -> None:
+        """Listen to a socket no longer."""
+        self._selector.unregister(door)
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until something arrives, or as long as ``limit_s`` seconds."""
+        for key, _ in self._selector.select(limit_s):
+            key.data()
+
+    def wait_for(self, ready: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until ``ready()``, or as long as ``limit_s`` seconds; return whether it is."""
+        deadline = time.monotonic() + limit_s
+        while not ready():
+            if (left_s := deadline - time.monotonic()) <= 0:
+                return False
+            self.wait(left_s)
+        return True
 
     def moved(self) -> None:
         """Note that bytes went over a connection of this process just now."""
@@ -80,15 +113,25 @@ class Arrivals:
         return time.monotonic() - self._moved
 
     def notify(self) -> None:
-        """Wake all waiting threads because something arrived."""
-        with self.condition:
-            self.condition.notify_all()
+        """Wake the waiting thread because something arrived."""
+        with contextlib.suppress(BlockingIOError):  # it will wake anyway
+            self._bell.send(b"\0")
 
     def fail(self, error: BaseException) -> None:
-        """Note the error of a channel that cannot go on, and wake all waiting threads."""
-        with self.condition:
-            self.failure = self.failure or error
-            self.condition.notify_all()
+        """Note the error of a channel that cannot go on, and wake the waiting thread."""
+        self.failure = self.failure or error
+        self.notify()
+
+
+def _empty(ear: socket.socket) -> None:
+    with contextlib.suppress(BlockingIOError):
+        ear.recv(4096)
+
+
+def close_all(*ends: Any) -> None:
+    """Close sockets, files and the like."""
+    for end in ends:
+        end.close()
 
 
 class RunningTime:

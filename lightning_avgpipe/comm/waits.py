@@ -63,14 +63,13 @@ class Waits:
         time_waited = RunningTime()
         while True:
             watch.check()
-            with arrivals.condition:
-                if ready():
-                    return
-                if arrivals.failure is None:
-                    arrivals.condition.wait(POLL_S)
-                if ready():
-                    return
-                failure = arrivals.failure
+            if ready():
+                return
+            if arrivals.failure is None:
+                arrivals.wait(POLL_S)
+            if ready():
+                return
+            failure = arrivals.failure
             if failure is not None:
                 watch.look()
                 if not isinstance(failure, PeerError):

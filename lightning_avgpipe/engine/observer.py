@@ -56,7 +56,7 @@ class Observer:
         """Observe the sending of a queued message within this context, on a stream, or (None) by the host."""
         return contextlib.nullcontext()
 
-    def arrived(self, route: Route, micro_batch: int, stream: Any) -> None:
+    def arrived(self, route: Route, micro_batch: int, stream: Any, at_s: float | None) -> None:
         """Observe the arrival of a message: when its stream gets here, or (None) now."""
 
     def activity(self, kind: Literal["step", "averaging"]) -> AbstractContextManager[None]:

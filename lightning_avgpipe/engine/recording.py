@@ -110,10 +110,10 @@ class Recorder(Observer):
             self._unsent -= 1
             self._all_sent.notify_all()
 
-    def arrived(self, route: Route, micro_batch: int, stream: Any) -> None:
-        """Record the arrival of a message: when its stream gets here, or (None) now."""
+    def arrived(self, route: Route, micro_batch: int, stream: Any, at_s: float | None) -> None:
+        """Record the arrival of a message: when its stream gets here or, on the host, at ``at_s`` or (None) now."""
         if isinstance(route.what, Edge):
-            self._arrived[route.what, micro_batch] = self._there(stream)
+            self._arrived[route.what, micro_batch] = self._there(stream) if at_s is None else at_s
 
     def finish(self, clock: ClockOffset, timeout_s: float) -> Recording:
         """Return the recording when the last message has been sent.

@@ -150,8 +150,7 @@ def chain() -> Iterator[tuple[NetworkOutbox, NetworkInbox, NetworkOutbox, Networ
 
 
 def taken(inbox: NetworkInbox, arrivals: Arrivals) -> Message:
-    with arrivals.condition:
-        assert arrivals.condition.wait_for(lambda: inbox.ready() or arrivals.failure is not None, LIMIT_S)
+    assert arrivals.wait_for(lambda: inbox.ready() or arrivals.failure is not None, LIMIT_S)
     assert arrivals.failure is None, arrivals.failure
     return inbox.get()
 
@@ -182,7 +181,7 @@ class Noting(Observer):
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
 
-    def arrived(self, route: Route, micro_batch: int, stream: Any) -> None:
+    def arrived(self, route: Route, micro_batch: int, stream: Any, at_s: float | None) -> None:
         self.seen.append((str(route), micro_batch))
 
 
@@ -352,8 +351,7 @@ def test_a_message_that_breaks_off_ends_who_waits_for_the_rest() -> None:
         out.put(message(0, 80_000))
         first.gate.release(2)
         first.hub.leave(0)
-        with arrivals.condition:
-            assert arrivals.condition.wait_for(lambda: arrivals.failure is not None, LIMIT_S)
+        assert arrivals.wait_for(lambda: arrivals.failure is not None, LIMIT_S)
         onwards.close(LIMIT_S)
         assert not any(thread.name == "avgpipe send to rank 2" for thread in threading.enumerate())
         first.hub.leave(1)

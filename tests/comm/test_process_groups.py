@@ -62,8 +62,7 @@ def idle(rank: int, pauses: Sequence[Callable[[], None]]) -> list[list[float]]:
             network.group(WORLD).allreduce([mine]).wait()
             found.append([7.0, float(mine)])
         else:
-            with arrivals.condition:
-                arrivals.condition.wait_for(lambda of=inbox: of.ready() or arrivals.failure is not None, LIMIT_S)
+            arrivals.wait_for(lambda of=inbox: of.ready() or arrivals.failure is not None, LIMIT_S)
             assert arrivals.failure is None, arrivals.failure
             (news,) = inbox.get().tensors
             total.wait()

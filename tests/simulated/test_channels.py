@@ -45,8 +45,7 @@ def channel(between_devices: bool = True) -> Iterator[tuple[NetworkOutbox, Netwo
     inbox = Receiver(wire(1)).inbox(ROUTE)
 
     def take() -> Message:
-        with arrivals.condition:
-            assert arrivals.condition.wait_for(lambda: inbox.ready() or arrivals.failure is not None, LIMIT_S)
+        assert arrivals.wait_for(lambda: inbox.ready() or arrivals.failure is not None, LIMIT_S)
         assert arrivals.failure is None, arrivals.failure
         return inbox.get()
 
@@ -112,8 +111,7 @@ def passed(between_devices: bool) -> tuple[list[list[float]], list[str]]:
             inboxes[1].expect(1)
             outboxes[0].put(Message(0, (made("dense"), made("dense") + 1), segments=4))
             for inbox in inboxes:
-                with arrivals.condition:
-                    assert arrivals.condition.wait_for(lambda i=inbox: i.ready() or arrivals.failure, LIMIT_S)
+                assert arrivals.wait_for(lambda i=inbox: i.ready() or arrivals.failure, LIMIT_S)
                 assert arrivals.failure is None, arrivals.failure
                 tensors = [t for t in inbox.get().tensors if t is not None]
                 found += [(tensor + 0).tolist() for tensor in tensors]
@@ -156,8 +154,7 @@ def shared(order: str) -> list[float]:
         found = []
         for pipeline in order:
             inbox = inboxes[int(pipeline)]
-            with arrivals.condition:
-                assert arrivals.condition.wait_for(lambda i=inbox: i.ready() or arrivals.failure, LIMIT_S)
+            assert arrivals.wait_for(lambda i=inbox: i.ready() or arrivals.failure, LIMIT_S)
             assert arrivals.failure is None, arrivals.failure
             (tensor,) = inbox.get().tensors
             assert tensor is not None
@@ -279,7 +276,7 @@ def current_devices() -> set[int]:
                 found.add((threading.current_thread().name, torch.get_device_module("sim").current_device()))
                 yield
 
-            def arrived(self, route: Route, micro_batch: int, stream: Any) -> None:
+            def arrived(self, route: Route, micro_batch: int, stream: Any, at_s: float | None) -> None:
                 found.add((threading.current_thread().name, torch.get_device_module("sim").current_device()))
 
         outbox.put(Message(0, (torch.ones(1),)), [Look()])
