@@ -14,7 +14,9 @@ packets, and they carry a tag of their structure: the receiver can post their re
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 import pickle
 import struct
 import sys
@@ -126,7 +128,7 @@ class Packet:
         """Make a packet of some tensors, given by their numbers and forms."""
         places, nbytes = [], 0
         for number, form in forms:
-            begin = _aligned(nbytes)
+            begin = aligned(nbytes)
             places.append((number, begin, form))
             nbytes = begin + form.nbytes
         return cls(tuple(places), nbytes, on_host)
@@ -164,13 +166,13 @@ def packets(forms: tuple[TensorForm | None, ...], segments: int) -> tuple[Packet
     inner: list[tuple[int, TensorForm]] = []
     together: dict[bool, list[tuple[int, TensorForm]]] = {True: [], False: []}
     alone: list[Packet] = []
-    room = (CAPACITY if segments == 1 else min(CAPACITY, _PASSING)) - _aligned(_PREFIX.size)
+    room = (CAPACITY if segments == 1 else min(CAPACITY, _PASSING)) - aligned(_PREFIX.size)
     for number, form in enumerate(forms):
         if form is None or form.is_empty:
             continue
         if form.on_host and form.nbytes <= room:
             inner.append((number, form))
-            room -= _aligned(form.nbytes)
+            room -= aligned(form.nbytes)
         elif form.nbytes < _LARGE:
             together[form.on_host].append((number, form))
         else:
@@ -178,8 +180,98 @@ def packets(forms: tuple[TensorForm | None, ...], segments: int) -> tuple[Packet
     return Packet.of(inner, True), (*(Packet.of(some, on_host) for on_host, some in together.items() if some), *alone)
 
 
-# forms of the tensors, and the message without tensors and micro-batch
-_Structure = tuple[tuple[TensorForm | None, ...], Message]
+_rest_of = operator.attrgetter(
+    "requires_grad", "entries", "abandoned", "forward_only", "attested", "segments", "decoded"
+)  # the fields of a message after its tensors
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The structure of a message: all but its micro-batch and the elements of its tensors.
+
+    Attributes:
+        forms: forms of the tensors.
+        rest: the fields of a message after its tensors.
+        number: number of the structure at both ends; negative if it is new, or has none.
+    """
+
+    forms: tuple[TensorForm | None, ...]
+    rest: tuple[Any, ...]
+    number: int = -1
+
+    @functools.cached_property
+    def begins(self) -> tuple[list[int], int]:
+        """Where each tensor begins if they lie one after the other, and their size in all, in bytes."""
+        begins = [*itertools.accumulate((0 if f is None else aligned(f.nbytes) for f in self.forms), initial=0)]
+        return begins, begins[-1]
+
+    def message(self, micro_batch: int, tensors: Sequence[Tensor | None]) -> Message:
+        """Return a message of this structure."""
+        return Message(micro_batch, tuple(tensors), *self.rest)
+
+    def bare(self, device: torch.device) -> list[Tensor | None]:
+        """Return the tensors that have no elements, each in its place."""
+        return [
+            torch.empty(form.shape, dtype=form.dtype, device="cpu" if form.on_host else device)
+            if form is not None and form.is_empty else None
+            for form in self.forms
+        ]  # fmt: skip
+
+
+class Numbering:
+    """The numbers of structures and channels at the sending end of a connection."""
+
+    def __init__(self) -> None:
+        self._structures: dict[Any, Structure] = {}
+        self._channels: dict[Route, int] = {}
+
+    def of(self, route: Route, message: Message) -> tuple[Structure, int, bytes]:
+        """Return the structure of a message, the number of its channel, and what the receiver must be told of them.
+
+        That is a pickle; it is empty if the receiver knows both. Messages must be sent in the order of these calls.
+
+        Raises:
+            UnsendableError: the message has something that cannot be pickled; then nothing may be sent.
+        """
+        forms = tuple(None if tensor is None else TensorForm.of(tensor) for tensor in message.tensors)
+        rest: tuple[Any, ...] = _rest_of(message)
+        key = forms, rest
+        try:
+            found = self._structures.get(key)
+            structure = found or Structure(forms, rest, _NEW if self._has_room else _UNNUMBERED)
+        except TypeError:  # an unhashable leaf: sent in full every time
+            structure = Structure(forms, rest, _UNNUMBERED)
+        new, text = route not in self._channels, b""
+        if new or structure.number < 0:
+            text = pickled((route if new else None, key if structure.number < 0 else None))
+        if structure.number == _NEW:
+            self._structures[key] = replace(structure, number=len(self._structures))
+        return structure, self._channels.setdefault(route, len(self._channels)), text
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._structures) < _MAX_NUMBERED
+
+
+class Numbered:
+    """The structures and channels that the receiving end of a connection has been told."""
+
+    def __init__(self) -> None:
+        self._structures: list[Structure] = []
+        self._channels: list[Route] = []
+
+    def find(self, number: int, channel: int, text: Any) -> tuple[Route, Structure]:
+        """Return the channel and structure of a message; arguments are what :meth:`Numbering.of` returned."""
+        route, key = pickle.loads(text) if len(text) else (None, None)
+        if route is not None:
+            self._channels.append(route)
+        if key is None:
+            return self._channels[channel], self._structures[number]
+        forms, rest = key
+        structure = Structure(forms, rest, len(self._structures) if number == _NEW else number)
+        if number == _NEW:
+            self._structures.append(structure)
+        return self._channels[channel], structure
 
 
 @dataclass(frozen=True)
@@ -205,32 +297,12 @@ class Head:
         """The tag of the packets."""
         return _tag(self.structure)
 
-    @property
-    def nbytes(self) -> int:
-        """The size of the frame, in bytes."""
-        return _aligned(_PREFIX.size + len(self.text)) + self.inner.nbytes
-
-    def fill(self, whole: Tensor, message: Message) -> None:
-        """Write the frame of a message into memory of its size."""
-        prefix = _PREFIX.pack(self.nbytes, len(self.text), self.structure, self.channel, message.micro_batch)
-        whole.numpy()[: len(prefix) + len(self.text)] = np.frombuffer(prefix + self.text, dtype=np.uint8)
-        self.inner.fill(whole[_aligned(_PREFIX.size + len(self.text)) :], message)
-
-
-def laid_out(nbytes: int, packets: Sequence[Packet]) -> list[int]:
-    """Return where each packet begins if they lie behind a frame of so many bytes, and where the last one ends."""
-    begins = [_aligned(nbytes)]
-    for packet in packets:
-        begins.append(_aligned(begins[-1] + packet.nbytes))
-    return begins
-
 
 class FrameWriter:
     """A maker of frames at the sending end of a wire. Heads must be made in the order in which frames are sent."""
 
     def __init__(self) -> None:
-        self._numbers: dict[_Structure, int] = {}
-        self._channels: dict[Route, int] = {}
+        self._numbering = Numbering()
 
     def head(self, route: Route, message: Message) -> Head:
         """Make the head of a frame for a message of a channel. The elements of its tensors may not be computed yet.
@@ -238,33 +310,19 @@ class FrameWriter:
         Raises:
             UnsendableError: the message has something that cannot be pickled; then nothing may be sent.
         """
-        forms = tuple(None if tensor is None else TensorForm.of(tensor) for tensor in message.tensors)
-        structure = forms, replace(message, micro_batch=0, tensors=())
-        inner, following = packets(forms, message.segments)
-        number = self._number(structure)
-        new = route not in self._channels
-        text = b""
-        if new or number < 0:
-            text = pickled((route if new else None, structure if number < 0 else None))
-        if number == _NEW:
-            self._numbers[structure] = len(self._numbers)
-        channel = self._channels.setdefault(route, len(self._channels))
-        return Head(number, channel, text, inner, following)
+        structure, channel, text = self._numbering.of(route, message)
+        return Head(structure.number, channel, text, *packets(structure.forms, message.segments))
 
     def frame(self, head: Head, message: Message) -> list[Tensor]:
         """Return what to send first for a message: the frame and, if it is too long, the rest of it."""
-        whole = torch.from_numpy(np.zeros(head.nbytes if _ACCEPTS_SHORTER else max(head.nbytes, CAPACITY), np.uint8))
-        head.fill(whole[: head.nbytes], message)
-        return [whole] if head.nbytes <= CAPACITY else [whole[:CAPACITY], whole[CAPACITY:]]
-
-    def _number(self, structure: _Structure) -> int:
-        try:
-            number = self._numbers.get(structure)
-        except TypeError:  # an unhashable leaf: sent in full every time
-            return _UNNUMBERED
-        if number is not None:
-            return number
-        return _NEW if len(self._numbers) < _MAX_NUMBERED else _UNNUMBERED
+        begin = aligned(_PREFIX.size + len(head.text))
+        size = begin + head.inner.nbytes
+        frame = np.zeros(size if _ACCEPTS_SHORTER else max(size, CAPACITY), dtype=np.uint8)
+        prefix = _PREFIX.pack(size, len(head.text), head.structure, head.channel, message.micro_batch)
+        frame[: len(prefix) + len(head.text)] = np.frombuffer(prefix + head.text, dtype=np.uint8)
+        whole = torch.from_numpy(frame)
+        head.inner.fill(whole[begin:], message)
+        return [whole] if size <= CAPACITY else [whole[:CAPACITY], whole[CAPACITY:]]
 
 
 def pickled(item: Any) -> bytes:
@@ -288,17 +346,17 @@ class DecodedFrame:
         partial: message with the tensors that came in the frame.
         packets: packets that follow the frame.
         tag: tag of these packets.
-        nbytes: size of the frame, in bytes.
     """
 
     route: Route
     partial: Message
     packets: tuple[Packet, ...]
     tag: int
-    nbytes: int
 
     def message(self, flats: Sequence[Tensor]) -> Message:
         """Return the message, completed by the packets that arrived."""
+        if not flats:
+            return self.partial
         tensors = list(self.partial.tensors)
         for packet, flat in zip(self.packets, flats, strict=True):
             packet.unpack(flat, tensors)
@@ -318,8 +376,7 @@ class FrameReader:
     def __init__(self, device: torch.device) -> None:
         self.usual: tuple[int, tuple[Packet, ...], int] | None = None
         self._device = device
-        self._structures: list[_Structure] = []
-        self._channels: list[Route] = []
+        self._numbered = Numbered()
 
     @staticmethod
     def missing(frame: Tensor) -> int:
@@ -336,28 +393,15 @@ class FrameReader:
         """
         whole = frame if rest is None else torch.cat((frame, rest))
         raw = whole.numpy()
-        size, length, number, channel, micro_batch = _PREFIX.unpack_from(raw.data)
-        route, structure = None, None
-        if length:
-            route, structure = pickle.loads(raw[_PREFIX.size : _PREFIX.size + length].data)
-        if route is not None:
-            self._channels.append(route)
-        if structure is None:
-            structure = self._structures[number]
-        elif number == _NEW:
-            self._structures.append(structure)
-        forms, bare = structure
-        inner, following = packets(forms, bare.segments)
-        tensors: list[Tensor | None] = [
-            torch.empty(form.shape, dtype=form.dtype, device="cpu" if form.on_host else self._device)
-            if form is not None and form.is_empty else None
-            for form in forms
-        ]  # fmt: skip
-        inner.unpack(whole[_aligned(_PREFIX.size + length) :], tensors, copies=True)
+        _, length, number, channel, micro_batch = _PREFIX.unpack_from(raw.data)
+        route, structure = self._numbered.find(number, channel, raw[_PREFIX.size : _PREFIX.size + length].data)
+        segments = structure.message(micro_batch, ()).segments
+        inner, following = packets(structure.forms, segments)
+        tensors = structure.bare(self._device)
+        inner.unpack(whole[aligned(_PREFIX.size + length) :], tensors, copies=True)
         if number >= 0 and following:
-            self.usual = _tag(number), following, bare.segments
-        partial = replace(bare, micro_batch=micro_batch, tensors=tuple(tensors))
-        return DecodedFrame(self._channels[channel], partial, following, _tag(number), size)
+            self.usual = _tag(number), following, segments
+        return DecodedFrame(route, structure.message(micro_batch, tensors), following, _tag(number))
 
 
 def _tag(number: int) -> int:
@@ -365,5 +409,6 @@ def _tag(number: int) -> int:
     return REST if number < 0 else _FIRST_NUMBERED + number
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Return where the next tensor may begin behind so many bytes."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -488,7 +488,7 @@ class Receiver:
         """Expect further messages of a channel."""
         with self._changed:
             inbox.expected.extend(expected)
-            inbox.hand_in(self.wire.arrivals, self.wire.transfer_stream)
+            inbox.hand_in(self.wire.transfer_stream)
             try:
                 self._await_frames()
             except Exception as error:  # as in the thread
@@ -566,7 +566,8 @@ class Receiver:
             self._spare.append(self._frames.popleft()[0])  # what was in it has been copied
             inbox = self._inbox(opened.route)
             inbox.early.append((message, event, None))
-            inbox.hand_in(self.wire.arrivals, self.wire.transfer_stream, passed=passage is not None)
+            inbox.hand_in(self.wire.transfer_stream, passed=passage is not None)
+            self.wire.arrivals.notify()
             self._await_frames()
 
     def _let_pass(self, opened: DecodedFrame, posted: Sequence[Posted]) -> Passage | None:
@@ -608,7 +609,7 @@ class NetworkInbox:
         assert onwards is None or isinstance(onwards, NetworkOutbox)  # no neighbour of the stage is in this process
         self._receiver.expect(self, [(observers, onwards)] * count)
 
-    def hand_in(self, arrivals: Arrivals, stream: Any = None, passed: bool = False) -> None:
+    def hand_in(self, stream: Any = None, passed: bool = False) -> None:
         """Move messages that are expected from early to arrived, in their order, and send them on unless ``passed``."""
         while self.early and self.expected:
             (message, event, at_s), (observers, onwards) = self.early.popleft(), self.expected.popleft()
@@ -617,7 +618,6 @@ class NetworkInbox:
             for observer in observers:
                 observer.arrived(self.route, message.micro_batch, stream, at_s)
             self.arrived.append((message, event))
-            arrivals.notify()
 
     def ready(self) -> bool:
         """Return whether a message has arrived."""

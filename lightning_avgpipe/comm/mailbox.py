@@ -2,15 +2,15 @@
 
 ::
 
-    process 0                                                                          process 1
-    whoever puts a message  -- frame and packets -->  memory that 0 writes  -->  the thread that waits copies them out
-    copies it               -- where they lie ----->  socket of the host    -->  when it looks
-                            <-- how many are out ---
+    process 0                                                                       process 1
+    whoever puts a message copies  -- tensors ------->  memory that 0 writes  -->  the thread that waits copies them
+    its tensors                    -- what and where ->  socket of the host   -->  out when it looks
+                                   <-- how many are out --
 
-The frames are those of lines. A record on the socket says where a message lies; each record, of either direction, also
-says how many messages its sender has copied out, whose memory may be written again. Where too little comes back, a
-record asks for it. The kernel orders records and memory, wakes the process that waits, and ends the connection with
-either process.
+A record on the socket says where a message lies and which structure it has, by the number that both ends have given it:
+a new one is pickled into the memory once. Each record, of either direction, also says how many messages its sender has
+copied out, whose memory may be written again. Where too little comes back, a record asks for it. The kernel orders
+records and memory, wakes the process that waits, and ends the connection with either process.
 
 Nobody waits for room: what finds none is queued, and goes when the other process has looked. A process looks between
 two actions and while it waits, so a message that it sends on leaves then.
@@ -32,17 +32,19 @@ import struct
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.comm.channel import Traffic
-from lightning_avgpipe.comm.codec import FrameReader, FrameWriter, laid_out
+from lightning_avgpipe.comm.codec import Numbered, Numbering, Structure, aligned
 from lightning_avgpipe.comm.line import NetworkInbox, NetworkOutbox, Outgoing
 from lightning_avgpipe.comm.topology import Route
 from lightning_avgpipe.comm.transfer import Arrivals, close_all
@@ -51,61 +53,109 @@ from lightning_avgpipe.utils.device import host_now, port_of
 
 _log = logging.getLogger(__name__)
 
-# opening, first byte and size of the message (0: none), how many are out, whether to answer, and the sender's time
-_RECORD = struct.Struct("<qqqq?d")
+# opening, first byte, bytes of the pickle and of all (0: no message), numbers of structure and channel, micro-batch;
+# how many messages are out, whether to answer, and the time of the sender
+_RECORD = struct.Struct("<qqqqqqqq?d")
 _MOST = 128  # messages in the memory at a time: their records fit in the socket's buffer
-_MOST_BYTES = 64 * 1024**2  # of messages in the memory at a time, unless a single one is larger
+_MOST_BYTES = 64 * 1024**2  # of these messages, unless a single one is larger
+_MOST_VIEWS = 1024
+_NO_MESSAGE = (0,) * 6
 _CPU = torch.device("cpu")
 
 
-class Memory:
-    """Memory that this process writes for another one.
+class SharedMemory:
+    """Memory of two processes, which one of them writes.
+
+    Args:
+        file: the memory as a file without a name.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self._flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._views: dict[Any, list[Tensor | None]] = {}  # of structures that repeat, in the places where they lay
+
+    def bytes(self, first: int, nbytes: int) -> Tensor:
+        """Return the memory from a byte on; it must be part of the file by now."""
+        if first + nbytes > len(self._flat):
+            self._flat = torch.frombuffer(mmap.mmap(self.file.fileno(), 0), dtype=torch.uint8)
+            self._views.clear()
+        return self._flat[first : first + nbytes]
+
+    def tensors(self, first: int, structure: Structure, opening: int) -> list[Tensor | None]:
+        """Return the tensors of a message that lie there."""
+        begins, nbytes = structure.begins
+        key = (structure.number, opening, first) if structure.number >= 0 else None
+        found = None if key is None else self._views.get(key)
+        if found is None:
+            with torch.inference_mode(False):  # also written and read outside of it
+                flat = self.bytes(first, nbytes)
+                found = [
+                    None if form is None or form.is_empty else form.from_bytes(flat[begin : begin + form.nbytes])
+                    for begin, form in zip(begins, structure.forms, strict=False)
+                ]
+            if key is not None:
+                if len(self._views) >= _MOST_VIEWS:
+                    self._views.clear()
+                self._views[key] = found
+        return found
+
+
+class Places:
+    """The places of messages in memory that this process writes.
 
     Attributes:
-        file: the memory as a file without a name.
         sent: number of messages that have been put there.
         out: number of those that the other process has copied out.
+        end: size that the memory must have.
     """
 
     def __init__(self) -> None:
-        self.file = os.fdopen(os.memfd_create("avgpipe"), "r+b", buffering=0)
-        self.sent = self.out = 0
-        self._flat = torch.empty(0, dtype=torch.uint8)
-        self._places: list[tuple[int, int]] = []  # first byte and end of each message, ascending
+        self.sent = self.out = self.end = 0
+        self._taken: list[tuple[int, int]] = []  # first byte and end of each message, ascending
         self._order: deque[tuple[int, int]] = deque()
 
-    @property
-    def is_half_full(self) -> bool:
-        """Whether it is time to ask what the other process has copied out."""
-        return max(len(self._places) / _MOST, sum(end - at for at, end in self._places) / _MOST_BYTES) >= 0.5
-
-    def take(self, nbytes: int) -> tuple[int, Tensor] | None:
-        """Return the first byte and the memory of a further message; None if there is no room now."""
+    def take(self, nbytes: int) -> int | None:
+        """Return the first byte of a further message; None if there is no room now."""
         number, begin = 0, 0
-        while number < len(self._places) and self._places[number][0] - begin < nbytes:
-            number, begin = number + 1, self._places[number][1]
-        end = begin + nbytes
-        if len(self._places) >= _MOST or (self._places and end > _MOST_BYTES):
+        while number < len(self._taken) and self._taken[number][0] - begin < nbytes:
+            number, begin = number + 1, self._taken[number][1]
+        if len(self._taken) >= _MOST or (self._taken and begin + nbytes > _MOST_BYTES):
             return None
-        if end > len(self._flat):
-            size = max(end, 2 * len(self._flat), mmap.PAGESIZE)
-            self.file.truncate(size)
-            self._flat = mapped(self.file)
-        self._places.insert(number, (begin, end))
-        self._order.append((begin, end))
-        self.sent += 1
-        return begin, self._flat[begin:end]
+        place = begin, begin + nbytes
+        self._taken.insert(number, place)
+        self._order.append(place)
+        self.sent, self.end = self.sent + 1, max(self.end, place[1])
+        return begin
 
     def release(self, out: int) -> None:
         """Note how many messages the other process has copied out by now."""
         for _ in range(out - self.out):
-            self._places.remove(self._order.popleft())
+            self._taken.remove(self._order.popleft())
         self.out = out
 
+    @property
+    def are_filling(self) -> bool:
+        """Whether it is time to ask what the other process has copied out."""
+        return len(self._taken) > _MOST // 2 or (len(self._taken) > 1 and self._taken[-1][1] > _MOST_BYTES // 2)
 
-def mapped(file: Any) -> Tensor:
-    """Return the bytes of a file in memory."""
-    return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+
+@dataclass
+class _Letter:
+    """A message that is to be sent: its structure, and the numbers and the pickle of structure and channel."""
+
+    outgoing: Outgoing
+    structure: Structure
+    channel: int
+    text: bytes
+
+
+class _Reading:
+    """What is read of an opening of a connection."""
+
+    def __init__(self) -> None:
+        self.numbered = Numbered()
+        self.inboxes: dict[Route, NetworkInbox] = {}  # also of channels that are not open yet
 
 
 class Mailbox:
@@ -116,7 +166,7 @@ class Mailbox:
     Args:
         peer: global rank of the other end.
         door: socket to the other end.
-        memory: memory that this end writes.
+        mine: memory that this end writes, as a file.
         theirs: memory that the other end writes, as a file.
 
     Attributes:
@@ -125,21 +175,21 @@ class Mailbox:
 
     in_parts = False
 
-    def __init__(self, peer: int, door: socket.socket, memory: Memory, theirs: Any) -> None:
+    def __init__(self, peer: int, door: socket.socket, mine: Any, theirs: Any) -> None:
         self.peer, self.port = peer, port_of(_CPU)
         self.routes: set[Route] = set()
-        self._door, self._memory, self._theirs = door, memory, theirs
+        self._door, self._mine, self._theirs = door, SharedMemory(mine), SharedMemory(theirs)
         door.setblocking(False)
-        weakref.finalize(self, close_all, door, memory.file, theirs)
-        self._flat = torch.empty(0, dtype=torch.uint8)
+        weakref.finalize(self, close_all, door, mine, theirs)
         self._arrivals: Arrivals | None = None
         self._lost: PeerError | None = None
         self._lock = threading.RLock()  # threads of lines may put what they send on
         self._opening = 0
-        self._frames = FrameWriter()
-        # what is read by opening, also of one that this end comes to later: the other one may be ahead
-        self._readers: dict[int, tuple[FrameReader, dict[Route, NetworkInbox]]] = {}
-        self._queue: deque[Outgoing] = deque()
+        self._readings: defaultdict[int, _Reading] = defaultdict(_Reading)  # by opening: the other end may be ahead
+        self._numbering = Numbering()
+        self._queue: deque[_Letter] = deque()
+        self._places = Places()
+        self._size = 0  # of the memory that this end writes, in bytes
         self._asked = 0  # number of messages about which the last question was
         self._out = 0  # number of messages that this end has copied out
 
@@ -159,10 +209,9 @@ class Mailbox:
     def leave(self, route: Route, join_s: float) -> None:
         """Close a channel. The last one waits up to ``join_s`` seconds until all messages are sent."""
         self.routes.discard(route)
-        if self._opening in self._readers:
-            self._readers[self._opening][1].pop(route, None)
+        self._readings[self._opening].inboxes.pop(route, None)
         if not self.routes:
-            self._readers.pop(self._opening, None)
+            self._readings.pop(self._opening)
             if self._arrivals is not None:
                 self._arrivals.wait_for(lambda: not self._queue or self._lost is not None, join_s)
 
@@ -174,7 +223,7 @@ class Mailbox:
     def _open(self, arrivals: Arrivals) -> None:
         if not self.routes:
             self._opening += 1
-            self._frames = FrameWriter()
+            self._numbering = Numbering()
             self._queue.clear()
         if arrivals is not self._arrivals and self._lost is None:
             if self._arrivals is not None:
@@ -183,16 +232,17 @@ class Mailbox:
         self._arrivals = arrivals
 
     def _inbox(self, opening: int, route: Route) -> NetworkInbox:
-        _, inboxes = self._readers.setdefault(opening, (FrameReader(_CPU), {}))
-        return inboxes.setdefault(route, NetworkInbox(route, self))
+        inboxes = self._readings[opening].inboxes
+        if route not in inboxes:
+            inboxes[route] = NetworkInbox(route, self)
+        return inboxes[route]
 
     def expect(self, inbox: NetworkInbox, expected: Sequence[tuple[Sequence[Traffic], NetworkOutbox | None]]) -> None:
         """Expect further messages of a channel."""
         assert self._arrivals is not None
         with self._lock:
             inbox.expected.extend(expected)
-            inbox.hand_in(self._arrivals)
-            self.look()
+            inbox.hand_in()
             if inbox.expected and self._lost is not None:
                 self._arrivals.fail(self._lost)
 
@@ -207,40 +257,56 @@ class Mailbox:
         Raises:
             UnsendableError: the message has something that cannot be pickled; it is not sent.
         """
+        assert self._arrivals is not None
         for observer in outgoing.observers:
             observer.queued()
         with self._lock:
-            outgoing.head = self._frames.head(outgoing.route, outgoing.message)
-            self._queue.append(outgoing)
-            self.look()
-            if self._lost is not None and self._arrivals is not None:
+            self._queue.append(_Letter(outgoing, *self._numbering.of(outgoing.route, outgoing.message)))
+            self._send_queued()
+            if self._queue:
+                self.look()
+                self._arrivals.notify()  # what has been taken in, if another thread waits
+            if self._lost is not None:
                 self._arrivals.fail(self._lost)
 
-    def _post(self, outgoing: Outgoing) -> bool:
+    def _send_queued(self) -> None:
+        while self._lost is None and self._queue:
+            if not self._post(self._queue[0]):
+                self._tell(asks=True)
+                return
+            self._queue.popleft()
+
+    def _post(self, letter: _Letter) -> bool:
         """Send a message, if there is room."""
-        message, head = outgoing.message, outgoing.head
-        assert head is not None
-        *begins, nbytes = laid_out(head.nbytes, head.packets)
-        if (found := self._memory.take(nbytes)) is None:
+        message, structure, text = letter.outgoing.message, letter.structure, letter.text
+        behind = aligned(len(text))
+        nbytes = behind + structure.begins[1] or 1
+        first = self._places.take(nbytes)
+        if first is None:
             return False
-        first, whole = found
         with contextlib.ExitStack() as sending:
-            for observer in outgoing.observers:
-                sending.enter_context(observer.sending(outgoing.route, message.micro_batch, None))
-            head.fill(whole[: head.nbytes], message)
-            for begin, packet in zip(begins, head.packets, strict=True):
-                packet.fill(whole[begin:], message)
-            self._tell(first, nbytes, asks=self._memory.is_half_full)
+            for observer in letter.outgoing.observers:
+                sending.enter_context(observer.sending(letter.outgoing.route, message.micro_batch, None))
+            if self._places.end > self._size:
+                self._size = max(self._places.end, 2 * self._size)
+                self._mine.file.truncate(self._size)
+            if text:
+                self._mine.bytes(first, len(text)).numpy()[:] = np.frombuffer(text, np.uint8)
+            for place, tensor in zip(
+                self._mine.tensors(first + behind, structure, self._opening), message.tensors, strict=True
+            ):
+                if place is not None and tensor is not None:
+                    place.copy_(tensor.detach())
+            self._tell(first, len(text), nbytes, structure.number, letter.channel, message.micro_batch)
         return True
 
-    def _tell(self, first: int = 0, nbytes: int = 0, asks: bool = False) -> None:
+    def _tell(self, *record: int, asks: bool = False) -> None:
         """Send a record, which asks only if no question is open."""
-        asks = asks and self._memory.out >= self._asked
+        asks = (asks or self._places.are_filling) and self._places.out >= self._asked
         if asks:
-            self._asked = self._memory.sent
-        record = _RECORD.pack(self._opening, first, nbytes, self._out, asks, host_now())
+            self._asked = self._places.sent
         try:
-            self._door.send(record)
+            self._door.send(_RECORD.pack(self._opening, *(record or _NO_MESSAGE), self._out, asks, host_now()))
         except OSError as error:
             self._lose(error, "sending")
 
@@ -250,17 +316,14 @@ class Mailbox:
         """Take in what has arrived, and send what is queued."""
         with self._lock:
             while self._lost is None and (record := self._record()):
-                opening, first, nbytes, out, asks, at_s = _RECORD.unpack(record)
-                self._memory.release(out)
+                opening, first, text, nbytes, number, channel, micro_batch, out, asks, at_s = _RECORD.unpack(record)
+                self._places.release(out)
                 if nbytes:
-                    self._take_in(opening, first, nbytes, at_s)
+                    self._take_in(opening, first, text, number, channel, micro_batch, at_s)
+                    self._out += 1
                 if asks:
                     self._tell()
-            while self._lost is None and self._queue:
-                if not self._post(self._queue[0]):
-                    self._tell(asks=True)
-                    return
-                self._queue.popleft()
+            self._send_queued()
 
     def _record(self) -> bytes:
         try:
@@ -274,24 +337,23 @@ class Mailbox:
             self._lose(None, "receiving")
         return record
 
-    def _take_in(self, opening: int, first: int, nbytes: int, at_s: float) -> None:
-        if first + nbytes > len(self._flat):
-            self._flat = mapped(self._theirs)
-        self._out += 1
+    def _take_in(
+        self, opening: int, first: int, nbytes: int, number: int, channel: int, micro_batch: int, at_s: float
+    ) -> None:
         if opening < self._opening or (opening == self._opening and not self.routes):
             return  # nobody waits for it any more
-        whole = self._flat[first : first + nbytes]
-        reader, _ = self._readers.setdefault(opening, (FrameReader(_CPU), {}))
-        opened = reader.read(whole, None)
-        begins = laid_out(opened.nbytes, opened.packets)
-        flats = [
-            whole[begin : begin + packet.nbytes].clone() for begin, packet in zip(begins, opened.packets, strict=False)
-        ]
-        inbox = self._inbox(opening, opened.route)
-        inbox.early.append((opened.message(flats), None, at_s))
+        text = self._theirs.bytes(first, nbytes).numpy().data if nbytes else b""
+        route, structure = self._readings[opening].numbered.find(number, channel, text)
+        tensors = structure.bare(_CPU)
+        with torch.inference_mode(False):  # it may be used outside of it
+            for i, place in enumerate(self._theirs.tensors(first + aligned(nbytes), structure, opening)):
+                if place is not None:
+                    tensors[i] = place.clone()
+        inbox = self._inbox(opening, route)
+        inbox.early.append((structure.message(micro_batch, tensors), None, at_s))
+        inbox.hand_in()
         if self._arrivals is not None:
             self._arrivals.moved()
-            inbox.hand_in(self._arrivals)
 
     def _lose(self, error: OSError | None, doing: str) -> None:
         """Note that the connection broke; whoever waits for a message is told."""
@@ -299,8 +361,8 @@ class Mailbox:
             return
         if self._arrivals is not None:
             self._arrivals.ignore(self._door)
-        _, inboxes = self._readers.get(self._opening, (None, {}))
-        awaited = next((inbox.route for inbox in inboxes.values() if inbox.expected), None)
+        inboxes = self._readings[self._opening].inboxes.values()
+        awaited = next((inbox.route for inbox in inboxes if inbox.expected), None)
         where, why = "" if awaited is None else f" on channel '{awaited}'", "" if error is None else f": {error}"
         self._lost = PeerError(f"the connection to rank {self.peer} broke while {doing}{where}{why}")
         self._lost.__cause__ = error
@@ -330,12 +392,12 @@ def meet(store: dist.Store, rank: int, peer: int, limit: timedelta, wanted: bool
     memory = None
     if wanted and sys.platform == "linux":
         try:
-            memory = Memory()
+            memory = os.fdopen(os.memfd_create("avgpipe"), "r+b", buffering=0)
         except OSError as error:
             _log.warning("rank %d sends to rank %d over the network: no memory can be shared (%s)", rank, peer, error)
     try:
         found = (_answer if rank < peer else _call)(store, limit, memory)
-        if found is None or memory is None:
+        if found is None:
             return None
         door, file = found
         return Mailbox(peer, door, memory, os.fdopen(file, "r+b", buffering=0))
@@ -343,7 +405,7 @@ def meet(store: dist.Store, rank: int, peer: int, limit: timedelta, wanted: bool
         raise dist.DistNetworkError(f"rank {peer} ended while it connected with rank {rank} ({error})") from error
 
 
-def _answer(store: dist.Store, limit: timedelta, memory: Memory | None) -> tuple[socket.socket, int] | None:
+def _answer(store: dist.Store, limit: timedelta, memory: Any) -> tuple[socket.socket, int] | None:
     """Wait for the other process, and exchange memories; return the socket to it, and its memory."""
     with contextlib.ExitStack() as listening:
         token = secrets.token_hex(16) if memory is not None else ""
@@ -362,11 +424,11 @@ def _answer(store: dist.Store, limit: timedelta, memory: Memory | None) -> tuple
             if secrets.compare_digest(said, token.encode()):
                 break
             close_all(door)  # somebody else's
-        socket.send_fds(door, [b"\0"], [memory.file.fileno()])
+        socket.send_fds(door, [b"\0"], [memory.fileno()])
         return door, files[0]
 
 
-def _call(store: dist.Store, limit: timedelta, memory: Memory | None) -> tuple[socket.socket, int] | None:
+def _call(store: dist.Store, limit: timedelta, memory: Any) -> tuple[socket.socket, int] | None:
     """Look for the other process, and exchange memories; return the socket to it, and its memory."""
     token = store.get("token").decode()
     door = _socket(limit) if memory is not None and token else None
@@ -374,7 +436,7 @@ def _call(store: dist.Store, limit: timedelta, memory: Memory | None) -> tuple[s
     store.set("found", "yes" if found else "no")
     if door is None or memory is None or not found:
         return None
-    socket.send_fds(door, [token.encode()], [memory.file.fileno()])
+    socket.send_fds(door, [token.encode()], [memory.fileno()])
     _, files, *_ = socket.recv_fds(door, 1, 1)
     return door, files[0]
 
