@@ -21,6 +21,7 @@ from lightning_avgpipe.comm.topology import Party, Route, StageMap
 from lightning_avgpipe.comm.transfer import Arrivals
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.errors import PeerError
+from tests.processes import left_behind
 
 LIMIT_S = 20.0  # of every wait here
 TIMEOUT = timedelta(seconds=10)
@@ -321,7 +322,7 @@ def run(
     for thread in threads:
         thread.join(2 * LIMIT_S)
         assert not thread.is_alive(), f"{thread.name} did not end"
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("avgpipe")]
+    left = left_behind()
     assert not left, f"threads are left: {left}"
     return outcomes
 

@@ -72,8 +72,15 @@ class SharedMemory:
 
     def __init__(self, file: Any) -> None:
         self.file = file
+        self._size = 0
         self._flat = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._views: dict[Any, list[Tensor | None]] = {}  # of structures that repeat, in the places where they lay
+
+    def reserve(self, nbytes: int) -> None:
+        """Let the file have at least so many bytes; only those that are written take memory."""
+        if nbytes > self._size:
+            self._size = max(nbytes, 2 * self._size)
+            self.file.truncate(self._size)
 
     def bytes(self, first: int, nbytes: int) -> Tensor:
         """Return the memory from a byte on; it must be part of the file by now."""
@@ -107,11 +114,10 @@ class Places:
     Attributes:
         sent: number of messages that have been put there.
         out: number of those that the other process has copied out.
-        end: size that the memory must have.
     """
 
     def __init__(self) -> None:
-        self.sent = self.out = self.end = 0
+        self.sent = self.out = 0
         self._taken: list[tuple[int, int]] = []  # first byte and end of each message, ascending
         self._order: deque[tuple[int, int]] = deque()
 
@@ -125,7 +131,7 @@ class Places:
         place = begin, begin + nbytes
         self._taken.insert(number, place)
         self._order.append(place)
-        self.sent, self.end = self.sent + 1, max(self.end, place[1])
+        self.sent += 1
         return begin
 
     def release(self, out: int) -> None:
@@ -180,7 +186,7 @@ class Mailbox:
         self.routes: set[Route] = set()
         self._door, self._mine, self._theirs = door, SharedMemory(mine), SharedMemory(theirs)
         door.setblocking(False)
-        weakref.finalize(self, close_all, door, mine, theirs)
+        self._shut = weakref.finalize(self, close_all, door, mine, theirs)
         self._arrivals: Arrivals | None = None
         self._lost: PeerError | None = None
         self._lock = threading.RLock()  # threads of lines may put what they send on
@@ -189,7 +195,6 @@ class Mailbox:
         self._numbering = Numbering()
         self._queue: deque[_Letter] = deque()
         self._places = Places()
-        self._size = 0  # of the memory that this end writes, in bytes
         self._asked = 0  # number of messages about which the last question was
         self._out = 0  # number of messages that this end has copied out
 
@@ -217,8 +222,8 @@ class Mailbox:
 
     def close(self) -> None:
         """Give the connection up."""
-        self._lose(None, "it was open")
-        self._door.close()
+        self._lose(None, "it was given up")
+        self._shut()
 
     def _open(self, arrivals: Arrivals) -> None:
         if not self.routes:
@@ -272,7 +277,8 @@ class Mailbox:
     def _send_queued(self) -> None:
         while self._lost is None and self._queue:
             if not self._post(self._queue[0]):
-                self._tell(asks=True)
+                if self._places.out >= self._asked:
+                    self._tell(asks=True)
                 return
             self._queue.popleft()
 
@@ -280,21 +286,18 @@ class Mailbox:
         """Send a message, if there is room."""
         message, structure, text = letter.outgoing.message, letter.structure, letter.text
         behind = aligned(len(text))
-        nbytes = behind + structure.begins[1] or 1
+        nbytes = behind + structure.begins[1] or aligned(1)
         first = self._places.take(nbytes)
         if first is None:
             return False
         with contextlib.ExitStack() as sending:
             for observer in letter.outgoing.observers:
                 sending.enter_context(observer.sending(letter.outgoing.route, message.micro_batch, None))
-            if self._places.end > self._size:
-                self._size = max(self._places.end, 2 * self._size)
-                self._mine.file.truncate(self._size)
+            self._mine.reserve(first + nbytes)
             if text:
                 self._mine.bytes(first, len(text)).numpy()[:] = np.frombuffer(text, np.uint8)
-            for place, tensor in zip(
-                self._mine.tensors(first + behind, structure, self._opening), message.tensors, strict=True
-            ):
+            places = self._mine.tensors(first + behind, structure, self._opening)
+            for place, tensor in zip(places, message.tensors, strict=True):
                 if place is not None and tensor is not None:
                     place.copy_(tensor.detach())
             self._tell(first, len(text), nbytes, structure.number, letter.channel, message.micro_batch)

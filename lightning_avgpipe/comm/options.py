@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from lightning_avgpipe.utils.allowed import Allowed, check, choice, documented, either, optional, suggesting_names
+from lightning_avgpipe.utils.allowed import Allowed, check, choice, documented, either, flag, optional, suggesting_names
 
 
 def _is_matrix(value: Any) -> bool:
@@ -37,6 +37,7 @@ ALLOWED = {
     "wire": optional(choice("bf16", "int8", "auto"), "full precision"),
     "reader": choice("last", "first"),
     "send_batch": choice("needed", "all"),
+    "shared_memory": flag(),
     "backend": Allowed(
         "a backend that torch.distributed knows, one for each kind of device, or None",
         "'cpu:gloo,cuda:nccl'",
@@ -67,6 +68,8 @@ class Links:
             that large inputs need not travel and only labels do. Rank 0's hooks and callbacks then see less of a batch.
         send_batch: tensors of a batch that a process gets: ``"needed"`` by its stages (others are placeholders with a
             shape), or ``"all"``, for hooks and callbacks that look at batches on every rank.
+        shared_memory: whether messages between processes of one host, which compute there, travel through memory that
+            both have, instead of the network. Processes with networks of their own do not share memory.
         backend: backend of torch.distributed, as ``process_group_backend`` of ddp. None: gloo for CPU, NCCL for CUDA.
     Raises:
         ConfigurationError: an option has a value that cannot work.
@@ -76,6 +79,7 @@ class Links:
     wire: Literal["bf16", "int8", "auto"] | None = None
     reader: Literal["last", "first"] = "last"
     send_batch: Literal["needed", "all"] = "needed"
+    shared_memory: bool = True
     backend: str | None = None
 
     def __post_init__(self) -> None:

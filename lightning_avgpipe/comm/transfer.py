@@ -76,6 +76,7 @@ class Arrivals:
         self.failure: BaseException | None = None
         self._moved = -math.inf
         self._selector = selectors.DefaultSelector()
+        self._looks: dict[socket.socket, Callable[[], None]] = {}
         self._bell, ear = socket.socketpair()
         for end in (self._bell, ear):
             end.setblocking(False)
@@ -84,16 +85,19 @@ class Arrivals:
 
     def listen(self, door: socket.socket, look: Callable[[], None]) -> None:
         """Call ``look`` in the thread that waits, whenever a socket can be read."""
-        self._selector.register(door, selectors.EVENT_READ, look)
+        self._looks[door] = look
+        self._selector.register(door, selectors.EVENT_READ)
 
     def ignore(self, door: socket.socket) -> None:
         """Listen to a socket no longer."""
         self._selector.unregister(door)
+        self._looks.pop(door)
 
     def wait(self, limit_s: float) -> None:
         """Wait until something arrives, or as long as ``limit_s`` seconds."""
         for key, _ in self._selector.select(limit_s):
-            key.data()
+            if (look := self._looks.get(key.fileobj)) is not None:  # type: ignore[call-overload]
+                look()
 
     def wait_for(self, ready: Callable[[], bool], limit_s: float) -> bool:
         """Wait until ``ready()``, or as long as ``limit_s`` seconds; return whether it is."""

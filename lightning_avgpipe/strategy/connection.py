@@ -102,7 +102,8 @@ class Connection:
             if several:
                 gc.collect()  # an unused trainer is a reference cycle, and holds its connections until it is collected
             between = None if port_of(device).is_host or not several else device_backend(self.backend, device)
-            network = ProcessGroups(rank, device, options.timeout + _GRACE, between)
+            shared_memory = options.links.shared_memory
+            network = ProcessGroups(rank, device, options.timeout + _GRACE, between, shared_memory)
             process = Process(rank, device, options.timeout.total_seconds(), network, parent.deaths)
             self.cluster = Cluster(stage_map, process)
         else:  # a plan of the last run may have placed stages elsewhere
