@@ -34,7 +34,6 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -146,24 +145,6 @@ class Places:
         return len(self._taken) > _MOST // 2 or (len(self._taken) > 1 and self._taken[-1][1] > _MOST_BYTES // 2)
 
 
-@dataclass
-class _Letter:
-    """A message that is to be sent: its structure, and the numbers and the pickle of structure and channel."""
-
-    outgoing: Outgoing
-    structure: Structure
-    channel: int
-    text: bytes
-
-
-class _Reading:
-    """What is read of an opening of a connection."""
-
-    def __init__(self) -> None:
-        self.numbered = Numbered()
-        self.inboxes: dict[Route, NetworkInbox] = {}  # also of channels that are not open yet
-
-
 class Mailbox:
     """A connection of two processes of one host with all their channels; an instance is one end of it.
 
@@ -186,14 +167,17 @@ class Mailbox:
         self.routes: set[Route] = set()
         self._door, self._mine, self._theirs = door, SharedMemory(mine), SharedMemory(theirs)
         door.setblocking(False)
-        self._shut = weakref.finalize(self, close_all, door, mine, theirs)
+        self._shut = weakref.finalize(self, close_all, os.getpid(), door, mine, theirs)
         self._arrivals: Arrivals | None = None
         self._lost: PeerError | None = None
         self._lock = threading.RLock()  # threads of lines may put what they send on
         self._opening = 0
-        self._readings: defaultdict[int, _Reading] = defaultdict(_Reading)  # by opening: the other end may be ahead
+        # what has come, by opening, for the other end may be ahead; also of channels that are not open yet
+        self._readings: defaultdict[int, tuple[Numbered, dict[Route, NetworkInbox]]]
+        self._readings = defaultdict(lambda: (Numbered(), {}))
         self._numbering = Numbering()
-        self._queue: deque[_Letter] = deque()
+        # messages, each with its structure, the number of its channel, and what the other end must be told of them
+        self._queue: deque[tuple[Outgoing, Structure, int, bytes]] = deque()
         self._places = Places()
         self._asked = 0  # number of messages about which the last question was
         self._out = 0  # number of messages that this end has copied out
@@ -214,7 +198,7 @@ class Mailbox:
     def leave(self, route: Route, join_s: float) -> None:
         """Close a channel. The last one waits up to ``join_s`` seconds until all messages are sent."""
         self.routes.discard(route)
-        self._readings[self._opening].inboxes.pop(route, None)
+        self._readings[self._opening][1].pop(route, None)
         if not self.routes:
             self._readings.pop(self._opening)
             if self._arrivals is not None:
@@ -237,7 +221,7 @@ class Mailbox:
         self._arrivals = arrivals
 
     def _inbox(self, opening: int, route: Route) -> NetworkInbox:
-        inboxes = self._readings[opening].inboxes
+        _, inboxes = self._readings[opening]
         if route not in inboxes:
             inboxes[route] = NetworkInbox(route, self)
         return inboxes[route]
@@ -266,7 +250,7 @@ class Mailbox:
         for observer in outgoing.observers:
             observer.queued()
         with self._lock:
-            self._queue.append(_Letter(outgoing, *self._numbering.of(outgoing.route, outgoing.message)))
+            self._queue.append((outgoing, *self._numbering.of(outgoing.route, outgoing.message)))
             self._send_queued()
             if self._queue:
                 self.look()
@@ -276,23 +260,22 @@ class Mailbox:
 
     def _send_queued(self) -> None:
         while self._lost is None and self._queue:
-            if not self._post(self._queue[0]):
+            if not self._post(*self._queue[0]):
                 if self._places.out >= self._asked:
                     self._tell(asks=True)
                 return
             self._queue.popleft()
 
-    def _post(self, letter: _Letter) -> bool:
+    def _post(self, outgoing: Outgoing, structure: Structure, channel: int, text: bytes) -> bool:
         """Send a message, if there is room."""
-        message, structure, text = letter.outgoing.message, letter.structure, letter.text
-        behind = aligned(len(text))
+        message, behind = outgoing.message, aligned(len(text))
         nbytes = behind + structure.begins[1] or aligned(1)
         first = self._places.take(nbytes)
         if first is None:
             return False
         with contextlib.ExitStack() as sending:
-            for observer in letter.outgoing.observers:
-                sending.enter_context(observer.sending(letter.outgoing.route, message.micro_batch, None))
+            for observer in outgoing.observers:
+                sending.enter_context(observer.sending(outgoing.route, message.micro_batch, None))
             self._mine.reserve(first + nbytes)
             if text:
                 self._mine.bytes(first, len(text)).numpy()[:] = np.frombuffer(text, np.uint8)
@@ -300,7 +283,7 @@ class Mailbox:
             for place, tensor in zip(places, message.tensors, strict=True):
                 if place is not None and tensor is not None:
                     place.copy_(tensor.detach())
-            self._tell(first, len(text), nbytes, structure.number, letter.channel, message.micro_batch)
+            self._tell(first, len(text), nbytes, structure.number, channel, message.micro_batch)
         return True
 
     def _tell(self, *record: int, asks: bool = False) -> None:
@@ -346,7 +329,7 @@ class Mailbox:
         if opening < self._opening or (opening == self._opening and not self.routes):
             return  # nobody waits for it any more
         text = self._theirs.bytes(first, nbytes).numpy().data if nbytes else b""
-        route, structure = self._readings[opening].numbered.find(number, channel, text)
+        route, structure = self._readings[opening][0].find(number, channel, text)
         tensors = structure.bare(_CPU)
         with torch.inference_mode(False):  # it may be used outside of it
             for i, place in enumerate(self._theirs.tensors(first + aligned(nbytes), structure, opening)):
@@ -364,8 +347,8 @@ class Mailbox:
             return
         if self._arrivals is not None:
             self._arrivals.ignore(self._door)
-        inboxes = self._readings[self._opening].inboxes.values()
-        awaited = next((inbox.route for inbox in inboxes if inbox.expected), None)
+        _, inboxes = self._readings[self._opening]
+        awaited = next((inbox.route for inbox in inboxes.values() if inbox.expected), None)
         where, why = "" if awaited is None else f" on channel '{awaited}'", "" if error is None else f": {error}"
         self._lost = PeerError(f"the connection to rank {self.peer} broke while {doing}{where}{why}")
         self._lost.__cause__ = error
@@ -426,7 +409,7 @@ def _answer(store: dist.Store, limit: timedelta, memory: Any) -> tuple[socket.so
             said, files, *_ = socket.recv_fds(door, len(token), 1)
             if secrets.compare_digest(said, token.encode()):
                 break
-            close_all(door)  # somebody else's
+            door.close()  # somebody else's
         socket.send_fds(door, [b"\0"], [memory.fileno()])
         return door, files[0]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import selectors
 import socket
 import time
@@ -80,7 +81,7 @@ class Arrivals:
         self._bell, ear = socket.socketpair()
         for end in (self._bell, ear):
             end.setblocking(False)
-        weakref.finalize(self, close_all, self._selector, self._bell, ear)
+        weakref.finalize(self, close_all, os.getpid(), self._selector, self._bell, ear)
         self.listen(ear, lambda: _empty(ear))
 
     def listen(self, door: socket.socket, look: Callable[[], None]) -> None:
@@ -132,9 +133,9 @@ def _empty(ear: socket.socket) -> None:
         ear.recv(4096)
 
 
-def close_all(*ends: Any) -> None:
-    """Close sockets, files and the like."""
-    for end in ends:
+def close_all(owner: int, *ends: Any) -> None:
+    """Close sockets and the like in the process that made them; a forked one may have given their numbers to others."""
+    for end in ends if os.getpid() == owner else ():
         end.close()
 
 

@@ -63,8 +63,6 @@ class Waits:
         time_waited = RunningTime()
         while True:
             watch.check()
-            if ready():
-                return
             if arrivals.failure is None:
                 arrivals.wait(POLL_S)
             if ready():

@@ -257,7 +257,7 @@ def test_messages_are_sent_on_and_observers_told_when_they_were_sent() -> None:
     with two() as pair, two() as further:
         for i in range(3):
             pair.out[FORWARD].put(Message(i, (torch.full((2,), float(i)),)), [noting])
-        further.into[FORWARD].expect(3)
+        further.into[FORWARD].expect(3, [noting])
         pair.into[FORWARD].expect(3, [noting], onwards=further.out[FORWARD])
         for i in range(3):
             assert pair.came(FORWARD).micro_batch == further.came(FORWARD).micro_batch == i
