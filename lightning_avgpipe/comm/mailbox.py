@@ -291,9 +291,11 @@ class Mailbox:
         asks = (asks or self._places.are_filling) and self._places.out >= self._asked
         if asks:
             self._asked = self._places.sent
+        told = _RECORD.pack(self._opening, *(record or _NO_MESSAGE), self._out, asks, host_now())
         try:
-            self._door.send(_RECORD.pack(self._opening, *(record or _NO_MESSAGE), self._out, asks, host_now()))
+            self._door.send(told, socket.MSG_NOSIGNAL)
         except OSError as error:
+            self._read()  # what was sent before the other end went
             self._lose(error, "sending")
 
     # -- receiving -----------------------------------------------------------------------------------------------------
@@ -301,27 +303,27 @@ class Mailbox:
     def look(self) -> None:
         """Take in what has arrived, and send what is queued."""
         with self._lock:
-            while self._lost is None and (record := self._record()):
-                opening, first, text, nbytes, number, channel, micro_batch, out, asks, at_s = _RECORD.unpack(record)
-                self._places.release(out)
-                if nbytes:
-                    self._take_in(opening, first, text, number, channel, micro_batch, at_s)
-                    self._out += 1
-                if asks:
-                    self._tell()
+            self._read()
             self._send_queued()
 
-    def _record(self) -> bytes:
-        try:
-            record = self._door.recv(_RECORD.size)
-        except BlockingIOError:
-            return b""
-        except OSError as error:
-            self._lose(error, "receiving")
-            return b""
-        if not record:
-            self._lose(None, "receiving")
-        return record
+    def _read(self) -> None:
+        while self._lost is None:
+            try:
+                record = self._door.recv(_RECORD.size)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:  # the other end has gone with something unread; what it sent may be here
+                continue
+            if not record:
+                self._lose(None, "receiving")
+                return
+            opening, first, text, nbytes, number, channel, micro_batch, out, asks, at_s = _RECORD.unpack(record)
+            self._places.release(out)
+            if nbytes:
+                self._take_in(opening, first, text, number, channel, micro_batch, at_s)
+                self._out += 1
+            if asks:
+                self._tell()
 
     def _take_in(
         self, opening: int, first: int, nbytes: int, number: int, channel: int, micro_batch: int, at_s: float

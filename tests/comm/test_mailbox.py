@@ -279,6 +279,24 @@ def test_a_lost_connection_fails_who_expects_and_who_sends() -> None:
         assert isinstance(pair.arrivals[1].failure, PeerError)
 
 
+@pytest.mark.parametrize("sends", [True, False])
+def test_what_was_sent_before_the_other_end_went_arrives(sends: bool) -> None:
+    with two() as pair:
+        pair.out[BACKWARD].put(Message(0, ()))  # nobody reads it
+        for i in range(2):
+            pair.out[FORWARD].put(Message(i, (torch.full((5,), i),)))
+        pair.ends[0].close()
+        pair.into[FORWARD].expect(2)
+        if sends:
+            pair.out[BACKWARD].put(Message(1, ()))
+        for i in range(2):
+            assert pair.into[FORWARD].ready() and pair.into[FORWARD].get().micro_batch == i
+        pair.into[FORWARD].expect(1)
+        assert not pair.into[FORWARD].ready()
+        pair.into[FORWARD].expect(1)
+        assert isinstance(pair.arrivals[1].failure, PeerError)
+
+
 # -- who has one -------------------------------------------------------------------------------------------------------
 
 
