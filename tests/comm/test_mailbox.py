@@ -144,6 +144,7 @@ def test_what_is_received_is_its_own_and_no_tensor_of_inference() -> None:
 
 
 def test_no_descriptor_is_left() -> None:
+    gc.collect()  # what other tests have left
     descriptors = len(os.listdir("/proc/self/fd"))
     for closes in (True, False):
         pair = Two(both())
