@@ -377,62 +377,62 @@ def meet(store: dist.Store, rank: int, peer: int, limit: timedelta, wanted: bool
     Raises:
         DistNetworkError: the other process has ended meanwhile.
     """
-    memory = None
+    memory, door, token = None, None, ""
     if wanted and sys.platform == "linux":
         try:
+            door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            door.settimeout(limit.total_seconds())
+            if rank < peer:
+                token = secrets.token_hex(16)
+                door.bind(_address(token))
+                door.listen()
             memory = os.fdopen(os.memfd_create("avgpipe"), "r+b", buffering=0)
-        except OSError as error:
+        except (OSError, AttributeError) as error:
             _log.warning("rank %d sends to rank %d over the network: no memory can be shared (%s)", rank, peer, error)
     try:
-        found = (_answer if rank < peer else _call)(store, limit, memory)
+        with door or contextlib.nullcontext():
+            if rank < peer:
+                found = _answer(store, door, memory, token if memory is not None else "", limit)
+            else:
+                found = _call(store, door, memory)
         if found is None:
+            if memory is not None:
+                memory.close()
             return None
-        door, file = found
-        return Mailbox(peer, door, memory, os.fdopen(file, "r+b", buffering=0))
+        other, file = found
+        return Mailbox(peer, other, memory, os.fdopen(file, "r+b", buffering=0))
     except (OSError, IndexError) as error:  # no file came
         raise dist.DistNetworkError(f"rank {peer} ended while it connected with rank {rank} ({error})") from error
 
 
-def _answer(store: dist.Store, limit: timedelta, memory: Any) -> tuple[socket.socket, int] | None:
+def _answer(
+    store: dist.Store, listener: Any, memory: Any, token: str, limit: timedelta
+) -> tuple[socket.socket, int] | None:
     """Wait for the other process, and exchange memories; return the socket to it, and its memory."""
-    with contextlib.ExitStack() as listening:
-        token = secrets.token_hex(16) if memory is not None else ""
-        if memory is not None:
-            listener = listening.enter_context(_socket(limit))
-            listener.bind(_address(token))
-            listener.listen()
-        store.set("token", token)
-        if store.get("found") != b"yes":
-            return None
-        assert memory is not None
-        while True:
-            door, _ = listener.accept()
-            door.settimeout(limit.total_seconds())
-            said, files, *_ = socket.recv_fds(door, len(token), 1)
-            if secrets.compare_digest(said, token.encode()):
-                break
-            door.close()  # somebody else's
-        socket.send_fds(door, [b"\0"], [memory.fileno()])
-        return door, files[0]
-
-
-def _call(store: dist.Store, limit: timedelta, memory: Any) -> tuple[socket.socket, int] | None:
-    """Look for the other process, and exchange memories; return the socket to it, and its memory."""
-    token = store.get("token").decode()
-    door = _socket(limit) if memory is not None and token else None
-    found = door is not None and door.connect_ex(_address(token)) == 0
-    store.set("found", "yes" if found else "no")
-    if door is None or memory is None or not found:
+    store.set("token", token)
+    if store.get("found") != b"yes":
         return None
-    socket.send_fds(door, [token.encode()], [memory.fileno()])
-    _, files, *_ = socket.recv_fds(door, 1, 1)
+    while True:
+        door, _ = listener.accept()
+        door.settimeout(limit.total_seconds())
+        said, files, *_ = socket.recv_fds(door, len(token), 1)
+        if secrets.compare_digest(said, token.encode()):
+            break
+        door.close()  # somebody else's
+    socket.send_fds(door, [b"\0"], [memory.fileno()])
     return door, files[0]
 
 
-def _socket(limit: timedelta) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.settimeout(limit.total_seconds())
-    return made
+def _call(store: dist.Store, door: Any, memory: Any) -> tuple[socket.socket, int] | None:
+    """Look for the other process, and exchange memories; return the socket to it, and its memory."""
+    token = store.get("token").decode()
+    found = bool(token) and memory is not None and door.connect_ex(_address(token)) == 0
+    store.set("found", "yes" if found else "no")
+    if not found:
+        return None
+    socket.send_fds(door, [token.encode()], [memory.fileno()])
+    _, files, *_ = socket.recv_fds(door, 1, 1)
+    return door.dup(), files[0]
 
 
 def _address(token: str) -> str:

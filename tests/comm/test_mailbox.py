@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -305,13 +307,14 @@ def test_both_must_want_it() -> None:
     assert both((True, False)) == both((False, True)) == both((False, False)) == [None, None]
 
 
-def test_without_memory_there_is_a_line_and_a_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("module", "name"), [(os, "memfd_create"), (socket.socket, "bind")])
+def test_without_memory_or_socket_there_is_a_line_and_a_log(
+    module: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refused(name: str) -> int:
+    def refused(*_: object) -> int:
         raise OSError("no memory")
 
-    monkeypatch.setattr(os, "memfd_create", refused)
+    monkeypatch.setattr(module, name, refused)
     with caplog.at_level(logging.WARNING):
         assert both() == [None, None]
     assert "over the network: no memory can be shared (no memory)" in caplog.text
