@@ -348,15 +348,21 @@ def uncompiled() -> contextlib.AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-@contextlib.contextmanager
-def watching(watcher: CallWatcher) -> Iterator[None]:
-    """Let a watcher see the module calls of this thread within this context."""
-    with intercepting():
-        before, _following.watcher = _following.watcher, watcher
-        try:
-            yield
-        finally:
-            _following.watcher = before
+class watching:
+    """A context in which a watcher sees the module calls of this thread."""
+
+    __slots__ = ("_before", "_watcher")
+
+    def __init__(self, watcher: CallWatcher) -> None:
+        self._watcher = watcher
+
+    def __enter__(self) -> None:
+        intercepting().__enter__()
+        self._before, _following.watcher = _following.watcher, self._watcher
+
+    def __exit__(self, *error: object) -> None:
+        _following.watcher = self._before
+        intercepting().__exit__()
 
 
 class intercepting:

@@ -29,6 +29,7 @@ class _Here(threading.local):
 
 _here = _Here()
 _threads: set[int] = set()  # identifiers of the threads that run code of a step now
+_NOTHING = contextlib.nullcontext()
 _own: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -39,8 +40,7 @@ def own_group(group: Any) -> Any:
     return group
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
+def alone() -> contextlib.AbstractContextManager[None]:
     """Make ``torch.distributed`` look uninitialized in this context; its functions find one process, of rank 0.
 
     Code that gathers over processes asks ``is_initialized()`` first: losses, ``torchmetrics``, ``SyncBatchNorm``. Code
@@ -50,9 +50,11 @@ def alone() -> Iterator[None]:
     The context holds for the thread that enters it, and for the threads in which autograd runs a backward for that
     thread. Other threads, which may save a checkpoint meanwhile, see all processes.
     """
-    if not dist.is_initialized() and not _here.depth:
-        yield
-        return
+    return _alone() if _here.depth or dist.is_initialized() else _NOTHING
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
     group = _lone_group()
     if not _here.depth:
         _patch()

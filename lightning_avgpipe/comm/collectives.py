@@ -320,7 +320,7 @@ class ReplicaGroup:
                 flats = zip(forms, term.split([form.nbytes for form in forms]), strict=True)
                 arrived = (form.from_bytes(flat.clone()) for form, flat in flats)  # clones are aligned
                 for tensor, message in zip(tensors.values(), messages, strict=True):
-                    rounded = replace(message, tensors=tuple(next(arrived) for _ in message.tensors))
+                    rounded = message._replace(tensors=tuple(next(arrived) for _ in message.tensors))
                     (found,) = decompressed(rounded).tensors
                     assert found is not None
                     tensor.add_(found.to(tensor.device)) if number else tensor.copy_(found)

@@ -18,9 +18,8 @@ directly as well (AQ-SGD, Wang et al., NeurIPS 2022).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +33,7 @@ from lightning_avgpipe.utils.tensors import INSTEAD_OF_NESTED, Sparseness, strid
 _MOST = 127  # the largest multiple of a scale in int8
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """Values of one micro-batch on their way to the next stage, or their gradients on the way back.
 
     Attributes:
@@ -65,7 +63,7 @@ class Message:
 
     def copied(self) -> Message:
         """Return a copy of the message with tensors in memory of their own."""
-        return replace(self, tensors=tuple(None if tensor is None else tensor.clone() for tensor in self.tensors))
+        return self._replace(tensors=tuple(None if tensor is None else tensor.clone() for tensor in self.tensors))
 
 
 class _Strided:
@@ -137,7 +135,7 @@ def compressed(message: Message, wire: Format | None, key: RandomKey, name: str)
             quantised, scale = quantise(tensor, key.derive(name, number))
             tensors.append(quantised)
             scales.append(scale)
-    return replace(message, tensors=(*tensors, *scales), decoded=tuple(decoded))
+    return message._replace(tensors=(*tensors, *scales), decoded=tuple(decoded))
 
 
 def decompressed(message: Message) -> Message:
@@ -155,7 +153,7 @@ def decompressed(message: Message) -> Message:
                 tensor = tensor.float().mul_(scale)
             tensor = tensor.to(dtype)
         found.append(tensor)
-    return replace(message, tensors=tuple(found), decoded=())
+    return message._replace(tensors=tuple(found), decoded=())
 
 
 def quantise(tensor: Tensor, seed: int) -> tuple[Tensor, Tensor]:

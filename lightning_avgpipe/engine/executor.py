@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -118,11 +118,13 @@ class Lane:
         if outbox is None:
             return
         if forward and self.segments > 1:
-            message = replace(message, segments=self.segments)
-        wire, stage = self.wires[not forward], self.stage.program.stage
-        name = f"wire/{'forward' if forward else 'backward'}/{stage}"
+            message = message._replace(segments=self.segments)
+        wire = self.wires[not forward]
+        if wire is not None:
+            name = f"wire/{'forward' if forward else 'backward'}/{self.stage.program.stage}"
+            message = compressed(message, wire, self.task.key_of(message.micro_batch), name)
         try:
-            outbox.put(compressed(message, wire, self.task.key_of(message.micro_batch), name), observers)
+            outbox.put(message, observers)
         except UnsendableError as error:
             raise self.stage.unsendable(message, error) from error.__cause__
 

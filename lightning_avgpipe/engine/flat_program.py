@@ -13,7 +13,6 @@ the micro-batch is followed instead. A program holds constants of its iteration,
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.engine.attestation import Attested
-from lightning_avgpipe.engine.part import Entry, Observe, OperationResult, Part, Path, Replayed, Runner
+from lightning_avgpipe.engine.part import Entry, Observe, OperationResult, Part, Replayed, Runner
 from lightning_avgpipe.engine.randomness import Draw
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.utils import tree
@@ -108,21 +107,24 @@ def slice_of(parts: list[Any]) -> slice:
     return slice(*parts)
 
 
-def slots_in(templates: Iterable[Any]) -> list[int]:
-    """Return the slots in templates."""
-    found: list[int] = []
+def parts_of(templates: Iterable[Any]) -> list[Any]:
+    """Return the templates of single values in templates."""
+    found: list[Any] = []
     for template in templates:
         kind = type(template)
-        if kind is TensorSlot:
-            found.append(template.number)
-        elif kind is Items:
-            found += slots_in(template.parts)
+        if kind is Items:
+            found += parts_of(template.parts)
         elif kind is Fields:
-            found += slots_in(part for _, part in template.parts)
+            found += parts_of(part for _, part in template.parts)
+        else:
+            found.append(template)
     return found
 
 
-_NOTHING = contextlib.nullcontext()
+def slots_in(templates: Iterable[Any]) -> list[int]:
+    """Return the slots in templates."""
+    return [part.number for part in parts_of(templates) if type(part) is TensorSlot]
+
 
 InstructionKind = Literal["glue", "question", "object", "node", "observe", "skipped"]
 
@@ -163,7 +165,7 @@ class Instruction:
     module: nn.Module | None = None
     answer: Any = None
     draw: Draw | None = None
-    looks: tuple[Any, ...] = field(default=(), compare=False)
+    looks: Sequence[Any] = field(default=(), compare=False)
     entry: Entry | None = field(default=None, compare=False)
     separated: bool = False
     dropped: tuple[int, ...] = field(default=(), compare=False)
@@ -187,7 +189,8 @@ class FlatProgram:
         given: slots of the tensors of the batch, then of the received tensors.
         sent: templates of the tensors that go to the next stage.
         result: template of the step's result, on the last stage.
-        attested: requests of the step for the nodes, see :mod:`~lightning_avgpipe.engine.attestation`.
+        attested: requests of the step for the nodes so far, see :mod:`~lightning_avgpipe.engine.attestation`.
+        entries: descriptions of what the nodes so far returned when the program was written.
     """
 
     instructions: tuple[Instruction, ...]
@@ -196,25 +199,29 @@ class FlatProgram:
     sent: tuple[Any, ...]
     result: Any
     attested: tuple[Attested, ...]
+    entries: tuple[Entry, ...] = field(compare=False)
 
     @property
     def answers(self) -> tuple[Any, ...]:
         """The answers about the batch for which the program was written."""
         return tuple(instruction.answer for instruction in self.instructions if instruction.kind == "question")
 
-    def dropping_early(self) -> FlatProgram:
-        """Return the program in which each instruction drops the slots that it is the last to use."""
-        kept = {*slots_in(self.sent), *slots_in((self.result,))}
-        last: dict[int, int] = {}
-        for i, one in enumerate(self.instructions):
-            used = (*slots_in(one.args), *slots_in(part for _, part in one.kwargs), *one.made)
-            last |= dict.fromkeys(used, i)
-        dropped: list[list[int]] = [[] for _ in self.instructions]
-        for slot, i in last.items():
-            if slot not in kept:
-                dropped[i].append(slot)
-        instructions = zip(self.instructions, dropped, strict=True)
-        return replace(self, instructions=tuple(replace(one, dropped=tuple(slots)) for one, slots in instructions))
+    def lean(self) -> FlatProgram:
+        """Return the program in which each instruction drops the slots that it is the last to use.
+
+        Instructions that only make a tensor for an earlier stage (``torch.arange``) are left out.
+        """
+        needed = {*slots_in(self.sent), *slots_in((self.result,))}
+        instructions: list[Instruction] = []
+        for one in reversed(self.instructions):
+            given = parts_of((*one.args, *(part for _, part in one.kwargs)))
+            only_makes = one.kind == "glue" and one.module is None and not any(map(_is_tensor, given))
+            if only_makes and needed.isdisjoint(one.made):
+                continue
+            last = {*slots_in(given), *one.made} - needed
+            needed |= last
+            instructions.append(replace(one, dropped=tuple(sorted(last))))
+        return replace(self, instructions=tuple(instructions[::-1]))
 
     def run(self, tensors: Sequence[Tensor], part: Part, runner: Runner) -> Replayed:
         """Run the program on a micro-batch.
@@ -228,24 +235,30 @@ class FlatProgram:
             StepChangedError: an operation returned another number of tensors.
         """
         slots: list[Any] = [None] * self.num_slots
-        entries: list[Entry] = []
+        own: list[Entry] = []
+        differs = False
         for slot, tensor in zip(self.given, tensors, strict=True):
             slots[slot] = tensor
         for instruction in self.instructions:
-            if instruction.kind == "skipped":
+            kind = instruction.kind
+            if kind == "skipped":
                 runner.draws.skip(instruction.drawn)
                 continue
             if instruction.draw is not None:
                 runner.draws.begin_draw(instruction.draw)
             args = tuple([fill(one, slots) for one in instruction.args])
-            kwargs = {name: fill(one, slots) for name, one in instruction.kwargs}
-            if instruction.kind == "object":
+            kwargs = {name: fill(one, slots) for name, one in instruction.kwargs} if instruction.kwargs else {}
+            if kind == "object":
                 slots[instruction.made[0]] = instruction.run(args)
                 continue
-            if instruction.kind == "node":
+            if kind == "node":
                 outcome = _execute(instruction, args, kwargs, runner)
                 made = outcome.tensors
-                entries.append(_entry(instruction, outcome))
+                if instruction.entry is None or list(map(look_of, made)) != instruction.looks:
+                    differs = True
+                    own.append(outcome.entry)
+                else:
+                    own.append(instruction.entry)
             else:
                 made = _free(instruction, args, kwargs, runner, part.observe)
             if len(made) != len(instruction.made):
@@ -257,19 +270,19 @@ class FlatProgram:
                 slots[slot] = tensor
             for slot in instruction.dropped:
                 slots[slot] = None
-        assert not isinstance(part.entries, Path)
-        told = part.entries if part.program.is_last else (*part.entries, *entries)
-        sent = tuple(fill(one, slots) for one in self.sent)
-        return Replayed(fill(self.result, slots), sent, told, attested=(*(part.attested or ()), *self.attested))
+        entries = (*part.entries, *own) if differs and not part.program.is_last else self.entries
+        sent = tuple([fill(one, slots) for one in self.sent])
+        return Replayed(fill(self.result, slots), sent, entries, attested=self.attested)
 
 
 def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, observe: Observe | None) -> list[Tensor]:
     """Execute an instruction that is no node; return the tensors of its result."""
     if instruction.kind == "observe" and observe is not None:
         result = observe(instruction.run, args, kwargs)
+    elif instruction.module is not None:
+        result = runner.draws.call(instruction.module, instruction.run, args, kwargs)
     else:
-        with _NOTHING if instruction.module is None else runner.draws.calling(instruction.module):
-            result = instruction.run(*args, **kwargs)
+        result = instruction.run(*args, **kwargs)
     if instruction.kind == "question" and result != instruction.answer:
         raise Surprise
     return [result] if type(result) is Tensor else tree.tensors(result)
@@ -281,9 +294,16 @@ def _execute(instruction: Instruction, args: Any, kwargs: Any, runner: Runner) -
     tensors = tensor_arguments(args, kwargs) if node.writes_objects else []
     operation = Operation(node.kind, node.name, instruction.run, args, kwargs, tensors, module)
     _, objects = operation.with_objects(node)
-    with _NOTHING if module is None else runner.draws.calling(module):
+    if module is None:
         outcome = runner.run(operation, node, objects)
+    else:
+        outcome = runner.draws.call(module, runner.run, (operation, node, objects), {})
     return outcome.separated(node, tree.tensors((args, kwargs))) if instruction.separated else outcome
+
+
+def _is_tensor(template: Any) -> bool:
+    """Return whether the template of a single value may stand for a tensor."""
+    return type(template) is not Fixed or isinstance(template.value, Tensor)
 
 
 def look_of(tensor: Tensor) -> tuple[Any, ...]:
@@ -291,15 +311,6 @@ def look_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride()
 
 
-def _entry(instruction: Instruction, outcome: OperationResult) -> Entry:
-    """Return the description for later stages: the written one if it is still right, which saves making it."""
-    if instruction.entry is None or tuple(map(look_of, outcome.tensors)) != instruction.looks:
-        return outcome.entry
-    return instruction.entry
-
-
 def description(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """Return the properties that tensors must share with those for which a program was written."""
-    return tuple(
-        (type(t), t.layout, t.device, TensorMeta.of(t) if t.layout is torch.strided else t.shape) for t in tensors
-    )
+    return tuple([(type(t), t.device, t.layout, *(look_of(t) if t.layout is torch.strided else (t.shape,))) for t in tensors])

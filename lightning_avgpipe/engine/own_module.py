@@ -99,10 +99,15 @@ class OwnAttributes:
     def _objects(self) -> Snapshot:
         return Snapshot(self.variables, opaque=True, like=self._own)  # unchanged arrays are not copied again
 
+    @property
+    def are_shown(self) -> bool:
+        """Whether the module always has this stage's values, so that nothing is to be placed."""
+        return self._shows or not self.variables
+
     @contextlib.contextmanager
     def placed(self) -> Iterator[None]:
         """Put this stage's values into the module within this context; objects keep their identity."""
-        if self._shows or not self.variables:
+        if self.are_shown:
             yield
             return
         shown = self._objects()
@@ -166,9 +171,14 @@ class OwnModule:
         self.attributes = OwnAttributes(module, (*program.graph.attributes, *program.holders), shown)
         self._passing = [variable(module, *key) for key in program.graph.passing if not program.is_last]
 
-    @contextlib.contextmanager
-    def placed(self) -> Iterator[dict[int, str]]:
+    def placed(self) -> AbstractContextManager[dict[int, str]]:
         """Put the stage's weights and attributes into the module in this context; yield ``id -> name`` of copies."""
+        if self._of_units.are_shown and self.attributes.are_shown and not self._passing:
+            return self._weights.placed(self.program.stage)
+        return self._placed()
+
+    @contextlib.contextmanager
+    def _placed(self) -> Iterator[dict[int, str]]:
         with self._weights.placed(self.program.stage) as copies, self._of_units.placed(), self.attributes.placed():
             before = [(passing, passing.state()) for passing in self._passing]
             try:

@@ -58,8 +58,7 @@ Observe = Callable[[Callable[..., Any], Any, Any], Any]
 Tapped = tuple[tuple[Tensor, ...], tuple[Entry, ...]]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One stage's part of a step on one micro-batch.
 
     Attributes:
@@ -88,8 +87,7 @@ class Part:
     attested: tuple[Attested, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Replayed:
+class Replayed(NamedTuple):
     """The outcome of one stage's part of a step on one micro-batch.
 
     Attributes:
@@ -137,9 +135,6 @@ class ReplayContext:
     def compiled(self) -> bool:
         """Whether code of units that ``torch.compile`` has compiled runs so; it cannot be watched."""
         return self.compiler is not None or not self.drawing.seen
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 class OperationResult(NamedTuple):
@@ -211,8 +206,11 @@ class Runner:
 
     def run(self, operation: Operation, node: Node, objects: Snapshot | None) -> OperationResult:
         """Execute an operation that stands at a node and may write into these objects."""
-        with _NOTHING if self._around is None else self._around(operation, node):
+        if self._around is None:
             result = self._result(operation, node)
+        else:
+            with self._around(operation, node):
+                result = self._result(operation, node)
         if objects is not None:
             parcel, tensors = self._packer.pack(result, objects)
             return OperationResult(result, tensors, parcel)
@@ -220,6 +218,8 @@ class Runner:
 
     def _result(self, operation: Operation, node: Node) -> Any:
         run, draws = operation.run, self.draws
+        if node.kind == "glue":
+            return run(*operation.args, **operation.kwargs)
         if node.kind == "call":
             draws.begin_unit()
         compiled = self._compiler is not None and operation.module is not None
@@ -227,7 +227,7 @@ class Runner:
             run = self._compiled(operation, node)
         if self._repeat is not None and node.kind == "call":
             run = self._repeat(node, run)
-        if node.kind == "glue" or compiled:
+        if compiled:
             return run(*operation.args, **operation.kwargs)
         # a region is code of the step itself, whose path is ""
         with draws.functions("" if node.kind == "region" else node.name, node.drawn):

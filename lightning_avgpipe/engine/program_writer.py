@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.capture.tracer import call_module, function_name
-from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.flat_program import (
     SAME,
     VALUES,
@@ -31,7 +30,7 @@ from lightning_avgpipe.engine.flat_program import (
     look_of,
     slice_of,
 )
-from lightning_avgpipe.engine.part import OperationResult
+from lightning_avgpipe.engine.part import OperationResult, Path, Replayed
 from lightning_avgpipe.engine.purity import Purity
 from lightning_avgpipe.engine.randomness import Draw
 from lightning_avgpipe.state.parcel import Packer
@@ -160,8 +159,8 @@ class ProgramWriter:
             return
         self._instructions[-1] = replace(
             self._instructions[-1],
-            looks=tuple(map(look_of, outcome.tensors)),
-            entry=None if node.writes_objects else outcome.entry,
+            looks=list(map(look_of, outcome.tensors)),
+            entry=None if node.writes_objects or not all(map(_is_alike, tree.leaves(outcome.result))) else outcome.entry,
             separated=separated,
         )
         try:
@@ -175,10 +174,11 @@ class ProgramWriter:
         """Note a call that has looked at values."""
         self._write("observe", run, args, kwargs, result)
 
-    def end(self, result: Any, sent: Sequence[Tensor], attested: tuple[Attested, ...], complete: bool) -> None:
+    def end(self, replayed: Replayed, complete: bool) -> None:
         """Complete the program when the step has ended.
 
         Args:
+            replayed: outcome of the micro-batch.
             complete: whether the step went as far as when it was captured.
         """
         if not complete:
@@ -195,12 +195,13 @@ class ProgramWriter:
             # instructions on the batch come first, so that a surprise comes before any side effect
             instructions.sort(key=lambda one: one.kind not in ("glue", "question"))
         try:
-            values, returned = tuple(map(self._template, sent)), self._template(result)
+            sent, result = tuple(map(self._template, replayed.sent)), self._template(replayed.result)
         except Unwritable as error:
             self.refuse(str(error))
             return
-        program = FlatProgram(tuple(instructions), self._num_slots, self._given, values, returned, attested)
-        self.program = program.dropping_early()
+        assert not isinstance(replayed.entries, Path)
+        told = replayed.attested, replayed.entries
+        self.program = FlatProgram(tuple(instructions), self._num_slots, self._given, sent, result, *told).lean()
 
     def _write(
         self,
@@ -316,6 +317,11 @@ def _held_tensors(module: nn.Module) -> dict[int, Any]:
             named: dict[str, Any] = register  # type: ignore[assignment]
             found.update((id(tensor), Register.of(named, name)) for name, tensor in named.items() if tensor is not None)
     return found
+
+
+def _is_alike(leaf: Any) -> bool:
+    """Return whether a leaf of a node's result is the same for each micro-batch, or a tensor."""
+    return leaf is None or isinstance(leaf, Tensor)
 
 
 def _is_plain(item: Any) -> bool:

@@ -218,12 +218,11 @@ class Draws(CallWatcher):
 
     # -- calls of modules ---------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def calling(self, module: nn.Module) -> Iterator[None]:
-        """Call a module within this context, in the place of ``nn.Module.__call__``."""
+    def call(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a module by ``run``, in the place of ``nn.Module.__call__``."""
         self.enter(module)
         try:
-            yield
+            return run(*args, **kwargs)
         finally:
             self.leave(module)
 
@@ -234,7 +233,7 @@ class Draws(CallWatcher):
                 self._scopes.append(_QUIET)
             return
         path = call.path
-        occurrence = self._counts[path]
+        occurrence = self._counts.get(path, 0)  # asked for a missing item, a Counter calls Python code
         self._counts[path] = occurrence + 1
         scope = _Scope(path, occurrence, not call.is_simple)
         self._scopes.append(scope)
@@ -257,23 +256,18 @@ class Draws(CallWatcher):
             scope.begins = None
 
     def _begin(self, scope: _Scope, call: DrawingCall, on_host: bool) -> None:
-        on_host = on_host and (call.on_host or any(map(_is_hooked, call.layers)))
         # in a unit something may begin to draw that did not when the step was captured
-        is_seeded = call.is_simple or call.is_unit
-        if not (is_seeded or on_host):
-            return
-        seed = self._key.derive(scope.path, scope.occurrence)
-        if is_seeded:
-            self.begin_stream(seed)
-        if on_host:
-            scope.enter(host_stream(seed))
+        if call.is_simple or call.is_unit:
+            self.begin_stream(self._key.derive(scope.path, scope.occurrence))
+        if on_host and (call.on_host or any(map(_is_hooked, call.layers))):
+            scope.enter(host_stream(self._key.derive(scope.path, scope.occurrence)))
 
     def leave(self, module: nn.Module) -> None:
         if id(module) in self._drawing.known:
             scope = self._scopes.pop()
             if scope is self._seeding:
                 self._seeding, self._has_seeded = None, False
-            if scope is not _QUIET:
+            if scope._entered:
                 scope.leave()
 
     def begin_on_host(self) -> tuple[float, float] | None:
@@ -291,7 +285,8 @@ class Draws(CallWatcher):
 
     def skip(self, calls: Sequence[str]) -> None:
         """Count calls, by the paths of modules, that happen on another stage."""
-        self._counts.update(calls)
+        for path in calls:
+            self._counts[path] = self._counts.get(path, 0) + 1
 
     @property
     def seed(self) -> int:

@@ -97,9 +97,10 @@ def replay(
     began_on_host = begun is not None and begun != peek_host()
     sent = replayer.sent()
     told = () if replayer.attestation is None else replayer.attestation.told()
+    replayed = Replayed(result, sent, replayer.entries(), replayer.tapped, began_on_host, told)
     if writer is not None:
-        writer.end(result, sent, told[len(part.attested or ()) :], complete=replayer.is_complete(result))
-    return Replayed(result, sent, replayer.entries(), replayer.tapped, began_on_host, told)
+        writer.end(replayed, complete=replayer.is_complete(result))
+    return replayed
 
 
 class _Replayer(StepTracer):

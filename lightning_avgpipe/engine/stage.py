@@ -47,9 +47,10 @@ class StagePart:
     def begin(self, row: Sequence[Action]) -> None:
         """Begin an iteration with these actions."""
 
-    def watching(self, loss: bool) -> AbstractContextManager[Any]:
-        """Return a context for the step of a forward, or for what computes the loss of its result."""
-        return nullcontext()
+    def watching(self, loss: bool) -> AbstractContextManager[Any] | None:
+        """Return a context for the step of a forward, or for what computes the loss of its result; None: there is none.
+        """
+        return None
 
     def kept(self, micro_batch: int) -> None:
         """Note that a forward has kept its graph for a backward."""
@@ -57,6 +58,8 @@ class StagePart:
     def clear(self) -> None:
         """Forget everything about unfinished micro-batches."""
 
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 PARTS: list[type[StagePart]] = []  # of every stage, registered by packages in ``systems``
 
@@ -155,8 +158,11 @@ class Stage:
         Returns:
             The message that it sends; None if it sends none.
         """
-        with _profiled(f"avgpipe::{action} of stage {self.program.stage}"), alone():
-            return self._handlers[action.kind](self, task, action.micro_batch, message)
+        with alone():
+            if not torch.autograd._profiler_enabled():  # a range costs as much as a small operation
+                return self._handlers[action.kind](self, task, action.micro_batch, message)
+            with torch.profiler.record_function(f"avgpipe::{action} of stage {self.program.stage}"):
+                return self._handlers[action.kind](self, task, action.micro_batch, message)
 
     def forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
         """Run a forward; what it keeps depends on whether it trains, and on whether it will be repeated."""
@@ -188,12 +194,15 @@ class Stage:
         for part in self.parts.values():
             part.kept(micro_batch)
 
-    @contextmanager
-    def _watched(self, loss: bool = False) -> Iterator[None]:
-        with ExitStack() as watching:
-            for part in self.parts.values():
-                watching.enter_context(part.watching(loss))
-            yield
+    def _watched(self, loss: bool = False) -> AbstractContextManager[Any]:
+        """Let the parts watch a step, or what computes the loss of its result, within this context."""
+        watching = [context for part in self.parts.values() if (context := part.watching(loss)) is not None]
+        if len(watching) < 2:
+            return watching[0] if watching else _NOTHING
+        stack = ExitStack()
+        for context in watching:
+            stack.enter_context(context)
+        return stack
 
     def replay(
         self,
@@ -223,7 +232,7 @@ class Stage:
             tap=tap,
             attested=attested if task.trains else None,
         )
-        with self._casts.reused() if self._casts is not None and task.trains else nullcontext():
+        with self._casts.reused() if self._casts is not None and task.trains else _NOTHING:
             replayed = self._step.run(part, task, micro_batch, copies, self._watched)
         return gates, replayed
 
@@ -290,7 +299,7 @@ class Stage:
             self.check_unchanged(
                 kept.message, kept.versions, "and it cannot be repeated from it; or do without recompute"
             )
-        with _profiled(f"avgpipe::R{micro_batch} of stage {self.program.stage}"), kept.surroundings.again():
+        with _range(f"avgpipe::R{micro_batch} of stage {self.program.stage}"), kept.surroundings.again():
             gates, again = self.replay(kept.task, micro_batch, kept.message, copies, kept.observations.again())
         if kept.ending is None:
             assert gradients is not None
@@ -348,13 +357,14 @@ class Stage:
                 if root.requires_grad and (gradient is not None or alone)
             ]
             if pairs:
-                before = self._states()
+                before = self._states() if self._changed else {}
                 of = [root for root, _ in pairs], [gradient for _, gradient in pairs]
                 if run is None:
                     torch.autograd.backward(*of)
                 else:
                     run(stash.gates, *of)
-                self._check_states(before, micro_batch)
+                if before:
+                    self._check_states(before, micro_batch)
         if self.program.stage <= self._prefix.stages:  # the first of those that train
             return None
         return Message(micro_batch, tuple(gate.gradient for gate in stash.gates), entries=skipped)
@@ -383,7 +393,8 @@ class Stage:
     @contextmanager
     def in_backward(self, micro_batch: int) -> Iterator[dict[int, str]]:
         """Run a backward, or a part of one, within this context; yields ``id -> name`` of copies of weights."""
-        with self.module.placed() as copies, explained(self.program, self.module.module), self._seeded(micro_batch):
+        seeded = self._seeded(micro_batch) if micro_batch in self._kept_by_seeding else _NOTHING
+        with self.module.placed() as copies, explained(self.program, self.module.module), seeded:
             yield copies
 
     @contextmanager
@@ -392,11 +403,7 @@ class Stage:
 
         Modules that seed get back the attributes of the forward, such as the seed; generators are restored afterwards.
         """
-        then = self._kept_by_seeding.get(micro_batch)
-        if then is None:
-            yield
-            return
-        now = attributes(self._seeding)
+        then, now = self._kept_by_seeding[micro_batch], attributes(self._seeding)
         then.restore()
         try:
             with restored(self._device):
@@ -449,6 +456,6 @@ def _as_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _profiled(name: str) -> AbstractContextManager[Any]:
-    """Return a range for torch's profiler if that runs; the range alone costs as much as a small operation."""
+def _range(name: str) -> AbstractContextManager[Any]:
+    """Return a range for torch's profiler if that runs."""
     return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,7 @@ def why_follow(program: StageProgram) -> str | None:
     return next((reason for reason, found in reasons.items() if found), None)
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """The properties that micro-batches must share to run one program.
 
     Attributes:
@@ -71,7 +70,7 @@ class Form:
         told: descriptions from earlier stages.
     """
 
-    tensors: tuple[Tensor, ...]
+    tensors: Sequence[Tensor]
     described: tuple[Any, ...]
     told: tuple[Any, ...]
 
@@ -82,9 +81,9 @@ class Form:
         Args:
             static: whether arguments other than the micro-batch, such as the index of the batch, are ignored.
         """
-        found: list[Tensor] = []
-        structure = _structure(tuple(part.args[:1] if static else part.args), found)
-        tensors = (*found, *part.received)
+        tensors: list[Tensor] = []
+        structure = _structure(tuple(part.args[:1] if static else part.args), tensors)
+        tensors += part.received
         return cls(tensors, (description(tensors), structure), (part.entries, part.attested))
 
     def is_like(self, other: Form) -> bool:
@@ -98,12 +97,12 @@ def _structure(item: Any, tensors: list[Tensor]) -> Any:
     if isinstance(item, Tensor):
         tensors.append(item)
         return None
+    if kind in VALUES:
+        return kind, item
     if kind is tuple or kind is list:
         return kind, [_structure(part, tensors) for part in item]
     if kind is dict:
         return kind, {name: _structure(part, tensors) for name, part in item.items()}
-    if kind in VALUES:
-        return kind, item
     leaves, spec = tree.flatten(item)
     if len(leaves) == 1 and leaves[0] is item:
         return kind, id(item)  # an object: its == need not return a bool
@@ -253,8 +252,11 @@ class StageStep:
         if form is not None:
             assert task.around is not None
             for written in self._programs.find(form):
-                with watched(), self.rewritten.saved(trains), contextlib.suppress(Surprise):
-                    return self._run_program(written, form, part, task.around(micro_batch))
+                try:
+                    with watched(), self.rewritten.saved(trains):
+                        return self._run_program(written, form, part, task.around(micro_batch))
+                except Surprise:
+                    continue
             writer = self._programs.writer(form)
         with self._inspected(task) as inspection, self.rewritten.saved(trains):
             with watched(), self._unforeseen.checked(part.args):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,8 +63,7 @@ class Gate:
         self.gradient: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Stash:
+class Stash(NamedTuple):
     """The data that a forward keeps for its backward.
 
     Attributes:

@@ -81,19 +81,28 @@ class Rewritten:
             return tensor.detach().clone()
 
 
-@contextmanager
-def explained(program: StageProgram, module: nn.Module) -> Iterator[None]:
-    """Run a backward of a stage within this context, and explain its error about a buffer that was changed in place.
+class explained:
+    """A context for a backward of a stage that explains its error about a buffer that was changed in place.
 
     Raises:
         StepChangedError: the backward needs contents of a buffer that a later micro-batch has overwritten.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        names = _named(error, program, module)
+
+    __slots__ = ("_module", "_program")
+
+    def __init__(self, program: StageProgram, module: nn.Module) -> None:
+        self._program, self._module = program, module
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
+        if not isinstance(error, RuntimeError):
+            return
+        program = self._program
+        names = _named(error, program, self._module)
         if not names:
-            raise
+            return
         raise StepChangedError(
             f"{program.graph.step} changes the buffer '{names[0]}' in place, which it did not do when it was captured, "
             f"and a backward needs what was there in an earlier micro-batch (stage {program.stage}). Compute with a "

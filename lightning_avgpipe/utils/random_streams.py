@@ -67,16 +67,23 @@ class _Begun(threading.local):
 _begun = _Begun()
 
 
-@contextlib.contextmanager
-def stream(seed: int, device: torch.device) -> Iterator[None]:
+class stream:
     """Draw torch's random numbers from a new stream within this context, and restore the generators afterwards."""
-    before, _begun.seed = _begun.seed, seed
-    try:
-        with restored(device):
-            seed_all(seed, device)
-            yield
-    finally:
-        _begun.seed = before
+
+    __slots__ = ("_before", "_device", "_seed", "_states")
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+
+    def __enter__(self) -> None:
+        self._states = [(generator, generator.get_state()) for generator in generators(self._device)]
+        self._before, _begun.seed = _begun.seed, self._seed
+        seed_all(self._seed, self._device)
+
+    def __exit__(self, *error: object) -> None:
+        _begun.seed = self._before
+        for generator, state in self._states:
+            generator.set_state(state)
 
 
 def stream_seed() -> int | None:

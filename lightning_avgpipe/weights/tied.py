@@ -94,10 +94,13 @@ class TiedParameters:
                 leaf = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
                 self._stand_ins[k][name] = _Copy(parameter, leaf, slots[id(parameter)])
 
-    @contextlib.contextmanager
-    def placed(self, stage: int) -> Iterator[dict[int, str]]:
+    def placed(self, stage: int) -> contextlib.AbstractContextManager[dict[int, str]]:
         """Put this stage's copies into the module within this context; yields ``id -> name`` of the copies."""
         copies = self._stand_ins[stage]
+        return self._placed(copies) if copies else contextlib.nullcontext({})
+
+    @contextlib.contextmanager
+    def _placed(self, copies: Mapping[str, _Copy]) -> Iterator[dict[int, str]]:
         for copy in copies.values():
             if copy.stand_in.data_ptr() != copy.parameter.data_ptr():  # moved to a device, given up and taken back
                 copy.stand_in.data = copy.parameter.data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -56,7 +55,7 @@ TENSORS = (
 
 
 def assert_same(found: Message, wanted: Message) -> None:
-    assert replace(found, tensors=()) == replace(wanted, tensors=())
+    assert found._replace(tensors=()) == wanted._replace(tensors=())
     for tensor, sent in zip(found.tensors, wanted.tensors, strict=True):
         if tensor is None or sent is None:
             assert tensor is sent
@@ -149,5 +148,5 @@ def test_what_cannot_be_pickled_is_not_announced() -> None:
     line, message = Line(), Message(0, (torch.ones(3),), (True,), (Constant(str),))
     for _ in range(2):
         with pytest.raises(UnsendableError, match=r"cannot be pickled: .*Own"):
-            line.writer.head(ROUTE, replace(message, entries=(Constant(Own),)))
+            line.writer.head(ROUTE, message._replace(entries=(Constant(Own),)))
     assert_same(line.passed(message)[0], message)

@@ -199,11 +199,11 @@ class Halves(StagePart):
         """Begin an iteration, whose schedule wants split backwards or does not."""
         self._watch = GraphWatch() if any(action.kind is INPUT_GRADIENT for action in row) else None
 
-    def watching(self, loss: bool) -> AbstractContextManager[Any]:
+    def watching(self, loss: bool) -> AbstractContextManager[Any] | None:
         """Return a watch for the step of a forward, the same for what computes the loss of its result."""
         if self._watch is not None and not loss:
             self._watch = GraphWatch()
-        return self._watch or contextlib.nullcontext()
+        return self._watch
 
     def kept(self, micro_batch: int) -> None:
         """Note what the watch of a forward has found."""
