@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import write
 from benchmarks.models import LanguageModel, Size, begin, example, loss_of
-from lightning_avgpipe.capture.tracer import intercepting
+from lightning_avgpipe.capture.tracer import intercepting, uncompiled
 from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.process_groups import ProcessGroups
@@ -93,7 +93,7 @@ def rows(depth: int, rounds: int) -> list[dict[str, Any]]:
     size = Size(width=64, layers=depth + 2 * OWN, samples=2, length=32)
     model, batch = LanguageModel(size), example(size, 1)
     found = []
-    with intercepting():
+    with intercepting(), uncompiled():  # as an iteration does
         followed, repeated = (Stages(model, batch, depth, static) for static in (False, True))
         for number, name in ((1, "middle"), (2, "last")):
             hidden = followed.received(number)

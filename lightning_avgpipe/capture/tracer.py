@@ -126,6 +126,7 @@ class CallWatcher:
 class _Following(threading.local):
     tracer: StepTracer | None = None
     watcher: CallWatcher | None = None
+    uncompiled = False  # whether this thread is within :func:`uncompiled`
 
 
 _following = _Following()
@@ -204,6 +205,10 @@ class StepTracer(TorchFunctionMode):
     def is_inside(self) -> bool:
         """Return whether a unit or the work of a node is running, so that nothing is followed."""
         return self._inside
+
+    def answer(self, module: nn.Module, args: Any, kwargs: Any) -> Tensor | None:
+        """Return the result of a call that is known without looking at it further; None: it is not known."""
+        return None
 
     def unit(self, module: nn.Module) -> str | None:
         """Return the path of a unit that is being called; None for a module that is followed."""
@@ -341,11 +346,20 @@ class _Aside:
         tracer._inside = False
 
 
-def uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """Run nothing compiled within this context; if the compiler was never imported, nothing is compiled anyway."""
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
+class uncompiled:
+    """A context in which nothing runs compiled; if the compiler was never imported, nothing is compiled anyway."""
+
+    __slots__ = ("_stance",)
+
+    def __enter__(self) -> None:
+        self._stance: Any = None
+        if "torch._dynamo" in sys.modules and not _following.uncompiled:
+            self._stance, _following.uncompiled = torch.compiler.set_stance("force_eager"), True
+
+    def __exit__(self, *error: object) -> None:
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            _following.uncompiled = False
 
 
 class watching:
@@ -398,6 +412,7 @@ class intercepting:
 _lock = threading.Lock()
 _interceptions = 0
 call_module: Callable[..., Any] = nn.Module.__call__
+_is_compiling = torch.compiler.is_compiling
 _apply_function = torch.autograd.Function.__dict__["apply"]
 _checkpointing_generator: Callable[..., Iterator[Any]] = getattr(checkpoint, CHECKPOINT_BRACKET)
 _keeping_inputs = getattr(checkpoint, "_NoopSaveInputs", None)  # how older versions of torch keep a region's inputs
@@ -405,13 +420,14 @@ _keeping_inputs = getattr(checkpoint, "_NoopSaveInputs", None)  # how older vers
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Every call of a module comes here, so the paths that follow nothing come first.
-    if torch.compiler.is_compiling():  # a unit that runs compiled
+    if _is_compiling():  # a unit that runs compiled
         return call_module(module, *args, **kwargs)
     watcher, tracer = _following.watcher, _following.tracer
+    is_followed = tracer is not None and not tracer._inside
+    if is_followed and (known := tracer.answer(module, args, kwargs)) is not None:  # type: ignore[union-attr]
+        return known
     if watcher is None or (watcher.only is not None and id(module) not in watcher.only):
-        if tracer is None or tracer._inside:
-            return call_module(module, *args, **kwargs)
-        return _follow(module, args, kwargs)
+        return _follow(module, args, kwargs) if is_followed else call_module(module, *args, **kwargs)
     watcher.enter(module)
     try:
         return _follow(module, args, kwargs)

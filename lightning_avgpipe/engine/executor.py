@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from lightning_avgpipe.capture.tracer import uncompiled
 from lightning_avgpipe.capture.wire_format import Format
 from lightning_avgpipe.comm.channel import Inbox
 from lightning_avgpipe.comm.cluster import Cluster
@@ -170,7 +171,7 @@ def execute(
     """
     waits, rank = cluster.waits, cluster.world.rank
     order: Callable[[Lane], Any] = Lane.seniority if oldest_first else Lane.urgency
-    with host_kept():
+    with host_kept(), contextlib.nullcontext() if any(lane.stage.compiled for lane in lanes) else uncompiled():
         while not until() and (pending := [lane for lane in lanes if lane.actions]):
             runnable = [lane for lane in pending if lane.ready()]
             if not runnable:

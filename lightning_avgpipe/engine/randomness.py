@@ -38,10 +38,10 @@ from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer, function_n
 from lightning_avgpipe.capture.ways import may_draw
 from lightning_avgpipe.utils.random_streams import (
     RandomKey,
+    generators,
     host_stream,
     peek_host,
     restored,
-    seed_all,
     seed_host,
     seeds_of,
     stream,
@@ -141,6 +141,18 @@ class Drawing:
         return cls(calls, composite, frozenset(map(id, module.modules())), seen, on_host)
 
 
+    def within(self, module: nn.Module, units: Collection[str]) -> frozenset[str]:
+        """Return the paths by which calls of these units, and of modules in them, are counted.
+
+        Args:
+            module: whole module.
+            units: paths of units; other names are left out.
+        """
+        named = [call.path for call in self.calls.values() if call.is_unit and call.path in units]
+        inner = {id(m) for path in named for m in module.get_submodule(path).modules()}
+        return frozenset(call.path for key, call in self.calls.items() if key in inner)
+
+
 class _Scope:
     """One call of a module: its path, the number of earlier calls, and the drawing functions called so far.
 
@@ -149,26 +161,25 @@ class _Scope:
             None.
     """
 
-    __slots__ = ("_entered", "begins", "functions", "occurrence", "path", "regions", "seeds_functions")
+    begins: DrawingCall | None = None
+    functions = 0
+    regions = 0
+    _entered: tuple[contextlib.AbstractContextManager[Any], ...] = ()
 
     def __init__(self, path: str, occurrence: int, seeds_functions: bool) -> None:
         self.path = path
         self.occurrence = occurrence
         self.seeds_functions = seeds_functions
-        self.begins: DrawingCall | None = None
-        self.functions = 0
-        self.regions = 0
-        self._entered: list[contextlib.AbstractContextManager[Any]] = []
 
     def enter(self, context: contextlib.AbstractContextManager[Any]) -> None:
         """Enter a context for the rest of the call."""
         context.__enter__()
-        self._entered.append(context)
+        self._entered = (*self._entered, context)
 
     def leave(self) -> None:
         """End the call."""
-        while self._entered:
-            self._entered.pop().__exit__(None, None, None)
+        for context in self._entered[::-1]:
+            context.__exit__(None, None, None)
 
     def region(self) -> _Scope:
         """Return the scope of a region that is checkpointed in one piece.
@@ -202,6 +213,7 @@ class Draws(CallWatcher):
         self._drawing = drawing
         self._key = key
         self._device = device
+        self._generators = generators(device)
         self._counts: Counter[str] = Counter()
         self._scopes = [_Scope("<step>", 0, True)]
         self._within = False  # whether a unit is running in which functions draw
@@ -239,11 +251,13 @@ class Draws(CallWatcher):
         self._scopes.append(scope)
         if call.seeds and self._seeding is None:
             self._seeding, self._seeds = scope, seeds_of(self._device)
-        # a unit with forward hooks begins its stream at once, since the hooks run on every stage
-        if call.is_unit and not module._forward_hooks and StepTracer.current() is not None:
-            scope.begins = call
-        else:
+        if not call.is_unit:
             self._begin(scope, call, self._drawing.on_host)
+        # a unit with forward hooks begins its stream at once, since the hooks run on every stage
+        elif module._forward_hooks or StepTracer.current() is None:
+            self._begin(scope, call, self._drawing.on_host)
+        else:
+            scope.begins = call
         if self._within and self._functions is None and path in self._drawing.composite:
             scope.enter(_Functions(self))
 
@@ -267,8 +281,7 @@ class Draws(CallWatcher):
             scope = self._scopes.pop()
             if scope is self._seeding:
                 self._seeding, self._has_seeded = None, False
-            if scope._entered:
-                scope.leave()
+            scope.leave()
 
     def begin_on_host(self) -> tuple[float, float] | None:
         """Begin the stream of Python's and NumPy's generators for code outside of units.
@@ -300,7 +313,8 @@ class Draws(CallWatcher):
             self._has_seeded = self._has_seeded or seeds_of(self._device) != self._seeds
             if self._has_seeded:
                 return
-        seed_all(seed, self._device)
+        for generator in self._generators:
+            generator.manual_seed(seed)
         if self._seeding is not None:
             self._seeds = seeds_of(self._device)
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.capture.tracer import StepTracer, function_name
+from lightning_avgpipe.engine.answers import Answers, answered
 from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.detour import Detour
 from lightning_avgpipe.engine.part import (
@@ -58,7 +59,11 @@ class _StageEnd(BaseException):
 
 
 def replay(
-    part: Part, context: ReplayContext, around: Around | None = None, writer: ProgramWriter | None = None
+    part: Part,
+    context: ReplayContext,
+    around: Around | None = None,
+    writer: ProgramWriter | None = None,
+    answers: Answers | None = None,
 ) -> Replayed:
     """Execute one stage's part of a step on one micro-batch.
 
@@ -67,12 +72,13 @@ def replay(
         context: data that all replays of the stage share.
         around: context within which each node runs.
         writer: writer that writes down a flat program.
+        answers: answers to the calls of earlier stages' units; None: none are kept.
     Raises:
         StepChangedError: the step did something else than when it was captured, or than on an earlier stage.
         AbsentValueError: the step needs a value that was not sent.
     """
     runner = Runner(part, context, around)
-    replayer = _Replayer(part, context, runner, writer)
+    replayer = _Replayer(part, context, runner, writer, answers)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if part.program.graph.batch_writes else _same, tuple(part.args))
     if replayer.attestation is not None:
@@ -106,7 +112,14 @@ def replay(
 class _Replayer(StepTracer):
     """The state of a replay; the arguments are those of :func:`replay`."""
 
-    def __init__(self, part: Part, context: ReplayContext, runner: Runner, writer: ProgramWriter | None) -> None:
+    def __init__(
+        self,
+        part: Part,
+        context: ReplayContext,
+        runner: Runner,
+        writer: ProgramWriter | None,
+        answers: Answers | None,
+    ) -> None:
         super().__init__(context.units, context.owned, context.device)
         program, before = part.program, part.entries
         self.attestation = None
@@ -119,6 +132,8 @@ class _Replayer(StepTracer):
         self._writer = writer
         self._unforeseen = context.unforeseen
         self._runner = runner
+        self._answers = answers
+        self._answered = () if answers is None else answers.begin(part)  # by position
         self._position = 0
         # what the nodes of earlier stages returned: fewer if the step ended on one of them, more after a detour
         self._before: tuple[Entry | OffPathNode, ...]
@@ -146,6 +161,15 @@ class _Replayer(StepTracer):
     def is_muted(self) -> bool:
         """Return whether output is muted now; that of a unit appears where the unit runs."""
         return not self._inside or self._runs_everywhere or is_repeating()
+
+    def answer(self, module: nn.Module, args: Any, kwargs: Any) -> Tensor | None:
+        position = self._position
+        if position >= len(self._answered) or (known := self._answered[position]) is None:
+            return None
+        if not answered(known, module, args, kwargs, self.values.stand_ins) or self._end is not None:
+            return None
+        self._position = position + 1
+        return self.values.answer(known)
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tree.tensors((args, kwargs))
@@ -261,6 +285,8 @@ class _Replayer(StepTracer):
             self._runner.draws.skip(node.drawn)
         if self._writer is not None:
             self._writer.skipped(node)
+        if self._answered and self._answers is not None and self._bare and node.index < self._start:
+            self._answers.learn(operation, node, entry, self.known)
         return self.values.result(node, entry, *operation.with_objects(node))
 
     def _execute(self, operation: Operation, node: Node) -> Any:

@@ -143,6 +143,11 @@ class Stage:
         """Take further actions; the backward of each forward that is to be repeated must be among them."""
         self._repetition.follow(row)
 
+    @property
+    def compiled(self) -> bool:
+        """Whether code of units that ``torch.compile`` has compiled runs so."""
+        return self._step.compiled
+
     def on_stream(self) -> AbstractContextManager[Any]:
         """Run actions, and take and send messages, on the stage's stream within this context."""
         stream = self._step.stream

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.capture.tracer import uncompiled
+from lightning_avgpipe.engine.answers import Answers
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.flat_program import VALUES, FlatProgram, Surprise, description
 from lightning_avgpipe.engine.part import Observe, Part, Path, ReplayContext, Replayed, Runner
@@ -41,6 +42,8 @@ from lightning_avgpipe.utils.random_streams import seed_host
 _TRUSTED_AFTER = 1  # iterations in which all micro-batches are followed and compared
 _AUDITED_EVERY = 64  # iterations
 _MOST_FORMS = 8  # of micro-batches that get programs in an iteration
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 _log = logging.getLogger(__name__)
 
@@ -216,6 +219,7 @@ class StageStep:
             compiler=execution.compiler,
             unforeseen=self._unforeseen,
         )
+        self._answers = Answers(program, self._context.drawing.within(module, program.own), device)
         self._programs = Programs(program, module, self._context, execution.static)
         self._began_on_host = False  # in this iteration
         self.rewritten = Rewritten.of(program, module)
@@ -264,7 +268,7 @@ class StageStep:
                     with task.around(micro_batch):  # the context may set modes, such as autocast
                         writer.begin(form.tensors)
                 around = self._unforeseen.node if part.program.num_stages > 1 else None
-                replayed = replay(part, self._context_now(copies), around, writer)
+                replayed = replay(part, self._context_now(copies), around, writer, self._answers)
             self._began_on_host |= replayed.began_on_host
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
@@ -285,8 +289,13 @@ class StageStep:
         """Run a program that was written for another micro-batch on this one."""
         runner = Runner(part, self._context)
         seed_host(part.key.derive("host"))  # nothing drew from these when the program was written
-        with runner.draws.running(), nullcontext() if self._context.compiled else uncompiled(), around:
+        with runner.draws.running(), _NOTHING if self.compiled else uncompiled(), around:
             return program.run(form.tensors, part, runner)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether code of units that ``torch.compile`` has compiled runs so."""
+        return self._context.compiled
 
     @property
     def observe(self) -> Observe | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.engine.answers import Answer
 from lightning_avgpipe.engine.part import Entry
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
@@ -33,6 +34,7 @@ class StageValues:
 
     Attributes:
         device: as given.
+        stand_ins: tensors that stand for values of earlier stages.
     """
 
     def __init__(
@@ -51,8 +53,18 @@ class StageValues:
         self._packer = packer
         self._wanted = frozenset(program.sends) | frozenset(program.graph.live(tap) if tap else ())
         self._made: dict[int, Tensor] = {}  # values to be sent, as far as they have been made here
-        self._stand_ins: dict[int, Tensor] = {}  # for values of earlier stages
+        self.stand_ins: dict[int, Tensor] = {}  # for values of earlier stages
         self._written: list[tuple[Any, ObjectState, ObjectState]] = []  # object, and its states around a skipped unit
+
+    def answer(self, answer: Answer) -> Tensor:
+        """Return the tensor for the value of an answer."""
+        value = answer.value
+        tensor = self._received.get(value)
+        if tensor is None:
+            tensor = answer.make()
+        self.stand_ins[value] = tensor
+        self._known.learn(tensor, value)
+        return tensor
 
     def made(self, tensor: Tensor, value: int) -> None:
         """Note that a node of this stage has returned a value, or written into it."""
@@ -62,7 +74,7 @@ class StageValues:
 
     def to_send(self, value: int) -> Tensor:
         """Return the tensor to send for a value; an empty one if the step ended before the value was made."""
-        for tensors in (self._made, self._stand_ins, self._received):
+        for tensors in (self._made, self.stand_ins, self._received):
             if value in tensors:
                 return tensors[value]
         return torch.empty(0, device=self.device)
@@ -80,9 +92,9 @@ class StageValues:
         """
         for i, value, of_base in node.writes:
             target = tensors[i]._base if of_base else tensors[i]
-            if target is not None and value not in self._stand_ins and target not in self._known:
+            if target is not None and value not in self.stand_ins and target not in self._known:
                 # A free tensor (say, torch.zeros) that an earlier stage wrote into.
-                self._stand_ins[value] = target
+                self.stand_ins[value] = target
                 self._known.learn(target, value)
                 if value in self._received:
                     target.copy_(self._received[value])
@@ -105,12 +117,12 @@ class StageValues:
         value = node.outputs[i]
         if value < 0:
             return tensors[-1 - value]
-        if value not in self._stand_ins:
+        if value not in self.stand_ins:
             tensor = self._received.get(value)
             name = node.name if node.kind == "call" else str(node)
-            self._stand_ins[value] = Absent(meta, self.device, name) if tensor is None else tensor
-            self._known.learn(self._stand_ins[value], value)
-        return self._stand_ins[value]
+            self.stand_ins[value] = Absent(meta, self.device, name) if tensor is None else tensor
+            self._known.learn(self.stand_ins[value], value)
+        return self.stand_ins[value]
 
     def _open(self, node: Node, parcel: Parcel, tensors: list[Tensor], objects: Snapshot | None) -> Any:
         """Apply the unit's changes of objects to the objects of this stage."""

@@ -6,8 +6,9 @@ import contextlib
 import io
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +70,13 @@ class Absent(Tensor):
 
     @staticmethod
     def __new__(cls, meta: TensorMeta, device: torch.device, name: str, advice: str | None = None) -> Absent:
-        absent: Absent = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return cls.maker(meta, device, name, advice or _HIDDEN_VALUE)()
+
+    @classmethod
+    def maker(cls, meta: TensorMeta, device: torch.device, name: str, advice: str | None = None) -> Callable[[], Absent]:
+        """Return a function that makes such placeholders."""
+        make = partial(
+            torch.Tensor._make_wrapper_subclass,  # type: ignore[attr-defined]
             cls,
             meta.shape,
             meta.stride,
@@ -77,9 +84,13 @@ class Absent(Tensor):
             device=torch.device("cpu") if meta.on_host else device,
             requires_grad=meta.requires_grad and (meta.dtype.is_floating_point or meta.dtype.is_complex),
         )
-        absent._name = name
-        absent._advice = advice or _HIDDEN_VALUE
-        return absent
+
+        def made() -> Absent:
+            absent: Absent = make()
+            absent._name, absent._advice = name, advice or _HIDDEN_VALUE
+            return absent
+
+        return made
 
     @classmethod
     def of_batch(cls, meta: TensorMeta, device: torch.device, name: str) -> Absent:

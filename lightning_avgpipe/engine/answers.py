@@ -1,0 +1,113 @@
+"""Answer the calls of earlier stages' units that the step makes as it did with an earlier micro-batch.
+
+::
+
+    first micro-batch     block0(x)    matched with a node, compared with what its own stage was asked, answered
+    later ones            block0(x)    the same unit, value and modes: answered at once
+
+What a call's answer depends on is kept beside it, and so are the descriptions and requests that came from the stages
+before, for which it holds. Whatever differs is looked at as the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.capture.operation import Operation
+from lightning_avgpipe.engine.part import Entry, Part, Path
+from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
+from lightning_avgpipe.utils.tensors import KnownTensors
+
+
+def _modes(module: nn.Module, aside: int = 0) -> tuple[Any, ...]:
+    """Return what a call depends on besides its arguments, as far as stages compare it.
+
+    Args:
+        aside: number of modes that see operations and are not on the stack now.
+    """
+    return (
+        module.training,
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled(),
+        torch._C._len_torch_function_stack() + aside,
+        torch._C._len_torch_dispatch_stack(),
+    )
+
+
+class Answer(NamedTuple):
+    """The answer to one call.
+
+    Attributes:
+        module: called module.
+        given: values of its arguments.
+        modes: modes in which it was called.
+        value: value that it returned.
+        make: make the tensor that stands for this value if it was not received.
+    """
+
+    module: nn.Module
+    given: tuple[int, ...]
+    modes: tuple[Any, ...]
+    value: int
+    make: Callable[[], Tensor]
+
+
+class Answers:
+    """The answers to the calls before a stage.
+
+    Args:
+        program: program of the stage.
+        drawing: paths of the modules whose draws the stage counts, since it may call them too.
+        device: device of the stage.
+    """
+
+    def __init__(self, program: StageProgram, drawing: frozenset[str], device: torch.device) -> None:
+        self._program, self._drawing, self._device = program, drawing, device
+        self._told: tuple[Any, Any] = ((), ())
+        self._known: list[Answer | None] = []
+
+    def begin(self, part: Part) -> Sequence[Answer | None]:
+        """Return the answers by position; those of a micro-batch of another form are forgotten."""
+        told = part.entries, part.attested
+        if part.program is not self._program or isinstance(part.entries, Path) or len(part.entries) < part.program.start:
+            return ()
+        if told != self._told:
+            self._known = [None] * part.program.start
+        self._told = told
+        return self._known
+
+    def learn(self, operation: Operation, node: Node, entry: Entry, known: KnownTensors[int]) -> None:
+        """Keep the answer to a call that was matched with a node, if it is one that can be repeated.
+
+        Args:
+            operation: the call; the tracer of the step, which came to it, is not on the stack of modes now.
+            node: node of the call.
+            entry: description of its result.
+            known: tensors of the step, and their values.
+        """
+        module = operation.module
+        if module is None or operation.kwargs or module._forward_hooks or not isinstance(entry, TensorMeta):
+            return
+        if node.writes or node.writes_objects or node.outputs[0] < 0 or not self._drawing.isdisjoint((node.name, *node.drawn)):
+            return
+        given = [known.own_value_of(one) for one in operation.args if isinstance(one, Tensor)]
+        values = tuple(value for value in given if value is not None)
+        if 0 < len(values) == len(operation.args):
+            make = Absent.maker(entry, self._device, node.name)
+            self._known[node.index] = Answer(module, values, _modes(module, aside=1), node.outputs[0], make)
+
+
+def answered(answer: Answer, module: nn.Module, args: Any, kwargs: Any, stand_ins: Mapping[int, Tensor]) -> bool:
+    """Return whether a call is the one that has this answer."""
+    if answer.module is not module or kwargs or len(args) != len(answer.given) or module._forward_hooks:
+        return False
+    for value, tensor in zip(answer.given, args):
+        if stand_ins.get(value) is not tensor:
+            return False
+    return _modes(module) == answer.modes
