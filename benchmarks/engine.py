@@ -5,8 +5,9 @@
 - the simulator, which is given this run's own times of those hand-written stages, measured anew in every round with
   both processes at work, and of the links: a bound.
 
-And in one process: a replayed stage beside the hand-written one, forward and backward of a micro-batch; with
-``--parts compiled`` also with its units compiled, where a C++ compiler works for minutes first.
+And in one process: a stage beside the hand-written one, forward and backward of a micro-batch, once followed and once
+as the mean over an iteration of 8, of which one is followed and 7 are repeated; with ``--parts compiled`` also with its
+units compiled, where a C++ compiler works for minutes first.
 
     python benchmarks/engine.py                          # two to four minutes on two cores; limited links need root
     python benchmarks/engine.py --json engine.json
@@ -42,7 +43,7 @@ from benchmarks.harness import TIMEOUT, add_options, connected, in_turns, launch
 from benchmarks.models import SIZES, HandWritten, LanguageModel, Size, begin, by_hand, example, loss_of, make_model
 from benchmarks.partition import leaves
 from lightning_avgpipe.capture.capturing import capture
-from lightning_avgpipe.capture.tracer import intercepting
+from lightning_avgpipe.capture.tracer import intercepting, uncompiled
 from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.process_groups import ProcessGroups
@@ -80,40 +81,55 @@ _CLOSE = 1e-4  # relative; losses of two engines that add in another order
 # -- one process: replay beside the hand-written stage ---------------------------------------------------------------
 
 
-def replay_overhead(size: Size, fine: bool, rounds: int, compiled: bool = False) -> list[dict[str, Any]]:
-    """A row per stage; CPU seconds of this thread, medians over rounds of a forward and a backward each.
+def replay_overhead(
+    size: Size, fine: bool, rounds: int, num_microbatches: int = 1, compiled: bool = False
+) -> list[dict[str, Any]]:
+    """A row per stage; CPU seconds of this thread for a forward and a backward, medians over rounds.
 
     Args:
         fine: whether every leaf is a unit, or the planner chooses the units for this cut.
+        num_microbatches: of an iteration; only the first one is followed.
         compiled: whether units are compiled.
     """
     model, batch = make_model(size), example(size, 1)
     first, last = replaying(model, batch, f"blocks.{size.layers // 2}", fine, compiled)
-    task = Task(lambda i, *args: model.training_step(*args), [(batch, 0)], lambda i, loss: loss)
-    forward, backward = Action(FORWARD, 0), Action(BACKWARD, 0)
-    with intercepting():
-        message = first.perform(forward, task, None)
-        assert message is not None
-        hidden = message.tensors[0]
-        assert hidden is not None
+    several = range(num_microbatches)
+    task = Task(
+        lambda i, *args: model.training_step(*args), [(batch, 0) for _ in several], lambda i, loss: loss,
+        around=lambda i: nullcontext(),
+    )  # fmt: skip
+    with intercepting(), nullcontext() if compiled else uncompiled():  # as an iteration does
+        received = [first.perform(Action(FORWARD, i), task, None) for i in several]
         first.clear()
+        assert received[0] is not None
+        hidden = received[0].tensors[0]
+        assert hidden is not None
         gradient = torch.randn_like(hidden)
+        gradients = [Message(i, (gradient,)) for i in several]
 
-        def replay_first() -> None:
-            first.perform(forward, task, None)
-            first.perform(backward, task, Message(0, (gradient,)))
+        def replay(stage: Stage, values: Sequence[Message | None], gradients: Sequence[Message | None]) -> None:
+            stage.begin(())
+            for i in several:
+                stage.perform(Action(FORWARD, i), task, values[i])
+                stage.perform(Action(BACKWARD, i), task, gradients[i])
+            stage.clear()
 
-        def replay_last() -> None:
-            last.perform(forward, task, message)
-            last.perform(backward, task, None)
-            last.clear()
-
-        written_first = partial(HandWritten(by_hand(model, 0), False), batch[0], gradient)
-        written_last = partial(HandWritten(by_hand(model, 1), True), hidden, batch[1])
+        nothing = [None for _ in several]
+        sides = (
+            (partial(replay, first, nothing, gradients), HandWritten(by_hand(model, 0), False), batch[0], gradient),
+            (partial(replay, last, received, nothing), HandWritten(by_hand(model, 1), True), hidden, batch[1]),
+        )
         return [
-            {"stage": 0, **compared(model, replay_first, written_first, rounds)},
-            {"stage": 1, **compared(model, replay_last, written_last, rounds)},
-        ]
+            {"stage": stage, **compared(model, ours, partial(repeated, written, x, y, num_microbatches), rounds,
+                                        num_microbatches)}
+            for stage, (ours, written, x, y) in enumerate(sides)
+        ]  # fmt: skip
+
+
+def repeated(written: HandWritten, given: Tensor, other: Tensor, times: int) -> None:
+    """Several micro-batches by hand."""
+    for _ in range(times):
+        written(given, other)
 
 
 def replaying(
@@ -140,9 +156,9 @@ def replaying(
 
 
 def compared(
-    model: LanguageModel, replayed: Callable[[], Any], written: Callable[[], Any], rounds: int
+    model: LanguageModel, replayed: Callable[[], Any], written: Callable[[], Any], rounds: int, num_microbatches: int
 ) -> dict[str, float]:
-    """Both in turns; the first two rounds do not count."""
+    """Both in turns, seconds of a micro-batch; the first two rounds do not count."""
     seconds: dict[Any, list[float]] = {replayed: [], written: []}
     for i in range(rounds + 2):
         for side in (replayed, written) if i % 2 else (written, replayed):
@@ -150,7 +166,7 @@ def compared(
             before = time.thread_time()
             side()
             if i >= 2:
-                seconds[side].append(time.thread_time() - before)
+                seconds[side].append((time.thread_time() - before) / num_microbatches)
     overhead = statistics.median(a / b for a, b in zip(seconds[replayed], seconds[written], strict=True)) - 1
     replayed_s, written_s = (statistics.median(seconds[side]) for side in (replayed, written))
     return {"replayed_s": replayed_s, "written_s": written_s, "overhead": overhead,
@@ -363,10 +379,10 @@ def table(found: dict[str, Any]) -> str:
 
 def replay_table(rows: Sequence[dict[str, Any]]) -> str:
     """One line per stage; CPU time of a micro-batch, forward and backward."""
-    lines = ["model  units    stage   by hand     replayed    more      overhead"]
+    lines = ["model  units    of   stage   by hand     ours        more      overhead"]
     for row in rows:
         lines.append(
-            f"{row['size']:6s} {row['units']:8s} {row['stage']:4d} {row['written_s'] * 1e3:9.2f} ms "
+            f"{row['size']:6s} {row['units']:8s} {row['of']:2d} {row['stage']:4d}   {row['written_s'] * 1e3:9.2f} ms "
             f"{row['replayed_s'] * 1e3:9.2f} ms {row['difference_s'] * 1e3:7.2f} ms {row['overhead']:+8.1%}"
         )
     return "\n".join(lines)
@@ -396,15 +412,16 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     if "replay" in options.parts:
         found["replay"] = [
-            {"size": size, "units": "leaves" if fine else "planned", **row}
+            {"size": size, "units": "leaves" if fine else "planned", "of": number, **row}
             for size in (["small"] if options.quick else SIZES)
             for fine in (False, True)
-            for row in replay_overhead(SIZES[size], fine, options.replay_rounds)
+            for number in (1, SIZES[size].num_microbatches)
+            for row in replay_overhead(SIZES[size], fine, options.replay_rounds, number)
         ]
         print(f"replay in one process, CPU time per micro-batch\n{replay_table(found['replay'])}", flush=True)
     if "compiled" in options.parts:
         found["compiled"] = [
-            {"size": size, "units": "compiled", **row}
+            {"size": size, "units": "compiled", "of": 1, **row}
             for size in (["small"] if options.quick else SIZES)
             for row in replay_overhead(SIZES[size], False, options.replay_rounds, compiled=True)
         ]

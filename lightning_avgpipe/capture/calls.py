@@ -114,7 +114,7 @@ class Calls(CallWatcher):
         self.seeding: set[str] = set()
         self.from_entropy = False
 
-    def enter(self, module: nn.Module) -> None:
+    def enter(self, module: nn.Module) -> bool:
         around: AbstractContextManager[Any] = _NOTHING
         if self._outermost is not None and self._outermost[0] == len(self._stack):
             around = self._outermost[1](module)
@@ -126,6 +126,7 @@ class Calls(CallWatcher):
             self.calls.append(path)
         # what the step makes draws for its caller
         self._stack.append(_Call(self._stack[-1].path if path is None else path, followed, around))
+        return True
 
     def leave(self, module: nn.Module) -> None:
         self.look()

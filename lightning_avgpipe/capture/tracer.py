@@ -108,8 +108,9 @@ class CallWatcher:
 
     only: Container[int] | None = None
 
-    def enter(self, module: nn.Module) -> None:
-        """Watch the beginning of a module's call."""
+    def enter(self, module: nn.Module) -> bool:
+        """Watch the beginning of a module's call; return whether its end is to be watched too."""
+        return True
 
     def leave(self, module: nn.Module) -> None:
         """Watch the end of a module's call, which may be by an error."""
@@ -423,22 +424,21 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if _is_compiling():  # a unit that runs compiled
         return call_module(module, *args, **kwargs)
     watcher, tracer = _following.watcher, _following.tracer
-    is_followed = tracer is not None and not tracer._inside
-    if is_followed and (known := tracer.answer(module, args, kwargs)) is not None:  # type: ignore[union-attr]
-        return known
-    if watcher is None or (watcher.only is not None and id(module) not in watcher.only):
-        return _follow(module, args, kwargs) if is_followed else call_module(module, *args, **kwargs)
-    watcher.enter(module)
+    follow = call_module
+    if tracer is not None and not tracer._inside:
+        known = tracer.answer(module, args, kwargs)
+        if known is not None:
+            return known
+        follow = partial(_follow, tracer)
+    if watcher is None or (watcher.only is not None and id(module) not in watcher.only) or not watcher.enter(module):
+        return follow(module, *args, **kwargs)
     try:
-        return _follow(module, args, kwargs)
+        return follow(module, *args, **kwargs)
     finally:
         watcher.leave(module)
 
 
-def _follow(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    tracer = _following.tracer
-    if tracer is None or tracer._inside:
-        return call_module(module, *args, **kwargs)
+def _follow(tracer: StepTracer, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     path = tracer.unit(module)
     if path is None:
         return call_module(module, *args, **kwargs)

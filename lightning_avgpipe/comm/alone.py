@@ -50,7 +50,7 @@ def alone() -> contextlib.AbstractContextManager[None]:
     The context holds for the thread that enters it, and for the threads in which autograd runs a backward for that
     thread. Other threads, which may save a checkpoint meanwhile, see all processes.
     """
-    return _alone() if _here.depth or dist.is_initialized() else _NOTHING
+    return _NOTHING if c10d._world.default_pg is None and not _here.depth else _alone()
 
 
 @contextlib.contextmanager

@@ -63,19 +63,20 @@ class Answers:
 
     Args:
         program: program of the stage.
-        drawing: paths of the modules whose draws the stage counts, since it may call them too.
+        counted: paths of the modules whose calls the stage counts, since it may call them too.
         device: device of the stage.
     """
 
-    def __init__(self, program: StageProgram, drawing: frozenset[str], device: torch.device) -> None:
-        self._program, self._drawing, self._device = program, drawing, device
+    def __init__(self, program: StageProgram, counted: frozenset[str], device: torch.device) -> None:
+        self._program, self._counted, self._device = program, counted, device
         self._told: tuple[Any, Any] = ((), ())
         self._known: list[Answer | None] = []
 
     def begin(self, part: Part) -> Sequence[Answer | None]:
         """Return the answers by position; those of a micro-batch of another form are forgotten."""
         told = part.entries, part.attested
-        if part.program is not self._program or isinstance(part.entries, Path) or len(part.entries) < part.program.start:
+        detour = isinstance(part.entries, Path) or len(part.entries) < part.program.start
+        if detour or part.program is not self._program:
             return ()
         if told != self._told:
             self._known = [None] * part.program.start
@@ -94,7 +95,8 @@ class Answers:
         module = operation.module
         if module is None or operation.kwargs or module._forward_hooks or not isinstance(entry, TensorMeta):
             return
-        if node.writes or node.writes_objects or node.outputs[0] < 0 or not self._drawing.isdisjoint((node.name, *node.drawn)):
+        is_counted = not self._counted.isdisjoint((node.name, *node.drawn))
+        if is_counted or node.writes or node.writes_objects or node.outputs[0] < 0:
             return
         given = [known.own_value_of(one) for one in operation.args if isinstance(one, Tensor)]
         values = tuple(value for value in given if value is not None)
@@ -107,7 +109,7 @@ def answered(answer: Answer, module: nn.Module, args: Any, kwargs: Any, stand_in
     """Return whether a call is the one that has this answer."""
     if answer.module is not module or kwargs or len(args) != len(answer.given) or module._forward_hooks:
         return False
-    for value, tensor in zip(answer.given, args):
+    for value, tensor in zip(answer.given, args, strict=False):
         if stand_ins.get(value) is not tensor:
             return False
     return _modes(module) == answer.modes

@@ -17,6 +17,7 @@ import enum
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -173,6 +174,11 @@ class Instruction:
     def __str__(self) -> str:
         return str(self.node or f"{self.name}()")
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether a node only computes its result: it writes into no objects, and returns no view of an argument."""
+        return self.node is not None and not self.node.writes_objects and not self.separated
+
     @property
     def drawn(self) -> tuple[str, ...]:
         """The paths of the modules that a node calls and that may draw random numbers."""
@@ -253,12 +259,10 @@ class FlatProgram:
                 continue
             if kind == "node":
                 outcome = _execute(instruction, args, kwargs, runner)
-                made = outcome.tensors
-                if instruction.entry is None or list(map(look_of, made)) != instruction.looks:
-                    differs = True
-                    own.append(outcome.entry)
-                else:
-                    own.append(instruction.entry)
+                made, entry = outcome.tensors, instruction.entry
+                if entry is None or [look_of(tensor) for tensor in made] != instruction.looks:
+                    differs, entry = True, outcome.entry
+                own.append(entry)
             else:
                 made = _free(instruction, args, kwargs, runner, part.observe)
             if len(made) != len(instruction.made):
@@ -291,6 +295,10 @@ def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, obse
 def _execute(instruction: Instruction, args: Any, kwargs: Any, runner: Runner) -> OperationResult:
     node, module = instruction.node, instruction.module
     assert node is not None
+    if instruction.is_plain and runner.is_plain and not runner.draws.watches_functions(node):
+        run, draws = instruction.run, runner.draws
+        result = run(*args, **kwargs) if module is None else draws.call(module, run, args, kwargs)
+        return OperationResult(result, [result] if type(result) is Tensor else tree.tensors(result))
     tensors = tensor_arguments(args, kwargs) if node.writes_objects else []
     operation = Operation(node.kind, node.name, instruction.run, args, kwargs, tensors, module)
     _, objects = operation.with_objects(node)
@@ -313,4 +321,9 @@ def look_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def description(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """Return the properties that tensors must share with those for which a program was written."""
-    return tuple([(type(t), t.device, t.layout, *(look_of(t) if t.layout is torch.strided else (t.shape,))) for t in tensors])
+    return tuple(map(_form_of, tensors))
+
+
+def _form_of(tensor: Tensor) -> tuple[Any, ...]:
+    is_strided = tensor.layout is torch.strided
+    return type(tensor), tensor.device, tensor.layout, look_of(tensor) if is_strided else tensor.shape

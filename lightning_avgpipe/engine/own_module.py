@@ -33,6 +33,9 @@ class Weights(Protocol):
     def constant(self) -> bool:
         """Whether the weights do not change within an iteration."""
 
+    def places(self, stage: int) -> bool:
+        """Return whether anything is put into the module for an action of a stage."""
+
     def placed(self, stage: int) -> AbstractContextManager[dict[int, str]]:
         """Put the weights of a stage's action into the module within the context; it gives ``id -> name`` of those."""
 
@@ -44,6 +47,7 @@ class VersionedWeights(Weights, Protocol):
         """Set which parameters the stages use, by their full names, and which stages this process hosts."""
 
 
+_NOTHING: AbstractContextManager[dict[int, str]] = contextlib.nullcontext({})
 _COLLECTIONS = (list, deque, set, dict)
 
 
@@ -154,6 +158,7 @@ class OwnModule:
         program: as given.
         module: as given.
         attributes: values of attributes of this stage.
+        places: whether anything is put into the module while the stage works.
     """
 
     def __init__(
@@ -170,12 +175,12 @@ class OwnModule:
         self._of_units = of_units or OwnAttributes(module, (), True)
         self.attributes = OwnAttributes(module, (*program.graph.attributes, *program.holders), shown)
         self._passing = [variable(module, *key) for key in program.graph.passing if not program.is_last]
+        own = not (self._of_units.are_shown and self.attributes.are_shown) or bool(self._passing)
+        self.places = own or weights.places(program.stage)
 
     def placed(self) -> AbstractContextManager[dict[int, str]]:
         """Put the stage's weights and attributes into the module in this context; yield ``id -> name`` of copies."""
-        if self._of_units.are_shown and self.attributes.are_shown and not self._passing:
-            return self._weights.placed(self.program.stage)
-        return self._placed()
+        return self._placed() if self.places else _NOTHING
 
     @contextlib.contextmanager
     def _placed(self) -> Iterator[dict[int, str]]:

@@ -80,7 +80,7 @@ class Part(NamedTuple):
     args: Sequence[Any]
     received: Sequence[Tensor] = ()
     entries: tuple[Entry, ...] | Path = ()
-    key: RandomKey = RandomKey(0)  # noqa: RUF009
+    key: RandomKey = RandomKey(0)
     observe: Observe | None = None
     repeat: Repeat | None = None
     tap: int = 0
@@ -195,14 +195,16 @@ class Runner:
 
     Attributes:
         draws: random streams of the operations.
+        is_plain: whether units run as they are: neither compiled nor repeated for the backward.
     """
 
     def __init__(self, part: Part, context: ReplayContext, around: Around | None = None) -> None:
-        self.draws = Draws(context.drawing, part.key, context.device)
+        self.draws = Draws(context.drawing, part.key, context.device, part.program.drawing)
         self._repeat = part.repeat
         self._packer = context.packer
         self._around = around
         self._compiler = context.compiler
+        self.is_plain = part.repeat is None and context.compiler is None
 
     def run(self, operation: Operation, node: Node, objects: Snapshot | None) -> OperationResult:
         """Execute an operation that stands at a node and may write into these objects."""

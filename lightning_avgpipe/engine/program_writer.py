@@ -157,10 +157,11 @@ class ProgramWriter:
         self._write("node", run, None, None, outcome.tensors, node, operation.module)
         if self.why_not is not None:
             return
+        differs = node.writes_objects or not all(map(_is_alike, tree.leaves(outcome.result)))
         self._instructions[-1] = replace(
             self._instructions[-1],
             looks=list(map(look_of, outcome.tensors)),
-            entry=None if node.writes_objects or not all(map(_is_alike, tree.leaves(outcome.result))) else outcome.entry,
+            entry=None if differs else outcome.entry,
             separated=separated,
         )
         try:

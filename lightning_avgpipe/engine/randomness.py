@@ -24,8 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.graph import CallGraph, Node
 from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer, function_name, watching
 from lightning_avgpipe.capture.ways import may_draw
 from lightning_avgpipe.utils.random_streams import (
@@ -58,7 +57,32 @@ DRAWING_FUNCTIONS = frozenset((
     "_standard_gamma", "_sample_dirichlet",
 ))
 # fmt: on
-
+# Layers that draw in no mode, whatever their attributes are.
+_NEVER_DRAWING = frozenset(
+    (
+        nn.Linear,
+        nn.Embedding,
+        nn.LayerNorm,
+        nn.GroupNorm,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+        nn.BatchNorm1d,
+        nn.BatchNorm2d,
+        nn.BatchNorm3d,
+        nn.ReLU,
+        nn.GELU,
+        nn.SiLU,
+        nn.Tanh,
+        nn.Sigmoid,
+        nn.Softmax,
+        nn.Identity,
+        nn.Flatten,
+        nn.MaxPool2d,
+        nn.AvgPool2d,
+        nn.AdaptiveAvgPool2d,
+    )
+)  # fmt: skip
 
 # Path of the module that draws, number of its calls before, and number of the drawing function within the call.
 Draw = tuple[str, int, int]
@@ -81,6 +105,8 @@ class DrawingCall:
             hooks.
         is_unit: whether it is a unit, so that one stage executes its calls and the others skip them.
         seeds: whether it seeds torch's generators itself.
+        is_plain: whether it is a layer of torch for which at most torch's generators are seeded, such as dropout.
+        never_draws: whether it draws no random numbers in any mode.
     """
 
     path: str
@@ -89,6 +115,8 @@ class DrawingCall:
     layers: tuple[nn.Module, ...]
     is_unit: bool
     seeds: bool
+    is_plain: bool
+    never_draws: bool
 
 
 @dataclass(frozen=True)
@@ -134,23 +162,29 @@ class Drawing:
                 layers=layers.get(path, ()),
                 is_unit=path in units,
                 seeds=path in graph.seeding,
+                # the stream of a unit begins only if it turns out that the unit is executed here
+                is_plain=path in simple
+                and path not in host
+                and path not in graph.seeding
+                and (type(m) in _NEVER_DRAWING or (path not in units and _is_of_torch(m))),
+                never_draws=type(m) in _NEVER_DRAWING,
             )
             for path, m in modules.items()
         }
         seen, on_host = bool(drawing or host_drawing), bool(host_drawing)
         return cls(calls, composite, frozenset(map(id, module.modules())), seen, on_host)
 
-
-    def within(self, module: nn.Module, units: Collection[str]) -> frozenset[str]:
-        """Return the paths by which calls of these units, and of modules in them, are counted.
+    def counted(self, module: nn.Module, own: Collection[str]) -> frozenset[str]:
+        """Return the paths of modules that are not only in units of other stages.
 
         Args:
             module: whole module.
-            units: paths of units; other names are left out.
+            own: names, among them those of the units that the stage may call.
         """
-        named = [call.path for call in self.calls.values() if call.is_unit and call.path in units]
-        inner = {id(m) for path in named for m in module.get_submodule(path).modules()}
-        return frozenset(call.path for key, call in self.calls.items() if key in inner)
+        units = [call.path for call in self.calls.values() if call.is_unit]
+        here = {id(m) for path in units if path in own for m in module.get_submodule(path).modules()}
+        there = {id(m) for path in units if path not in own for m in module.get_submodule(path).modules()}
+        return frozenset(call.path for key, call in self.calls.items() if key in here or key not in there)
 
 
 class _Scope:
@@ -206,60 +240,77 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Draws(CallWatcher):
-    """A watcher that seeds the draws in one execution of a step, and counts calls and functions."""
+    """A watcher that seeds the draws in one execution of a step, and counts calls and functions.
 
-    def __init__(self, drawing: Drawing, key: RandomKey, device: torch.device) -> None:
+    Args:
+        drawing: modules that draw or may draw.
+        key: key of the execution.
+        device: device of the stage.
+        expected: paths of modules that are likely to be called.
+    """
+
+    def __init__(self, drawing: Drawing, key: RandomKey, device: torch.device, expected: Iterable[str] = ()) -> None:
         self.only: Container[int] | None = drawing.calls
         self._drawing = drawing
         self._key = key
         self._device = device
         self._generators = generators(device)
-        self._counts: Counter[str] = Counter()
+        self._seeds = key.first(expected)  # made together, they take a fraction of the time
+        self._counts: dict[str, int] = {}
         self._scopes = [_Scope("<step>", 0, True)]
         self._within = False  # whether a unit is running in which functions draw
         self._functions: _Functions | None = None  # None unless functions are watched
         self._seeding: _Scope | None = None  # the outermost call of a module that may seed
-        self._seeds: tuple[int, ...] = ()  # seeds that the generators got last within that call
+        self._given: tuple[int, ...] = ()  # seeds that the generators got last within that call
         self._has_seeded = False
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Run the step within this context; torch's generators are restored afterwards."""
-        with stream(self._key.derive("step"), self._device), watching(self):
-            yield
+    def stream(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context with a stream for what has none of its own; torch's generators are restored afterwards."""
+        return stream(self._key.derive("step"), self._device)
 
     # -- calls of modules ---------------------------------------------------------------------------------------------
 
     def call(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module by ``run``, in the place of ``nn.Module.__call__``."""
-        self.enter(module)
+        if not self.enter(module):
+            return run(*args, **kwargs)
         try:
             return run(*args, **kwargs)
         finally:
             self.leave(module)
 
-    def enter(self, module: nn.Module) -> None:
+    def enter(self, module: nn.Module) -> bool:
         call = self._drawing.calls.get(id(module))
         if call is None:
-            if id(module) in self._drawing.known:
+            if is_known := id(module) in self._drawing.known:
                 self._scopes.append(_QUIET)
-            return
+            return is_known
         path = call.path
-        occurrence = self._counts.get(path, 0)  # asked for a missing item, a Counter calls Python code
+        occurrence = self._counts.get(path, 0)
         self._counts[path] = occurrence + 1
+        hooked = module._forward_hooks or module._forward_pre_hooks
+        if call.is_plain and not hooked and self._functions is None and self._seeding is None:
+            if not call.never_draws:
+                seed = self._seed(path, occurrence)
+                for generator in self._generators:
+                    generator.manual_seed(seed)
+            return False  # nobody asks for the scope of such a layer
         scope = _Scope(path, occurrence, not call.is_simple)
         self._scopes.append(scope)
         if call.seeds and self._seeding is None:
-            self._seeding, self._seeds = scope, seeds_of(self._device)
-        if not call.is_unit:
-            self._begin(scope, call, self._drawing.on_host)
-        # a unit with forward hooks begins its stream at once, since the hooks run on every stage
-        elif module._forward_hooks or StepTracer.current() is None:
+            self._seeding, self._given = scope, seeds_of(self._device)
+        if not call.is_unit or module._forward_hooks or StepTracer.current() is None:
             self._begin(scope, call, self._drawing.on_host)
         else:
             scope.begins = call
         if self._within and self._functions is None and path in self._drawing.composite:
             scope.enter(_Functions(self))
+        return True
+
+    def _seed(self, path: str, occurrence: int) -> int:
+        """Return the seed of a stream for all draws of a call."""
+        known = None if occurrence else self._seeds.get(path)
+        return self._key.derive(path, occurrence) if known is None else known
 
     def begin_unit(self, elsewhere: bool = False) -> None:
         """Begin the stream of the unit that was called last: it is executed here, perhaps also on other stages."""
@@ -272,15 +323,15 @@ class Draws(CallWatcher):
     def _begin(self, scope: _Scope, call: DrawingCall, on_host: bool) -> None:
         # in a unit something may begin to draw that did not when the step was captured
         if call.is_simple or call.is_unit:
-            self.begin_stream(self._key.derive(scope.path, scope.occurrence))
+            self.begin_stream(self._seed(scope.path, scope.occurrence))
         if on_host and (call.on_host or any(map(_is_hooked, call.layers))):
             scope.enter(host_stream(self._key.derive(scope.path, scope.occurrence)))
 
     def leave(self, module: nn.Module) -> None:
-        if id(module) in self._drawing.known:
-            scope = self._scopes.pop()
-            if scope is self._seeding:
-                self._seeding, self._has_seeded = None, False
+        scope = self._scopes.pop()
+        if scope is self._seeding:
+            self._seeding, self._has_seeded = None, False
+        if scope._entered:
             scope.leave()
 
     def begin_on_host(self) -> tuple[float, float] | None:
@@ -310,13 +361,13 @@ class Draws(CallWatcher):
     def begin_stream(self, seed: int) -> None:
         """Begin a new stream for later draws, unless the module that draws has seeded one itself."""
         if self._seeding is not None:
-            self._has_seeded = self._has_seeded or seeds_of(self._device) != self._seeds
+            self._has_seeded = self._has_seeded or seeds_of(self._device) != self._given
             if self._has_seeded:
                 return
         for generator in self._generators:
             generator.manual_seed(seed)
         if self._seeding is not None:
-            self._seeds = seeds_of(self._device)
+            self._given = seeds_of(self._device)
 
     # -- functions ----------------------------------------------------------------------------------------------------
 
@@ -350,6 +401,11 @@ class Draws(CallWatcher):
             return run(*args, **kwargs)
         finally:
             self._scopes.pop()
+
+    def watches_functions(self, node: Node) -> bool:
+        """Return whether the functions of a node are watched, since they may draw."""
+        composite = self._drawing.composite
+        return node.kind != "glue" and (node.name in composite or not composite.isdisjoint(node.drawn))
 
     def functions(self, path: str, calls: Collection[str]) -> contextlib.AbstractContextManager[Any]:
         """Watch the functions of a unit within this context, if they may draw.
@@ -389,7 +445,7 @@ class Draws(CallWatcher):
                     self._scopes.pop()
             again = Draws(self._drawing, self._key, self._device)
             again._counts, again._scopes = counts.copy(), [scope.copy() for scope in scopes]
-            again._seeding, again._seeds, again._has_seeded = seeding, seeds_of(self._device), has_seeded
+            again._seeding, again._given, again._has_seeded = seeding, seeds_of(self._device), has_seeded
             # the state that the checkpoint restores is only for draws that are not watched
             with restored(self._device), watching(again), _Functions(again):
                 return function(*args, **kwargs)

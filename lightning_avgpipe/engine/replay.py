@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
-from lightning_avgpipe.capture.tracer import StepTracer, function_name
+from lightning_avgpipe.capture.tracer import StepTracer, function_name, watching
 from lightning_avgpipe.engine.answers import Answers, answered
 from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.detour import Detour
@@ -85,7 +85,8 @@ def replay(
         replayer.attestation.batch(tree.tensors(args))
     begun = runner.draws.begin_on_host()
     with (
-        runner.draws.running(),
+        runner.draws.stream(),
+        watching(runner.draws),
         replayer.following(compiled=context.compiled),
         _NOTHING if writer is None else writer.checked(replayer.is_inside),
     ):

@@ -48,8 +48,7 @@ class StagePart:
         """Begin an iteration with these actions."""
 
     def watching(self, loss: bool) -> AbstractContextManager[Any] | None:
-        """Return a context for the step of a forward, or for what computes the loss of its result; None: there is none.
-        """
+        """Return a context for the step of a forward, or for what computes the loss of its result; None: none."""
         return None
 
     def kept(self, micro_batch: int) -> None:
@@ -108,6 +107,7 @@ class Stage:
         changed = [name for name, _ in module.named_buffers() if name in changes]
         self._changed = dict(zip(changed, places(module, changed), strict=True))  # buffers, register and name
         self._seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
+        self._explained = explained(program, module)
         self._kept_by_seeding: dict[int, Snapshot] = {}
         self._step = StageStep(program, module, device, foreign_tensors, execution)
         self._prefix = Prefix(program, device, kept)
@@ -247,8 +247,8 @@ class Stage:
 
     def message(self, task: Task, micro_batch: int, replayed: Replayed) -> Message:
         """Return the message of a forward to the next stage."""
-        requires_grad = tuple(task.trains and tensor.requires_grad for tensor in replayed.sent)
-        sent = tuple(t.detach() for t in replayed.sent)
+        requires_grad = tuple([task.trains and tensor.requires_grad for tensor in replayed.sent])
+        sent = tuple([tensor.detach() for tensor in replayed.sent])
         return Message(
             micro_batch,
             sent,
@@ -395,11 +395,15 @@ class Stage:
                 "checkpoint, which repeats without such effects, or keep the unit on the last stage with split_points"
             )
 
-    @contextmanager
-    def in_backward(self, micro_batch: int) -> Iterator[dict[int, str]]:
+    def in_backward(self, micro_batch: int) -> AbstractContextManager[dict[int, str]]:
         """Run a backward, or a part of one, within this context; yields ``id -> name`` of copies of weights."""
+        prepared = self.module.places or micro_batch in self._kept_by_seeding
+        return self._in_backward(micro_batch) if prepared else self._explained
+
+    @contextmanager
+    def _in_backward(self, micro_batch: int) -> Iterator[dict[int, str]]:
         seeded = self._seeded(micro_batch) if micro_batch in self._kept_by_seeding else _NOTHING
-        with self.module.placed() as copies, explained(self.program, self.module.module), seeded:
+        with self.module.placed() as copies, self._explained, seeded:
             yield copies
 
     @contextmanager
@@ -453,7 +457,7 @@ def check_runnable(schedule: Schedule) -> None:
 
 
 def _roots(replayed: Replayed) -> tuple[Tensor, ...]:
-    return tuple(tensor for tensor in replayed.sent if tensor.requires_grad)
+    return tuple([tensor for tensor in replayed.sent if tensor.requires_grad])
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:

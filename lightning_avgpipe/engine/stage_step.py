@@ -12,7 +12,6 @@ static step, which only its author can declare, iterations 2, 3, ... follow noth
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.recorder import owned_tensors
-from lightning_avgpipe.capture.tracer import uncompiled
+from lightning_avgpipe.capture.tracer import uncompiled, watching
 from lightning_avgpipe.engine.answers import Answers
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.flat_program import VALUES, FlatProgram, Surprise, description
@@ -219,7 +218,7 @@ class StageStep:
             compiler=execution.compiler,
             unforeseen=self._unforeseen,
         )
-        self._answers = Answers(program, self._context.drawing.within(module, program.own), device)
+        self._answers = Answers(program, self._context.drawing.counted(module, program.own), device)
         self._programs = Programs(program, module, self._context, execution.static)
         self._began_on_host = False  # in this iteration
         self.rewritten = Rewritten.of(program, module)
@@ -289,7 +288,8 @@ class StageStep:
         """Run a program that was written for another micro-batch on this one."""
         runner = Runner(part, self._context)
         seed_host(part.key.derive("host"))  # nothing drew from these when the program was written
-        with runner.draws.running(), _NOTHING if self.compiled else uncompiled(), around:
+        draws = runner.draws
+        with draws.stream(), watching(draws), _NOTHING if self.compiled else uncompiled(), around:
             return program.run(form.tensors, part, runner)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class Task:
     known: frozenset[int] = frozenset()
     around: Callable[[int], AbstractContextManager[None]] | None = None
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether forwards keep what backwards need."""
         return self.finish is not None

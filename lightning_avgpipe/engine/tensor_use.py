@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,9 @@ class Rewritten:
 
 
 class explained:
-    """A context for a backward of a stage that explains its error about a buffer that was changed in place.
+    """A context for backwards of a stage that explains their errors about a buffer that was changed in place.
+
+    It gives ``id -> name`` of the weights that were put into the module for it: none.
 
     Raises:
         StepChangedError: the backward needs contents of a buffer that a later micro-batch has overwritten.
@@ -93,8 +95,8 @@ class explained:
     def __init__(self, program: StageProgram, module: nn.Module) -> None:
         self._program, self._module = program, module
 
-    def __enter__(self) -> None:
-        return None
+    def __enter__(self) -> dict[int, str]:
+        return {}
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         if not isinstance(error, RuntimeError):

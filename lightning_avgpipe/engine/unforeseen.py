@@ -27,7 +27,7 @@ from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.engine.tensor_use import places
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.state.objects import ObjectState, is_generator, state_of
+from lightning_avgpipe.state.objects import ObjectState, Variable, is_generator, state_of
 from lightning_avgpipe.state.outside import outside, variable
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
@@ -154,6 +154,7 @@ class _Generators:
         self._program = program
         self._module = module
         self._uses = program.graph.generators if program.num_stages > 1 else ()
+        self._roots: dict[tuple[str, str], Variable] = {}  # found once: variables outside of modules take long
         nodes = program.graph.nodes
         called = {node.name for node in (*nodes[: program.start], *nodes[program.end :]) if node.kind == "call"}
         self._own = program.own - called
@@ -186,7 +187,9 @@ class _Generators:
         """Return the generator of a use; None if only rank 0 holds what leads to it."""
         for path, name, number in use.leads:
             with contextlib.suppress(KeyError, IndexError, AttributeError):
-                return Snapshot([variable(self._module, path, name)], opaque="generators").opaque[number]
+                if (path, name) not in self._roots:
+                    self._roots[path, name] = variable(self._module, path, name)
+                return Snapshot([self._roots[path, name]], opaque="generators").opaque[number]
         return None
 
     def node(self, operation: Operation, node: Node) -> contextlib.AbstractContextManager[None]:

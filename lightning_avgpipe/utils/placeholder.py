@@ -73,7 +73,9 @@ class Absent(Tensor):
         return cls.maker(meta, device, name, advice or _HIDDEN_VALUE)()
 
     @classmethod
-    def maker(cls, meta: TensorMeta, device: torch.device, name: str, advice: str | None = None) -> Callable[[], Absent]:
+    def maker(
+        cls, meta: TensorMeta, device: torch.device, name: str, advice: str | None = None
+    ) -> Callable[[], Absent]:
         """Return a function that makes such placeholders."""
         make = partial(
             torch.Tensor._make_wrapper_subclass,  # type: ignore[attr-defined]

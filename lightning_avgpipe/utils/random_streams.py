@@ -8,7 +8,7 @@ import hashlib
 import pickle
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,14 @@ class RandomKey:
         """Return a 63-bit seed for the ``function``-th function in the ``occurrence``-th call of module ``name``."""
         text = f"{self._prefix}{name}/{occurrence}/{function}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def first(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the seeds of the first calls of modules, by their names."""
+        blake2b, prefix, number = hashlib.blake2b, self._prefix, int.from_bytes
+        return {
+            name: number(blake2b(f"{prefix}{name}/0/0".encode(), digest_size=8).digest(), "little") >> 1
+            for name in names
+        }
 
     @functools.cached_property
     def _prefix(self) -> str:

@@ -142,7 +142,7 @@ class _PlainDraws(CallWatcher, TorchFunctionMode):
         self._given: tuple[int, ...] = ()  # seeds of the generators during that call
         self._has_seeded = False
 
-    def enter(self, module: nn.Module) -> None:
+    def enter(self, module: nn.Module) -> bool:
         path, above, known = self._paths.get(id(module)), self._stack[-1], self._captured
         if path in known.seeding and not self._seeding:
             self._seeding, self._given = len(self._stack), seeds_of(self._seeds.device)
@@ -163,6 +163,7 @@ class _PlainDraws(CallWatcher, TorchFunctionMode):
             if is_unit or (draws and path not in self._composite):
                 self._begin(*call)
         self._host[-1].__enter__()
+        return True
 
     def leave(self, module: nn.Module) -> None:
         self._stack.pop()

@@ -94,13 +94,14 @@ class TiedParameters:
                 leaf = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
                 self._stand_ins[k][name] = _Copy(parameter, leaf, slots[id(parameter)])
 
-    def placed(self, stage: int) -> contextlib.AbstractContextManager[dict[int, str]]:
-        """Put this stage's copies into the module within this context; yields ``id -> name`` of the copies."""
-        copies = self._stand_ins[stage]
-        return self._placed(copies) if copies else contextlib.nullcontext({})
+    def places(self, stage: int) -> bool:
+        """Return whether anything is put into the module for an action of a stage."""
+        return bool(self._stand_ins[stage])
 
     @contextlib.contextmanager
-    def _placed(self, copies: Mapping[str, _Copy]) -> Iterator[dict[int, str]]:
+    def placed(self, stage: int) -> Iterator[dict[int, str]]:
+        """Put this stage's copies into the module within this context; yields ``id -> name`` of the copies."""
+        copies = self._stand_ins[stage]
         for copy in copies.values():
             if copy.stand_in.data_ptr() != copy.parameter.data_ptr():  # moved to a device, given up and taken back
                 copy.stand_in.data = copy.parameter.data

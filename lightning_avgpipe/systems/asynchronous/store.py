@@ -145,6 +145,10 @@ class WeightStore:
         here = self._stages[stage]
         here.now = self.policy.uses(here.place, micro_batch)[backward]
 
+    def places(self, stage: int) -> bool:
+        """Return whether anything is put into the module for an action of a stage: always."""
+        return True
+
     @contextlib.contextmanager
     def placed(self, stage: int) -> Iterator[dict[int, str]]:
         """Put the weights that the stage's action uses into the module within this context; yield ``id -> name``.

@@ -61,6 +61,10 @@ class Double:
         places = slots_for(self._module, own.values())
         self._slots = [(slot, name) for name, tensor in own.items() for slot in places[id(tensor)]]
 
+    def places(self, stage: int) -> bool:
+        """Return whether anything is put into the module for an action of a stage: always."""
+        return True
+
     @contextlib.contextmanager
     def placed(self, stage: int) -> Iterator[dict[int, str]]:
         """Put the weights into the module within this context; yield ``id -> name`` of the parameters."""
