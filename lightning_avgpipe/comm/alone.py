@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,28 +50,32 @@ def alone() -> contextlib.AbstractContextManager[None]:
     The context holds for the thread that enters it, and for the threads in which autograd runs a backward for that
     thread. Other threads, which may save a checkpoint meanwhile, see all processes.
     """
-    return _NOTHING if c10d._world.default_pg is None and not _here.depth else _alone()
+    return _NOTHING if c10d._world.default_pg is None and not _here.depth else _ALONE
 
 
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    group = _lone_group()
-    if not _here.depth:
-        _patch()
-        if not _threads:  # register the group as torch does; torch forgets all groups when it is destroyed
-            c10d._world.pg_map[group] = ("gloo", dist.HashStore())
-            c10d._world.pg_group_ranks[group] = {0: 0}
-        _threads.add(threading.get_ident())
-    _here.depth += 1
-    try:
-        yield
-    finally:
+class _Alone:
+    """The context of :func:`alone` where torch.distributed is initialized."""
+
+    def __enter__(self) -> None:
+        if not _here.depth:
+            _patch()
+            if not _threads:  # register the group as torch does; torch forgets all groups when it is destroyed
+                group = _lone_group()
+                c10d._world.pg_map[group] = ("gloo", dist.HashStore())
+                c10d._world.pg_group_ranks[group] = {0: 0}
+            _threads.add(threading.get_ident())
+        _here.depth += 1
+
+    def __exit__(self, *error: object) -> None:
         _here.depth -= 1
         if not _here.depth:
             _threads.discard(threading.get_ident())
             if not _threads:
-                c10d._world.pg_map.pop(group, None)
-                c10d._world.pg_group_ranks.pop(group, None)
+                c10d._world.pg_map.pop(_lone_group(), None)
+                c10d._world.pg_group_ranks.pop(_lone_group(), None)
+
+
+_ALONE = _Alone()
 
 
 def _is_alone() -> bool:

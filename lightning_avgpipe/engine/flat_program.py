@@ -17,7 +17,6 @@ import enum
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -153,6 +152,7 @@ class Instruction:
         looks: properties of the tensors that a node returned, see :func:`look_of`.
         entry: description of a node's result for later stages; None: it differs between micro-batches.
         separated: whether a node that returns an argument must return a view of it.
+        is_plain: whether all that a node does is to compute its result, while nothing watches it.
         dropped: slots that no later instruction needs.
     """
 
@@ -169,15 +169,11 @@ class Instruction:
     looks: Sequence[Any] = field(default=(), compare=False)
     entry: Entry | None = field(default=None, compare=False)
     separated: bool = False
+    is_plain: bool = False
     dropped: tuple[int, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         return str(self.node or f"{self.name}()")
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """Whether a node only computes its result: it writes into no objects, and returns no view of an argument."""
-        return self.node is not None and not self.node.writes_objects and not self.separated
 
     @property
     def drawn(self) -> tuple[str, ...]:
@@ -295,7 +291,7 @@ def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, obse
 def _execute(instruction: Instruction, args: Any, kwargs: Any, runner: Runner) -> OperationResult:
     node, module = instruction.node, instruction.module
     assert node is not None
-    if instruction.is_plain and runner.is_plain and not runner.draws.watches_functions(node):
+    if instruction.is_plain and runner.is_plain:
         run, draws = instruction.run, runner.draws
         result = run(*args, **kwargs) if module is None else draws.call(module, run, args, kwargs)
         return OperationResult(result, [result] if type(result) is Tensor else tree.tensors(result))

@@ -32,7 +32,7 @@ from lightning_avgpipe.engine.flat_program import (
 )
 from lightning_avgpipe.engine.part import OperationResult, Path, Replayed
 from lightning_avgpipe.engine.purity import Purity
-from lightning_avgpipe.engine.randomness import Draw
+from lightning_avgpipe.engine.randomness import Draw, Drawing
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent
@@ -51,6 +51,7 @@ class ProgramWriter:
         module: the whole module.
         packer: packer of the module.
         device: device of the stage.
+        drawing: modules that draw random numbers.
         checks_purity: whether the step's Python is checked for side effects.
 
     Attributes:
@@ -62,6 +63,7 @@ class ProgramWriter:
     module: nn.Module
     packer: Packer
     device: torch.device
+    drawing: Drawing
     checks_purity: bool
     why_not: str | None = None
     program: FlatProgram | None = None
@@ -163,6 +165,7 @@ class ProgramWriter:
             looks=list(map(look_of, outcome.tensors)),
             entry=None if differs else outcome.entry,
             separated=separated,
+            is_plain=not (node.writes_objects or separated or self.drawing.watches_functions(node)),
         )
         try:
             self._after = {

@@ -166,13 +166,18 @@ class Drawing:
                 is_plain=path in simple
                 and path not in host
                 and path not in graph.seeding
-                and (type(m) in _NEVER_DRAWING or (path not in units and _is_of_torch(m))),
-                never_draws=type(m) in _NEVER_DRAWING,
+                and (_never_draws(m) or (path not in units and _is_of_torch(m))),
+                never_draws=_never_draws(m) and path not in drawing,
             )
             for path, m in modules.items()
         }
         seen, on_host = bool(drawing or host_drawing), bool(host_drawing)
         return cls(calls, composite, frozenset(map(id, module.modules())), seen, on_host)
+
+    def watches_functions(self, node: Node) -> bool:
+        """Return whether the functions within a node are watched, since they may draw."""
+        composite = self.composite
+        return node.kind != "glue" and (node.name in composite or not composite.isdisjoint(node.drawn))
 
     def counted(self, module: nn.Module, own: Collection[str]) -> frozenset[str]:
         """Return the paths of modules that are not only in units of other stages.
@@ -402,11 +407,6 @@ class Draws(CallWatcher):
         finally:
             self._scopes.pop()
 
-    def watches_functions(self, node: Node) -> bool:
-        """Return whether the functions of a node are watched, since they may draw."""
-        composite = self._drawing.composite
-        return node.kind != "glue" and (node.name in composite or not composite.isdisjoint(node.drawn))
-
     def functions(self, path: str, calls: Collection[str]) -> contextlib.AbstractContextManager[Any]:
         """Watch the functions of a unit within this context, if they may draw.
 
@@ -451,6 +451,11 @@ class Draws(CallWatcher):
                 return function(*args, **kwargs)
 
         return call
+
+
+def _never_draws(module: nn.Module) -> bool:
+    """Return whether a module is a layer that draws in no mode."""
+    return type(module) in _NEVER_DRAWING and "forward" not in vars(module)
 
 
 def _is_of_torch(module: nn.Module) -> bool:

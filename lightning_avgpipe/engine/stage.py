@@ -40,16 +40,19 @@ class StagePart:
 
     Attributes:
         handlers: kind of actions -> method that runs one of a stage, as :meth:`Stage.perform` does.
+        watches: whether it watches the forwards of this iteration, by :meth:`watching` and :meth:`kept`.
     """
+
+    watches = False
 
     handlers: ClassVar[Mapping[Kind, Callable[[Any, Stage, Task, int, Message | None], Message | None]]]
 
     def begin(self, row: Sequence[Action]) -> None:
         """Begin an iteration with these actions."""
 
-    def watching(self, loss: bool) -> AbstractContextManager[Any] | None:
-        """Return a context for the step of a forward, or for what computes the loss of its result; None: none."""
-        return None
+    def watching(self, loss: bool) -> AbstractContextManager[Any]:
+        """Return a context for the step of a forward, or for what computes the loss of its result."""
+        return nullcontext()
 
     def kept(self, micro_batch: int) -> None:
         """Note that a forward has kept its graph for a backward."""
@@ -119,6 +122,7 @@ class Stage:
         self.results: dict[int, Any] = {}
         self.skipped: set[int] = set()
         self.parts = {part: part() for part in PARTS}
+        self._watching: list[StagePart] = []
         self._handlers: dict[Kind, Callable[[Stage, Task, int, Message | None], Message | None]] = {
             kind: partial(run, part) for part in self.parts.values() for kind, run in part.handlers.items()
         }
@@ -137,6 +141,7 @@ class Stage:
         self._prefix.stages = forward_only
         for part in self.parts.values():
             part.begin(row)
+        self._watching = [part for part in self.parts.values() if part.watches]
         self.go_on(row)
 
     def go_on(self, row: Sequence[Action]) -> None:
@@ -196,17 +201,16 @@ class Stage:
         if self._seeding:
             self._kept_by_seeding[micro_batch] = attributes(self._seeding)
         self.stash[micro_batch] = Stash(gates, roots)
-        for part in self.parts.values():
+        for part in self._watching:
             part.kept(micro_batch)
 
     def _watched(self, loss: bool = False) -> AbstractContextManager[Any]:
         """Let the parts watch a step, or what computes the loss of its result, within this context."""
-        watching = [context for part in self.parts.values() if (context := part.watching(loss)) is not None]
-        if len(watching) < 2:
-            return watching[0] if watching else _NOTHING
+        if not self._watching:
+            return _NOTHING
         stack = ExitStack()
-        for context in watching:
-            stack.enter_context(context)
+        for part in self._watching:
+            stack.enter_context(part.watching(loss))
         return stack
 
     def replay(

@@ -158,7 +158,7 @@ class Programs:
         if self.why_not is not None or len(self._written) >= _MOST_FORMS:
             return None
         context, checks_purity = self._context, self._audits and not self.static
-        return ProgramWriter(self._module, context.packer, context.device, checks_purity)
+        return ProgramWriter(self._module, context.packer, context.device, context.drawing, checks_purity)
 
     def keep(self, form: Form, writer: ProgramWriter) -> None:
         """Keep the program that was written, or note why there can be none."""
@@ -277,10 +277,11 @@ class StageStep:
 
     def _may_repeat(self, part: Part, task: Task) -> bool:
         """Return whether a program that is written for one micro-batch of a task may run with others."""
-        if not task.trains or part.program is not self._program or part.tap or isinstance(part.entries, Path):
+        if self._programs.why_not is not None or not task.trains or task.around is None:
             return False
-        several = task.around is not None and (len(task.args) > 1 or self._programs.static)
-        return several and not self._context.drawing.late_on_host and self._programs.why_not is None
+        if part.program is not self._program or part.tap or type(part.entries) is Path:
+            return False
+        return (len(task.args) > 1 or self._programs.static) and not self._context.drawing.late_on_host
 
     def _run_program(
         self, program: FlatProgram, form: Form, part: Part, around: AbstractContextManager[None]

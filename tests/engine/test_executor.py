@@ -37,6 +37,8 @@ SCHEDULE = build("1f1b", 4, 6)
 class Adding:
     """A stage that adds one in both directions."""
 
+    compiled = False
+
     def __init__(self, stage: int, num_stages: int) -> None:
         self.program = SimpleNamespace(stage=stage, num_stages=num_stages)
         self.results: dict[int, Any] = {}

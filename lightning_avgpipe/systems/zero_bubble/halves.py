@@ -197,13 +197,14 @@ class Halves(StagePart):
 
     def begin(self, row: Sequence[Action]) -> None:
         """Begin an iteration, whose schedule wants split backwards or does not."""
-        self._watch = GraphWatch() if any(action.kind is INPUT_GRADIENT for action in row) else None
+        self.watches = any(action.kind is INPUT_GRADIENT for action in row)
+        self._watch = GraphWatch() if self.watches else None
 
-    def watching(self, loss: bool) -> AbstractContextManager[Any] | None:
+    def watching(self, loss: bool) -> AbstractContextManager[Any]:
         """Return a watch for the step of a forward, the same for what computes the loss of its result."""
         if self._watch is not None and not loss:
             self._watch = GraphWatch()
-        return self._watch
+        return self._watch or contextlib.nullcontext()
 
     def kept(self, micro_batch: int) -> None:
         """Note what the watch of a forward has found."""
