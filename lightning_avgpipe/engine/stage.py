@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_avgpipe.comm.alone import alone
@@ -123,6 +124,7 @@ class Stage:
         self.skipped: set[int] = set()
         self.parts = {part: part() for part in PARTS}
         self._watching: list[StagePart] = []
+        self._is_beside = dist.is_initialized()  # whether there are other processes, which steps must not see
         self._handlers: dict[Kind, Callable[[Stage, Task, int, Message | None], Message | None]] = {
             kind: partial(run, part) for part in self.parts.values() for kind, run in part.handlers.items()
         }
@@ -142,6 +144,7 @@ class Stage:
         for part in self.parts.values():
             part.begin(row)
         self._watching = [part for part in self.parts.values() if part.watches]
+        self._is_beside = dist.is_initialized()
         self.go_on(row)
 
     def go_on(self, row: Sequence[Action]) -> None:
@@ -168,11 +171,10 @@ class Stage:
         Returns:
             The message that it sends; None if it sends none.
         """
-        with alone():
-            if not torch.autograd._profiler_enabled():  # a range costs as much as a small operation
-                return self._handlers[action.kind](self, task, action.micro_batch, message)
-            with torch.profiler.record_function(f"avgpipe::{action} of stage {self.program.stage}"):
-                return self._handlers[action.kind](self, task, action.micro_batch, message)
+        if not (self._is_beside or torch.autograd._profiler_enabled()):
+            return self._handlers[action.kind](self, task, action.micro_batch, message)
+        with alone(), _range(f"avgpipe::{action} of stage {self.program.stage}"):
+            return self._handlers[action.kind](self, task, action.micro_batch, message)
 
     def forward(self, task: Task, micro_batch: int, message: Message | None) -> Message | None:
         """Run a forward; what it keeps depends on whether it trains, and on whether it will be repeated."""
@@ -470,5 +472,5 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 
 
 def _range(name: str) -> AbstractContextManager[Any]:
-    """Return a range for torch's profiler if that runs."""
+    """Return a range for torch's profiler if that runs; the range alone costs as much as a small operation."""
     return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()

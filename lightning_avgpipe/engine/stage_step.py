@@ -64,7 +64,7 @@ def why_follow(program: StageProgram) -> str | None:
 
 
 class Form(NamedTuple):
-    """The properties that micro-batches must share to run one program.
+    """The properties that micro-batches must share to run one program; all but the tensors are compared.
 
     Attributes:
         tensors: tensors of the batch, then the received ones.
@@ -86,11 +86,7 @@ class Form(NamedTuple):
         tensors: list[Tensor] = []
         structure = _structure(tuple(part.args[:1] if static else part.args), tensors)
         tensors += part.received
-        return cls(tensors, (description(tensors), structure), (part.entries, part.attested))
-
-    def is_like(self, other: Form) -> bool:
-        """Return whether a program that was written for the other form may run with this one."""
-        return bool(self.described == other.described and self.told == other.told)
+        return cls(tensors, (list(map(description, tensors)), structure), (part.entries, part.attested))
 
 
 def _structure(item: Any, tensors: list[Tensor]) -> Any:
@@ -151,7 +147,8 @@ class Programs:
         return [] if self._audits else self._of(form)
 
     def _of(self, form: Form) -> list[FlatProgram]:
-        return [program for known, program in self._written if form.is_like(known)]
+        _, described, told = form
+        return [program for known, program in self._written if known.described == described and known.told == told]
 
     def writer(self, form: Form) -> ProgramWriter | None:
         """Return a writer for the micro-batch that is followed now; None if its program would not be used."""
@@ -290,7 +287,7 @@ class StageStep:
         runner = Runner(part, self._context)
         seed_host(part.key.derive("host"))  # nothing drew from these when the program was written
         draws = runner.draws
-        with draws.stream(), watching(draws), _NOTHING if self.compiled else uncompiled(), around:
+        with draws.stream(), watching(draws), _NOTHING if self._context.compiled else uncompiled(), around:
             return program.run(form.tensors, part, runner)
 
     @property
