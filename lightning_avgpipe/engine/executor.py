@@ -106,10 +106,11 @@ class Lane:
             if self.turns is not None:
                 self.turns.popleft()
             message = decompressed(inbox.get()) if inbox is not None else None
-            work = Work(self.stage.program.stage, self.task.key.pipeline, action, message, self.stage.results)
             do: Callable[[], Message | None] = partial(self.stage.perform, action, self.task, message)
-            for observer in reversed(observers):
-                do = partial(observer.perform, work, do)
+            if observers:
+                work = Work(self.stage.program.stage, self.task.key.pipeline, action, message, self.stage.results)
+                for observer in reversed(observers):
+                    do = partial(observer.perform, work, do)
             output = do()
             if output is not None:
                 self._send(output, action.kind.produces == "forward", observers)

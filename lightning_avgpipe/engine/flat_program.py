@@ -153,7 +153,6 @@ class Instruction:
         entry: description of a node's result for later stages; None: it differs between micro-batches.
         separated: whether a node that returns an argument must return a view of it.
         is_plain: whether all that a node does is to compute its result, while nothing watches it.
-        dropped: slots that no later instruction needs.
     """
 
     kind: InstructionKind
@@ -170,7 +169,6 @@ class Instruction:
     entry: Entry | None = field(default=None, compare=False)
     separated: bool = False
     is_plain: bool = False
-    dropped: tuple[int, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         return str(self.node or f"{self.name}()")
@@ -193,6 +191,7 @@ class FlatProgram:
         result: template of the step's result, on the last stage.
         attested: requests of the step for the nodes so far, see :mod:`~lightning_avgpipe.engine.attestation`.
         entries: descriptions of what the nodes so far returned when the program was written.
+        dropped: for each instruction the slots that no later one needs.
     """
 
     instructions: tuple[Instruction, ...]
@@ -202,6 +201,7 @@ class FlatProgram:
     result: Any
     attested: tuple[Attested, ...]
     entries: tuple[Entry, ...] = field(compare=False)
+    dropped: tuple[Sequence[int], ...] = field(default=(), compare=False)
 
     @property
     def answers(self) -> tuple[Any, ...]:
@@ -209,21 +209,19 @@ class FlatProgram:
         return tuple(instruction.answer for instruction in self.instructions if instruction.kind == "question")
 
     def lean(self) -> FlatProgram:
-        """Return the program in which each instruction drops the slots that it is the last to use.
-
-        Instructions that only make a tensor for an earlier stage (``torch.arange``) are left out.
-        """
+        """Return the program without instructions that only make a tensor for an earlier stage (``torch.arange``)."""
         needed = {*slots_in(self.sent), *slots_in((self.result,))}
         instructions: list[Instruction] = []
+        dropped: list[list[int]] = []
         for one in reversed(self.instructions):
             given = parts_of((*one.args, *(part for _, part in one.kwargs)))
             only_makes = one.kind == "glue" and one.module is None and not any(map(_is_tensor, given))
             if only_makes and needed.isdisjoint(one.made):
                 continue
-            last = {*slots_in(given), *one.made} - needed
-            needed |= last
-            instructions.append(replace(one, dropped=tuple(sorted(last))))
-        return replace(self, instructions=tuple(instructions[::-1]))
+            dropped.append([*{*slots_in(given), *one.made}.difference(needed)])
+            needed.update(dropped[-1])
+            instructions.append(one)
+        return replace(self, instructions=tuple(instructions[::-1]), dropped=tuple(dropped[::-1]))
 
     def run(self, tensors: Sequence[Tensor], part: Part, runner: Runner) -> Replayed:
         """Run the program on a micro-batch.
@@ -241,7 +239,7 @@ class FlatProgram:
         differs = False
         for slot, tensor in zip(self.given, tensors, strict=True):
             slots[slot] = tensor
-        for instruction in self.instructions:
+        for instruction, dropped in zip(self.instructions, self.dropped, strict=True):
             kind = instruction.kind
             if kind == "skipped":
                 runner.draws.skip(instruction.drawn)
@@ -268,7 +266,7 @@ class FlatProgram:
                 )
             for slot, tensor in zip(instruction.made, made, strict=True):
                 slots[slot] = tensor
-            for slot in instruction.dropped:
+            for slot in dropped:
                 slots[slot] = None
         entries = (*part.entries, *own) if differs and not part.program.is_last else self.entries
         sent = tuple([fill(one, slots) for one in self.sent])

@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -156,17 +156,22 @@ class ProgramWriter:
         elif operation.module is not None and (operation.module._forward_hooks or operation.module._forward_pre_hooks):
             self.refuse(f"{node} has hooks")
         run = operation.run if operation.module is None else partial(call_module, operation.module)
-        self._write("node", run, None, None, outcome.tensors, node, operation.module)
-        if self.why_not is not None:
-            return
         differs = node.writes_objects or not all(map(_is_alike, tree.leaves(outcome.result)))
-        self._instructions[-1] = replace(
-            self._instructions[-1],
+        self._write(
+            "node",
+            run,
+            None,
+            None,
+            outcome.tensors,
+            operation.module,
+            node=node,
             looks=list(map(look_of, outcome.tensors)),
             entry=None if differs else outcome.entry,
             separated=separated,
             is_plain=not (node.writes_objects or separated or self.drawing.watches_functions(node)),
         )
+        if self.why_not is not None:
+            return
         try:
             self._after = {
                 number: self._pickled(item)[0] for number, item in self._objects.values() if self.checks_purity
@@ -214,23 +219,24 @@ class ProgramWriter:
         args: Any,
         kwargs: Any,
         result: Any,
-        node: Node | None = None,
         module: nn.Module | None = None,
-        answer: Any = None,
+        **more: Any,
     ) -> None:
+        """Append an instruction; the arguments of a node have been noted before it was executed."""
         if self.why_not is not None:
             return
         try:
             if modes(self.device) != self._began_in:
-                raise Unwritable(f"{node or function_name(run)} runs in another mode than the step begins in")
-            templates, named = self._arguments if node is not None else self._templates(args, kwargs)
+                what = more.get("node", function_name(run))
+                raise Unwritable(f"{what} runs in another mode than the step begins in")
+            templates, named = self._arguments if kind == "node" else self._templates(args, kwargs)
             made = tuple(map(self._slot_of_result, tree.tensors(result)))
         except Unwritable as error:
             self.refuse(str(error))
             return
         draw = None if module is not None or kind == "observe" else self.draw
         self._instructions.append(
-            Instruction(kind, function_name(run), run, templates, named, made, node, module, answer, draw)
+            Instruction(kind, function_name(run), run, templates, named, made, module=module, draw=draw, **more)
         )
 
     def _templates(self, args: Any, kwargs: Any, objects: bool = False) -> tuple[Any, Any]:
