@@ -11,7 +11,7 @@ before, for which it holds. Whatever differs is looked at as the first time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 from lightning_avgpipe.utils.tensors import KnownTensors
 
 
-def _modes(module: nn.Module, aside: int = 0) -> tuple[Any, ...]:
+def modes_of(module: nn.Module, aside: int = 0) -> tuple[Any, ...]:
     """Return what a call depends on besides its arguments, as far as stages compare it.
 
     Args:
@@ -102,14 +102,4 @@ class Answers:
         values = tuple(value for value in given if value is not None)
         if 0 < len(values) == len(operation.args):
             make = Absent.maker(entry, self._device, node.name)
-            self._known[node.index] = Answer(module, values, _modes(module, aside=1), node.outputs[0], make)
-
-
-def answered(answer: Answer, module: nn.Module, args: Any, kwargs: Any, stand_ins: Mapping[int, Tensor]) -> bool:
-    """Return whether a call is the one that has this answer."""
-    if answer.module is not module or kwargs or len(args) != len(answer.given) or module._forward_hooks:
-        return False
-    for value, tensor in zip(answer.given, args, strict=False):
-        if stand_ins.get(value) is not tensor:
-            return False
-    return _modes(module) == answer.modes
+            self._known[node.index] = Answer(module, values, modes_of(module, aside=1), node.outputs[0], make)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, watching
-from lightning_avgpipe.engine.answers import Answers, answered
+from lightning_avgpipe.engine.answers import Answers, modes_of
 from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.detour import Detour
 from lightning_avgpipe.engine.part import (
@@ -165,9 +165,15 @@ class _Replayer(StepTracer):
 
     def answer(self, module: nn.Module, args: Any, kwargs: Any) -> Tensor | None:
         position = self._position
-        if position >= len(self._answered) or (known := self._answered[position]) is None:
+        if position >= len(self._answered) or (known := self._answered[position]) is None or self._end is not None:
             return None
-        if not answered(known, module, args, kwargs, self.values.stand_ins) or self._end is not None:
+        if known.module is not module or kwargs or len(args) != len(known.given) or module._forward_hooks:
+            return None
+        stand_ins = self.values.stand_ins
+        for value, given in zip(known.given, args, strict=True):
+            if stand_ins.get(value) is not given:
+                return None
+        if modes_of(module) != known.modes:
             return None
         self._position = position + 1
         return self.values.answer(known)

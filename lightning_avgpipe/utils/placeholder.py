@@ -65,12 +65,16 @@ class Absent(Tensor):
     """
 
     _name: str
-    _advice: str
+    _advice = (
+        "which lives on an earlier stage and was not sent: the step did not need it when it was captured. It reached "
+        "this code through an attribute (perhaps of the micro-batch before) or an object that hides tensors; pass it "
+        "as an argument, return it, or keep both units on one stage with split_points"
+    )
     _flow = _Flow()
 
     @staticmethod
     def __new__(cls, meta: TensorMeta, device: torch.device, name: str, advice: str | None = None) -> Absent:
-        return cls.maker(meta, device, name, advice or _HIDDEN_VALUE)()
+        return cls.maker(meta, device, name, advice)()
 
     @classmethod
     def maker(
@@ -89,7 +93,9 @@ class Absent(Tensor):
 
         def made() -> Absent:
             absent: Absent = make()
-            absent._name, absent._advice = name, advice or _HIDDEN_VALUE
+            absent._name = name
+            if advice is not None:
+                absent._advice = advice
             return absent
 
         return made
@@ -175,11 +181,6 @@ _PASSIVE = frozenset((
     "_to_copy", "_unsafe_view", "alias", "clone", "detach", "expand", "permute", "select", "slice", "split",
     "split_with_sizes", "squeeze", "t", "to", "transpose", "unbind", "unfold", "unsqueeze", "view",
 ))  # fmt: skip
-_HIDDEN_VALUE = (
-    "which lives on an earlier stage and was not sent: the step did not need it when it was captured. It reached this "
-    "code through an attribute (perhaps of the micro-batch before) or an object that hides tensors; pass it as an "
-    "argument, return it, or keep both units on one stage with split_points"
-)
 _UNSENT_LEAF = (
     "a tensor of the batch that was not sent to this process: its stages did not need it when the step was captured. "
     "If a hook or a callback needs it here, use AvgPipeStrategy(links=Links(send_batch='all'))"
