@@ -45,14 +45,14 @@ class Answer(NamedTuple):
 
     Attributes:
         module: called module.
-        given: values of its arguments.
+        given: values of its arguments; None: the stage, which is not the last one, does not compare them.
         modes: modes in which it was called.
         value: value that it returned.
         make: make the tensor that stands for this value if it was not received.
     """
 
     module: nn.Module
-    given: tuple[int, ...]
+    given: tuple[int, ...] | None
     modes: tuple[Any, ...]
     value: int
     make: Callable[[], Tensor]
@@ -93,13 +93,16 @@ class Answers:
             known: tensors of the step, and their values.
         """
         module = operation.module
-        if module is None or operation.kwargs or module._forward_hooks or not isinstance(entry, TensorMeta):
+        if module is None or module._forward_hooks or not isinstance(entry, TensorMeta):
             return
         is_counted = not self._counted.isdisjoint((node.name, *node.drawn))
         if is_counted or node.writes or node.writes_objects or node.outputs[0] < 0:
             return
-        given = [known.own_value_of(one) for one in operation.args if isinstance(one, Tensor)]
-        values = tuple(value for value in given if value is not None)
-        if 0 < len(values) == len(operation.args):
-            make = Absent.maker(entry, self._device, node.name)
-            self._known[node.index] = Answer(module, values, modes_of(module, aside=1), node.outputs[0], make)
+        given: tuple[int, ...] | None = None
+        if self._program.is_last or node.name not in self._program.graph.resident:
+            values = [known.own_value_of(one) for one in operation.args if isinstance(one, Tensor)]
+            given = tuple(value for value in values if value is not None)
+            if operation.kwargs or not 0 < len(given) == len(operation.args):
+                return
+        make = Absent.maker(entry, self._device, node.name)
+        self._known[node.index] = Answer(module, given, modes_of(module, aside=1), node.outputs[0], make)

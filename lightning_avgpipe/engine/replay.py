@@ -167,14 +167,15 @@ class _Replayer(StepTracer):
         position = self._position
         if position >= len(self._answered) or (known := self._answered[position]) is None or self._end is not None:
             return None
-        if known.module is not module or kwargs or len(args) != len(known.given) or module._forward_hooks:
+        if known.module is not module or module._forward_hooks or modes_of(module) != known.modes:
             return None
-        stand_ins = self.values.stand_ins
-        for value, given in zip(known.given, args, strict=True):
-            if stand_ins.get(value) is not given:
+        if known.given is not None:
+            if kwargs or len(args) != len(known.given):
                 return None
-        if modes_of(module) != known.modes:
-            return None
+            stand_ins = self.values.stand_ins
+            for value, given in zip(known.given, args, strict=True):
+                if stand_ins.get(value) is not given:
+                    return None
         self._position = position + 1
         return self.values.answer(known)
 
