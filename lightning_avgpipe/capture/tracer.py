@@ -356,6 +356,7 @@ class uncompiled:
         self._stance: Any = None
         if "torch._dynamo" in sys.modules and not _following.uncompiled:
             self._stance, _following.uncompiled = torch.compiler.set_stance("force_eager"), True
+            self._stance.__enter__()
 
     def __exit__(self, *error: object) -> None:
         if self._stance is not None:

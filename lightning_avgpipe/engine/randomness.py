@@ -3,9 +3,9 @@
 Every module that draws gets numbers seeded by (seed, iteration, pipeline, micro-batch, module, occurrence). So
 partition, schedule and advance do not change a result. The process's own generators are restored afterwards.
 
-A module without children (a dropout layer, an LSTM) is seeded when it is called. A module with children, and the step's
-own code, is seeded anew at each drawing function that it calls: on one stage such a function may run inside a unit, on
-another as glue between units, and it must draw the same.
+A module without children (a dropout layer, an LSTM) is seeded when it is called, unless it is a layer of torch that
+never draws. A module with children, and the step's own code, is seeded anew at each drawing function that it calls: on
+one stage such a function may run inside a unit, on another as glue between units, and it must draw the same.
 
 Code outside of units runs on every stage, and may begin to draw at any time (in a later epoch, or by chance), so it is
 always followed; what is inside of a unit only if it drew when the step was captured. A unit that begins later draws
@@ -56,33 +56,13 @@ DRAWING_FUNCTIONS = frozenset((
     "binomial", "uniform_", "exponential_", "geometric_", "log_normal_", "cauchy_", "random_",
     "_standard_gamma", "_sample_dirichlet",
 ))
-# fmt: on
 # Layers that draw in no mode, whatever their attributes are.
-_NEVER_DRAWING = frozenset(
-    (
-        nn.Linear,
-        nn.Embedding,
-        nn.LayerNorm,
-        nn.GroupNorm,
-        nn.Conv1d,
-        nn.Conv2d,
-        nn.Conv3d,
-        nn.BatchNorm1d,
-        nn.BatchNorm2d,
-        nn.BatchNorm3d,
-        nn.ReLU,
-        nn.GELU,
-        nn.SiLU,
-        nn.Tanh,
-        nn.Sigmoid,
-        nn.Softmax,
-        nn.Identity,
-        nn.Flatten,
-        nn.MaxPool2d,
-        nn.AvgPool2d,
-        nn.AdaptiveAvgPool2d,
-    )
-)  # fmt: skip
+_NEVER_DRAWING = frozenset((
+    nn.Linear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d,
+    nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.Identity,
+    nn.Flatten, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
+))
+# fmt: on
 
 # Path of the module that draws, number of its calls before, and number of the drawing function within the call.
 Draw = tuple[str, int, int]
@@ -154,6 +134,7 @@ class Drawing:
         simple = frozenset(path for path, m in modules.items() if path and not any(True for _ in m.children()))
         composite = frozenset((*drawing, *outside)) - simple
         host = frozenset(("", *host_drawing, *units)).difference(layers)
+        never = frozenset(path for path, m in modules.items() if _never_draws(m)).difference(drawing)
         calls = {
             id(m): DrawingCall(
                 path,
@@ -163,11 +144,9 @@ class Drawing:
                 is_unit=path in units,
                 seeds=path in graph.seeding,
                 # the stream of a unit begins only if it turns out that the unit is executed here
-                is_plain=path in simple
-                and path not in host
-                and path not in graph.seeding
-                and (_never_draws(m) or (path not in units and _is_of_torch(m))),
-                never_draws=_never_draws(m) and path not in drawing,
+                is_plain=path in simple.difference(host, graph.seeding)
+                and (path in never or (path not in units and _is_of_torch(m))),
+                never_draws=path in never,
             )
             for path, m in modules.items()
         }
