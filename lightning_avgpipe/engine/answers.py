@@ -5,8 +5,8 @@
     first micro-batch     block0(x)    matched with a node, compared with what its own stage was asked, answered
     later ones            block0(x)    the same unit, value and modes: answered at once
 
-What a call's answer depends on is kept beside it, and so are the descriptions and requests that came from the stages
-before, for which it holds. Whatever differs is looked at as the first time.
+What an answer depends on is kept beside it: the call, its modes, and what the stages before told of it. If any of it
+differs, the call is looked at as the first time.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Answer(NamedTuple):
         module: called module.
         given: values of its arguments; None: the stage, which is not the last one, does not compare them.
         modes: modes in which it was called.
+        entry: description of its result.
         value: value that it returned.
         make: make the tensor that stands for this value if it was not received.
     """
@@ -54,6 +55,7 @@ class Answer(NamedTuple):
     module: nn.Module
     given: tuple[int, ...] | None
     modes: tuple[Any, ...]
+    entry: TensorMeta
     value: int
     make: Callable[[], Tensor]
 
@@ -69,18 +71,17 @@ class Answers:
 
     def __init__(self, program: StageProgram, counted: frozenset[str], device: torch.device) -> None:
         self._program, self._counted, self._device = program, counted, device
-        self._told: tuple[Any, Any] = ((), ())
-        self._known: list[Answer | None] = []
+        self._attested: Any = ()
+        self._known: list[Answer | None] = [None] * program.start
 
     def begin(self, part: Part) -> Sequence[Answer | None]:
-        """Return the answers by position; those of a micro-batch of another form are forgotten."""
-        told = part.entries, part.attested
+        """Return the answers by position; those to other requests than the ones that came with a part are forgotten."""
         detour = isinstance(part.entries, Path) or len(part.entries) < part.program.start
         if detour or part.program is not self._program:
             return ()
-        if told != self._told:
+        if part.attested != self._attested:
             self._known = [None] * part.program.start
-        self._told = told
+        self._attested = part.attested
         return self._known
 
     def learn(self, operation: Operation, node: Node, entry: Entry, known: KnownTensors[int]) -> None:
@@ -105,4 +106,4 @@ class Answers:
             if operation.kwargs or not 0 < len(given) == len(operation.args):
                 return
         make = Absent.maker(entry, self._device, node.name)
-        self._known[node.index] = Answer(module, given, modes_of(module, aside=1), node.outputs[0], make)
+        self._known[node.index] = Answer(module, given, modes_of(module, aside=1), entry, node.outputs[0], make)

@@ -169,6 +169,8 @@ class _Replayer(StepTracer):
             return None
         if known.module is not module or module._forward_hooks or modes_of(module) != known.modes:
             return None
+        if self._before[position] != known.entry:
+            return None
         if known.given is not None:
             if kwargs or len(args) != len(known.given):
                 return None
@@ -293,7 +295,8 @@ class _Replayer(StepTracer):
             self._runner.draws.skip(node.drawn)
         if self._writer is not None:
             self._writer.skipped(node)
-        if self._answered and self._answers is not None and self._bare and node.index < self._start:
+        told = node.index < self._start and self._before[node.index] is entry
+        if told and self._answered and self._answers is not None and self._bare:
             self._answers.learn(operation, node, entry, self.known)
         return self.values.result(node, entry, *operation.with_objects(node))
 
