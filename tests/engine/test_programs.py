@@ -139,12 +139,53 @@ class Doubles(MLP):
         return nn.Sequential(*others)(Doubling.apply(first(x)))
 
 
-MODELS = [Noisy, Doubles, Dropping, Caching, Logging]
+class Tells(nn.Module):
+    """Returns a number beside a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        return self.linear(x), float(x.detach().mean())
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, by: float) -> Tensor:
+        return by * self.linear(x)
+
+
+class Telling(Regression):
+    """A number goes from submodule to submodule, another one with each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.first, self.middle, self.last = Tells(), nn.Linear(8, 8), Scales()
+
+    example = staticmethod(MLP.example)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, target = batch
+        x, by = self.first(x)
+        return F.mse_loss(self.last(self.middle(x), by), target)
+
+
+MODELS = [Noisy, Doubles, Dropping, Caching, Logging, Telling]
 
 
 @pytest.mark.parametrize(
     ("model", "num_stages", "static"),
-    [*((model, 3, "auto") for model in MODELS), (Dropping, 1, "auto"), (Dropping, 3, True), (Logging, 3, True)],
+    [
+        *((model, 3, "auto") for model in MODELS),
+        (Dropping, 1, "auto"),
+        (Dropping, 3, True),
+        (Logging, 3, True),
+        (Telling, 3, True),
+    ],
 )
 def test_weights_and_logs_are_those_of_following_every_micro_batch(model: Any, num_stages: int, static: Any) -> None:
     torch.manual_seed(0)
