@@ -59,12 +59,11 @@ class StageValues:
     def answer(self, answer: Answer) -> Tensor:
         """Return the tensor for the value of an answer."""
         value = answer.value
-        tensor = self._received.get(value)
-        if tensor is None:
-            tensor = answer.make()
-        self.stand_ins[value] = tensor
-        self._known.learn(tensor, value)
-        return tensor
+        if value not in self.stand_ins:
+            tensor = self._received.get(value)
+            self.stand_ins[value] = answer.make() if tensor is None else tensor
+            self._known.learn(self.stand_ins[value], value)
+        return self.stand_ins[value]
 
     def made(self, tensor: Tensor, value: int) -> None:
         """Note that a node of this stage has returned a value, or written into it."""
