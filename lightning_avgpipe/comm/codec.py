@@ -360,7 +360,7 @@ class DecodedFrame:
         tensors = list(self.partial.tensors)
         for packet, flat in zip(self.packets, flats, strict=True):
             packet.unpack(flat, tensors)
-        return replace(self.partial, tensors=tuple(tensors))
+        return self.partial._replace(tensors=tuple(tensors))
 
 
 class FrameReader:

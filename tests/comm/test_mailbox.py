@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -121,10 +120,10 @@ def test_messages_arrive_as_they_are_whatever_their_structure_and_channel() -> N
             for route in ROUTES:
                 pair.into[route].expect(len(messages))
                 for message in messages:
-                    pair.out[route].put(replace(message, micro_batch=10 * i + message.micro_batch))
+                    pair.out[route].put(message._replace(micro_batch=10 * i + message.micro_batch))
             for route in ROUTES:
                 for message in messages:
-                    assert_same(pair.came(route), replace(message, micro_batch=10 * i + message.micro_batch))
+                    assert_same(pair.came(route), message._replace(micro_batch=10 * i + message.micro_batch))
         pair.into[NEWS].expect(1)
         pair.out[NEWS].put(Message(5, (conj,)))
         (found,) = pair.came(NEWS).tensors
