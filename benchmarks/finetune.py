@@ -189,8 +189,9 @@ def work(options: argparse.Namespace) -> None:
     """What each process does; rank 0 writes the figures of all of them."""
     rank, world_size = begin()
     found = SIDES[options.side](QUICK if options.quick else Size(), options.steps + _EDGE)
-    path = options.result.with_suffix(f".{rank}")
-    path.write_text(json.dumps(found))
+    begun = options.result.with_suffix(f".{rank}.part")
+    begun.write_text(json.dumps(found))
+    begun.rename(options.result.with_suffix(f".{rank}"))  # the file is there only if it is whole
     if rank == 0:
         others = [options.result.with_suffix(f".{other}") for other in range(world_size)]
         deadline = time.monotonic() + options.limit_s
