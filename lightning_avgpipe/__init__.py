@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:
     from lightning_avgpipe.systems.freezing.callback import AdaptiveFreezing
+    from lightning_avgpipe.systems.survival import Survival
 
 __all__ = [
     "AdaptiveFreezing",
@@ -46,6 +47,7 @@ __all__ = [
     "Links",
     "PipeOptim",
     "PipelineTimeline",
+    "Survival",
     "from_pretrained",
     "save_pretrained",
 ]
@@ -55,6 +57,7 @@ _LATER = {
     "AdaptiveFreezing": "lightning_avgpipe.systems.freezing.callback",
     "Broadcast": "lightning_avgpipe.systems.broadcast",
     "PipeOptim": "lightning_avgpipe.systems.asynchronous",
+    "Survival": "lightning_avgpipe.systems.survival",
 }
 
 

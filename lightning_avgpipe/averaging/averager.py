@@ -226,11 +226,11 @@ class Averager:
         ]
 
     def _end(self, step: AveragingStep) -> None:
-        alpha = self._options.dilution(self._models.total)
+        alpha = self._options.dilution(step.count)
         if self._outer is not None:
             step.end_with(self._outer, alpha)
         else:
-            step.end(alpha, self._options.rate(self._models.total))
+            step.end(alpha, self._options.rate(step.count))
 
     def abandon(self) -> None:
         """Drop the averaging that has begun, without waiting for other groups, which have failed."""

@@ -80,7 +80,8 @@ class AveragingStep:
     ) -> None:
         self._models = models
         self._reference = reference
-        self._count = len(models) * (1 if replica_group is None else replica_group.count)
+        self._count: int | None = len(models) if replica_group is None else None
+        self._replica_group = replica_group
         self._active = torch.tensor([active], device="cpu")
         self._parts: Iterable[_Part] = (_Part(*chunk) for chunk in chunks(models, reference))
         self._count_active = nothing
@@ -122,6 +123,16 @@ class AveragingStep:
         )
         return step
 
+    @property
+    def count(self) -> int:
+        """The number of models of all groups; waits for the other groups, some of which may be absent."""
+        if self._count is None:
+            assert self._replica_group is not None
+            self._count_active()
+            self._count_active = nothing
+            self._count = len(self._models) * self._replica_group.present
+        return self._count
+
     def arrive(self) -> int:
         """Wait for the sums of a late step; return the number of models of all groups that had a batch."""
         self._count_active()
@@ -143,7 +154,7 @@ class AveragingStep:
         """
         rate = outer_lr * self._over_active()
         for part in self._parts:
-            drift = part.drift(self._count)
+            drift = part.drift(self.count)
             mean = torch._foreach_add(wide(part.centres), drift)
             for model, diluted in part.pulled(mean, alpha):
                 _move(diluted, drift, rate - 1.0)
@@ -162,7 +173,7 @@ class AveragingStep:
         """
         over_active = self._over_active()
         for part in self._parts:
-            drift = part.drift(self._count)
+            drift = part.drift(self.count)
             mean = torch._foreach_add(wide(part.centres), drift)
             for model, diluted in part.pulled(mean, alpha):  # stores its deviation until the reference has moved
                 torch._foreach_copy_(model, torch._foreach_sub(diluted, mean))
@@ -178,7 +189,7 @@ class AveragingStep:
     def _over_active(self) -> float:
         """Return N over the number of models, of all groups, that had a batch; 1 if none had."""
         self._count_active()
-        return self._count / (int(self._active) or self._count)
+        return self.count / (int(self._active) or self.count)
 
 
 def average(

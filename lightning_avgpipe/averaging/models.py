@@ -350,12 +350,14 @@ class SharedBuffers:
         self.buffers |= {name: models[0][name].detach().clone() for name in sparse if not models[0][name].is_meta}
         here = {n: centre for n, centre in self.buffers.items() if n not in sparse and not centre.is_meta}
         sums = {name: self._sum(name, centre, models) for name, centre in here.items()}
-        arrive = self._replica_group.begin_sum(list(sums.values()))
-        count = len(models) * self._replica_group.count
+        arrive = self._replica_group.begin_sum([sums[name] for name, centre in here.items() if _has_mean(centre)])
+        choose = self._replica_group.begin_choice([s for name, s in sums.items() if not _has_mean(here[name])])
 
         @torch.no_grad()
         def end() -> None:
             arrive()
+            choose()
+            count = len(models) * self._replica_group.present
             for name, centre in here.items():
                 change = sums[name]
                 if _has_mean(centre):
@@ -372,9 +374,8 @@ class SharedBuffers:
                     "groups of processes average buffers; use one group (num_stages as many as devices), or a buffer "
                     "of a fixed shape"
                 )
-        if not _has_mean(centre):  # group 0's value: the other groups add zero
-            found = models[0][name].to(torch.int64)
-            return found if self._replica_group.number == 0 else torch.zeros_like(found)
+        if not _has_mean(centre):
+            return models[0][name].to(torch.int64, copy=True)
         return sum((_deviation(model[name], centre) for model in models), torch.zeros_like(*wide([centre])))
 
 

@@ -262,11 +262,19 @@ class ReplicaGroup:
         number: as given.
         on_host: whether tensors are exchanged on the host, as is necessary for processes that share a device.
         count: number of groups.
+        present: number of groups that took part in the last sum that has ended; all, unless groups may be absent.
     """
 
     def __init__(self, members: Collectives, number: int | None = None) -> None:
         self.members, self.on_host, self.count = members, members.party.on_host, members.world_size
-        self.number = members.rank if number is None else number
+        self.number, self.present = members.rank if number is None else number, self.count
+
+    def begin(self, ensemble: Any) -> None:
+        """Begin to train the models of an ensemble. Groups that begin at the same time have nothing to tell each other.
+
+        Args:
+            ensemble: this process's part of the models of its group.
+        """
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors over the groups, in place. All processes get the same bits.
@@ -289,6 +297,16 @@ class ReplicaGroup:
             return dist.all_reduce(flat, group=self.members.process_group, async_op=True)
 
         return self._begin(tensors, "a sum over groups", all_reduce)
+
+    @torch.no_grad()
+    def begin_choice(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Begin to give all groups the integers of one of them, that of the first group, without waiting.
+
+        Args and result are those of :meth:`begin_sum`.
+        """
+        if self.number:  # the others add zero
+            torch._foreach_zero_(list(tensors))
+        return self.begin_sum(tensors)
 
     @torch.no_grad()
     def begin_rounded_sum(self, tensors: Mapping[str, Tensor], wire: Format, key: RandomKey) -> Callable[[], None]:
@@ -343,7 +361,7 @@ class ReplicaGroup:
             if tensor.numel():
                 by_type[tensor.dtype].append(tensor)
         alike = [tensor for same in by_type.values() for tensor in same]
-        exchanges = [_Exchange(bucket, self.on_host, collective) for bucket in buckets(alike, _BUCKET_BYTES)]
+        exchanges = [Bucket(bucket, self.on_host, collective) for bucket in buckets(alike, _BUCKET_BYTES)]
 
         @torch.no_grad()
         def end() -> None:
@@ -354,7 +372,7 @@ class ReplicaGroup:
         return end
 
 
-class _Exchange:
+class Bucket:
     """A bucket of tensors that is being exchanged as one message, in the background."""
 
     def __init__(self, tensors: Sequence[Tensor], on_host: bool, collective: Callable[[Tensor], Any]) -> None:

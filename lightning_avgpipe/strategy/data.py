@@ -250,13 +250,12 @@ class _Follower:
 
 
 @contextlib.contextmanager
-def sharing(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
+def sharing(trainer: pl.Trainer, num_groups: int) -> Iterator[None]:
     """Within this context Lightning gives training dataloaders a distributed sampler over groups.
 
     It respects ``use_distributed_sampler=False`` and a sampler that is distributed already. For data that cannot be
     sampled it warns: there the user's code must know the group.
     """
-    num_groups = cluster.stage_map.num_groups
     if num_groups == 1:
         yield
         return

@@ -47,7 +47,7 @@ def deploy(context: RunContext) -> Deployment:
     planner = Planner(
         Divisible(module, cluster.device, metrics),
         # on meta there are no contents, and nothing to time
-        costing=Costing("flops" if on_meta(module) else options.costs, options.cache),
+        costing=Costing("flops" if on_meta(module) or options.beyond.plans_alike else options.costs, options.cache),
         recompute=recompute,
         replicas=options.stage_replicas,
         updates=Updates(

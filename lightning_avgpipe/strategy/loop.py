@@ -162,7 +162,8 @@ class Iterations:
         training, configuration, stage_map = step == STEP, self.configuration, self.cluster.stage_map
         weighs = training or (step != "predict_step" and self.splitter.loss_weight is not None)
         works = [self.splitter.split(one, n, weighs) for n, one in enumerate(batches)]
-        team, replica = divmod(self.cluster.group_number, stage_map.replicas)
+        others, replica = self.deployment.models.replica_group, self.cluster.group_number % stage_map.replicas
+        team = 0 if others is None else others.number
         first = team * configuration.num_pipelines, replica * configuration.options.microbatches(stage_map.given_stages)
         return Iteration(
             step=step,

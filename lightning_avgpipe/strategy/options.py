@@ -26,6 +26,7 @@ from lightning_avgpipe.schedule.policies import ABOUT, GIVEN, POLICIES, WeightPo
 from lightning_avgpipe.schedule.recipes import RECIPES, trainable
 from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.schedule_choice import Order
+from lightning_avgpipe.strategy.system import System
 from lightning_avgpipe.utils.allowed import (
     DURATION,
     Allowed,
@@ -107,6 +108,7 @@ ALLOWED = {
     "static_step": flag("auto"),
     "weight_policy": reduce(either, (instance(kind, example) for kind, example in GIVEN.items()), choice(*POLICIES)),
     "averaging": instance(Averaging, "Averaging(rolling='auto')"),
+    "system": optional(instance(System, "Survival(groups=2)"), "none"),
     "planner": choice(*SOURCES),
     "costs": choice("measured", "flops"),
     "costs_cache": optional(directory("auto"), "no cache"),
@@ -153,6 +155,7 @@ class Options:
     static_step: bool | Literal["auto"]
     weight_policy: str | Any
     averaging: Averaging
+    system: System | None
     planner: str
     costs: Literal["measured", "flops"]
     costs_cache: str | Path | None
@@ -190,7 +193,8 @@ class Options:
         """The options that must be the same in all processes; those of a nested option by their own names."""
         found: dict[str, Any] = {}
         for name, value in vars(self).items():
-            found |= vars(value) if is_dataclass(value) else {name: value}
+            nested = is_dataclass(value) and not isinstance(value, System)
+            found |= vars(value) if nested else {name: value}
         own = _OF_EACH_PROCESS | ({"schedule"} if callable(self.schedule) else set())
         return {name: value for name, value in found.items() if name not in own}
 
@@ -211,6 +215,11 @@ class Options:
         if self.policy.drains:
             return f"Averaging(rolling={self.averaging.rolling!r})", "Averaging(rolling=False)"
         return f"weight_policy={self.weight_policy!r}", "weight_policy='flush'"
+
+    @property
+    def beyond(self) -> System:
+        """The system that was asked for; one that changes nothing if there is none."""
+        return System() if self.system is None else self.system
 
     @property
     def placement(self) -> Placement:

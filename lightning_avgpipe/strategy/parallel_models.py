@@ -58,7 +58,8 @@ class ParallelModels:
     @property
     def num_models(self) -> int:
         """The number of parallel models in all groups; the groups of a team train the same models."""
-        return self._configuration.num_pipelines * self._cluster.stage_map.num_teams
+        others = self._deployment.models.replica_group
+        return self._configuration.num_pipelines * (1 if others is None else others.count)
 
     @property
     def stepping(self) -> int:
@@ -95,7 +96,8 @@ class ParallelModels:
         return pipelines[:count]
 
     def _tell_restart(self, saved: int) -> None:
-        num_pipelines, num_teams = self._configuration.num_pipelines, self._cluster.stage_map.num_teams
+        num_pipelines = self._configuration.num_pipelines
+        num_teams = self.num_models // num_pipelines
         groups = f" in each of {num_teams} groups" if num_teams > 1 else ""
         rank_zero_info(
             f"num_pipelines={num_pipelines}{groups}, but the checkpoint holds "

@@ -95,6 +95,8 @@ class PipelineRun:
         own(trainer)
         deployment = self.deployment = deploy(context)
         step_log = StepLog(module, cluster.leaders if cluster.rank == 0 else None, partial(sharing_last, cluster))
+        if fitting:
+            self._undo.enter_context(options.beyond.training(context, deployment))
         self.models = ParallelModels(context, deployment, step_log, observers)
         schedule_control = ScheduleControl(options.order, context, deployment.models, observers)
         context.state.begin(deployment, schedule_control)
@@ -107,9 +109,10 @@ class PipelineRun:
             commands.advise(trainer, cluster)
         if fitting and options.replicated(cluster.stage_map.replicas):
             commands.refuse_to_verify(options.verify, "with replicas each has but a share of the batch that counts")
-        alike = options.policy.drains and not (options.compile or options.shares_stages)
+        alike = options.policy.drains and not (options.compile or options.shares_stages or options.system)
         if fitting and (options.verifies or alike):
-            # else only if asked for: weights are older, units are compiled, or replicas of a stage share micro-batches
+            # else only if asked for: weights are older, units are compiled, replicas of a stage share micro-batches, or
+            # several worlds average
             verifier = loop.verifier = commands.verifier(self._subject(), options.verify)
             if verifier is not None:
                 self._undo.callback(verifier.close)

@@ -50,6 +50,7 @@ from lightning_avgpipe.strategy.options import (
     SplitBatch,
 )
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
+from lightning_avgpipe.strategy.system import System
 from lightning_avgpipe.strategy.whole_run import PassthroughRun, WholeRun, why_whole
 from lightning_avgpipe.utils.allowed import Count, Duration, Natural, TensorName, documented, duration, suggesting_names
 from lightning_avgpipe.utils.device import set_environment
@@ -161,6 +162,7 @@ class AvgPipeStrategy(ParallelStrategy):
             checkpoint every n steps and the end of an epoch. With one stage nothing changes.
         averaging: how parallel models are held together, and how they share devices: an :class:`Averaging`. With one
             model it changes nothing.
+        system: a system that goes beyond one run of processes, such as a :class:`Survival`. None: none does.
         planner: planner of the stages. ``"balanced"`` makes stages of about equal time, one for each device of a
             replica. Others choose the number of stages, their cuts, and which devices share each, for the shortest
             iteration within ``memory_limit``; with ``replicas="auto"`` and a given ``num_microbatches``.
@@ -213,6 +215,7 @@ class AvgPipeStrategy(ParallelStrategy):
     strategy_name = "avgpipe"
     is_distributed = False  # Lightning asks this custom attribute; its samplers and logs must not go over all processes
     _distributor: Distributor  # of the present run
+    _parallel_devices: list[torch.device] | None = None
 
     def __init__(
         self,
@@ -229,6 +232,7 @@ class AvgPipeStrategy(ParallelStrategy):
         static_step: bool | Literal["auto"] = "auto",
         weight_policy: PolicyChoice = "flush",
         averaging: Averaging = Averaging(),  # noqa: B008  # frozen
+        system: System | None = None,
         planner: str = "balanced",
         costs: Literal["measured", "flops"] = "measured",
         costs_cache: str | Path | None = "auto",
@@ -248,6 +252,7 @@ class AvgPipeStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         given = dict(locals())
+        self._system = system or System()
         super().__init__(
             accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io, precision_plugin=precision_plugin,
@@ -285,6 +290,21 @@ class AvgPipeStrategy(ParallelStrategy):
         self._accelerator = accelerator
 
     @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this node; with several worlds, those of this process's world."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices is not self._parallel_devices:  # the Trainer may set what it has read here
+            self._parallel_devices = self._system.devices(devices) if devices else devices
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process logs and saves: rank 0, which may be another one of several worlds at times."""
+        return super().is_global_zero and not getattr(rank_zero_only, "rank", 0)
+
+    @property
     def device_layout(self) -> DeviceLayout:
         """The layout of all processes on devices."""
         devices = len(self.parallel_devices) if self.parallel_devices is not None else 1
@@ -303,7 +323,11 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @property
     def num_groups(self) -> int:
-        """The number of groups of processes that each host all K stages."""
+        """The number of groups of processes that each host all K stages, in all worlds."""
+        return self._groups_here * self._system.num_worlds
+
+    @property
+    def _groups_here(self) -> int:
         if self._connection.cluster is not None:
             return self._connection.cluster.stage_map.num_groups
         return len(self.device_layout.groups(self.num_stages))
@@ -311,10 +335,11 @@ class AvgPipeStrategy(ParallelStrategy):
     @property
     def group_number(self) -> int:
         """The number of this process's group, 0-based."""
+        before = self._groups_here * self._system.world_number
         if self._connection.cluster is not None:
-            return self._connection.cluster.group_number
+            return before + self._connection.cluster.group_number
         groups = enumerate(self.device_layout.groups(self.num_stages))
-        return next(number for number, ranks in groups if self.global_rank in ranks)
+        return before + next(number for number, ranks in groups if self.global_rank in ranks)
 
     @property
     def root_device(self) -> torch.device:
@@ -348,7 +373,7 @@ class AvgPipeStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         checks.processes(self.num_stages, self.device_layout)
         StageMap.on(self.device_layout, self.num_stages)
-        self._launcher = launch.launcher(self, self.options.start_method)
+        self._launcher = self._system.launcher(self) or launch.launcher(self, self.options.start_method)
         if self.passthrough and self._undivided:
             rank_zero_info(
                 "AvgPipeStrategy: with one device, one stage and one micro-batch there is nothing to pipeline; "
@@ -360,7 +385,8 @@ class AvgPipeStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        first = self._system.world_number == 0
+        rank_zero_only.rank = self.global_rank if first else self.global_rank + 1  # type: ignore[attr-defined]
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes."""
@@ -442,7 +468,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
         Then nothing is captured, split, replaced or refused: everything is as with Lightning's strategy for one device.
         """
-        one_model = self.device_layout.world_size == self.num_pipelines == 1
+        one_model = self.device_layout.world_size == self.num_pipelines == self._system.num_worlds == 1
         return one_model and (self._undivided or self.whole is not None)
 
     @property
@@ -508,7 +534,7 @@ class AvgPipeStrategy(ParallelStrategy):
         any_ends = partial(self._connection.decide, unanimously=False) if cluster.stage_map.num_groups > 1 else None
         count, look = partial(getattr, self._configuration, "num_pipelines"), partial(getattr, self, "tuner")
         self._undo.enter_context(bundling(trainer, count, any_ends, look))
-        self._undo.enter_context(sharing(trainer, cluster))
+        self._undo.enter_context(sharing(trainer, self.num_groups))
 
     def _needs(self, batch: Any, rank: int) -> frozenset[str] | None:
         return None if self._run is None else self._run.needs(batch, rank)

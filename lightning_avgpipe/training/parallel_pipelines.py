@@ -36,6 +36,7 @@ class ParallelPipelines:
         execution: options of the execution of units.
 
     Attributes:
+        replica_group: processes that host the same stages of other models; None if there are none.
         ensemble: the parallel models, from the first step of training on; None if there is one model.
         pipelines: pipelines by the number of their model.
         has_trained: whether a step of training has begun.
@@ -51,6 +52,7 @@ class ParallelPipelines:
         make: Callable[[ReplicaGroup | None, Collection[str], Sequence[Tensor]], Ensemble],
         execution: Execution,
     ) -> None:
+        self.replica_group = cluster.replica_group
         self.ensemble: Ensemble | None = None
         self.pipelines = [first]
         self.has_trained = False
@@ -65,14 +67,14 @@ class ParallelPipelines:
     def train(self, num_pipelines: int) -> list[Pipeline]:
         """Return N pipelines for a step of training, which must be prepared. Every process calls it."""
         self.has_trained = True
-        if num_pipelines == self._cluster.stage_map.num_teams == 1:
+        if num_pipelines == 1 and self.replica_group is None:
             self.dissolve()
             self.saved = None
             return self.pipelines
         begins = self.ensemble is None
         if self.ensemble is None:
             changed = self._first.graph("training_step").changed
-            self.ensemble = self._make(self._cluster.replica_group, changed, self._written())
+            self.ensemble = self._make(self.replica_group, changed, self._written())
         ensemble = self.ensemble
         stale = ensemble.follow(num_pipelines)
         if self.saved is not None and self.num_saved == ensemble.models.total:
@@ -97,6 +99,8 @@ class ParallelPipelines:
                 pipeline.load_like(self._first, "training_step")
             ensemble.place(0)
             self._begin_streams()
+            if begins and self.replica_group is not None:
+                self.replica_group.begin(ensemble)
         elif self._await_streams:
             self._await_streams = False
             for pipeline in self.pipelines:

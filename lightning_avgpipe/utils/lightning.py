@@ -77,6 +77,7 @@ ParallelStrategy = pl.strategies.ParallelStrategy
 SingleDeviceStrategy = pl.strategies.SingleDeviceStrategy
 _MultiProcessingLauncher = pl.strategies.launchers._MultiProcessingLauncher
 _SubprocessScriptLauncher = pl.strategies.launchers._SubprocessScriptLauncher
+_basic_subprocess_cmd = fabric.strategies.launchers.subprocess_script._basic_subprocess_cmd
 _Launcher = pl.strategies.launchers.launcher._Launcher
 RunningStage = pl.trainer.states.RunningStage
 TrainerFn = pl.trainer.states.TrainerFn
@@ -203,6 +204,9 @@ _RUNS = (
     Private(f"{_LAUNCHERS}._MultiProcessingLauncher", "starts them by multiprocessing", "strategy start_method"),
     Private(_SCRIPT, "runs the script again", "cluster_environment num_processes num_nodes"),
     Private(f"{_SCRIPT}._call_children_scripts", "extended: they know who started them", ""),
+    Private(f"{fabric.__name__}.strategies.launchers.subprocess_script._basic_subprocess_cmd", "runs the script", ""),
+    Private(f"{_TRAINER}.call._call_callbacks_state_dict", "what a group that comes back takes over", "trainer"),
+    Private(f"{_TRAINER}.call._call_callbacks_load_state_dict", "the same", "trainer checkpoint"),
     Private(f"{_DISTRIBUTED}._set_num_threads_if_needed", "after the start", "num_processes"),
     Private(f"{_DISTRIBUTED}._init_dist_connection", "joins them", "cluster_environment torch_distributed_backend"),
     Private(f"{_DISTRIBUTED}._all_gather_ddp_if_available", "user groups", "tensor group sync_grads"),

@@ -58,10 +58,11 @@ def started() -> list[subprocess.Popen[Any]]:
 
 def deaths() -> dict[int, str]:
     """Return how each started process that failed has ended, by rank."""
-    return {rank: _ended(code) for rank, process in _started.items() if (code := process.poll())}
+    return {rank: ended(code) for rank, process in _started.items() if (code := process.poll())}
 
 
-def _ended(code: int) -> str:
+def ended(code: int) -> str:
+    """Return how a process ended, given its exit code."""
     if code > 0:
         return f"ended with exit code {code}"
     try:

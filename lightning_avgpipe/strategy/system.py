@@ -1,0 +1,49 @@
+"""The seam for systems that change how processes start, and what they do together beyond one group of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_avgpipe.utils.lightning import _Launcher
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.strategy.context import RunContext
+    from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
+    from lightning_avgpipe.training.deployment import Deployment
+
+
+class System:
+    """A system that a strategy is given as ``system``. This base class changes nothing; every process has its own.
+
+    Attributes:
+        num_worlds: number of worlds of torch.distributed that train together, each with processes, groups and data of
+            its own.
+        world_number: number of the world of this process, 0-based.
+        plans_alike: whether plans must be the same in several runs, so that costs are counted and not measured.
+    """
+
+    num_worlds = 1
+    world_number = 0
+    plans_alike = False
+
+    def devices(self, given: Sequence[torch.device]) -> list[torch.device]:
+        """Return the devices of this process's world, given those of the trainer."""
+        return list(given)
+
+    def launcher(self, strategy: AvgPipeStrategy) -> _Launcher | None:
+        """Return what starts the processes of all worlds; None if this process is of one, as the strategy starts it."""
+        return None
+
+    def training(self, context: RunContext, deployment: Deployment) -> AbstractContextManager[object]:
+        """Return a context for a run of training, which is entered before the first plan and left after the last step.
+
+        Args:
+            context: trainer, connection and options of the run.
+            deployment: deployment of the module on the processes of this world.
+        """
+        return contextlib.nullcontext()

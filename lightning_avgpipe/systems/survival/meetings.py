@@ -1,0 +1,317 @@
+"""Meetings of groups: the sums over groups that averaging needs, over those groups that are there.
+
+::
+
+    group 0, all stages    B F | step   quorum   sum ----- commit | F B          who is there? sum; have all of us got it?
+    group 1, all stages    B F | step   quorum   sum ----- commit | F B
+    group 2                             quorum, heal   sum commit | F B          returns: takes the reference, adds nothing
+
+Each process meets those with the same stages in other groups; all processes of a group go through a meeting together.
+If a sum fails, because a group dies in the midst of it, those that are left begin the meeting again: what a group has
+learned since the last meeting is in its model still, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torchft import Manager, ProcessGroupGloo
+from torchft.checkpointing.pg_transport import PGTransport
+
+from lightning_avgpipe.averaging.ensemble import Ensemble
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.collectives import Bucket, ReplicaGroup
+from lightning_avgpipe.errors import ConfigurationError, PeerError
+from lightning_avgpipe.strategy.context import RunContext
+from lightning_avgpipe.systems.survival.progress import go_to, load_optimizer_states, optimizer_states, progress_of
+from lightning_avgpipe.systems.survival.survival import STARTED
+from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.training.stepping import scalers_of
+from lightning_avgpipe.utils.lightning import Callback, pl, rank_zero_only
+
+if TYPE_CHECKING:
+    from lightning_avgpipe.systems.survival.survival import Survival
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.05
+_COMMIT = 2  # times the limit of a sum: a stage that has its sum waits here for one whose sum runs into the limit
+_RETRIES = 10  # of asking a lighthouse that does not answer at once
+
+
+@contextlib.contextmanager
+def meeting(survival: Survival, context: RunContext, deployment: Deployment) -> Iterator[None]:
+    """Within this context, a run of training, the group's models are averaged with those of other groups."""
+    trainer, cluster = context.trainer, context.cluster
+    if cluster.stage_map.num_groups > 1:
+        raise ConfigurationError(
+            f"{survival!r} with {cluster.stage_map.num_groups} replicas in each group: a group has one pipeline; use "
+            "num_stages='auto', or more groups"
+        )
+    if any(scaler.is_enabled() for scaler in scalers_of(trainer.precision_plugin)):
+        raise ConfigurationError(
+            f"{survival!r} with precision={trainer.precision_plugin.precision!r}: a loss scaler skips steps, and groups "
+            "would not meet as often as each other; use 'bf16-mixed'"
+        )
+    meetings = Meetings(survival, trainer, cluster, context.configuration.options.timeout)
+    deployment.models.replica_group = meetings
+    ends = _AtBatchEnd()
+    trainer.callbacks.insert(0, ends)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        trainer.callbacks.remove(ends)  # type: ignore[attr-defined]
+        meetings.leave()
+
+
+class _AtBatchEnd(Callback):
+    """A callback that ends the averaging of a step, so that groups meet at the same place of an iteration."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.strategy.run.models.finish_averaging()  # type: ignore[attr-defined]
+
+
+class GroupManager(Manager):
+    """torchft's manager, which tells the other groups at once that a sum has failed here.
+
+    In a ring some of them wait for this process, not for the one that is gone, and would wait until the limit.
+    """
+
+    def report_error(self, e: Exception) -> None:
+        """Note an error, with which this meeting does not count, and close the connections to other groups."""
+        super().report_error(e)
+        self._pg.abort()
+
+
+class Meetings(ReplicaGroup):
+    """The processes with the same stages in other groups, each of which may be absent.
+
+    Sums are collected until somebody waits for one of them; then all are made in one meeting.
+
+    Args:
+        survival: options of the groups.
+        trainer: trainer of the run.
+        cluster: processes of this group.
+        timeout: longest wait for groups that live.
+    """
+
+    def __init__(self, survival: Survival, trainer: pl.Trainer, cluster: Cluster, timeout: timedelta) -> None:
+        super().__init__(cluster.leaders, survival.world_number)  # in a group there is nobody else with these models
+        self.count = self.present = survival.groups
+        self._survival, self._trainer, self._cluster, self._timeout = survival, trainer, cluster, timeout
+        self._pending: list[tuple[Sequence[Tensor], Any]] = []
+        self._store: dist.TCPStore | None = None
+        self._manager: Any = None
+        self._ensemble: Ensemble | None = None
+        self._met = 0  # meetings that this group has taken part in, or has caught up with
+        self._there: list[int] = []  # groups that took part in the last one
+        self._adds = True  # whether this group has learned something that the others do not have
+
+    # -- as of ReplicaGroup --------------------------------------------------------------------------------------------
+
+    def begin(self, ensemble: Ensemble) -> None:
+        """Meet the other groups for the first time: take over their models, or begin together with them."""
+        self._ensemble = ensemble
+        if self._manager is None:
+            self._connect()
+        ensemble.averager.stepped(0)
+        ensemble.averager.meet()
+
+    def begin_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Note tensors to be summed in the next meeting; return a function that holds it, unless it has been held."""
+        self._pending.append((tensors, ReduceOp.SUM))
+        return self._meet
+
+    def begin_choice(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Note integers of which all groups take the largest, since no group is sure to be there."""
+        self._pending.append((tensors, ReduceOp.MAX))
+        return self._meet
+
+    def copy(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Leave tensors as they are: groups become equal in their first meeting."""
+
+    # -- a meeting -----------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """Make this process known to those of other groups, and to the lighthouse."""
+        survival, world, host = self._survival, self._cluster.world, self._survival.host
+        if world.rank == 0:  # a store of its own: nothing of an earlier run is in it
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        host, port = world.broadcast((host, self._store.port if self._store else 0))
+        sum_limit = timedelta(seconds=survival.sum_timeout)
+        connections = ProcessGroupGloo(timeout=sum_limit)
+
+        def connect() -> None:
+            self._manager = GroupManager(
+                pg=connections,
+                timeout=_COMMIT * sum_limit,
+                quorum_timeout=max(self._timeout, 2 * _COMMIT * sum_limit),
+                connect_timeout=sum_limit,
+                quorum_retries=_RETRIES,
+                min_replica_size=1,
+                use_async_quorum=False,
+                load_state_dict=self._load,
+                state_dict=self._state,
+                # not by HTTP, from ports that answer everybody
+                checkpoint_transport=PGTransport(connections, sum_limit, torch.device("cpu")),
+                rank=world.rank,
+                world_size=world.world_size,
+                store_addr=host,
+                store_port=port,
+                lighthouse_addr=survival.meets_at,
+                replica_id=f"group_{self.number}",
+                hostname=survival.host,
+            )
+
+        self._together(connect, f"connects to the lighthouse at {survival.meets_at}")
+
+    def _meet(self) -> None:
+        """Hold a meeting with all tensors that are noted; without any there is nothing to wait for."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        here = torch.zeros(self.count, dtype=torch.int64, device="cpu")
+        self._together(lambda: self._hold(pending, here), "waits for the other groups")
+        there = here.nonzero().flatten().tolist()
+        self._tell(there)
+        self._there, self.present, self._adds = there, len(there), True
+        # what logs and saves is rank 0 of the first group that is there
+        rank = self._cluster.world.rank
+        rank_zero_only.rank = rank if self.number == min(there) else rank + 1  # type: ignore[attr-defined]
+
+    def _together(self, function: Callable[[], object], doing: str) -> None:
+        """Run a function that waits for other groups, while this group is watched; name the group in errors."""
+
+        def named() -> None:
+            try:
+                function()
+            except (RuntimeError, TimeoutError) as error:
+                raise PeerError(
+                    f"group {self.number} {doing}, and gets no answer from them, or from the lighthouse at "
+                    f"{self._survival.meets_at}, without which groups do not find each other: {error}"
+                ) from error
+
+        self._cluster.waits.run(named, doing)
+
+    def _hold(self, pending: Sequence[tuple[Sequence[Tensor], Any]], here: Tensor) -> None:
+        """Sum over the groups that are there, once more with those that are left, until a sum counts."""
+        manager = self._manager
+        while True:
+            manager.start_quorum()  # may call _load
+            while not self._complete():
+                time.sleep(_POLL_S)
+                manager.start_quorum()
+            here.zero_()[self.number] = 1
+            kinds: dict[tuple[Any, torch.dtype], list[Tensor]] = defaultdict(list)
+            for tensors, operation in pending:
+                for tensor in tensors:
+                    if not self._adds:
+                        tensor.fill_(0 if operation == ReduceOp.SUM else torch.iinfo(tensor.dtype).min)
+                    kinds[operation, tensor.dtype].append(tensor)
+            kinds[ReduceOp.SUM, here.dtype].append(here)
+            exchanges = [self._exchange(tensors, operation) for (operation, _), tensors in kinds.items()]
+            for exchange in exchanges:
+                exchange.work.wait()
+            if manager.should_commit():
+                break
+            # torchft takes a group to be where its last process is: one that could not heal might never do so
+            steps = self._cluster.group.exchange_objects(manager.current_step(), "a meeting that did not count")
+            manager.load_state_dict({**manager.state_dict(), "step": min(steps)})
+        for exchange in exchanges:
+            exchange.put()
+        self._met = manager.current_step()
+
+    def _exchange(self, tensors: Sequence[Tensor], operation: Any) -> Bucket:
+        return Bucket(tensors, True, lambda flat: self._manager.allreduce(flat, reduce_op=operation))
+
+    def _complete(self) -> bool:
+        """Return whether training may begin, or go on: at first all groups must be there, and none trains alone."""
+        manager = self._manager
+        if manager.current_step() or manager.num_participants() == self.count:
+            return True
+        if os.path.exists(os.environ.get(STARTED, "")):
+            raise ConfigurationError(f"group {self.number} comes back when the others have trained to the end")
+        return False
+
+    def _tell(self, there: Sequence[int]) -> None:
+        for verb, groups in {
+            "is gone": set(self._there) - set(there), "is back": set(there) - set(self._there or there)
+        }.items():  # fmt: skip
+            for group in sorted(groups):
+                if self.number == min(there) and self._cluster.world.rank == 0:
+                    _log.warning("group %d %s at step %d; groups %s train", group, verb, self._met, list(there))
+
+    def leave(self) -> None:
+        """End the signs of life, so that the others do not wait for this group."""
+        if self._manager is not None:
+            self._manager.shutdown(wait=False)
+            self._manager = None
+
+    # -- a group that comes back ---------------------------------------------------------------------------------------
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the reference's parameters and buffers of this process's stages, and frozen parameters, by name."""
+        assert self._ensemble is not None
+        models, module = self._ensemble.models, self._trainer.lightning_module
+        assert models.shared is not None
+        frozen = {n: p.detach() for n, p in module.named_parameters() if n not in models.reference}
+        named = {**frozen, **models.shared.buffers, **{name: models.reference[name] for name in models.mine}}
+        return {name: tensor.detach() for name, tensor in named.items() if not tensor.is_meta}
+
+    def _state(self) -> dict[str, Any]:
+        """Return what a group that comes back needs of this process."""
+        assert self._ensemble is not None
+        return {
+            "met": self._manager.current_step(),
+            "there": self._there,
+            "tensors": self._tensors(),
+            "optimizers": optimizer_states(self._ensemble.optimizers.of(0)),
+            "progress": progress_of(self._trainer),
+        }
+
+    @torch.no_grad()
+    def _load(self, state: dict[str, Any]) -> None:
+        """Take over the reference, and training's progress, from a group that is further.
+
+        A group that has lived is behind if others have counted a meeting and this one has not. If it was in that one,
+        its part is in the reference. If not, it adds that part now.
+        """
+        assert self._ensemble is not None
+        models, own = self._ensemble.models, self._tensors()
+        theirs = {name: tensor for name, tensor in state["tensors"].items()}
+        differing = sorted({n for n in {**own, **theirs} if _form(own.get(n)) != _form(theirs.get(n))})
+        if differing:
+            raise ConfigurationError(
+                f"group {self.number} cannot take over '{differing[0]}' from another group, which has it on another "
+                "stage, or of another shape: all groups must train the same module, with the same options and devices"
+            )
+        counted = not self._met or (state["met"] == self._met + 1 and self.number in state["there"])
+        for model in models.each:
+            for name in models.mine:
+                parameter = model.parameters[name].detach()
+                further = theirs[name].to(parameter.device)
+                parameter.copy_(further if counted else parameter + (further - own[name]))
+            for name, buffer in model.buffers.items():
+                if name in theirs and not self._met:
+                    buffer.detach().copy_(theirs[name])
+        for name, tensor in own.items():
+            tensor.copy_(theirs[name])
+        if not self._met:
+            for n in range(models.size):
+                load_optimizer_states(self._ensemble.optimizers.of(n), state["optimizers"])
+        go_to(self._trainer, state["progress"])
+        self._adds = self._adds and not counted
+
+
+def _form(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (tensor.shape, tensor.dtype)
