@@ -304,8 +304,8 @@ class ReplicaGroup:
 
         Args and result are those of :meth:`begin_sum`.
         """
-        if self.number:  # the others add zero
-            torch._foreach_zero_(list(tensors))
+        for tensor in tensors if self.number else ():  # the others add zero
+            tensor.zero_()
         return self.begin_sum(tensors)
 
     @torch.no_grad()

@@ -43,6 +43,7 @@ CheckpointIO = fabric.plugins.CheckpointIO
 ClusterEnvironment = fabric.plugins.ClusterEnvironment
 TorchCheckpointIO = fabric.plugins.TorchCheckpointIO
 move_data_to_device = fabric.utilities.apply_func.move_data_to_device
+find_free_network_port = fabric.plugins.environments.lightning.find_free_network_port
 get_filesystem = fabric.utilities.cloud_io.get_filesystem
 sized_len = fabric.utilities.data.sized_len
 _all_gather_ddp_if_available = fabric.utilities.distributed._all_gather_ddp_if_available

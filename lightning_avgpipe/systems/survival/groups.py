@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from torchft.coordination import LighthouseServer
-
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.systems.survival.survival import LIGHTHOUSE, NUMBER, STARTED
-from lightning_avgpipe.utils.lightning import _IS_INTERACTIVE, _basic_subprocess_cmd, _Launcher, rank_zero_info
+from lightning_avgpipe.systems.survival.survival import LIGHTHOUSE, NUMBER, STARTED, torchft
+from lightning_avgpipe.utils.lightning import (
+    _IS_INTERACTIVE,
+    _basic_subprocess_cmd,
+    _Launcher,
+    find_free_network_port,
+    rank_zero_info,
+)
 from lightning_avgpipe.utils.parent import ended
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
     from lightning_avgpipe.systems.survival.survival import Survival
 
-_POLL_S = 0.1
+_POLL_S = 0.05
 _PAUSE_S = 1.0  # before a group is started again: an error that all have alike ends the others meanwhile
-_END_S = 10.0  # time in which groups may end by themselves when they are asked to
+_END_S = 10.0  # time in which the processes of a group that has failed, or is told to stop, may end by themselves
 _JOIN_MS = 7 * 24 * 3_600_000  # a group that lives is waited for, however long; the strategy's timeout limits that
 
 
@@ -38,7 +43,6 @@ def check_start(survival: Survival, strategy: AvgPipeStrategy) -> None:
     """
     environment = strategy.cluster_environment
     assert environment is not None
-    yours = f"start each group by itself, with its number in {NUMBER} and the address of a lighthouse in {LIGHTHOUSE}"
     if not survival.starts_groups:
         if survival.group is None and NUMBER not in os.environ:
             raise ConfigurationError(
@@ -58,22 +62,70 @@ def check_start(survival: Survival, strategy: AvgPipeStrategy) -> None:
     }
     for what, is_so in found.items():
         if is_so:
-            raise ConfigurationError(f"{survival!r} with {what}: {yours}")
+            raise ConfigurationError(
+                f"{survival!r} with {what}: start each group by itself, with its number in {NUMBER} and the address of "
+                f"a lighthouse in {LIGHTHOUSE}"
+            )
+
+
+class Group:
+    """The processes of a group that has been started.
+
+    Args:
+        command: command of each process.
+        size: number of processes.
+        variables: variables of their environment.
+    """
+
+    def __init__(self, command: Sequence[str], size: int, variables: dict[str, str]) -> None:
+        port = str(find_free_network_port())  # each group is a world of its own
+        shared = {**os.environ, **variables, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "NODE_RANK": "0"}
+        self._processes = [
+            subprocess.Popen(command, env={**shared, "LOCAL_RANK": str(rank)}, start_new_session=True)
+            for rank in range(size)
+        ]
+        self._since = 0.0  # when it began to end
+
+    def send(self, signum: int) -> None:
+        """Send a signal to all processes."""
+        for process in self._processes:
+            process.send_signal(signum)
+
+    def ends(self) -> str | None:
+        """Return how the group has ended, empty if well, or None if it has not; end what is left of one that fails."""
+        codes = [process.poll() for process in self._processes]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed and not self._since:
+            self._since = time.monotonic()
+            first = failed[0]
+            self._said = f"rank {first} {ended(codes[first] or 0)}"
+        if None not in codes:
+            return self._said if failed else ""
+        if failed and time.monotonic() - self._since > _END_S:
+            self.kill()
+        return None
+
+    def kill(self) -> None:
+        """End all processes at once, and those that they have started."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 class GroupsLauncher(_Launcher):
-    """Runs the script again for each group, and again for a group that has died while another one lives.
+    """Runs the script again for each process of all groups, and for a group that has died while another one lives.
 
     This process has the lighthouse, and does not train. It ends when all groups have ended.
 
     Args:
         survival: options of the groups.
+        size: number of processes of a group.
     """
 
-    def __init__(self, survival: Survival) -> None:
-        self._survival = survival
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._restarts = dict.fromkeys(range(survival.groups), survival.restarts)
+    def __init__(self, survival: Survival, size: int) -> None:
+        self._survival, self._size = survival, size
+        self._running: dict[int, Group] = {}
         self._stopping = False
 
     @property
@@ -83,89 +135,56 @@ class GroupsLauncher(_Launcher):
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start the groups, and end this process when all have ended: with 0 if one of them has trained to the end."""
-        lighthouse = LighthouseServer(
+        lighthouse = torchft(".coordination").LighthouseServer(
             bind="127.0.0.1:0",
             min_replicas=1,
             join_timeout_ms=_JOIN_MS,
             heartbeat_timeout_ms=int(1e3 * self._survival.heartbeat_timeout),
         )
-        address = f"http://localhost:{lighthouse.address().rpartition(':')[2]}"
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._stop)
         with tempfile.TemporaryDirectory() as folder:
+            over = Path(folder) / "over"
+            address = f"http://localhost:{lighthouse.address().rpartition(':')[2]}"
             try:
-                code = self._watch(address, Path(folder) / "over")
+                self._watch({LIGHTHOUSE: address, STARTED: str(over)}, over)
             finally:
-                self._end()
+                for group in self._running.values():
+                    group.kill()
+            code = 0 if over.exists() else 1
         lighthouse.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # not sys.exit: callbacks would take that for a failure of a training which is not here
 
     def kill(self, signum: Any) -> None:
-        """Send a signal to the first process of each group, which tells the others of its group."""
-        for process in self._running.values():
-            process.send_signal(signum)
+        """Send a signal to the processes of all groups."""
+        for group in self._running.values():
+            group.send(signum)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
         self._stopping = True
         self.kill(signum)
 
-    def _watch(self, address: str, over: Path) -> int:
-        """Start the groups, and return an exit code when all have ended."""
-        codes: dict[int, int] = {}  # of groups that have ended
-        died: dict[int, float] = {}  # when those died that are to be started again
-        for number in range(self._survival.groups):
-            self._start(number, address, over)
-        while self._running:
+    def _watch(self, variables: dict[str, str], over: Path) -> None:
+        """Start the groups, and return when all have ended; make the file ``over`` when one has trained to the end."""
+        left = dict.fromkeys(range(self._survival.groups), self._survival.restarts)
+        due = dict.fromkeys(left, 0.0)  # when groups are to be started
+        while due or self._running:
+            for number in [number for number, when in due.items() if time.monotonic() > when]:
+                variables[NUMBER] = str(number)
+                self._running[number] = Group(_basic_subprocess_cmd(), self._size, variables)
+                del due[number]
             time.sleep(_POLL_S)
-            for number, process in list(self._running.items()):
-                if (code := process.poll()) is not None:
-                    self._clear(number)
-                    codes[number] = code
-                    if code:
-                        died[number] = time.monotonic()
-                    else:
-                        over.touch()
-            for number, when in list(died.items()):
-                if over.exists() or self._stopping or not self._running:
-                    died.clear()
-                    break
-                if time.monotonic() - when > _PAUSE_S:
-                    self._start_again(number, codes[number], address, over)
-                    del died[number]
-        return 0 if 0 in codes.values() else max(1, *codes.values())
-
-    def _start_again(self, number: int, code: int, address: str, over: Path) -> None:
-        self._restarts[number] -= 1
-        left = self._restarts[number]
-        goes_on = f"the others go on; restarts={self._survival.restarts} are used up"
-        if left >= 0:
-            goes_on = f"the others go on, and it is started again ({left} more times at most)"
-            self._start(number, address, over)
-        rank_zero_info(f"group {number} {ended(code)}: {goes_on}")
-
-    def _start(self, number: int, address: str, over: Path) -> None:
-        environment = {**os.environ, NUMBER: str(number), LIGHTHOUSE: address, STARTED: str(over)}
-        environment.pop("MASTER_PORT", None)  # each group is a world of its own
-        # a process group of its own, in which all its processes can be ended at once
-        self._running[number] = subprocess.Popen(_basic_subprocess_cmd(), env=environment, process_group=0)
-
-    def _clear(self, number: int) -> None:
-        """End what is left of a group: processes that have not noticed yet, or cannot, that their first one is gone."""
-        leader = self._running.pop(number)
-        try:
-            os.killpg(leader.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return  # all have ended
-
-    def _end(self) -> None:
-        """End all groups that still run."""
-        self.kill(signal.SIGTERM)
-        deadline = time.monotonic() + _END_S
-        while self._running:
-            for number, process in list(self._running.items()):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    self._clear(number)
-                    process.wait()
-            time.sleep(_POLL_S)
+            for number, said in [(n, said) for n, group in self._running.items() if (said := group.ends()) is not None]:
+                del self._running[number]
+                if not said:
+                    over.touch()
+                elif left[number] and not over.exists():
+                    left[number] -= 1
+                    due[number] = time.monotonic() + _PAUSE_S
+                    rank_zero_info(f"group {number} has died ({said}), and is started again, {left[number]} more times")
+                else:
+                    rank_zero_info(f"group {number} has died ({said}), and is not started again")
+            if not self._running or self._stopping or over.exists():  # nobody is left to whom a group could come back
+                due.clear()

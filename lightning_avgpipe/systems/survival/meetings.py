@@ -17,6 +17,7 @@ import contextlib
 import logging
 import os
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from lightning_avgpipe.systems.survival.survival import Survival
 
 _log = logging.getLogger(__name__)
+warnings.filterwarnings("ignore", message="The given buffer is not writable", module="torchft")
 _POLL_S = 0.05
 _COMMIT = 2  # times the limit of a sum: a stage that has its sum waits here for one whose sum runs into the limit
 _RETRIES = 10  # of asking a lighthouse that does not answer at once

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import logging
 import os
 import socket
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,6 +38,15 @@ ALLOWED = {
     "heartbeat_timeout": number(0.2, 3600, 1.0, least=True),
     "sum_timeout": number(0.1, 86400, 10.0, least=True),
 }
+
+
+def torchft(module: str = "") -> Any:
+    """Import a module of torchft, which then logs nothing: a death is a traceback to it, and to us a message."""
+    os.environ.setdefault("RUST_LOG", "error")
+    logger = logging.getLogger("torchft")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.CRITICAL)
+    return importlib.import_module(f"torchft{module}")
 
 
 @documented(ALLOWED)
@@ -136,10 +147,11 @@ class Survival(System):
         from lightning_avgpipe.systems.survival.groups import GroupsLauncher, check_start
 
         check_start(self, strategy)
-        return GroupsLauncher(self) if self.starts_groups else None
+        return GroupsLauncher(self, strategy.num_processes) if self.starts_groups else None
 
     def training(self, context: RunContext, deployment: Deployment) -> AbstractContextManager[object]:
         """Return a context within which the group's models are averaged with those of other groups."""
+        torchft()
         from lightning_avgpipe.systems.survival.meetings import meeting
 
         return meeting(self, context, deployment)
