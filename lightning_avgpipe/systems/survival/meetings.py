@@ -67,7 +67,7 @@ def meeting(survival: Survival, context: RunContext, deployment: Deployment) -> 
         )
     meetings = Meetings(survival, trainer, cluster, context.configuration.options.timeout)
     deployment.models.replica_group = meetings
-    ends = _AtBatchEnd()
+    ends = _AtBatchEnd(meetings)
     trainer.callbacks.insert(0, ends)  # type: ignore[attr-defined]
     try:
         yield
@@ -77,7 +77,17 @@ def meeting(survival: Survival, context: RunContext, deployment: Deployment) -> 
 
 
 class _AtBatchEnd(Callback):
-    """A callback that ends the averaging of a step, so that groups meet at the same place of an iteration."""
+    """A callback that ends the averaging of a step, so that groups meet at the same place of an iteration.
+
+    Args:
+        meetings: meetings that end, before anything else does, when this process fails.
+    """
+
+    def __init__(self, meetings: Meetings) -> None:
+        self._meetings = meetings
+
+    def on_exception(self, *args: Any) -> None:
+        self._meetings.leave()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         trainer.strategy.run.models.finish_averaging()  # type: ignore[attr-defined]
@@ -117,6 +127,7 @@ class Meetings(ReplicaGroup):
         self._ensemble: Ensemble | None = None
         self._met = 0  # meetings that this group has taken part in, or has caught up with
         self._there: list[int] = []  # groups that took part in the last one
+        self._begins = False  # whether it is at its first one, within an iteration
         self._adds = True  # whether this group has learned something that the others do not have
 
     # -- as of ReplicaGroup --------------------------------------------------------------------------------------------
@@ -126,8 +137,10 @@ class Meetings(ReplicaGroup):
         self._ensemble = ensemble
         if self._manager is None:
             self._connect()
+        self._begins = True
         ensemble.averager.stepped(0)
         ensemble.averager.meet()
+        self._begins = False
 
     def begin_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
         """Note tensors to be summed in the next meeting; return a function that holds it, unless it has been held."""
@@ -226,6 +239,8 @@ class Meetings(ReplicaGroup):
                 exchange.work.wait()
             if manager.should_commit():
                 break
+            error = manager.errored()
+            _log.info("group %d meets once more, since a sum failed: %s", self.number, error and error.original_exception)
             # torchft takes a group to be where its last process is: one that could not heal might never do so
             steps = self._cluster.group.exchange_objects(manager.current_step(), "a meeting that did not count")
             manager.load_state_dict({**manager.state_dict(), "step": min(steps)})
@@ -278,7 +293,7 @@ class Meetings(ReplicaGroup):
             "there": self._there,
             "tensors": self._tensors(),
             "optimizers": optimizer_states(self._ensemble.optimizers.of(0)),
-            "progress": progress_of(self._trainer),
+            "progress": progress_of(self._trainer, self._begins),
         }
 
     @torch.no_grad()
@@ -311,7 +326,8 @@ class Meetings(ReplicaGroup):
         if not self._met:
             for n in range(models.size):
                 load_optimizer_states(self._ensemble.optimizers.of(n), state["optimizers"])
-        go_to(self._trainer, state["progress"])
+        if not self._met or state["met"] > self._met + 1:  # else it is at most the step behind that it makes next
+            go_to(self._trainer, state["progress"], self._begins)
         self._adds = self._adds and not counted
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,42 +16,60 @@ from lightning_avgpipe.utils.lightning import call, pl
 _COUNTS = ("ready", "started", "processed", "completed")
 
 
-def _counters(trainer: pl.Trainer) -> Iterator[tuple[str, Any, str]]:
-    """Yield the name of each counter of a trainer that moves on, its object, and the count of it that is compared."""
+def _counters(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the counters of a trainer that move on with each batch, those of epochs last."""
     fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
     step = epoch.automatic_optimization.optim_progress.optimizer.step
-    yield "epoch", fit.epoch_progress.current, "processed"
-    yield "epochs", fit.epoch_progress.total, "processed"
-    yield "batch", epoch.batch_progress.current, "processed"
-    yield "batches", epoch.batch_progress.total, "processed"
-    yield "step", step.current, "completed"
-    yield "steps", step.total, "completed"
+    counted = {"batch": epoch.batch_progress, "step": step, "epoch": fit.epoch_progress}
+    return {f"{name} {kind}": getattr(c, kind) for name, c in counted.items() for kind in ("current", "total")}
 
 
-def progress_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return how far training is, with the state of schedulers and callbacks."""
+def _done(trainer: pl.Trainer, within: bool) -> dict[str, int]:
+    """Return the number of batches and steps that are done, and of epochs that have begun.
+
+    Args:
+        trainer: the trainer.
+        within: whether an iteration has begun, which is not done; else one has ended, though not for all counters.
+    """
     return {
-        "counts": {name: getattr(counter, compared) for name, counter, compared in _counters(trainer)},
-        "stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
+        name: counter.completed if within and not name.startswith("epoch") else counter.ready
+        for name, counter in _counters(trainer).items()
+    }
+
+
+def progress_of(trainer: pl.Trainer, within: bool) -> dict[str, Any]:
+    """Return how far training is, with the state of schedulers and callbacks.
+
+    Args:
+        trainer: the trainer.
+        within: whether an iteration has begun.
+    """
+    return {
+        "done": _done(trainer, within),
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "callbacks": call._call_callbacks_state_dict(trainer),
     }
 
 
-def go_to(trainer: pl.Trainer, progress: dict[str, Any]) -> None:
-    """Go on from where another group is. Both are at the same place of an iteration, or this one is within the next.
+def go_to(trainer: pl.Trainer, progress: dict[str, Any], within: bool) -> None:
+    """Go on from where another group is.
 
     All counts of a counter move by the same number, so those that are ahead within an iteration stay ahead.
+
+    Args:
+        trainer: the trainer.
+        progress: what the other group's :func:`progress_of` has returned.
+        within: whether an iteration has begun here.
     """
-    for name, counter, compared in _counters(trainer):
-        further = progress["counts"][name] - getattr(counter, compared)
+    counters, done = _counters(trainer), _done(trainer, within)
+    further = {name: progress["done"][name] - count for name, count in done.items()}
+    for name, counter in counters.items():
         for count in _COUNTS:
             if hasattr(counter, count):
-                setattr(counter, count, getattr(counter, count) + further)
-        fetcher = trainer.fit_loop._data_fetcher
-        if name == "batch" and fetcher is not None:  # which knows the last batch by its number
-            fetcher.fetched += further
-    trainer.fit_loop.epoch_loop._batches_that_stepped = progress["stepped"]
+                setattr(counter, count, getattr(counter, count) + further[name])
+    trainer.fit_loop.epoch_loop._batches_that_stepped += further["step total"]
+    if trainer.fit_loop._data_fetcher is not None:  # which knows the last batch by its number
+        trainer.fit_loop._data_fetcher.fetched += further["batch current"]
     for config, state in zip(trainer.lr_scheduler_configs, progress["schedulers"], strict=True):
         config.scheduler.load_state_dict(state)
     call._call_callbacks_load_state_dict(trainer, {"callbacks": progress["callbacks"]})

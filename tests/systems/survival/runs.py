@@ -6,7 +6,9 @@ import contextlib
 import multiprocessing as mp
 import os
 import pickle
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -34,10 +36,23 @@ def lighthouse(heartbeat_ms: int = 1000) -> Iterator[str]:
     ]  # fmt: skip
     process = subprocess.Popen(command, env={**os.environ, "RUST_LOG": "error"})
     try:
+        listening(port)
         yield f"http://localhost:{port}"
     finally:
         process.kill()
         process.wait()
+
+
+def listening(port: int) -> None:
+    """Wait until somebody listens on a port."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        with socket.socket() as asked:
+            asked.settimeout(1.0)
+            if asked.connect_ex(("127.0.0.1", port)) == 0:
+                return
+            select.select([], [], [], 0.05)
+    raise AssertionError(f"nobody listens on port {port}")
 
 
 @dataclass(frozen=True)
@@ -60,13 +75,16 @@ class Event:
 
 
 class Told(L.Callback):
-    """Tells each step, with the place in the epoch."""
+    """Tells each step, with the place in the epoch; ends training at the step that :meth:`Run.stop` names."""
 
     def __init__(self, tell: Callable[..., None]) -> None:
         self.tell = tell
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.tell("step", step=trainer.global_step, epoch=trainer.current_epoch, batch=batch_idx)
+        last = Path("..", "last")  # processes are in folders of their groups
+        if last.exists() and trainer.global_step >= int(last.read_text()):
+            trainer.should_stop = True
 
 
 class Run:
@@ -93,6 +111,7 @@ class Run:
         variables = {
             "REPLICA_GROUP_ID": str(group), "TORCHFT_LIGHTHOUSE": self._address, "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "GLOO_SOCKET_IFNAME": "lo",
+            "RUST_LOG": "error",
         }  # fmt: skip
         for rank in range(size):
             here, there = self._context.Pipe(duplex=False)
@@ -141,6 +160,11 @@ class Run:
         event = self.until(is_end, limit_s=limit_s)
         assert event.what == "end", f"group {group}, rank {rank}: {event.what} {event.facts.get('error')}"
         return event.facts["result"]
+
+    def stop(self, step: int) -> None:
+        """Let all end after a step that none has reached."""
+        (self._folder / "new").write_text(str(step))
+        (self._folder / "new").rename(self._folder / "last")
 
     def steps(self, group: int, rank: int = 0, start: int | None = None) -> list[tuple[int, int, int]]:
         """The steps that a group has told: (global step, epoch, batch)."""
