@@ -37,7 +37,10 @@ def _with_groups(given: Options) -> None:
         "weight_policy": (not given.policy.drains, _MEETS),
         "shard": (given.shard is not None, "it is for replicas"),
         "verify": (given.verifies, "a plain step does not average; verify once without the system"),
-        "save_distributed_checkpoint": (given.save_distributed_checkpoint, "one group writes, and may be another later"),
+        "save_distributed_checkpoint": (
+            given.save_distributed_checkpoint,
+            "one group writes, and may be another later",
+        ),
         "start_method": (given.start_method != "popen", "a group that has died is started by running the script again"),
     }
     combinations.refuse(given, refused, lambda option, why: f"{given.system!r} with {option}: {why}; leave it out")

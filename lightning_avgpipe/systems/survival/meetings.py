@@ -2,9 +2,9 @@
 
 ::
 
-    group 0, all stages    B F | step   quorum   sum ----- commit | F B          who is there? sum; have all of us got it?
+    group 0, all stages    B F | step   quorum   sum ----- commit | F B        who is there? sum; has all of us got it?
     group 1, all stages    B F | step   quorum   sum ----- commit | F B
-    group 2                             quorum, heal   sum commit | F B          returns: takes the reference, adds nothing
+    group 2                             quorum, heal   sum commit | F B        returns: takes the reference, adds 0
 
 Each process meets those with the same stages in other groups; all processes of a group go through a meeting together.
 If a sum fails, because a group dies in the midst of it, those that are left begin the meeting again: what a group has
@@ -35,6 +35,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Bucket, ReplicaGroup
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.strategy.context import RunContext
+from lightning_avgpipe.systems.survival.lifelines import Lifelines
 from lightning_avgpipe.systems.survival.progress import go_to, load_optimizer_states, optimizer_states, progress_of
 from lightning_avgpipe.systems.survival.survival import STARTED
 from lightning_avgpipe.training.deployment import Deployment
@@ -62,8 +63,8 @@ def meeting(survival: Survival, context: RunContext, deployment: Deployment) -> 
         )
     if any(scaler.is_enabled() for scaler in scalers_of(trainer.precision_plugin)):
         raise ConfigurationError(
-            f"{survival!r} with precision={trainer.precision_plugin.precision!r}: a loss scaler skips steps, and groups "
-            "would not meet as often as each other; use 'bf16-mixed'"
+            f"{survival!r} with precision={trainer.precision_plugin.precision!r}: a loss scaler skips steps, and "
+            "groups would not meet as often as each other; use 'bf16-mixed'"
         )
     meetings = Meetings(survival, trainer, cluster, context.configuration.options.timeout)
     deployment.models.replica_group = meetings
@@ -123,6 +124,7 @@ class Meetings(ReplicaGroup):
         self._survival, self._trainer, self._cluster, self._timeout = survival, trainer, cluster, timeout
         self._pending: list[tuple[Sequence[Tensor], Any]] = []
         self._store: dist.TCPStore | None = None
+        self._lifelines: Lifelines | None = None
         self._manager: Any = None
         self._ensemble: Ensemble | None = None
         self._met = 0  # meetings that this group has taken part in, or has caught up with
@@ -163,6 +165,7 @@ class Meetings(ReplicaGroup):
         if world.rank == 0:  # a store of its own: nothing of an earlier run is in it
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         host, port = world.broadcast((host, self._store.port if self._store else 0))
+        self._lifelines = Lifelines(world, host, self._timeout, self._cluster.waits.arrivals.notify)
         sum_limit = timedelta(seconds=survival.sum_timeout)
         connections = ProcessGroupGloo(timeout=sum_limit)
 
@@ -216,7 +219,13 @@ class Meetings(ReplicaGroup):
                     f"{self._survival.meets_at}, without which groups do not find each other: {error}"
                 ) from error
 
-        self._cluster.waits.run(named, doing)
+        lost: Sequence[int] = self._lifelines.lost if self._lifelines is not None else ()
+        running = self._cluster.waits.begin(named, doing)
+        self._cluster.waits.until(lambda: bool(lost) or running.over.is_set(), doing)
+        if lost and not running.over.is_set():
+            watch = self._cluster.watch
+            raise PeerError(f"{watch.names[lost[0]]} of group {self.number} has died, while {watch.name} {doing}")
+        running.finish()
 
     def _hold(self, pending: Sequence[tuple[Sequence[Tensor], Any]], here: Tensor) -> None:
         """Sum over the groups that are there, once more with those that are left, until a sum counts."""
@@ -240,7 +249,9 @@ class Meetings(ReplicaGroup):
             if manager.should_commit():
                 break
             error = manager.errored()
-            _log.info("group %d meets once more, since a sum failed: %s", self.number, error and error.original_exception)
+            _log.info(
+                "group %d meets once more, since a sum failed: %s", self.number, error and error.original_exception
+            )
             # torchft takes a group to be where its last process is: one that could not heal might never do so
             steps = self._cluster.group.exchange_objects(manager.current_step(), "a meeting that did not count")
             manager.load_state_dict({**manager.state_dict(), "step": min(steps)})
@@ -270,6 +281,9 @@ class Meetings(ReplicaGroup):
 
     def leave(self) -> None:
         """End the signs of life, so that the others do not wait for this group."""
+        if self._lifelines is not None:
+            self._lifelines.close()
+            self._lifelines = None
         if self._manager is not None:
             self._manager.shutdown(wait=False)
             self._manager = None

@@ -66,9 +66,10 @@ def arm(model: Fragile, stages: int, rank: int, phase: str, at: int, signum: int
     name = {"before a sum": "allreduce", "before a commit": "should_commit", "in a quorum": "start_quorum"}[phase]
     own = getattr(torchft.Manager, name)
 
-    def struck(*args: Any, **kwargs: Any) -> Any:
-        then()
-        return own(*args, **kwargs)
+    def struck(manager: Any, *args: Any, **kwargs: Any) -> Any:
+        if manager.current_step():  # all are there
+            then()
+        return own(manager, *args, **kwargs)
 
     setattr(torchft.Manager, name, struck)
 

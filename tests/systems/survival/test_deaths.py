@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
-import signal
 from pathlib import Path
 
 import pytest
 
 from tests.averaging.models import assert_equal
-from tests.systems.survival.live import BATCHES, SUM_S, TIMEOUT_S, live
+from tests.systems.survival.live import BATCHES, live
 from tests.systems.survival.runs import Event, Run, running
 
 

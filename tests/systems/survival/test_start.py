@@ -1,0 +1,127 @@
+"""Survival as a user asks for it: what is refused, and a script that starts its groups."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from lightning_avgpipe import Averaging, AvgPipeStrategy, Survival
+from lightning_avgpipe.errors import ConfigurationError
+from tests.averaging.models import assert_equal
+from tests.models import MLP, loader
+from tests.processes import free_port
+from tests.trainers import trainer
+
+LIMIT_S = 100.0
+HERE = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHFT_LIGHTHOUSE", "REPLICA_GROUP_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_policy": "stash"}, "weight_policy='stash'"),
+        ({"replicas": 2}, "replicas=2"),
+        ({"verify": True}, "verify=True"),
+        ({"start_method": "fork"}, "start_method='fork'"),
+        ({"shard": "optimizer", "replicas": "auto"}, "shard='optimizer'"),
+        ({"averaging": Averaging(groups=2)}, r"Averaging\(groups=2\)"),
+        ({"averaging": Averaging(rolling="auto")}, r"Averaging\(rolling='auto'\)"),
+        ({"averaging": Averaging(every=2, delay=1)}, r"Averaging\(delay=1\)"),
+    ],
+)
+def test_what_groups_that_may_be_gone_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        AvgPipeStrategy(system=Survival(groups=2), **options)
+
+
+def test_without_torchft_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'lightning_avgpipe\[survival\]'"):
+        Survival(groups=2)
+
+
+def test_groups_share_devices_equally() -> None:
+    with pytest.raises(ConfigurationError, match=r"devices=3: .*use devices=2"):
+        trainer(strategy=AvgPipeStrategy(system=Survival(groups=2)), devices=3)
+
+
+def test_a_group_needs_a_number_and_a_lighthouse(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="has no lighthouse: start one"):
+        trainer(strategy=AvgPipeStrategy(system=Survival(groups=2, group=1)), devices=2)
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://localhost:1")
+    with pytest.raises(ConfigurationError, match="set REPLICA_GROUP_ID"):
+        trainer(strategy=AvgPipeStrategy(system=Survival(groups=2)), devices=1)
+    monkeypatch.setenv("REPLICA_GROUP_ID", "2")
+    with pytest.raises(ConfigurationError, match="numbered from 0 to 1"):
+        Survival(groups=2)
+
+
+def test_a_lighthouse_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"http://localhost:{free_port()}"
+    survival = Survival(groups=2, group=1, lighthouse=address, sum_timeout=0.5)
+    runner = trainer(strategy=AvgPipeStrategy(num_stages=1, system=survival, timeout=5))
+    with pytest.raises(Exception, match=f"group 1 connects to the lighthouse at {address}"):
+        runner.fit(MLP(), loader(MLP, 8, 4))
+
+
+def until(seen: Callable[[], Any], script: subprocess.Popen[str]) -> Any:
+    """Wait until something is there, while a script runs."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (found := seen()):
+        assert script.poll() is None, "the script has ended"
+        assert time.monotonic() < deadline, "not seen in time"
+        select.select([], [], [], 0.05)
+    return found
+
+
+def steps_of(folder: Path, group: int, without: frozenset[str] = frozenset()) -> dict[str, list[int]]:
+    """The steps of each process of a group, by the name of its file."""
+    files = [path for path in folder.glob(f"steps-{group}-*") if path.name not in without]
+    return {path.name: [int(line.split()[1]) for line in path.read_text().splitlines()] for path in files}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_script_starts_its_groups_and_a_dead_one_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.systems.survival.script", str(tmp_path)]
+    variables = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    script = subprocess.Popen(command, cwd=HERE, env=variables, text=True, stderr=subprocess.PIPE)
+    try:
+        until(lambda: len(steps_of(tmp_path, 0)) == len(steps_of(tmp_path, 1)) == 2, script)
+        before = frozenset(steps_of(tmp_path, 0))
+        os.kill(int(next(name for name in before if name.startswith("steps-0-1")).rpartition("-")[2]), signal.SIGKILL)
+        until(lambda: len(steps_of(tmp_path, 0, before)) == 2, script)
+        reached = max(max(steps, default=0) for steps in steps_of(tmp_path, 1).values())
+        (tmp_path / "new").write_text(str(reached + 60))
+        (tmp_path / "new").rename(tmp_path / "last")
+        _, said = script.communicate(timeout=LIMIT_S)
+    finally:
+        for process in (*psutil.Process(script.pid).children(recursive=True), script) if script.poll() is None else ():
+            process.kill()
+        script.wait()
+    assert script.returncode == 0, said
+    assert "group 0 has died (rank 1 was killed by SIGKILL), and is started again, 2 more times" in said
+    left = [torch.load(path) for path in sorted(tmp_path.glob("left-*.pt"))]
+    assert len(left) == 4
+    for other in left[1:]:
+        assert_equal(left[0], other)
+    for steps in (*steps_of(tmp_path, 1).values(), *steps_of(tmp_path, 0, before).values()):
+        assert steps == list(range(steps[0], steps[-1] + 1))
+    assert (tmp_path / "saved" / "last.ckpt").exists()
