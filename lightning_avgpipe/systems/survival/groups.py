@@ -101,7 +101,7 @@ class Group:
             self._said = f"rank {first} {ended(codes[first] or 0)}"
         if None not in codes:
             return self._said if failed else ""
-        if (failed and (codes[failed[0]] or 0) < 0) or (failed and time.monotonic() - self._since > _END_S):
+        if any((codes[rank] or 0) < 0 for rank in failed) or (failed and time.monotonic() - self._since > _END_S):
             self.kill()  # at once after a signal: nothing is to be said, and signs of life would let others wait
         return None
 

@@ -35,9 +35,9 @@ class Lifelines:
         self._own: socket.socket | None = None
         self._others: dict[socket.socket, int] = {}
         server = socket.create_server((host, 0)) if world.rank == 0 else None
-        address = world.broadcast(server.getsockname()[:2] if server else None)
+        port: int = world.broadcast(0 if server is None else server.getsockname()[1])
         if server is None:
-            self._own = socket.create_connection((host, address[1]), limit.total_seconds())
+            self._own = socket.create_connection((host, port), limit.total_seconds())
             self._own.sendall(world.rank.to_bytes(_BYTES, "big"))
             return
         with server:

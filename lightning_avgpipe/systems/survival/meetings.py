@@ -165,7 +165,7 @@ class Meetings(ReplicaGroup):
         if world.rank == 0:  # a store of its own: nothing of an earlier run is in it
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         host, port = world.broadcast((host, self._store.port if self._store else 0))
-        self._lifelines = Lifelines(world, host, self._timeout, self._cluster.waits.arrivals.notify)
+        self._lifelines = Lifelines(world, host, self._timeout, self._lose)
         sum_limit = timedelta(seconds=survival.sum_timeout)
         connections = ProcessGroupGloo(timeout=sum_limit)
 
@@ -222,7 +222,7 @@ class Meetings(ReplicaGroup):
         lost: Sequence[int] = self._lifelines.lost if self._lifelines is not None else ()
         running = self._cluster.waits.begin(named, doing)
         self._cluster.waits.until(lambda: bool(lost) or running.over.is_set(), doing)
-        if lost and not running.over.is_set():
+        if lost:
             watch = self._cluster.watch
             raise PeerError(f"{watch.names[lost[0]]} of group {self.number} has died, while {watch.name} {doing}")
         running.finish()
@@ -248,10 +248,8 @@ class Meetings(ReplicaGroup):
                 exchange.work.wait()
             if manager.should_commit():
                 break
-            error = manager.errored()
-            _log.info(
-                "group %d meets once more, since a sum failed: %s", self.number, error and error.original_exception
-            )
+            why = "in another process" if (error := manager.errored()) is None else error.original_exception
+            _log.info("group %d meets once more, since a sum failed: %s", self.number, why)
             # torchft takes a group to be where its last process is: one that could not heal might never do so
             steps = self._cluster.group.exchange_objects(manager.current_step(), "a meeting that did not count")
             manager.load_state_dict({**manager.state_dict(), "step": min(steps)})
@@ -278,6 +276,12 @@ class Meetings(ReplicaGroup):
             for group in sorted(groups):
                 if self.number == min(there) and self._cluster.world.rank == 0:
                     _log.warning("group %d %s at step %d; groups %s train", group, verb, self._met, list(there))
+
+    def _lose(self) -> None:
+        """End the signs of life at once when a process of this group has died: the group will end."""
+        if (manager := self._manager) is not None:
+            manager.shutdown(wait=False)
+        self._cluster.waits.arrivals.notify()
 
     def leave(self) -> None:
         """End the signs of life, so that the others do not wait for this group."""
@@ -319,7 +323,7 @@ class Meetings(ReplicaGroup):
         """
         assert self._ensemble is not None
         models, own = self._ensemble.models, self._tensors()
-        theirs = {name: tensor for name, tensor in state["tensors"].items()}
+        theirs = state["tensors"]
         differing = sorted({n for n in {**own, **theirs} if _form(own.get(n)) != _form(theirs.get(n))})
         if differing:
             raise ConfigurationError(

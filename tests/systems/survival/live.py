@@ -6,10 +6,12 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_avgpipe import Survival
@@ -83,6 +85,7 @@ def live(
     at: int = 0,
     rank: int = 0,
     signum: int = signal.SIGKILL,
+    saves: Path | None = None,
     **options: Any,
 ) -> Any:
     """Train as a group of stages, in whose process something happens in a phase, unless that is empty."""
@@ -95,11 +98,16 @@ def live(
     model = Fragile()
     if phase and who[1:] == (rank, 0):
         arm(model, stages, rank, phase, at, signum)
-    survival = Survival(groups=options.pop("groups", 2), sum_timeout=SUM_S)
-    strategy = {"num_microbatches": 2, "system": survival, "timeout": TIMEOUT_S, "split_points": ["layers.2"]}
-    if stages == 1:
-        del strategy["split_points"]
-    callbacks: list[L.Callback] = [Told(tell), *options.pop("callbacks", [])]
-    runner = pipeline(stages, stages, strategy, callbacks=callbacks, max_epochs=-1, max_steps=steps, **options)
+    survival = Survival(groups=2, sum_timeout=SUM_S)
+    strategy: dict[str, Any] = {"num_microbatches": 2, "system": survival, "timeout": TIMEOUT_S, **options}
+    if stages > 1:
+        strategy["split_points"] = ["layers.2"]
+    callbacks: list[L.Callback] = [Told(tell)]
+    if saves is not None:
+        callbacks.append(ModelCheckpoint(saves, "{step}", every_n_train_steps=10, save_top_k=-1))
+    runner = pipeline(
+        stages, stages, strategy, callbacks=callbacks, max_epochs=-1, max_steps=steps,
+        enable_checkpointing=saves is not None,
+    )  # fmt: skip
     runner.fit(model, loader(Fragile, 2 * BATCHES * 4, 4), loader(Fragile, 8, 4))
     return {"left": state(model), "epoch": runner.current_epoch, "step": runner.global_step}

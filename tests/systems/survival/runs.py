@@ -27,8 +27,8 @@ LIMIT_S = 90.0
 
 
 @contextlib.contextmanager
-def lighthouse(heartbeat_ms: int = 1000) -> Iterator[str]:
-    """Start a lighthouse; yields its address."""
+def lighthouse(heartbeat_ms: int = 1000) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Start a lighthouse; yields its address, and its process."""
     port = free_port()
     command = [
         str(Path(sys.executable).parent / "torchft_lighthouse"), "--min_replicas", "1", "--bind", f"127.0.0.1:{port}",
@@ -37,7 +37,7 @@ def lighthouse(heartbeat_ms: int = 1000) -> Iterator[str]:
     process = subprocess.Popen(command, env={**os.environ, "RUST_LOG": "error"})
     try:
         listening(port)
-        yield f"http://localhost:{port}"
+        yield f"http://localhost:{port}", process
     finally:
         process.kill()
         process.wait()
@@ -99,6 +99,7 @@ class Run:
 
     def __init__(self, function: Callable[..., Any], address: str, folder: Path) -> None:
         self.events: list[Event] = []
+        self.lose_lighthouse: Callable[[], None] = lambda: None
         self.processes: dict[tuple[int, int], Any] = {}
         self.starts: dict[int, int] = {}
         self._function, self._address, self._folder = function, address, folder
@@ -183,8 +184,9 @@ class Run:
 @contextlib.contextmanager
 def running(function: Callable[..., Any], folder: Path, heartbeat_ms: int = 1000) -> Iterator[Run]:
     """A lighthouse, and groups to be started; all have ended when the context ends."""
-    with lighthouse(heartbeat_ms) as address:
+    with lighthouse(heartbeat_ms) as (address, process):
         run = Run(function, address, folder)
+        run.lose_lighthouse = process.kill
         try:
             yield run
         finally:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import random
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lightning_avgpipe import Averaging
 from tests.averaging.models import assert_equal
-from tests.systems.survival.live import BATCHES, live
+from tests.systems.survival.live import BATCHES, SUM_S, live
 from tests.systems.survival.runs import Event, Run, running
 
 
-def stepped(group: int, start: int = 0) -> object:
+def stepped(group: int, start: int = 0) -> Callable[[Event], bool]:
     return lambda event: (event.group, event.rank, event.start, event.what) == (group, 0, start, "step")
-
-
-def later(event: Event, run: Run, steps: int) -> Event:
-    """The event of the same process some steps later."""
-    until = event.facts["step"] + steps
-    of = event.group, event.rank, event.start, event.what
-    return run.until(lambda e: (e.group, e.rank, e.start, e.what) == of and e.facts["step"] >= until)
 
 
 def check_all(run: Run, group: int) -> None:
@@ -29,12 +27,12 @@ def check_all(run: Run, group: int) -> None:
     assert all((step - 1) == epoch * BATCHES + batch for step, epoch, batch in steps)
 
 
-def dies_and_returns(run: Run, died: float, size: int = 2, limit_s: float = 60.0) -> None:
+def dies_and_returns(run: Run, died: float, size: int = 2, limit_s: float = 60.0, **arguments: Any) -> None:
     """Group 1 has died: group 0 goes on, group 1 comes back, and both end with the same reference."""
     on = run.until(stepped(0), after=died + 0.2, limit_s=limit_s)
     for rank in range(size):
         run.until(lambda e, rank=rank: (e.group, e.rank, e.what) == (1, rank, "gone"), limit_s=limit_s)
-    run.start(1, size)
+    run.start(1, size, stages=size, **arguments)
     back = run.until(stepped(1, 1))
     assert back.facts["step"] >= on.facts["step"]  # where group 0 is, not where training began
     run.stop(back.facts["step"] + 60)
@@ -59,3 +57,74 @@ def test_a_group_that_is_killed_comes_back(tmp_path: Path, phase: str, rank: int
             run.start(group, 2, **fault)
         died = run.until(lambda e: (e.group, e.rank, e.what) == (1, rank, "gone"))
         dies_and_returns(run, died.when)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_a_group_that_is_killed_at_any_time_comes_back(tmp_path: Path, seed: int) -> None:
+    choice = random.Random(seed)
+    victims = choice.choice([[0], [1], [0, 1]])
+    with running(live, tmp_path) as run:
+        for group in (0, 1):
+            run.start(group, 2)
+        after = choice.randrange(2, 40)
+        run.until(lambda e: stepped(1)(e) and e.facts["step"] >= after)
+        dies_and_returns(run, run.kill(1, victims))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"num_pipelines": 2}, {"averaging": Averaging(every=3)}])
+def test_a_group_of_one_process_comes_back(tmp_path: Path, options: dict[str, Any]) -> None:
+    with running(live, tmp_path) as run:
+        for group in (0, 1):
+            run.start(group, stages=1, **options)
+        run.until(lambda e: stepped(1)(e) and e.facts["step"] >= 5)
+        dies_and_returns(run, run.kill(1, [0]), 1, **options)
+
+
+@pytest.mark.slow
+def test_the_first_group_may_die_and_the_next_one_saves(tmp_path: Path) -> None:
+    with running(live, tmp_path) as run:
+        for group in (0, 1):
+            run.start(group, stages=1, saves=tmp_path / "saved")
+        run.until(lambda e: stepped(0)(e) and e.facts["step"] >= 5)
+        died = run.kill(0, [0])
+        on = run.until(stepped(1), after=died + 0.2)
+        run.until(lambda e: stepped(1)(e) and e.facts["step"] > on.facts["step"] + 20)
+        run.start(0, stages=1, saves=tmp_path / "saved")
+        back = run.until(stepped(0, 1))
+        run.stop(back.facts["step"] + 20)
+        results = [run.ends(group) for group in (0, 1)]
+    assert_equal(results[0]["left"], results[1]["left"])
+    saved = {int(path.stem.partition("=")[2]) for path in (tmp_path / "saved").glob("step=*.ckpt")}
+    assert {step for step in range(10, back.facts["step"], 10) if step > on.facts["step"]} <= saved
+
+
+@pytest.mark.slow
+def test_a_group_that_is_stopped_is_left_behind_and_comes_back_by_itself(tmp_path: Path) -> None:
+    with running(live, tmp_path) as run:
+        for group in (0, 1):
+            run.start(group, 2)
+        run.until(lambda e: stepped(1)(e) and e.facts["step"] >= 5)
+        stopped = run.kill(1, [0, 1], signal.SIGSTOP)
+        on = run.until(stepped(0), after=stopped + SUM_S + 1)
+        run.until(lambda e: stepped(0)(e) and e.facts["step"] > on.facts["step"] + 5)
+        woken = run.kill(1, [0, 1], signal.SIGCONT)
+        back = run.until(lambda e: stepped(1)(e) and e.facts["step"] > on.facts["step"], after=woken)
+        run.stop(back.facts["step"] + 40)
+        results = [run.ends(group) for group in (0, 1)]
+        assert abs(results[0]["step"] - results[1]["step"]) <= 1
+        check_all(run, 0)
+
+
+@pytest.mark.slow
+def test_without_its_lighthouse_a_group_ends_and_names_it(tmp_path: Path) -> None:
+    with running(live, tmp_path) as run:
+        for group in (0, 1):
+            run.start(group, stages=1)
+        run.until(lambda e: stepped(1)(e) and e.facts["step"] >= 5)
+        run.lose_lighthouse()
+        for group in (0, 1):
+            event = run.until(lambda e, group=group: (e.group, e.what) == (group, "error"))
+            assert f"group {group} waits for the other groups" in event.facts["error"]
+            assert "the lighthouse at http://localhost" in event.facts["error"]
