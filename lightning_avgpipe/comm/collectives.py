@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 _TAG = 0
 _BLOCK, _SIZE = 1024, 8  # bytes of an exchange's first message, and of the length at its beginning
-_BUCKET_BYTES = 64 * 1024**2
+BUCKET_BYTES = 64 * 1024**2  # size from which a message takes no further tensor
 _PART = 8 * 1024**2  # elements that are gathered at once, to limit the memory for the terms of other processes
 
 
@@ -361,7 +361,7 @@ class ReplicaGroup:
             if tensor.numel():
                 by_type[tensor.dtype].append(tensor)
         alike = [tensor for same in by_type.values() for tensor in same]
-        exchanges = [Bucket(bucket, self.on_host, collective) for bucket in buckets(alike, _BUCKET_BYTES)]
+        exchanges = [Bucket(bucket, self.on_host, collective) for bucket in buckets(alike, BUCKET_BYTES)]
 
         @torch.no_grad()
         def end() -> None:

@@ -163,6 +163,7 @@ def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int) 
     """
     name = type(model).__name__
     asked = {
+        "system": (given.system is not None, "nothing is averaged; leave it out"),
         "num_microbatches": (given.splits, "a batch stays whole; use 'auto', and a smaller batch"),
         "num_pipelines": (given.num_pipelines > 1, "there is one model; use num_pipelines=1"),
         "replicas": (given.replicates, "there is one copy of the model; use replicas=1, or strategy='ddp'"),

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.systems.survival.survival import LIGHTHOUSE, NUMBER, STARTED, torchft
 from lightning_avgpipe.utils.lightning import (
-    _IS_INTERACTIVE,
     _basic_subprocess_cmd,
     _Launcher,
     find_free_network_port,
@@ -55,17 +54,11 @@ def check_start(survival: Survival, strategy: AvgPipeStrategy) -> None:
             f"group {survival.world_number} of {survival!r} has no lighthouse: start one (torchft_lighthouse "
             f"--min_replicas 1) and set {LIGHTHOUSE}, or leave the number out, and this process starts all groups"
         )
-    found = {
-        f"{type(environment).__name__}, which has started processes": environment.creates_processes_externally,
-        f"num_nodes={strategy.num_nodes}": strategy.num_nodes > 1,
-        "a notebook, which is no script that groups could run": _IS_INTERACTIVE,
-    }
-    for what, is_so in found.items():
-        if is_so:
-            raise ConfigurationError(
-                f"{survival!r} with {what}: start each group by itself, with its number in {NUMBER} and the address of "
-                f"a lighthouse in {LIGHTHOUSE}"
-            )
+    if environment.creates_processes_externally or strategy.num_nodes > 1:
+        raise ConfigurationError(
+            f"{survival!r} on {strategy.num_nodes} nodes with {type(environment).__name__}: start each group by "
+            f"itself, with its number in {NUMBER} and the address of a lighthouse in {LIGHTHOUSE}"
+        )
 
 
 class Group:
@@ -180,11 +173,10 @@ class GroupsLauncher(_Launcher):
                 del self._running[number]
                 if not said:
                     over.touch()
-                elif left[number] and not over.exists():
-                    left[number] -= 1
+                    continue
+                left[number] -= 1
+                if left[number] >= 0:
                     due[number] = time.monotonic() + _PAUSE_S
-                    rank_zero_info(f"group {number} has died ({said}), and is started again, {left[number]} more times")
-                else:
-                    rank_zero_info(f"group {number} has died ({said}), and is not started again")
+                rank_zero_info(f"group {number} has died ({said}); it may start again {max(0, left[number] + 1)} times")
             if not self._running or self._stopping or over.exists():  # nobody is left to whom a group could come back
                 due.clear()

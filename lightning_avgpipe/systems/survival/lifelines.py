@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -65,5 +66,5 @@ class Lifelines:
     def close(self) -> None:
         """Say goodbye to rank 0, which waits for nobody."""
         if self._own is not None:
-            self._own.send(_GOODBYE)
-            self._own.close()
+            with self._own, contextlib.suppress(OSError):  # rank 0 may be gone
+                self._own.send(_GOODBYE)

@@ -21,6 +21,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ from torchft.checkpointing.pg_transport import PGTransport
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.collectives import Bucket, ReplicaGroup
+from lightning_avgpipe.comm.collectives import BUCKET_BYTES, Bucket, ReplicaGroup, buckets
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.systems.survival.lifelines import Lifelines
@@ -98,12 +99,20 @@ class GroupManager(Manager):
     """torchft's manager, which tells the other groups at once that a sum has failed here.
 
     In a ring some of them wait for this process, not for the one that is gone, and would wait until the limit.
+
+    Args:
+        connections: connections to other groups.
+        options: further options of torchft's manager.
     """
+
+    def __init__(self, connections: ProcessGroupGloo, **options: Any) -> None:
+        self._connections = connections
+        super().__init__(pg=connections, **options)
 
     def report_error(self, e: Exception) -> None:
         """Note an error, with which this meeting does not count, and close the connections to other groups."""
         super().report_error(e)
-        self._pg.abort()
+        self._connections.abort()
 
 
 class Meetings(ReplicaGroup):
@@ -171,7 +180,7 @@ class Meetings(ReplicaGroup):
 
         def connect() -> None:
             self._manager = GroupManager(
-                pg=connections,
+                connections,
                 timeout=_COMMIT * sum_limit,
                 quorum_timeout=max(self._timeout, 2 * _COMMIT * sum_limit),
                 connect_timeout=sum_limit,
@@ -238,12 +247,16 @@ class Meetings(ReplicaGroup):
             here.zero_()[self.number] = 1
             kinds: dict[tuple[Any, torch.dtype], list[Tensor]] = defaultdict(list)
             for tensors, operation in pending:
-                for tensor in tensors:
+                for tensor in filter(Tensor.numel, tensors):
                     if not self._adds:
                         tensor.fill_(0 if operation == ReduceOp.SUM else torch.iinfo(tensor.dtype).min)
                     kinds[operation, tensor.dtype].append(tensor)
             kinds[ReduceOp.SUM, here.dtype].append(here)
-            exchanges = [self._exchange(tensors, operation) for (operation, _), tensors in kinds.items()]
+            exchanges = [
+                Bucket(bucket, True, partial(manager.allreduce, reduce_op=operation))
+                for (operation, _), tensors in kinds.items()
+                for bucket in buckets(tensors, BUCKET_BYTES)
+            ]
             for exchange in exchanges:
                 exchange.work.wait()
             if manager.should_commit():
@@ -257,9 +270,6 @@ class Meetings(ReplicaGroup):
             exchange.put()
         self._met = manager.current_step()
 
-    def _exchange(self, tensors: Sequence[Tensor], operation: Any) -> Bucket:
-        return Bucket(tensors, True, lambda flat: self._manager.allreduce(flat, reduce_op=operation))
-
     def _complete(self) -> bool:
         """Return whether training may begin, or go on: at first all groups must be there, and none trains alone."""
         manager = self._manager
@@ -270,12 +280,10 @@ class Meetings(ReplicaGroup):
         return False
 
     def _tell(self, there: Sequence[int]) -> None:
-        for verb, groups in {
-            "is gone": set(self._there) - set(there), "is back": set(there) - set(self._there or there)
-        }.items():  # fmt: skip
-            for group in sorted(groups):
-                if self.number == min(there) and self._cluster.world.rank == 0:
-                    _log.warning("group %d %s at step %d; groups %s train", group, verb, self._met, list(there))
+        first = self.number == min(there) and self._cluster.world.rank == 0
+        for group in set(self._there) ^ set(there) if first and self._there else ():
+            verb = "is back" if group in there else "is gone"
+            _log.warning("group %d %s after meeting %d; groups %s train", group, verb, self._met, list(there))
 
     def _lose(self) -> None:
         """End the signs of life at once when a process of this group has died: the group will end."""
