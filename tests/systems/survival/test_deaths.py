@@ -20,15 +20,16 @@ def stepped(group: int, start: int = 0) -> Callable[[Event], bool]:
     return lambda event: (event.group, event.rank, event.start, event.what) == (group, 0, start, "step")
 
 
-def check_all(run: Run, group: int) -> None:
+def check_all(run: Run, group: int, per_epoch: int = BATCHES) -> None:
     """Check that a group has made every step, at its place in the epochs."""
     steps = run.steps(group)
     assert [step for step, _, _ in steps] == list(range(1, len(steps) + 1))
-    assert all((step - 1) == epoch * BATCHES + batch for step, epoch, batch in steps)
+    assert all((step - 1) == epoch * per_epoch + batch for step, epoch, batch in steps)
 
 
 def dies_and_returns(run: Run, died: float, size: int = 2, limit_s: float = 60.0, **arguments: Any) -> None:
     """Group 1 has died: group 0 goes on, group 1 comes back, and both end with the same reference."""
+    per_epoch = BATCHES // arguments.get("num_pipelines", 1)
     on = run.until(stepped(0), after=died + 0.2, limit_s=limit_s)
     for rank in range(size):
         run.until(lambda e, rank=rank: (e.group, e.rank, e.what) == (1, rank, "gone"), limit_s=limit_s)
@@ -40,11 +41,11 @@ def dies_and_returns(run: Run, died: float, size: int = 2, limit_s: float = 60.0
     assert_equal(results[0]["left"], results[1]["left"])
     assert results[0]["step"] == results[1]["step"]
     assert results[0]["epoch"] == results[1]["epoch"]
-    check_all(run, 0)
+    check_all(run, 0, per_epoch)
     steps = run.steps(1, start=1)
     assert [step for step, _, _ in steps] == list(range(steps[0][0], steps[-1][0] + 1))
     # its first batch was numbered before it knew where the others are
-    assert all((step - 1) == epoch * BATCHES + batch for step, epoch, batch in steps[1:])
+    assert all((step - 1) == epoch * per_epoch + batch for step, epoch, batch in steps[1:])
 
 
 @pytest.mark.slow
