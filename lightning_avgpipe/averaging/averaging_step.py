@@ -188,8 +188,8 @@ class AveragingStep:
 
     def _over_active(self) -> float:
         """Return N over the number of models, of all groups, that had a batch; 1 if none had."""
-        self._count_active()
-        return self.count / (int(self._active) or self.count)
+        count = self.count
+        return count / (int(self._active) or count)
 
 
 def average(

@@ -27,7 +27,7 @@ from tests.trainers import pipeline
 class Twins:
     """Siblings of a group that always has what this one has, and says when sums begin and end."""
 
-    number, count = 0, 2
+    number, count, present = 0, 2, 2
 
     def __init__(self) -> None:
         self.begun = self.ended = 0
@@ -51,6 +51,9 @@ class Twins:
             torch._foreach_mul_(list(tensors), 2)
 
         return end
+
+    def begin_choice(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        return lambda: None
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         self.begin_sum(tensors)()
