@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import random
@@ -114,6 +115,7 @@ def _work(rank: int, world_size: int, port: int, function: Callable[..., Any], a
         WORLD_SIZE=str(world_size),
         GLOO_SOCKET_IFNAME="lo",
     )
+    gc.freeze()  # garbage of the test's process may own threads that do not exist here, and must not be collected
     os.environ.setdefault("XDG_CACHE_HOME", str(folder / "cache"))  # a fixture of a module runs before conftest sets it
     os.chdir(folder)
     torch.set_num_threads(1)

@@ -127,7 +127,6 @@ class CallWatcher:
 class _Following(threading.local):
     tracer: StepTracer | None = None
     watcher: CallWatcher | None = None
-    uncompiled = False  # whether this thread is within :func:`uncompiled`
 
 
 _following = _Following()
@@ -348,20 +347,31 @@ class _Aside:
 
 
 class uncompiled:
-    """A context in which nothing runs compiled; if the compiler was never imported, nothing is compiled anyway."""
+    """A context in which nothing runs compiled; if the compiler was never imported, nothing is compiled anyway.
 
-    __slots__ = ("_stance",)
+    The compiler's stance is one for all threads, so the first one that enters sets it, and the last one that leaves
+    sets it back.
+    """
+
+    __slots__ = ("_is_counted",)
 
     def __enter__(self) -> None:
-        self._stance: Any = None
-        if "torch._dynamo" in sys.modules and not _following.uncompiled:
-            self._stance, _following.uncompiled = torch.compiler.set_stance("force_eager"), True
-            self._stance.__enter__()
+        global _uncompiled, _stance
+        self._is_counted = "torch._dynamo" in sys.modules
+        if self._is_counted:
+            with _lock:
+                _uncompiled += 1
+                if _uncompiled == 1:
+                    _stance = torch.compiler.set_stance("force_eager")
+                    _stance.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            _following.uncompiled = False
+        global _uncompiled
+        if self._is_counted:
+            with _lock:
+                _uncompiled -= 1
+                if not _uncompiled:
+                    _stance.__exit__(None, None, None)
 
 
 class watching:
@@ -413,6 +423,8 @@ class intercepting:
 
 _lock = threading.Lock()
 _interceptions = 0
+_uncompiled = 0  # contexts in which nothing runs compiled
+_stance: Any = None  # that these contexts share
 call_module: Callable[..., Any] = nn.Module.__call__
 _is_compiling = torch.compiler.is_compiling
 _apply_function = torch.autograd.Function.__dict__["apply"]
