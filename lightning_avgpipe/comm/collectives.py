@@ -443,6 +443,6 @@ def sum_in_order(
         own = total.new_zeros(most, rows[0].numel())
         torch.stack(rows[1:], out=own[: len(mine)])
         terms = own.new_empty(group.size(), *own.shape)
-        dist.all_gather_into_tensor(as_bytes(terms), as_bytes(own), group=group)
+        dist.all_gather([as_bytes(term) for term in terms], as_bytes(own), group=group)
         rows[0].copy_(reduce(torch.add, (terms[place] for place in places)))
     return total

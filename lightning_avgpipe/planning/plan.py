@@ -177,7 +177,7 @@ class Plan:
 
     def _batch(self) -> list[str]:
         parts = [
-            f"{', '.join(leaf.name for leaf in stage.leaves)} to stage {stage.index} "
+            f"{', '.join(leaf.name or 'its tensor' for leaf in stage.leaves)} to stage {stage.index} "
             f"({nbytes(sum(leaf.nbytes for leaf in stage.leaves))})"
             for stage in self.stages
             if stage.leaves

@@ -29,6 +29,16 @@ def verifier(subject: Subject, verify: Verify) -> Verifier | None:
     return Verifier(subject, steps, verify != "auto", nothing) if steps else None
 
 
+def begin_script(trainer: pl.Trainer) -> None:
+    """Let a run that a command wants write no configuration, as LightningCLI does, which refuses to replace one."""
+    if asked_by("verify") is not None or asked_by("advise") is not None:
+        trainer.callbacks = [  # type: ignore[attr-defined]
+            callback
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            if all(kind.__name__ != "SaveConfigCallback" for kind in type(callback).__mro__)
+        ]
+
+
 def nothing_to_verify(verify: Verify) -> None:
     """Report that a run with one stage and one micro-batch has nothing to compare."""
     text = "verify: there is nothing to compare, since here steps run whole, in one process, as with strategy='auto'"

@@ -496,6 +496,8 @@ class AvgPipeStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Connect the processes; called before the module's own set-up hooks."""
         check_private_names()
+        assert self.lightning_module is not None
+        commands.begin_script(self.lightning_module.trainer)
         self.checkpoint_io: CheckpointIO = choose_files(self._checkpoint_io, self.save_distributed_checkpoint)
         if not self.passthrough:
             set_environment(self.root_device, os.environ)  # before anything runs on the device
@@ -503,7 +505,6 @@ class AvgPipeStrategy(ParallelStrategy):
         if not self.passthrough:
             reset_seed()  # as ddp; also for one process, so that its random numbers are those of several processes
         self.set_world_ranks()
-        assert self.lightning_module is not None
         if self.world_size > 1:
             self._undo.enter_context(ending_together(self.lightning_module.trainer, self._connection))
         self._connect()

@@ -174,6 +174,8 @@ class GroupsLauncher(_Launcher):
                 if not said:
                     over.touch()
                     continue
+                if self._stopping:
+                    continue
                 left[number] -= 1
                 if left[number] >= 0:
                     due[number] = time.monotonic() + _PAUSE_S
