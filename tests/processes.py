@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import pickle
@@ -94,6 +95,8 @@ def run(
         path = folder / f"outcome-{rank}.pickle"
         result, error, *rest = pickle.loads(path.read_bytes()) if path.exists() else (None, None, [], 0.0)
         path.unlink(missing_ok=True)
+        if process.exitcode and process.exitcode < 0 and (crash := folder / f"crash-{rank}.txt").exists():
+            error = error or crash.read_text() or None
         outcomes.append(Outcome(result, error, process.exitcode, *rest))
     return outcomes
 
@@ -115,6 +118,7 @@ def _work(rank: int, world_size: int, port: int, function: Callable[..., Any], a
         WORLD_SIZE=str(world_size),
         GLOO_SOCKET_IFNAME="lo",
     )
+    faulthandler.enable(open(folder / f"crash-{rank}.txt", "w"))  # noqa: SIM115  # open as long as the process lives
     gc.freeze()  # garbage of the test's process may own threads that do not exist here, and must not be collected
     os.environ.setdefault("XDG_CACHE_HOME", str(folder / "cache"))  # a fixture of a module runs before conftest sets it
     os.chdir(folder)
