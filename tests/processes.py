@@ -95,8 +95,8 @@ def run(
         path = folder / f"outcome-{rank}.pickle"
         result, error, *rest = pickle.loads(path.read_bytes()) if path.exists() else (None, None, [], 0.0)
         path.unlink(missing_ok=True)
-        if process.exitcode and process.exitcode < 0 and (crash := folder / f"crash-{rank}.txt").exists():
-            error = error or crash.read_text() or None
+        if process.exitcode and process.exitcode < 0 and _crash(folder, rank).exists():
+            error = error or _crash(folder, rank).read_text() or None
         outcomes.append(Outcome(result, error, process.exitcode, *rest))
     return outcomes
 
@@ -118,7 +118,7 @@ def _work(rank: int, world_size: int, port: int, function: Callable[..., Any], a
         WORLD_SIZE=str(world_size),
         GLOO_SOCKET_IFNAME="lo",
     )
-    faulthandler.enable(open(folder / f"crash-{rank}.txt", "w"))  # noqa: SIM115  # open as long as the process lives
+    faulthandler.enable(open(_crash(folder, rank), "w"))  # noqa: SIM115  # open as long as the process lives
     gc.freeze()  # garbage of the test's process may own threads that do not exist here, and must not be collected
     os.environ.setdefault("XDG_CACHE_HOME", str(folder / "cache"))  # a fixture of a module runs before conftest sets it
     os.chdir(folder)
@@ -134,6 +134,11 @@ def _work(rank: int, world_size: int, port: int, function: Callable[..., Any], a
     ended = time.monotonic()
     (folder / f"outcome-{rank}.pickle").write_bytes(pickle.dumps((result, error, left_behind(), ended)))
     os._exit(exit_code)
+
+
+def _crash(folder: Path, rank: int) -> Path:
+    """Where a process says that it crashes, which is not in its folder."""
+    return folder.with_name(f"{folder.name}-crash-{rank}.txt")
 
 
 def left_behind() -> list[str]:

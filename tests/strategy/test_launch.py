@@ -211,7 +211,8 @@ def of_another_run(rank: int, world_size: int) -> None:
 def test_a_process_of_another_run_with_the_same_port_is_refused_and_disturbs_nobody(tmp_path: Path) -> None:
     port, may_end = free_port(), tmp_path / "may end"
     with ThreadPoolExecutor(1) as beside:
-        training = beside.submit(processes.run, 2, training_until, may_end, folder=tmp_path, port=port)
+        # fresh, since this process may not fork in another thread than its first
+        training = beside.submit(processes.run, 2, training_until, may_end, folder=tmp_path, port=port, fresh=True)
         for rank in range(2):
             await_file(tmp_path / f"trains-{rank}", training)
         for size, found in ((2, r"process \d+ on .* as rank 1"), (3, "2 processes")):
