@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,8 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import joined, nearest
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.weights.initialisation import Origin
+
+_log = logging.getLogger(__name__)
 
 
 class Deployment:
@@ -183,8 +186,8 @@ class Deployment:
             except StepOrderError:
                 if not plan.copied:  # finer units might find an order among copies
                     raise
-            except PartitionError:
-                pass  # the step needs finer units: it is captured anew when it runs
+            except PartitionError as error:  # it needs finer units
+                _log.debug("%s is captured anew when it runs: %s", graph.step, error)
 
     def _load_like(self, plan: Plan, graph: CallGraph, relays: Collection[int] = ()) -> None:
         """Make another step runnable on the stages of a plan."""
