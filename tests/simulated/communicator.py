@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -116,8 +117,12 @@ class Communicator(dist.ProcessGroup):
         return self._put("allreduce", tensor, exchange, reads=True, writes=True)
 
     def allgather(self, outputs: Any, inputs: Any, *opts: Any) -> Any:
-        """On the host only."""
-        return self._host.allgather(outputs, inputs, *opts)
+        """On a device: into outputs that lie one after the other."""
+        (rows,), (tensor,) = outputs, inputs
+        if tensor.is_cpu:
+            return self._host.allgather(outputs, inputs, *opts)
+        assert all(after.data_ptr() - row.data_ptr() == row.nbytes for row, after in itertools.pairwise(rows))
+        return self.all_gather_single(rows[0].as_strided((len(rows) * tensor.numel(),), (1,)), tensor)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, *opts: Any) -> Any:
         if tensor.is_cpu:
