@@ -50,6 +50,7 @@ _log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="The given buffer is not writable", module="torchft")
 _POLL_S = 0.05
 _COMMIT = 2  # times the limit of a sum: a stage that has its sum waits here for one whose sum runs into the limit
+_BEGINS, _GOES_ON = 1, 2  # marks of a group in a meeting; 0: it is absent
 _RETRIES = 10  # of asking a lighthouse that does not answer at once
 
 
@@ -210,11 +211,13 @@ class Meetings(ReplicaGroup):
         here = torch.zeros(self.count, dtype=torch.int64, device="cpu")
         self._together(lambda: self._hold(pending, here), "waits for the other groups")
         there = here.nonzero().flatten().tolist()
-        self._tell(there)
+        # those that begin have not made the step that the others may log and save now
+        first = int(here.argmax())
+        self._tell(there, first)
         self._there, self.present, self._adds = there, len(there), True
-        # what logs and saves is rank 0 of the first group that is there
+        # what logs and saves is rank 0 of the first group that has made this step
         rank = self._cluster.world.rank
-        rank_zero_only.rank = rank if self.number == min(there) else rank + 1  # type: ignore[attr-defined]
+        rank_zero_only.rank = rank if self.number == first else rank + 1  # type: ignore[attr-defined]
 
     def _together(self, function: Callable[[], object], doing: str) -> None:
         """Run a function that waits for other groups, while this group is watched; name the group in errors."""
@@ -244,7 +247,7 @@ class Meetings(ReplicaGroup):
             while not self._complete():
                 time.sleep(_POLL_S)
                 manager.start_quorum()
-            here.zero_()[self.number] = 1
+            here.zero_()[self.number] = _BEGINS if self._begins else _GOES_ON
             kinds: dict[tuple[Any, torch.dtype], list[Tensor]] = defaultdict(list)
             for tensors, operation in pending:
                 for tensor in filter(Tensor.numel, tensors):
@@ -276,12 +279,15 @@ class Meetings(ReplicaGroup):
         if manager.current_step() or manager.num_participants() == self.count:
             return True
         if os.path.exists(os.environ.get(STARTED, "")):
-            raise ConfigurationError(f"group {self.number} comes back when the others have trained to the end")
+            raise self._too_late()
         return False
 
-    def _tell(self, there: Sequence[int]) -> None:
-        first = self.number == min(there) and self._cluster.world.rank == 0
-        for group in set(self._there) ^ set(there) if first and self._there else ():
+    def _too_late(self) -> ConfigurationError:
+        return ConfigurationError(f"group {self.number} comes back when the others have trained to the end")
+
+    def _tell(self, there: Sequence[int], first: int) -> None:
+        tells = self.number == first and self._cluster.world.rank == 0 and self._there
+        for group in set(self._there) ^ set(there) if tells else ():
             verb = "is back" if group in there else "is gone"
             _log.warning("group %d %s after meeting %d; groups %s train", group, verb, self._met, list(there))
 
@@ -338,6 +344,8 @@ class Meetings(ReplicaGroup):
                 f"group {self.number} cannot take over '{differing[0]}' from another group, which has it on another "
                 "stage, or of another shape: all groups must train the same module, with the same options and devices"
             )
+        if not self._met and state["progress"]["training is over"]:
+            raise self._too_late()
         counted = not self._met or (state["met"] == self._met + 1 and self.number in state["there"])
         for model in models.each:
             for name in models.mine:

@@ -37,6 +37,11 @@ def _done(trainer: pl.Trainer, within: bool) -> dict[str, int]:
     }
 
 
+def _all(count: int, most: int | None) -> bool:
+    """Return whether a limit is reached; -1 and None are none."""
+    return most is not None and 0 <= most <= count
+
+
 def progress_of(trainer: pl.Trainer, within: bool) -> dict[str, Any]:
     """Return how far training is, with the state of schedulers and callbacks.
 
@@ -44,8 +49,12 @@ def progress_of(trainer: pl.Trainer, within: bool) -> dict[str, Any]:
         trainer: the trainer.
         within: whether an iteration has begun.
     """
+    fit, loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current.ready
+    over = loop._num_ready_batches_reached()
     return {
         "done": _done(trainer, within),
+        "epoch is over": over,
+        "training is over": _all(trainer.global_step, loop.max_steps) or (over and _all(epoch, fit.max_epochs)),
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "callbacks": call._call_callbacks_state_dict(trainer),
     }
@@ -54,15 +63,20 @@ def progress_of(trainer: pl.Trainer, within: bool) -> dict[str, Any]:
 def go_to(trainer: pl.Trainer, progress: dict[str, Any], within: bool) -> None:
     """Go on from where another group is.
 
-    All counts of a counter move by the same number, so those that are ahead within an iteration stay ahead.
+    All counts of a counter move by the same number, so those that are ahead within an iteration stay ahead. An iteration
+    that has begun here becomes one of the next epoch if the other group is at the end of an epoch. What that group does
+    there has its effect on callbacks, and on schedulers that watch a metric, in that group only.
 
     Args:
         trainer: the trainer.
         progress: what the other group's :func:`progress_of` has returned.
         within: whether an iteration has begun here.
     """
-    counters, done = _counters(trainer), _done(trainer, within)
-    further = {name: progress["done"][name] - count for name, count in done.items()}
+    counters, done, theirs = _counters(trainer), _done(trainer, within), dict(progress["done"])
+    if within and progress["epoch is over"]:
+        theirs |= {"batch current": 0, "step current": 0}
+        theirs |= {name: theirs[name] + 1 for name in ("epoch current", "epoch total")}
+    further = {name: theirs[name] - count for name, count in done.items()}
     for name, counter in counters.items():
         for count in _COUNTS:
             if hasattr(counter, count):

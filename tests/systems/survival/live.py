@@ -86,6 +86,7 @@ def live(
     rank: int = 0,
     signum: int = signal.SIGKILL,
     saves: Path | None = None,
+    per_epoch: int = BATCHES,
     **options: Any,
 ) -> Any:
     """Train as a group of stages, in whose process something happens in a phase, unless that is empty."""
@@ -109,5 +110,5 @@ def live(
         stages, stages, strategy, callbacks=callbacks, max_epochs=-1, max_steps=steps,
         enable_checkpointing=saves is not None,
     )  # fmt: skip
-    runner.fit(model, loader(Fragile, 2 * BATCHES * 4, 4), loader(Fragile, 8, 4))
+    runner.fit(model, loader(Fragile, 2 * per_epoch * 4, 4), loader(Fragile, 8, 4))
     return {"left": state(model), "epoch": runner.current_epoch, "step": runner.global_step}

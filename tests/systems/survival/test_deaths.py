@@ -29,7 +29,7 @@ def check_all(run: Run, group: int, per_epoch: int = BATCHES) -> None:
 
 def dies_and_returns(run: Run, died: float, size: int = 2, limit_s: float = 60.0, **arguments: Any) -> None:
     """Group 1 has died: group 0 goes on, group 1 comes back, and both end with the same reference."""
-    per_epoch = BATCHES // arguments.get("num_pipelines", 1)
+    per_epoch = arguments.get("per_epoch", BATCHES) // arguments.get("num_pipelines", 1)
     on = run.until(stepped(0), after=died + 0.2, limit_s=limit_s)
     for rank in range(size):
         run.until(lambda e, rank=rank: (e.group, e.rank, e.what) == (1, rank, "gone"), limit_s=limit_s)
@@ -81,6 +81,16 @@ def test_a_group_of_one_process_comes_back(tmp_path: Path, options: dict[str, An
             run.start(group, stages=1, **options)
         run.until(lambda e: stepped(1)(e) and e.facts["step"] >= 5)
         dies_and_returns(run, run.kill(1, [0]), 1, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("per_epoch", [1, 2])
+def test_a_group_may_come_back_at_the_end_of_an_epoch(tmp_path: Path, per_epoch: int) -> None:
+    with running(live, tmp_path) as run:
+        for group in (0, 1):
+            run.start(group, stages=1, per_epoch=per_epoch)
+        run.until(lambda e: stepped(1)(e) and e.facts["step"] >= 5)
+        dies_and_returns(run, run.kill(1, [0]), 1, per_epoch=per_epoch)
 
 
 @pytest.mark.slow
