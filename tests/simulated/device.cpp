@@ -142,7 +142,18 @@ thread_local int device_ = 0;
 thread_local int64_t streams_[kMaxDevices] = {};
 thread_local int muted_ = 0;  // within a kernel: what torch does on the way is no work of a stream
 
-using Lock = std::lock_guard<std::recursive_mutex>;
+class Lock {  // nobody waits for it with Python's lock, for which one who has it waits when a tensor of Python ends
+ public:
+  explicit Lock(std::recursive_mutex& mutex) : held_(mutex, std::try_to_lock) {
+    if (held_.owns_lock()) return;
+    PyThreadState* python = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    held_.lock();
+    if (python != nullptr) PyEval_RestoreThread(python);
+  }
+
+ private:
+  std::unique_lock<std::recursive_mutex> held_;
+};
 struct Mute {
   Mute() { ++muted_; }
   ~Mute() { --muted_; }
