@@ -11,7 +11,6 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.utils.lightning import Callback, _TunerExitException, pl, rank_zero_info
-from lightning_avgpipe.utils.patching import nothing
 from lightning_avgpipe.utils.script import asked_by
 from lightning_avgpipe.verify import Subject, Verifier
 
@@ -26,7 +25,7 @@ def verifier(subject: Subject, verify: Verify) -> Verifier | None:
     if command is not None:
         return Verifier(subject, command["steps"], True, _end(subject.cluster, command["report"]))
     steps = verify if isinstance(verify, int) and verify is not True else _STEPS
-    return Verifier(subject, steps, verify != "auto", nothing) if steps else None
+    return Verifier(subject, steps, verify != "auto", rank_zero_info) if steps else None
 
 
 def begin_script(trainer: pl.Trainer) -> None:

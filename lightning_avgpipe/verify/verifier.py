@@ -21,7 +21,7 @@ from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.errors import ConfigurationError, VerificationError
 from lightning_avgpipe.utils import forked, tree
 from lightning_avgpipe.utils.forked import Child, ForkError
-from lightning_avgpipe.utils.lightning import pl, rank_zero_info, rank_zero_warn
+from lightning_avgpipe.utils.lightning import pl, rank_zero_warn
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.tensors import as_tensor
 from lightning_avgpipe.verify.fingerprint import Difference, fingerprint, first_difference, how_different, usual_size
@@ -61,7 +61,8 @@ class Verifier:
         iterations: number of optimizer steps to verify.
         asked: whether the user has asked for it. Else training waits for the children only shortly, and goes on without
             a comparison where none is possible.
-        done: called on every process when everything that was asked for is compared, with a text that says what was.
+        done: called on every process when everything that the user has asked for is compared, with a text that says
+            what was; empty on the others than rank 0.
 
     Attributes:
         succeeded: whether everything that was asked for has been compared, and is equal.
@@ -504,7 +505,8 @@ class Verifier:
         self._give_up()
         if not (self._asked or self._doubtful):
             self._subject.verdicts.keep(self._key)
-        (rank_zero_info if self._asked else _log.info)(text)
+        if not self._asked:
+            _log.info(text)
         return text
 
     def leave(self) -> None:

@@ -27,6 +27,7 @@ from lightning_avgpipe.engine import microbatch, randomness
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.errors import ConfigurationError, VerificationError
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action
+from lightning_avgpipe.strategy import commands
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.utils.device import DeviceMemory
 from lightning_avgpipe.utils.patching import replaced
@@ -72,7 +73,7 @@ class Configured(Normed):
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What verification says."""
     texts: list[str] = []
-    monkeypatch.setattr(verifying, "rank_zero_info", texts.append)
+    monkeypatch.setattr(commands, "rank_zero_info", texts.append)
     return texts
 
 
@@ -446,7 +447,7 @@ def fit_in_processes(rank: int) -> tuple[list[str], str]:
             wrong.layers[0].weight.grad.mul_(0.5)
         return result
 
-    with replaced(verifying, "rank_zero_info", texts.append) if rank == 0 else nullcontext():
+    with replaced(commands, "rank_zero_info", texts.append) if rank == 0 else nullcontext():
         train(right)
     with mock.patch.object(Stage, "perform", lossy), pytest.raises(Exception) as caught:
         train(wrong)

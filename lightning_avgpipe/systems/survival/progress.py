@@ -63,9 +63,9 @@ def progress_of(trainer: pl.Trainer, within: bool) -> dict[str, Any]:
 def go_to(trainer: pl.Trainer, progress: dict[str, Any], within: bool) -> None:
     """Go on from where another group is.
 
-    All counts of a counter move by the same number, so those that are ahead within an iteration stay ahead. An iteration
-    that has begun here becomes one of the next epoch if the other group is at the end of an epoch. What that group does
-    there has its effect on callbacks, and on schedulers that watch a metric, in that group only.
+    All counts of a counter move by the same number, so those that are ahead within an iteration stay ahead. If the
+    other group is at the end of an epoch, an iteration that has begun here becomes one of the next epoch; what happens
+    there reaches callbacks, and schedulers that watch a metric, in the other group only.
 
     Args:
         trainer: the trainer.
