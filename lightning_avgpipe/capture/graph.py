@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
+
+from torch import Tensor
 
 from lightning_avgpipe.capture.upkeep import PinnedNodes, made_by, spans
 from lightning_avgpipe.utils.names import joined
@@ -101,6 +103,13 @@ class Node:
     lasting: tuple[int, ...] = ()
     generators: tuple[int, ...] = ()
     reads_numbers: bool = False
+
+    def written(self, taken: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
+        """Yield each tensor that the node changes in place, given those that it takes, and its value."""
+        for i, value, of_base in self.writes:
+            target = taken[i]._base if of_base else taken[i]
+            if target is not None:
+                yield target, value
 
     def __str__(self) -> str:
         names = {"call": f"unit '{self.name}'", "glue": f"{self.name}()", "region": f"checkpoint of '{self.name}'"}

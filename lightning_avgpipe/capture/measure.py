@@ -242,9 +242,8 @@ class _Timer(StepTracer):
         for leaf, value in zip(given, node.outputs, strict=True):
             if value >= 0 and leaf not in self.known:
                 self._learn(leaf, value)
-        for i, value, base in node.writes:
-            target = tensors[i]._base if base else tensors[i]
-            if target is not None and target not in self.known:
+        for target, value in node.written(tensors):
+            if target not in self.known:
                 self._learn(target, value)
 
     def _learn(self, tensor: Tensor, value: int) -> None:

@@ -320,10 +320,8 @@ class _Replayer(StepTracer):
         for value, tensor in zip(node.outputs, outcome.tensors, strict=True):
             if value >= 0:
                 self.values.made(tensor, value)
-        for i, value, of_base in node.writes:
-            target = taken[i]._base if of_base else taken[i]
-            if target is not None:
-                self.values.made(target, value)
+        for target, value in node.written(taken):
+            self.values.made(target, value)
         if (not self._program.is_last or node.index < self._tap) and node.index >= self._start:
             self._own.append(outcome.entry)
         return outcome.result

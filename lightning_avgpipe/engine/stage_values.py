@@ -89,9 +89,8 @@ class StageValues:
         Raises:
             StepChangedError: the node was given other objects than on its own stage.
         """
-        for i, value, of_base in node.writes:
-            target = tensors[i]._base if of_base else tensors[i]
-            if target is not None and value not in self.stand_ins and target not in self._known:
+        for target, value in node.written(tensors):
+            if value not in self.stand_ins and target not in self._known:
                 # A free tensor (say, torch.zeros) that an earlier stage wrote into.
                 self.stand_ins[value] = target
                 self._known.learn(target, value)
