@@ -50,6 +50,7 @@ class Answer(NamedTuple):
         entry: description of its result.
         value: value that it returned.
         make: make the tensor that stands for this value if it was not received.
+        calls: paths of the called modules that may draw random numbers, the unit first.
     """
 
     module: nn.Module
@@ -58,6 +59,7 @@ class Answer(NamedTuple):
     entry: TensorMeta
     value: int
     make: Callable[[], Tensor]
+    calls: tuple[str, ...]
 
 
 class Answers:
@@ -65,12 +67,11 @@ class Answers:
 
     Args:
         program: program of the stage.
-        counted: paths of the modules whose calls the stage counts, since it may call them too.
         device: device of the stage.
     """
 
-    def __init__(self, program: StageProgram, counted: frozenset[str], device: torch.device) -> None:
-        self._program, self._counted, self._device = program, counted, device
+    def __init__(self, program: StageProgram, device: torch.device) -> None:
+        self._program, self._device = program, device
         self._attested: Any = ()
         self._known: list[Answer | None] = [None] * program.start
 
@@ -96,8 +97,7 @@ class Answers:
         module = operation.module
         if module is None or module._forward_hooks or not isinstance(entry, TensorMeta):
             return
-        is_counted = not self._counted.isdisjoint((node.name, *node.drawn))
-        if is_counted or node.writes or node.writes_objects or node.outputs[0] < 0:
+        if node.writes or node.writes_objects or node.outputs[0] < 0:
             return
         given: tuple[int, ...] | None = None
         if self._program.is_last or node.name not in self._program.graph.resident:
@@ -105,5 +105,5 @@ class Answers:
             given = tuple(value for value in values if value is not None)
             if operation.kwargs or not 0 < len(given) == len(operation.args):
                 return
-        make = Absent.maker(entry, self._device, node.name)
-        self._known[node.index] = Answer(module, given, modes_of(module, aside=1), entry, node.outputs[0], make)
+        make, calls = Absent.maker(entry, self._device, node.name), (node.name, *node.drawn)
+        self._known[node.index] = Answer(module, given, modes_of(module, aside=1), entry, node.outputs[0], make, calls)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,18 +158,6 @@ class Drawing:
         composite = self.composite
         return node.kind != "glue" and (node.name in composite or not composite.isdisjoint(node.drawn))
 
-    def counted(self, module: nn.Module, own: Collection[str]) -> frozenset[str]:
-        """Return the paths of modules that are not only in units of other stages.
-
-        Args:
-            module: whole module.
-            own: names, among them those of the units that the stage may call.
-        """
-        units = [call.path for call in self.calls.values() if call.is_unit]
-        here = {id(m) for path in units if path in own for m in module.get_submodule(path).modules()}
-        there = {id(m) for path in units if path not in own for m in module.get_submodule(path).modules()}
-        return frozenset(call.path for key, call in self.calls.items() if key in here or key not in there)
-
 
 class _Scope:
     """One call of a module: its path, the number of earlier calls, and the drawing functions called so far.
@@ -230,16 +218,14 @@ class Draws(CallWatcher):
         drawing: modules that draw or may draw.
         key: key of the execution.
         device: device of the stage.
-        expected: paths of modules that are likely to be called.
     """
 
-    def __init__(self, drawing: Drawing, key: RandomKey, device: torch.device, expected: Iterable[str] = ()) -> None:
+    def __init__(self, drawing: Drawing, key: RandomKey, device: torch.device) -> None:
         self.only: Container[int] | None = drawing.calls
         self._drawing = drawing
         self._key = key
         self._device = device
         self._generators = generators(device)
-        self._seeds = key.first(expected)  # made together, they take a fraction of the time
         self._counts: dict[str, int] = {}
         self._scopes = [_Scope("<step>", 0, True)]
         self._within = False  # whether a unit is running in which functions draw
@@ -275,7 +261,7 @@ class Draws(CallWatcher):
         hooked = module._forward_hooks or module._forward_pre_hooks
         if call.is_plain and not hooked and self._functions is None and self._seeding is None:
             if not call.never_draws:
-                seed = self._seed(path, occurrence)
+                seed = self._key.derive(path, occurrence)
                 for generator in self._generators:
                     generator.manual_seed(seed)
             return False  # nobody asks for the scope of such a layer
@@ -291,11 +277,6 @@ class Draws(CallWatcher):
             scope.enter(_Functions(self))
         return True
 
-    def _seed(self, path: str, occurrence: int) -> int:
-        """Return the seed of a stream for all draws of a call."""
-        known = None if occurrence else self._seeds.get(path)
-        return self._key.derive(path, occurrence) if known is None else known
-
     def begin_unit(self, elsewhere: bool = False) -> None:
         """Begin the stream of the unit that was called last: it is executed here, perhaps also on other stages."""
         scope, drawing = self._scopes[-1], self._drawing
@@ -307,7 +288,7 @@ class Draws(CallWatcher):
     def _begin(self, scope: _Scope, call: DrawingCall, on_host: bool) -> None:
         # in a unit something may begin to draw that did not when the step was captured
         if call.is_simple or call.is_unit:
-            self.begin_stream(self._seed(scope.path, scope.occurrence))
+            self.begin_stream(self._key.derive(scope.path, scope.occurrence))
         if on_host and (call.on_host or any(map(_is_hooked, call.layers))):
             scope.enter(host_stream(self._key.derive(scope.path, scope.occurrence)))
 

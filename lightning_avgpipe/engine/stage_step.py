@@ -215,7 +215,7 @@ class StageStep:
             compiler=execution.compiler,
             unforeseen=self._unforeseen,
         )
-        self._answers = Answers(program, self._context.drawing.counted(module, program.own), device)
+        self._answers = Answers(program, device)
         self._programs = Programs(program, module, self._context, execution.static)
         self._began_on_host = False  # in this iteration
         self.rewritten = Rewritten.of(program, module)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.engine.answers import Answer
 from lightning_avgpipe.engine.part import Entry
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
@@ -56,12 +55,11 @@ class StageValues:
         self.stand_ins: dict[int, Tensor] = {}  # for values of earlier stages
         self._written: list[tuple[Any, ObjectState, ObjectState]] = []  # object, and its states around a skipped unit
 
-    def answer(self, answer: Answer) -> Tensor:
-        """Return the tensor for the value of an answer."""
-        value = answer.value
+    def stand_in(self, value: int, make: Callable[[], Tensor]) -> Tensor:
+        """Return the tensor for a value of an earlier stage, made by ``make`` if it was not received."""
         if value not in self.stand_ins:
             tensor = self._received.get(value)
-            self.stand_ins[value] = answer.make() if tensor is None else tensor
+            self.stand_ins[value] = make() if tensor is None else tensor
             self._known.learn(self.stand_ins[value], value)
         return self.stand_ins[value]
 
@@ -97,35 +95,30 @@ class StageValues:
                 if value in self._received:
                     target.copy_(self._received[value])
         if isinstance(entry, TensorMeta):
-            return self._stand_in(node, 0, entry, tensors)
+            return self._output(node, 0, entry, tensors)
         if isinstance(entry, Parcel):
             return self._open(node, entry, tensors, objects)
         spec, leaves = entry
         filled, i = [], 0
         for leaf in leaves:
             if isinstance(leaf, TensorMeta):
-                filled.append(self._stand_in(node, i, leaf, tensors))
+                filled.append(self._output(node, i, leaf, tensors))
                 i += 1
             else:
                 filled.append(leaf.value)
         return tree.unflatten(filled, spec.spec)
 
-    def _stand_in(self, node: Node, i: int, meta: TensorMeta, tensors: list[Tensor]) -> Tensor:
+    def _output(self, node: Node, i: int, meta: TensorMeta, tensors: list[Tensor]) -> Tensor:
         """Return the tensor for the i-th output of a node that took these tensors."""
         value = node.outputs[i]
         if value < 0:
             return tensors[-1 - value]
-        if value not in self.stand_ins:
-            tensor = self._received.get(value)
-            name = node.name if node.kind == "call" else str(node)
-            self.stand_ins[value] = Absent(meta, self.device, name) if tensor is None else tensor
-            self._known.learn(self.stand_ins[value], value)
-        return self.stand_ins[value]
+        return self.stand_in(value, lambda: Absent(meta, self.device, node.name if node.kind == "call" else str(node)))
 
     def _open(self, node: Node, parcel: Parcel, tensors: list[Tensor], objects: Snapshot | None) -> Any:
         """Apply the unit's changes of objects to the objects of this stage."""
         assert objects is not None
-        given = [self._stand_in(node, i, meta, tensors) for i, meta in enumerate(parcel.tensors)]
+        given = [self._output(node, i, meta, tensors) for i, meta in enumerate(parcel.tensors)]
         lasting = [objects.owners[i] for i in node.lasting if i < len(objects.owners)]
         before = list(map(state_of, lasting))
         try:
