@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +39,25 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.torch_compat import modes
 
+Told = TypeVar("Told", bound=Callable[..., None])
+
 
 class Unwritable(Exception):
     """An error that says why a step cannot be written down."""
+
+
+def _writing(method: Told) -> Told:
+    """Let a method do nothing once it is known that there can be no program; it may raise :class:`Unwritable`."""
+
+    @functools.wraps(method)
+    def told(writer: ProgramWriter, *args: Any, **kwargs: Any) -> None:
+        if writer.why_not is None:
+            try:
+                method(writer, *args, **kwargs)
+            except Unwritable as error:
+                writer.refuse(str(error))
+
+    return told  # type: ignore[return-value]
 
 
 @dataclass
@@ -84,6 +101,7 @@ class ProgramWriter:
         self.why_not = self.why_not or why
         self._instructions.clear()
 
+    @_writing
     def begin(self, tensors: Sequence[Tensor]) -> None:
         """Begin a program with the tensors of the batch and the received ones."""
         self._given = tuple(map(self._new, tensors))
@@ -104,21 +122,24 @@ class ProgramWriter:
         if purity.why_not is not None:
             self.refuse(purity.why_not)
 
+    @_writing
     def skipped(self, node: Node) -> None:
         """Note that a node of another stage was skipped."""
         if node.writes:
-            self.refuse(f"{node} writes into what it is given")
-        elif node.kind == "call" and self.why_not is None:
+            raise Unwritable(f"{node} writes into what it is given")
+        if node.kind == "call":
             self._instructions.append(Instruction("skipped", node.name, call_module, node=node))
 
+    @_writing
     def call(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Note a call of a unit that depends on the batch alone."""
         if any(isinstance(tensor, Absent) for tensor in tree.tensors((args, kwargs))):
             return
         if not tree.tensors(result):
-            self.refuse(f"a {type(module).__name__} tells the step what is in the batch")
+            raise Unwritable(f"a {type(module).__name__} tells the step what is in the batch")
         self._write("glue", partial(call_module, module), args, kwargs, result, module=module)
 
+    @_writing
     def glue(
         self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any, tensors: Sequence[Tensor]
     ) -> None:
@@ -128,21 +149,18 @@ class ProgramWriter:
             return  # its result is absent too
         if not isinstance(result, Tensor) and not tree.tensors(result):
             if tensors and result is not None and not _is_plain(result):
-                self.refuse(f"{name}() gives the step something else than tensors")
-            elif tensors:
+                raise Unwritable(f"{name}() gives the step something else than tensors")
+            if tensors:
                 self._write("glue" if result is None else "question", function, args, kwargs, (), answer=result)
             return
         self._write("glue", function, args, kwargs, result)
 
+    @_writing
     def begin_node(self, operation: Operation) -> None:
         """Note a node's arguments before it is executed, while they hold what the node is given."""
-        if self.why_not is not None:
-            return
-        try:
-            self._arguments = self._templates(operation.args, operation.kwargs, objects=True)
-        except Unwritable as error:
-            self.refuse(str(error))
+        self._arguments = self._templates(operation.args, operation.kwargs, objects=True)
 
+    @_writing
     def node(self, operation: Operation, node: Node, outcome: OperationResult, separated: bool) -> None:
         """Note a node that was executed here.
 
@@ -150,11 +168,11 @@ class ProgramWriter:
             separated: whether it returns a view of an argument.
         """
         if node.lasting or node.exports or node.generators or node.kind == "region":
-            self.refuse(f"{node} writes into objects that outlive the step, or is repeated in its backward")
-        elif node.reads_numbers or (node.kind == "glue" and (outcome.result is None or not outcome.tensors)):
-            self.refuse(f"{node} tells the step numbers")
-        elif operation.module is not None and (operation.module._forward_hooks or operation.module._forward_pre_hooks):
-            self.refuse(f"{node} has hooks")
+            raise Unwritable(f"{node} writes into objects that outlive the step, or is repeated in its backward")
+        if node.reads_numbers or (node.kind == "glue" and (outcome.result is None or not outcome.tensors)):
+            raise Unwritable(f"{node} tells the step numbers")
+        if operation.module is not None and (operation.module._forward_hooks or operation.module._forward_pre_hooks):
+            raise Unwritable(f"{node} has hooks")
         run = operation.run if operation.module is None else partial(call_module, operation.module)
         differs = node.writes_objects or not all(map(_is_alike, tree.leaves(outcome.result)))
         self._write(
@@ -170,19 +188,14 @@ class ProgramWriter:
             separated=separated,
             is_plain=not (node.writes_objects or separated or self.drawing.watches_functions(node)),
         )
-        if self.why_not is not None:
-            return
-        try:
-            self._after = {
-                number: self._pickled(item)[0] for number, item in self._objects.values() if self.checks_purity
-            }
-        except Unwritable as error:
-            self.refuse(str(error))
+        self._after = {n: self._pickled(item)[0] for n, item in self._objects.values() if self.checks_purity}
 
+    @_writing
     def observed(self, run: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
         """Note a call that has looked at values."""
         self._write("observe", run, args, kwargs, result)
 
+    @_writing
     def end(self, replayed: Replayed, complete: bool) -> None:
         """Complete the program when the step has ended.
 
@@ -191,23 +204,16 @@ class ProgramWriter:
             complete: whether the step went as far as when it was captured.
         """
         if not complete:
-            self.refuse("it ended early")
-        if self.why_not is not None:
-            return
+            raise Unwritable("it ended early")
         # skipped calls matter only for the random streams of modules that are called here as well
         called = {path for one in self._instructions if one.kind == "node" for path in one.drawn}
         instructions = [one for one in self._instructions if one.kind != "skipped" or not called.isdisjoint(one.drawn)]
         if any(one.kind == "question" for one in instructions):
             if any(one.node is not None and one.node.writes for one in instructions):
-                self.refuse("it asks what is in the batch, and writes into tensors")
-                return
+                raise Unwritable("it asks what is in the batch, and writes into tensors")
             # instructions on the batch come first, so that a surprise comes before any side effect
             instructions.sort(key=lambda one: one.kind not in ("glue", "question"))
-        try:
-            sent, result = tuple(map(self._template, replayed.sent)), self._template(replayed.result)
-        except Unwritable as error:
-            self.refuse(str(error))
-            return
+        sent, result = tuple(map(self._template, replayed.sent)), self._template(replayed.result)
         assert not isinstance(replayed.entries, Path)
         told = replayed.attested, replayed.entries
         self.program = FlatProgram(tuple(instructions), self._num_slots, self._given, sent, result, *told).lean()
@@ -223,17 +229,11 @@ class ProgramWriter:
         **more: Any,
     ) -> None:
         """Append an instruction; the arguments of a node have been noted before it was executed."""
-        if self.why_not is not None:
-            return
-        try:
-            if modes(self.device) != self._began_in:
-                what = more.get("node", function_name(run))
-                raise Unwritable(f"{what} runs in another mode than the step begins in")
-            templates, named = self._arguments if kind == "node" else self._templates(args, kwargs)
-            made = tuple(map(self._slot_of_result, tree.tensors(result)))
-        except Unwritable as error:
-            self.refuse(str(error))
-            return
+        if modes(self.device) != self._began_in:
+            what = more.get("node", function_name(run))
+            raise Unwritable(f"{what} runs in another mode than the step begins in")
+        templates, named = self._arguments if kind == "node" else self._templates(args, kwargs)
+        made = tuple(map(self._slot_of_result, tree.tensors(result)))
         draw = None if module is not None or kind == "observe" else self.draw
         self._instructions.append(
             Instruction(kind, function_name(run), run, templates, named, made, module=module, draw=draw, **more)
@@ -314,6 +314,13 @@ class ProgramWriter:
         if (held := self._held.get(id(tensor))) is not None:
             return held
         raise Unwritable("the step uses a tensor that comes from neither the batch, the model nor an operation")
+
+
+# A writer that is told of a step which need not be written down.
+UNUSED = ProgramWriter(
+    nn.Module(), Packer(nn.Module()), torch.device("cpu"), Drawing({}, frozenset(), frozenset(), False, False), False,
+    why_not="nobody needs a program of it",
+)  # fmt: skip
 
 
 def _held_tensors(module: nn.Module) -> dict[int, Any]:

@@ -40,7 +40,7 @@ from lightning_avgpipe.engine.part import (
     Runner,
     Tapped,
 )
-from lightning_avgpipe.engine.program_writer import ProgramWriter
+from lightning_avgpipe.engine.program_writer import UNUSED, ProgramWriter
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.engine.stage_values import StageValues
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
@@ -62,7 +62,7 @@ def replay(
     part: Part,
     context: ReplayContext,
     around: Around | None = None,
-    writer: ProgramWriter | None = None,
+    writer: ProgramWriter = UNUSED,
     answers: Answers | None = None,
 ) -> Replayed:
     """Execute one stage's part of a step on one micro-batch.
@@ -88,7 +88,7 @@ def replay(
         runner.draws.stream(),
         watching(runner.draws),
         replayer.following(compiled=context.compiled),
-        _NOTHING if writer is None else writer.checked(replayer.is_inside),
+        writer.checked(replayer.is_inside),
     ):
         try:
             result = part.run(*args)
@@ -105,8 +105,7 @@ def replay(
     sent = replayer.sent()
     told = () if replayer.attestation is None else replayer.attestation.told()
     replayed = Replayed(result, sent, replayer.entries(), replayer.tapped, began_on_host, told)
-    if writer is not None:
-        writer.end(replayed, complete=replayer.is_complete(result))
+    writer.end(replayed, complete=replayer.is_complete(result))
     return replayed
 
 
@@ -118,7 +117,7 @@ class _Replayer(StepTracer):
         part: Part,
         context: ReplayContext,
         runner: Runner,
-        writer: ProgramWriter | None,
+        writer: ProgramWriter,
         answers: Answers | None,
     ) -> None:
         super().__init__(context.units, context.owned, context.device)
@@ -194,16 +193,13 @@ class _Replayer(StepTracer):
                     result = run(*args, **kwargs)
             finally:
                 self._runs_everywhere = False
-            if self._writer is not None:
-                self._writer.call(module, args, kwargs, result)
+            self._writer.call(module, args, kwargs, result)
             return result
         return self._at_node(Operation("call", path, run, args, kwargs, tensors, module))
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors, name = tensor_arguments(args, kwargs), function_name(func)
-        draw = self._runner.draws.function(name)
-        if self._writer is not None:
-            self._writer.draw = draw
+        self._writer.draw = self._runner.draws.function(name)
         for tensor in tensors:
             if id(tensor) in self._owned or self.known.value_of(tensor) is not None:
                 return self._at_node(Operation("glue", name, func, args, kwargs, tensors))
@@ -216,19 +212,15 @@ class _Replayer(StepTracer):
             result = func(*args, **kwargs)
         if self.attestation is not None:
             self.attestation.made(name, args, kwargs, result)
-        if self._writer is not None:
-            self._writer.glue(func, args, kwargs, result, tensors)
+        self._writer.glue(func, args, kwargs, result, tensors)
         return result
 
     def _like(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = super()._like(func, args, kwargs)
-        if self._writer is not None:
-            self._writer.refuse(f"{function_name(func)}() makes a tensor like a parameter")
-        return result
+        self._writer.refuse(f"{function_name(func)}() makes a tensor like a parameter")
+        return super()._like(func, args, kwargs)
 
     def region(self, generator: Iterator[Any]) -> Iterator[Any]:
-        if self._writer is not None:
-            self._writer.refuse("it checkpoints a region")
+        self._writer.refuse("it checkpoints a region")
         return super().region(generator)
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -240,8 +232,7 @@ class _Replayer(StepTracer):
             return Absent(TensorMeta((), torch.get_default_dtype(), False, False), self.values.device, "a metric")
         with self.executing():
             result = run(*args, **kwargs) if self._observe is None else self._observe(run, args, kwargs)
-        if self._writer is not None:
-            self._writer.observed(run, args, kwargs, result)
+        self._writer.observed(run, args, kwargs, result)
         return result
 
     # -- nodes ------------------------------------------------------------------------------------------------------
@@ -294,8 +285,7 @@ class _Replayer(StepTracer):
             )
         if node.drawn:
             self._runner.draws.skip(node.drawn)
-        if self._writer is not None:
-            self._writer.skipped(node)
+        self._writer.skipped(node)
         told = node.index < self._start and self._before[node.index] is entry
         if told and self._answered and self._answers is not None and self._bare:
             self._answers.learn(operation, node, entry, self.known)
@@ -303,8 +293,7 @@ class _Replayer(StepTracer):
 
     def _execute(self, operation: Operation, node: Node) -> Any:
         taken, objects = operation.with_objects(node)
-        if self._writer is not None:
-            self._writer.begin_node(operation)
+        self._writer.begin_node(operation)
         with _NOTHING if operation.kind == "glue" else self.executing():
             outcome = self._runner.run(operation, node, objects)
         if not outcome.is_as_captured(node, taken, self.known):
@@ -316,8 +305,7 @@ class _Replayer(StepTracer):
         whole = outcome
         if objects is None:
             outcome = outcome.separated(node, taken)
-        if self._writer is not None:
-            self._writer.node(operation, node, outcome, separated=whole is not outcome)
+        self._writer.node(operation, node, outcome, separated=whole is not outcome)
         for value, tensor in zip(node.outputs, outcome.tensors, strict=True):
             if value >= 0:
                 self.values.made(tensor, value)
@@ -338,8 +326,7 @@ class _Replayer(StepTracer):
             )
 
     def _new_detour(self, shared: frozenset[int] = frozenset()) -> Detour:
-        if self._writer is not None:
-            self._writer.refuse("it does something else than when it was captured")
+        self._writer.refuse("it does something else than when it was captured")
         return Detour(self._program, self.known, self._owned, self._before, shared)
 
     def _off_path(self, operation: Operation, expected: Node | None) -> Any:

@@ -27,7 +27,7 @@ from lightning_avgpipe.engine.answers import Answers
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.flat_program import VALUES, FlatProgram, Surprise, description
 from lightning_avgpipe.engine.part import Observe, Part, Path, ReplayContext, Replayed, Runner
-from lightning_avgpipe.engine.program_writer import ProgramWriter
+from lightning_avgpipe.engine.program_writer import UNUSED, ProgramWriter
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.replay import replay
 from lightning_avgpipe.engine.task import Task
@@ -150,10 +150,10 @@ class Programs:
         _, described, told = form
         return [program for known, program in self._written if known.described == described and known.told == told]
 
-    def writer(self, form: Form) -> ProgramWriter | None:
-        """Return a writer for the micro-batch that is followed now; None if its program would not be used."""
+    def writer(self) -> ProgramWriter:
+        """Return a writer for the micro-batch that is followed now."""
         if self.why_not is not None or len(self._written) >= _MOST_FORMS:
-            return None
+            return UNUSED
         context, checks_purity = self._context, self._audits and not self.static
         return ProgramWriter(self._module, context.packer, context.device, context.drawing, checks_purity)
 
@@ -246,21 +246,20 @@ class StageStep:
             copies: ``id -> full name`` of the copies that stand for parameters now.
             watched: return the context within which the step runs.
         """
-        trains = task.trains
-        form = Form.of(part, self._programs.static) if self._may_repeat(part, task) else None
-        writer = None
-        if form is not None:
+        trains, writer = task.trains, UNUSED
+        if self._may_repeat(part, task):
             assert task.around is not None
+            form = Form.of(part, self._programs.static)
             for written in self._programs.find(form):
                 try:
                     with watched(), self.rewritten.saved(trains):
                         return self._run_program(written, form, part, task.around(micro_batch))
                 except Surprise:
                     continue
-            writer = self._programs.writer(form)
+            writer = self._programs.writer()
         with self._inspected(task) as inspection, self.rewritten.saved(trains):
             with watched(), self._unforeseen.checked(part.args):
-                if writer is not None and form is not None and task.around is not None:
+                if writer is not UNUSED and task.around is not None:
                     with task.around(micro_batch):  # the context may set modes, such as autocast
                         writer.begin(form.tensors)
                 around = self._unforeseen.node if part.program.num_stages > 1 else None
@@ -268,7 +267,7 @@ class StageStep:
             self._began_on_host |= replayed.began_on_host
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
-        if writer is not None and form is not None:
+        if writer is not UNUSED:
             self._programs.keep(form, writer)
         return replayed
 
