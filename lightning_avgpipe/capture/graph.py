@@ -411,14 +411,6 @@ class CallGraph:
             groups[value.storage].append(value.index)
         return [tuple(group) for group in groups.values() if len(group) > 1]
 
-    def __str__(self) -> str:
-        lines = [f"{self.step}: {len(self.nodes)} nodes, {len(self.values)} values"]
-        for node in self.nodes:
-            reads = ",".join(str(v) for v in node.inputs)
-            gives = ",".join(str(v) for v in node.outputs)
-            lines.append(f"  {node.index:4d} {node.kind:5s} {node.name:40s} ({reads}) -> ({gives})  {node.source}")
-        return "\n".join(lines)
-
 
 def _instead(first: Node, last: Node) -> str:
     """Return advice for two calls of one unit that must be on one stage; empty for other nodes."""

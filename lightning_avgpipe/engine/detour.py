@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_avgpipe.capture.draft import outputs_of
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
+from lightning_avgpipe.capture.upkeep import made_by
 from lightning_avgpipe.engine.part import Entry, OffPathNode, OperationResult, Path, Runner
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
@@ -202,12 +203,11 @@ class Detour:
         made = graph.nodes[graph.born[value]]
         for node in reversed(self._steps):
             if (node.kind, node.name, node.source) == (made.kind, made.name, made.source):
-                yield from (number for number in node.outputs if number >= 0)
-                yield from (number for _, number, _ in node.writes)
+                yield from made_by(node)
                 return
 
 
 def _unused_numbers(begin: int, steps: Sequence[Node]) -> Iterator[int]:
     """Yield indices for new values, beyond the captured ones and without those of these nodes."""
-    taken = {value for node in steps for value in (*node.outputs, *(v for _, v, _ in node.writes))}
+    taken = {value for node in steps for value in made_by(node)}
     return (number for number in count(begin) if number not in taken)

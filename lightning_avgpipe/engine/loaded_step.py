@@ -23,27 +23,6 @@ if TYPE_CHECKING:
     from lightning_avgpipe.engine.executor import Lane
 
 
-@dataclass(frozen=True)
-class Loading:
-    """A step function that a pipeline makes runnable.
-
-    Attributes:
-        module: whole module.
-        cluster: cluster of the processes.
-        programs: parts of the step function of all stages.
-        stages: stages of this process.
-        of_units: attributes that units of all stages change.
-        relays: stages whose input may be relayed, so that their forwards run on the next stage as well.
-    """
-
-    module: nn.Module
-    cluster: Cluster
-    programs: Sequence[StageProgram]
-    stages: Sequence[Stage]
-    of_units: OwnAttributes
-    relays: frozenset[int]
-
-
 class StepPart:
     """A part that a system adds to a step function which a pipeline has loaded; this one does nothing.
 
@@ -59,8 +38,9 @@ class StepPart:
         """Begin an iteration on a lane, before it expects messages."""
 
 
-# Make the parts of each step, registered by packages in ``systems``. Each may raise a ConfigurationError.
-PARTS: list[Callable[[Loading], StepPart]] = []
+# Make the parts of each step, given the step, the whole module and the cluster; registered by packages in ``systems``.
+# Each may raise a ConfigurationError.
+PARTS: list[Callable[[LoadedStep, nn.Module, Cluster], StepPart]] = []
 
 
 @dataclass(frozen=True)
@@ -70,6 +50,7 @@ class LoadedStep:
     Attributes:
         graph: call graph of the step.
         cuts: positions of the K-1 cuts.
+        programs: parts of the step function of all stages.
         stages: stages of this process.
         copies: parameters that several stages use.
         leaves: rank -> names of the tensors of a batch that the process needs; empty if unknown.
@@ -77,12 +58,13 @@ class LoadedStep:
         shortcut: kept outputs of the first nodes; None: none are kept.
         of_units: attributes that units of all stages change.
         relays: stages whose input may be relayed, so that their forwards run on the next stage as well.
-        parts: what systems add to the step.
         wires: formats in which values and gradients travel on each hop, shape ``(K-1,)``; empty: as they are.
+        parts: what systems add to the step.
     """
 
     graph: CallGraph
     cuts: Sequence[int]
+    programs: Sequence[StageProgram]
     stages: Sequence[Stage]
     copies: TiedParameters
     leaves: Mapping[int, frozenset[str]]
@@ -90,8 +72,8 @@ class LoadedStep:
     shortcut: Shortcut | None
     of_units: OwnAttributes
     relays: frozenset[int]
-    parts: Sequence[StepPart]
     wires: Sequence[Format | None] = ()
+    parts: Sequence[StepPart] = ()
 
     @property
     def own(self) -> list[OwnAttributes]:

@@ -18,7 +18,7 @@ from lightning_avgpipe.comm.channel import MemoryChannel
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.executor import Lane, execute
-from lightning_avgpipe.engine.loaded_step import PARTS, LoadedStep, Loading
+from lightning_avgpipe.engine.loaded_step import PARTS, LoadedStep
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.own_module import OwnAttributes, VersionedWeights
 from lightning_avgpipe.engine.prefix import Shortcut, ShortcutMaker
@@ -147,14 +147,14 @@ class Pipeline:
             )
             for k in self.cluster.stages
         ]
-        loading = Loading(self._module, self.cluster, programs, stages, of_units, frozenset(relays))
-        parts = [make(loading) for make in PARTS]
         leaves = self._leaves(programs, shortcut)
+        loaded = LoadedStep(
+            graph, cuts, programs, stages, copies, leaves, freezing, shortcut, of_units, frozenset(relays), wires
+        )
+        parts = [make(loaded, self._module, self.cluster) for make in PARTS]
         for part in parts:
             leaves |= {rank: leaves[rank] | names for rank, names in part.leaves.items()}
-        self.steps[graph.step] = LoadedStep(
-            graph, cuts, stages, copies, leaves, freezing, shortcut, of_units, loading.relays, parts, wires
-        )
+        self.steps[graph.step] = replace(loaded, parts=parts)
 
     def _leaves(self, programs: Sequence[StageProgram], shortcut: Shortcut | None) -> dict[int, frozenset[str]]:
         """Return rank -> names of the tensors of a batch that the process needs."""
@@ -171,10 +171,6 @@ class Pipeline:
         """Make a step function runnable as it is in another pipeline."""
         loaded = other.steps[step]
         self.load(loaded.graph, loaded.cuts, relays=loaded.relays, wires=loaded.wires)
-
-    def unload(self) -> None:
-        """Forget all step functions."""
-        self.steps.clear()
 
     def leaves(self, step: str, rank: int, batch: Any) -> frozenset[str] | None:
         """Return the names of the batch's tensors that a process needs for a step; None if unknown: it needs all."""

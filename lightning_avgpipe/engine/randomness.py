@@ -81,8 +81,6 @@ class DrawingCall:
         path: path of the module; "" is the step's own code.
         is_simple: whether the module has no children.
         on_host: whether it may draw from the generators of Python or NumPy.
-        layers: modules of torch inside of a unit; they draw from the generators of Python or NumPy only if they have
-            hooks.
         is_unit: whether it is a unit, so that one stage executes its calls and the others skip them.
         seeds: whether it seeds torch's generators itself.
         is_plain: whether it is a layer of torch for which at most torch's generators are seeded, such as dropout.
@@ -92,7 +90,6 @@ class DrawingCall:
     path: str
     is_simple: bool
     on_host: bool
-    layers: tuple[nn.Module, ...]
     is_unit: bool
     seeds: bool
     is_plain: bool
@@ -129,22 +126,19 @@ class Drawing:
         inside = {id(inner) for path in units for inner in module.get_submodule(path).modules()}
         outside = {path for path, inner in module.named_modules() if id(inner) not in inside}
         modules = {path: module.get_submodule(path) for path in {*drawing, *host_drawing, *outside, *units}}
-        layers = {path: tuple(module.get_submodule(path).modules()) for path in units.difference(host_drawing)}
-        layers = {path: inner for path, inner in layers.items() if all(map(_is_of_torch, inner))}
         simple = frozenset(path for path, m in modules.items() if path and not any(True for _ in m.children()))
         composite = frozenset((*drawing, *outside)) - simple
-        host = frozenset(("", *host_drawing, *units)).difference(layers)
+        host = frozenset(("", *host_drawing, *units))
         never = frozenset(path for path, m in modules.items() if _never_draws(m)).difference(drawing)
         calls = {
             id(m): DrawingCall(
                 path,
                 is_simple=path in simple,
                 on_host=path in host,
-                layers=layers.get(path, ()),
                 is_unit=path in units,
                 seeds=path in graph.seeding,
                 # the stream of a unit begins only if it turns out that the unit is executed here
-                is_plain=path in simple.difference(host, graph.seeding)
+                is_plain=path in simple.difference(host_drawing, graph.seeding)
                 and (path in never or (path not in units and _is_of_torch(m))),
                 never_draws=path in never,
             )
@@ -289,7 +283,7 @@ class Draws(CallWatcher):
         # in a unit something may begin to draw that did not when the step was captured
         if call.is_simple or call.is_unit:
             self.begin_stream(self._key.derive(scope.path, scope.occurrence))
-        if on_host and (call.on_host or any(map(_is_hooked, call.layers))):
+        if on_host and call.on_host:
             scope.enter(host_stream(self._key.derive(scope.path, scope.occurrence)))
 
     def leave(self, module: nn.Module) -> None:
@@ -420,10 +414,6 @@ def _never_draws(module: nn.Module) -> bool:
 
 def _is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules.")
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class _Functions(TorchFunctionMode):

@@ -168,7 +168,7 @@ class Deployment:
         check_shared(plan.graph, plan.cuts, self._cluster.stage_map)
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != examples.name]
         begins_alike = not self._final
-        self.pipeline.unload()
+        self.pipeline.steps.clear()
         self.plan, self._final, self.replans = plan, final, False
         self.models.only_first()
         self._place()
@@ -219,7 +219,7 @@ class Deployment:
         buffers.
         """
         self.models.dissolve()
-        self.pipeline.unload()
+        self.pipeline.steps.clear()
         if self.plan is not None:
             self.holdings.restore()
 
