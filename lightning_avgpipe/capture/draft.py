@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.graph import Node, Value
-from lightning_avgpipe.capture.upkeep import made_by
+from lightning_avgpipe.capture.graph import Node, Value, made_by
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree

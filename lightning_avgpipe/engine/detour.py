@@ -24,9 +24,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_avgpipe.capture.draft import outputs_of
-from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.capture.graph import Node, made_by
 from lightning_avgpipe.capture.operation import Operation
-from lightning_avgpipe.capture.upkeep import made_by
 from lightning_avgpipe.engine.part import Entry, OffPathNode, OperationResult, Path, Runner
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram

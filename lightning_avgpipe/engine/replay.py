@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, watching
-from lightning_avgpipe.engine.answers import Answers, modes_of
 from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.detour import Detour
+from lightning_avgpipe.engine.flat_program import UNUSED, ProgramWriter
 from lightning_avgpipe.engine.part import (
     Around,
     Entry,
@@ -40,9 +40,8 @@ from lightning_avgpipe.engine.part import (
     Runner,
     Tapped,
 )
-from lightning_avgpipe.engine.program_writer import UNUSED, ProgramWriter
 from lightning_avgpipe.engine.recompute import is_repeating
-from lightning_avgpipe.engine.stage_values import StageValues
+from lightning_avgpipe.engine.stage_values import Answers, StageValues, modes_of
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
 from lightning_avgpipe.state.objects import ObjectState, put_state, state_of
 from lightning_avgpipe.utils import tree

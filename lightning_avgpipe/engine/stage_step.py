@@ -23,13 +23,12 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.capture.tracer import uncompiled, watching
-from lightning_avgpipe.engine.answers import Answers
 from lightning_avgpipe.engine.execution import Execution, OwnStream
-from lightning_avgpipe.engine.flat_program import VALUES, FlatProgram, Surprise, description
+from lightning_avgpipe.engine.flat_program import UNUSED, VALUES, FlatProgram, ProgramWriter, Surprise, description
 from lightning_avgpipe.engine.part import Observe, Part, Path, ReplayContext, Replayed, Runner
-from lightning_avgpipe.engine.program_writer import UNUSED, ProgramWriter
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.replay import replay
+from lightning_avgpipe.engine.stage_values import Answers
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.engine.tensor_use import ForeignTensors, Inspection, Rewritten
 from lightning_avgpipe.engine.unforeseen import Unforeseen

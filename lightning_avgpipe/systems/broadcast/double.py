@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.executor import Lane
-from lightning_avgpipe.engine.loaded_step import LoadedStep, StepPart
 from lightning_avgpipe.engine.own_module import OwnAttributes
+from lightning_avgpipe.engine.pipeline import LoadedStep, StepPart
 from lightning_avgpipe.engine.stage import Stage, StagePart
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ConfigurationError
