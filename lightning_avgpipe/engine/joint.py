@@ -31,12 +31,14 @@ class Unit:
         module: the submodule, on every process; its parameters have contents only where it runs.
         path: path of the submodule.
         owner: rank of the process that runs it.
-        held: for each of its trained parameters, whether only the owner holds it.
+        parameters: its trained parameters.
+        held: for each of these, whether only the owner holds it.
     """
 
     module: nn.Module
     path: str
     owner: int
+    parameters: Sequence[nn.Parameter]
     held: Sequence[bool]
 
 
@@ -97,8 +99,7 @@ class Joint:
         """
         hidden = _hidden(unit.module)
         inputs = [*tree.tensors((args, kwargs)), *(tensor for _, _, tensor in hidden)]
-        parameters = [p for p in unit.module.parameters() if p.requires_grad]
-        traced = torch.is_grad_enabled() and (bool(parameters) or any(t.requires_grad for t in inputs))
+        traced = torch.is_grad_enabled() and (bool(unit.parameters) or any(t.requires_grad for t in inputs))
         record, announced = _Record(unit), None
         if unit.owner == self.exchange.rank:
             announced = self._run(record, run, args, kwargs, hidden, traced), beside()
@@ -110,14 +111,8 @@ class Joint:
         except UnsendableError as error:
             error.add_note(f"{what} returned, or keeps in an attribute, something that cannot go to other processes")
             raise
-        if any(wants):
-            anchor = torch.empty(0, requires_grad=True, device="cpu")
-            taken = [tensor for i, tensor in enumerate(inputs) if i not in idle]
-            record.num_inputs = len(taken)
-            made = _Joined.apply(self, record, tensors, wants, parameters, anchor, *taken, *parameters)
-        else:
-            made = tuple(tensors)
-        pieces = iter(made)
+        taken = [tensor for i, tensor in enumerate(inputs) if i not in idle]
+        pieces = iter(self._joined(record, tensors, wants, taken))
         result = tree.unflatten([_filled(leaf, pieces, inputs) for leaf in structure[0]], structure[1])
         for i in written:
             inputs[i].copy_(next(pieces))
@@ -125,6 +120,17 @@ class Joint:
             value = tree.unflatten([_filled(leaf, pieces, inputs) for leaf in leaves], spec)
             setattr(unit.module.get_submodule(path), name, value)
         return result, extra
+
+    def _joined(
+        self, record: _Record, tensors: Sequence[Tensor], wants: Sequence[bool], inputs: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Return tensors that a call gave as results of one autograd function of its inputs and parameters."""
+        if not any(wants):
+            return tensors
+        record.num_inputs = len(inputs)
+        anchor = torch.empty(0, requires_grad=True, device="cpu")
+        made: Sequence[Tensor] = _Joined.apply(self, record, tensors, wants, anchor, *inputs, *record.unit.parameters)
+        return made
 
     def _run(
         self,
@@ -169,11 +175,7 @@ class Joint:
         return structure, written, changed, [t.detach() for t in made], [traced and t.requires_grad for t in made], idle
 
     def backward(
-        self,
-        record: _Record,
-        gradients: Sequence[Tensor | None],
-        inputs: Callable[[], Sequence[Tensor]],
-        parameters: Sequence[Tensor],
+        self, record: _Record, gradients: Sequence[Tensor | None], inputs: Callable[[], Sequence[Tensor]]
     ) -> list[Tensor | None]:
         """Return the gradients of a call's inputs and parameters. Every process must call this, within a backward."""
         unit, mine = record.unit, record.unit.owner == self.exchange.rank
@@ -184,12 +186,12 @@ class Joint:
                     f"a backward with create_graph=True reaches unit '{unit.path}': the gradients of parameters would "
                     "be in a graph that one process has; use torch.autograd.grad(loss, inputs, create_graph=True)"
                 )
-            found = self._differentiable(record, gradients, inputs(), parameters)
-            return [*found, *(None for _ in parameters)]
+            found = self._differentiable(record, gradients, inputs())
+            return [*found, *(None for _ in unit.parameters)]
         keep = torch._C._autograd._get_current_graph_task_keep_graph() or record.shares_graph
         answer = None
         if mine:
-            own = [*record.leaves, *parameters]
+            own = [*record.leaves, *unit.parameters]
             found = _gradients(record.outputs, gradients, own, retain_graph=keep)
             of_parameters = found[record.num_inputs :]
             answer = (
@@ -201,7 +203,7 @@ class Joint:
             return found
         of_inputs, of_parameters = shared
         rest: list[Tensor | None] = []
-        for gradient, held, parameter in zip(of_parameters, unit.held, parameters, strict=True):
+        for gradient, held, parameter in zip(of_parameters, unit.held, unit.parameters, strict=True):
             if not held:
                 rest.append(gradient)
             else:  # autograd.grad insists on a gradient for each input
@@ -209,16 +211,12 @@ class Joint:
         return [*of_inputs, *rest]
 
     def _differentiable(
-        self,
-        record: _Record,
-        gradients: Sequence[Tensor | None],
-        taken: Sequence[Tensor],
-        parameters: Sequence[Tensor],
+        self, record: _Record, gradients: Sequence[Tensor | None], taken: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Return the gradients of a call's inputs with a graph: results of a call that also took ``gradients``."""
         unit, given = record.unit, [g for g in gradients if g is not None]
         inputs = [*taken, *given]
-        inner, answer = _Record(unit, num_inputs=len(inputs), shares_graph=True), None
+        inner, answer = _Record(unit, shares_graph=True), None
         record.shares_graph = True
         if unit.owner == self.exchange.rank:
             entered = iter([g.detach().requires_grad_() for g in given])
@@ -233,11 +231,7 @@ class Joint:
         there, tensors, wants = self.exchange.share(
             f"the gradients of unit '{unit.path}' in a graph", unit.owner, answer
         )
-        made: Sequence[Tensor] = tensors
-        if any(wants):
-            anchor = torch.empty(0, requires_grad=True, device="cpu")
-            made = _Joined.apply(self, inner, tensors, wants, parameters, anchor, *inputs, *parameters)
-        pieces = iter(made)
+        pieces = iter(self._joined(inner, tensors, wants, inputs))
         return [next(pieces) if exists else None for exists in there]
 
 
@@ -251,11 +245,10 @@ class _Joined(torch.autograd.Function):
         record: _Record,
         tensors: Sequence[Tensor],
         wants: Sequence[bool],
-        parameters: Sequence[Tensor],
         anchor: Tensor,
         *rest: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.joint, ctx.record, ctx.parameters = joint, record, parameters
+        ctx.joint, ctx.record = joint, record
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*rest[: record.num_inputs])
         made = tuple(tensor.detach() for tensor in tensors)
@@ -265,7 +258,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         inputs = partial(getattr, ctx, "saved_tensors")  # read late: they may have changed in place
-        return (*[None] * 6, *ctx.joint.backward(ctx.record, gradients, inputs, ctx.parameters))
+        return (*[None] * 5, *ctx.joint.backward(ctx.record, gradients, inputs))
 
 
 def _gradients(
@@ -356,18 +349,13 @@ class _Entered:
 
 
 def _apart(value: Any, made: list[Tensor], inside: dict[int, int]) -> tuple[list[Any], Any]:
-    """Return the leaves of a tree, with places instead of tensors, and its structure."""
+    """Return the leaves of a tree, with places instead of tensors, and its structure.
+
+    Tensors that the unit made are added to ``made``.
+    """
     leaves, spec = tree.flatten(value)
-    return [_taken(leaf, made, inside) for leaf in leaves], spec
-
-
-def _taken(leaf: Any, made: list[Tensor], inside: dict[int, int]) -> Any:
-    """Return what represents a leaf of a result on the wire; its tensor, if the unit made it, is added to ``made``."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if id(leaf) not in inside:
-        made.append(leaf)
-    return _Place(inside.get(id(leaf)))
+    made += [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in inside]
+    return [_Place(inside.get(id(leaf))) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
 
 
 def _filled(leaf: Any, pieces: Any, inputs: Sequence[Tensor]) -> Any:

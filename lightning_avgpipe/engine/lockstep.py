@@ -153,7 +153,8 @@ class Lockstep(StepTracer):
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         owner = self._rank_of[path]
         args, kwargs = tree.map_tensors(self.contents, (args, kwargs))
-        unit = Unit(module, path, owner, [id(p) in self._names for p in module.parameters() if p.requires_grad])
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        unit = Unit(module, path, owner, parameters, [id(p) in self._names for p in parameters])
         before = RandomState(device := self.exchange.device)
         result, drawn = self.joint.call(unit, run, args, kwargs, lambda: _changed_since(before, device))
         if owner == self.exchange.rank:
