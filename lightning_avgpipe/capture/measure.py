@@ -84,27 +84,26 @@ def measure(
     """
     samples = Samples() if samples is None else samples
     device = device or torch.device("cpu")
-    kinds, begin = _kinds(graph, module), time.perf_counter()
-    deadline = begin + budget_s - samples.spent_s
-    trial = NodeTrial(device, Packer(module))
+    begin = time.perf_counter()
+    trial = NodeTrial(graph, module, device, samples, begin + budget_s - samples.spent_s)
     saved: SavedTensors | None = None
     with _progress(graph) as bar:
         for _ in range(_ROUNDS):
             round_begin = time.perf_counter()
             batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
             counted = None if saved else SavedTensors(len(graph.nodes), [*tensors_of(module), *tree.tensors(batch)])
-            timer = _Timer(graph, module, device, trial, kinds, samples, deadline, counted, bar)
+            timer = _Timer(trial, counted, bar)
             following = timer.following(compiled=not graph.drawing)
             with untouched(module, graph.changed), Snapshot(batch, opaque=True).restored(), timer.visiting(), following:
                 run(*batch)
             timer.check_finished()
             saved = saved or counted
             now = time.perf_counter()
-            if now + (now - round_begin) > deadline or samples.complete.issuperset(kinds):
+            if now + (now - round_begin) > trial.deadline or samples.complete.issuperset(trial.kinds):
                 break
-    samples.complete.update(kinds)
+    samples.complete.update(trial.kinds)
     samples.spent_s += time.perf_counter() - begin
-    medians = [samples.median(kind) for kind in kinds]
+    medians = [samples.median(kind) for kind in trial.kinds]
     assert saved is not None
     return Costs(
         tuple(sample.forward_s for sample in medians),
@@ -118,41 +117,19 @@ class _Timer(StepTracer):
     """A tracer that runs the step as usual, and each node alone before it.
 
     Args:
-        graph: call graph of the step.
-        module: module whose step it is.
-        device: device to compute on.
         trial: runs nodes alone and measures them.
-        kinds: kind of each node; nodes of the same kind share their samples.
-        samples: collection to which new samples are added.
-        deadline: time at which repetitions end, as ``time.perf_counter()``.
         saved: record of the saved tensors, which are the same in every run; None: they are known already.
         bar: progress bar.
     """
 
     rehearses = True
 
-    def __init__(
-        self,
-        graph: CallGraph,
-        module: nn.Module,
-        device: torch.device,
-        trial: NodeTrial,
-        kinds: Sequence[Hashable],
-        samples: Samples,
-        deadline: float,
-        saved: SavedTensors | None,
-        bar: tqdm,
-    ) -> None:
+    def __init__(self, trial: NodeTrial, saved: SavedTensors | None, bar: tqdm) -> None:
+        self._graph, self._module, self._device = graph, module, device = trial.graph, trial.module, trial.device
         units = {id(module.get_submodule(path)): path for path in graph.units}
         super().__init__(units, owned_tensors(module, graph.glue_states), device)
-        self._graph = graph
-        self._module = module
-        self._device = device
         self._trial = trial
-        self._kinds = kinds
-        self._samples = samples
         self._calls: Counter[Hashable] = Counter()  # calls that have been measured in this run
-        self._deadline = deadline
         self._saved = saved
         self._bar = bar
         self._position = 0
@@ -235,7 +212,7 @@ class _Timer(StepTracer):
         given, is_region = tree.tensors(result), node.kind == "region"
         trains = any(t.requires_grad for t in given)
         factor = REGION_BACKWARD if is_region else 1.0
-        self._add(node, Sample(seconds, factor * seconds if trains else 0.0))
+        self._trial.add(node, Sample(seconds, factor * seconds if trains else 0.0))
         if is_region and trains and self._saved is not None:
             self._saved.values.update(node.inputs)
         return result, given
@@ -255,27 +232,24 @@ class _Timer(StepTracer):
 
     def _measure(self, operation: Operation, node: Node) -> None:
         """Measure a node a few times, or once if there is no time for more, unless it has been measured enough."""
-        kind = self._kinds[node.index]
-        timed = kind not in self._samples.complete and self._calls[kind] < _CALLS
+        trial, kind = self._trial, self._trial.kinds[node.index]
+        timed = kind not in trial.samples.complete and self._calls[kind] < _CALLS
         if not timed and self._saved is None:
             return
-        sums, begin = sums_of(operation.module), time.perf_counter()
-        warm_up = self._trial.run(operation, node, sums, self._saved)
+        sums, begin = [torch.zeros_like(p) for p in _trained(operation.module)], time.perf_counter()
+        warm_up = trial.run(operation, node, sums, self._saved)
         if not timed:
             return
         self._calls[kind] += 1
         took = time.perf_counter() - begin
-        share = max(0.0, self._deadline - time.perf_counter()) / (len(self._kinds) - node.index)
+        share = max(0.0, trial.deadline - time.perf_counter()) / (len(trial.kinds) - node.index)
         if took > share:
-            self._add(node, warm_up)
+            trial.add(node, warm_up)
             return
         for _ in range(_REPETITIONS):
-            self._add(node, self._trial.run(operation, node, sums))
+            trial.add(node, trial.run(operation, node, sums))
             if time.perf_counter() - begin > min(share, _SHORT_S) + took:
                 break
-
-    def _add(self, node: Node, sample: Sample) -> None:
-        self._samples.found[self._kinds[node.index]].append(sample)
 
 
 def _kinds(graph: CallGraph, module: nn.Module) -> list[Hashable]:
@@ -411,14 +385,27 @@ class NodeTrial:
     """A runner that executes nodes alone and measures them.
 
     Args:
+        graph: call graph of the step.
+        module: module whose step it is.
         device: device on which nodes run.
-        packer: finds the tensors in results and objects.
+        samples: collection to which new samples are added.
+        deadline: time at which repetitions end, as ``time.perf_counter()``.
+
+    Attributes:
+        kinds: kind of each node; nodes of the same kind share their samples.
     """
 
-    def __init__(self, device: torch.device, packer: Packer) -> None:
-        self._device = device
-        self._packer = packer
+    def __init__(
+        self, graph: CallGraph, module: nn.Module, device: torch.device, samples: Samples, deadline: float
+    ) -> None:
+        self.graph, self.module, self.device, self.samples, self.deadline = graph, module, device, samples, deadline
+        self.kinds = _kinds(graph, module)
+        self._packer = Packer(module)
         self._start_s = math.inf  # overhead of starting a backward, which a stage has once and each node alone has too
+
+    def add(self, node: Node, sample: Sample) -> None:
+        """Add a sample of a node."""
+        self.samples.found[self.kinds[node.index]].append(sample)
 
     def given(self, result: Any, objects: Snapshot | None) -> list[Tensor]:
         """Return the tensors that a node gives, including those that it has left in objects."""
@@ -426,7 +413,7 @@ class NodeTrial:
 
     def timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
         """Return the result of ``work``, and its seconds."""
-        return port_of(self._device).timed(work)
+        return port_of(self.device).timed(work)
 
     def run(
         self, operation: Operation, node: Node, sums: Sequence[Tensor], counted: SavedTensors | None = None
@@ -436,7 +423,7 @@ class NodeTrial:
         Args:
             operation: operation that the step has come to.
             node: node of the operation.
-            sums: tensors to which the gradients of the module's trained parameters are added, see :func:`sums_of`.
+            sums: tensors to which the gradients of the module's trained parameters are added.
             counted: record in which the tensors are noted that the forward saves.
         """
         copies, module = _Copies(clones=bool(node.writes)), operation.module
@@ -485,19 +472,14 @@ class NodeTrial:
                     if gradient is not None:
                         total.add_(gradient)
 
-        with torch.autocast(self._device.type, enabled=False):
+        with torch.autocast(self.device.type, enabled=False):
             return self.timed(backward)[1]
 
     def _empty_backward_s(self) -> float:
         """Return the seconds of a backward that computes nothing."""
-        leaf = torch.zeros(1, device=self._device, requires_grad=True)
-        view, one = leaf.view(1), torch.ones(1, device=self._device)
+        leaf = torch.zeros(1, device=self.device, requires_grad=True)
+        view, one = leaf.view(1), torch.ones(1, device=self.device)
         return self.timed(lambda: torch.autograd.grad(view, leaf, one))[1]
-
-
-def sums_of(module: nn.Module | None) -> list[Tensor]:
-    """Return zeros like each trained parameter of a module, to add gradients to."""
-    return [torch.zeros_like(p) for p in _trained(module)]
 
 
 class _Copies:
