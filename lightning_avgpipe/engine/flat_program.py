@@ -31,7 +31,7 @@ from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.capture.tracer import call_module, function_name
 from lightning_avgpipe.engine.attestation import Attested
-from lightning_avgpipe.engine.part import Entry, Observe, OperationResult, Part, Path, Replayed, Runner
+from lightning_avgpipe.engine.part import Entry, Observe, OperationResult, Part, Path, ReplayContext, Replayed, Runner
 from lightning_avgpipe.engine.purity import Purity
 from lightning_avgpipe.engine.randomness import Draw, Drawing
 from lightning_avgpipe.errors import StepChangedError
@@ -353,9 +353,7 @@ class ProgramWriter:
 
     Args:
         module: the whole module.
-        packer: packer of the module.
-        device: device of the stage.
-        drawing: modules that draw random numbers.
+        context: data that all replays of the stage share.
         checks_purity: whether the step's Python is checked for side effects.
 
     Attributes:
@@ -365,9 +363,7 @@ class ProgramWriter:
     """
 
     module: nn.Module
-    packer: Packer
-    device: torch.device
-    drawing: Drawing
+    context: ReplayContext
     checks_purity: bool
     why_not: str | None = None
     program: FlatProgram | None = None
@@ -392,7 +388,7 @@ class ProgramWriter:
     def begin(self, tensors: Sequence[Tensor]) -> None:
         """Begin a program with the tensors of the batch and the received ones."""
         self._given = tuple(map(self._new, tensors))
-        self._began_in = modes(self.device)
+        self._began_in = modes(self.context.device)
 
     @contextlib.contextmanager
     def checked(self, inside: Callable[[], bool]) -> Iterator[None]:
@@ -473,7 +469,7 @@ class ProgramWriter:
             looks=list(map(look_of, outcome.tensors)),
             entry=None if differs else outcome.entry,
             separated=separated,
-            is_plain=not (node.writes_objects or separated or self.drawing.watches_functions(node)),
+            is_plain=not (node.writes_objects or separated or self.context.drawing.watches_functions(node)),
         )
         self._after = {n: self._pickled(item)[0] for n, item in self._objects.values() if self.checks_purity}
 
@@ -516,7 +512,7 @@ class ProgramWriter:
         **more: Any,
     ) -> None:
         """Append an instruction; the arguments of a node have been noted before it was executed."""
-        if modes(self.device) != self._began_in:
+        if modes(self.context.device) != self._began_in:
             what = more.get("node", function_name(run))
             raise Unwritable(f"{what} runs in another mode than the step begins in")
         templates, named = self._arguments if kind == "node" else self._templates(args, kwargs)
@@ -577,7 +573,7 @@ class ProgramWriter:
         data, references = self._pickled(item)
         slot, self._num_slots = self._num_slots, self._num_slots + 1
         self._objects[id(item)] = slot, item
-        restored = partial(self.packer.unpickled, data)
+        restored = partial(self.context.packer.unpickled, data)
         name = type(item).__qualname__
         self._instructions.append(Instruction("object", name, restored, references, made=(slot,), answer=data))
         return TensorSlot(slot)
@@ -585,7 +581,7 @@ class ProgramWriter:
     def _pickled(self, item: Any) -> tuple[bytes, tuple[Any, ...]]:
         """Return a pickled object without the tensors in it, and templates of these."""
         try:
-            data, tensors = self.packer.pickled(item)
+            data, tensors = self.context.packer.pickled(item)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise Unwritable(f"the step hands on an object that cannot be copied: {error}") from error
         return data, tuple(map(self._template, tensors))
@@ -604,10 +600,9 @@ class ProgramWriter:
 
 
 # A writer that is told of a step which need not be written down.
-UNUSED = ProgramWriter(
-    nn.Module(), Packer(nn.Module()), torch.device("cpu"), Drawing({}, frozenset(), frozenset(), False, False), False,
-    why_not="nobody needs a program of it",
-)  # fmt: skip
+_NO_DRAWS = Drawing({}, frozenset(), frozenset(), False, False)
+_NO_CONTEXT = ReplayContext({}, {}, _NO_DRAWS, torch.device("cpu"), Packer(nn.Module()))
+UNUSED = ProgramWriter(nn.Module(), _NO_CONTEXT, False, why_not="nobody needs a program of it")
 
 
 def _held_tensors(module: nn.Module) -> dict[int, Any]:

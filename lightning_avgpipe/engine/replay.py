@@ -149,8 +149,7 @@ class _Replayer(StepTracer):
         self._observed: list[Tensor] = []  # tensors that the last stage will observe
         self._runs_everywhere = False  # whether a unit that depends on the batch alone is running
         self._held: list[tuple[Any, ObjectState]] = []  # lasting objects as they were where the stage left the step
-        received = dict(zip(values, part.received, strict=True))
-        self.values = StageValues(program, received, self.known, context.device, context.packer, part.tap)
+        self.values = StageValues(part, context, values, self.known)
 
     @property
     def mutes(self) -> bool:

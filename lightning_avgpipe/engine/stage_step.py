@@ -153,8 +153,7 @@ class Programs:
         """Return a writer for the micro-batch that is followed now."""
         if self.why_not is not None or len(self._written) >= _MOST_FORMS:
             return UNUSED
-        context, checks_purity = self._context, self._audits and not self.static
-        return ProgramWriter(self._module, context.packer, context.device, context.drawing, checks_purity)
+        return ProgramWriter(self._module, self._context, checks_purity=self._audits and not self.static)
 
     def keep(self, form: Form, writer: ProgramWriter) -> None:
         """Keep the program that was written, or note why there can be none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
-from lightning_avgpipe.engine.part import Entry, Part, Path
+from lightning_avgpipe.engine.part import Entry, Part, Path, ReplayContext
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.objects import ObjectState, put_state, state_of
-from lightning_avgpipe.state.parcel import Packer, Parcel
+from lightning_avgpipe.state.parcel import Parcel
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
@@ -25,33 +25,22 @@ class StageValues:
     """The tensors for the values of one micro-batch.
 
     Args:
-        program: program of this stage.
-        received: value -> received tensor.
+        part: part of the step.
+        context: data that all replays of the stage share.
+        values: values of the received tensors.
         known: record of which tensor stands for which value.
-        device: device of this stage.
-        packer: packer of the module.
-        tap: position at which values are copied; 0: none.
 
     Attributes:
-        device: as given.
+        device: device of the stage.
         stand_ins: tensors that stand for values of earlier stages.
     """
 
-    def __init__(
-        self,
-        program: StageProgram,
-        received: Mapping[int, Tensor],
-        known: KnownTensors[int],
-        device: torch.device,
-        packer: Packer,
-        tap: int,
-    ) -> None:
-        self.device = device
-        self._program = program
-        self._received = received
+    def __init__(self, part: Part, context: ReplayContext, values: Sequence[int], known: KnownTensors[int]) -> None:
+        self.device, self._packer = context.device, context.packer
+        self._program = program = part.program
+        self._received = dict(zip(values, part.received, strict=True))
         self._known = known
-        self._packer = packer
-        self._wanted = frozenset(program.sends) | frozenset(program.graph.live(tap) if tap else ())
+        self._wanted = frozenset(program.sends) | frozenset(program.graph.live(part.tap) if part.tap else ())
         self._made: dict[int, Tensor] = {}  # values to be sent, as far as they have been made here
         self.stand_ins: dict[int, Tensor] = {}  # for values of earlier stages
         self._written: list[tuple[Any, ObjectState, ObjectState]] = []  # object, and its states around a skipped unit
