@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_avgpipe.capture.graph import FollowedCall
-from lightning_avgpipe.capture.tracer import CallWatcher
+from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer
 from lightning_avgpipe.errors import SeedingError
 from lightning_avgpipe.utils.names import is_within
 from lightning_avgpipe.utils.patching import replaced
@@ -78,7 +78,6 @@ class Calls(CallWatcher):
     Args:
         module: root module; its own code has the path "".
         device: device on which the step computes.
-        is_followed: return whether a module that is being called is neither a unit nor inside of one.
         position: return the number of nodes so far.
 
     Attributes:
@@ -92,14 +91,7 @@ class Calls(CallWatcher):
         from_entropy: whether one of them may seed with an unpredictable number (``torch.seed``).
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device | None,
-        is_followed: Callable[[nn.Module], bool],
-        position: Callable[[], int],
-    ) -> None:
-        self._is_followed = is_followed
+    def __init__(self, module: nn.Module, device: torch.device | None, position: Callable[[], int]) -> None:
         self._position = position
         self._paths = {id(m): path for path, m in module.named_modules()}
         self._stack = [_Call("", None, _NOTHING)]
@@ -120,7 +112,9 @@ class Calls(CallWatcher):
             around = self._outermost[1](module)
         around.__enter__()
         path, begin = self._paths.get(id(module)), self._position()
-        followed = FollowedCall(path, begin, begin, False) if path and self._is_followed(module) else None
+        tracer = StepTracer.current()
+        is_followed = path and tracer is not None and tracer.unit(module) is None  # neither a unit nor inside of one
+        followed = FollowedCall(path, begin, begin, False) if path and is_followed else None
         self.look()
         if path is not None:
             self.calls.append(path)

@@ -427,8 +427,7 @@ class NodeTrial:
             counted: record in which the tensors are noted that the forward saves.
         """
         copies, module = _Copies(clones=bool(node.writes)), operation.module
-        copy_tensors = tree.map_tensors if node.kind == "call" else _map_arguments
-        args, kwargs = copy_tensors(copies, (operation.args, operation.kwargs))
+        args, kwargs = tree.map_tensors(copies, (operation.args, operation.kwargs))
         objects = Snapshot((args, kwargs), opaque=True)
         within = random_state() if module is None else untouched(module, _changed_in(node))
         with within, objects.restored():
@@ -527,14 +526,3 @@ def _changed_in(node: Node) -> set[str]:
     """Return the names, within the called module, of the states that a node changes."""
     below = len(node.name) + 1
     return {name[below:] for name in node.states if name.startswith(f"{node.name}.")}
-
-
-def _map_arguments(fn: Callable[[Tensor], Tensor], arguments: Any) -> Any:
-    """Return arguments with ``fn(tensor)`` in place of each tensor that ``tensor_arguments`` finds."""
-    if isinstance(arguments, Tensor):
-        return fn(arguments)
-    if type(arguments) in (list, tuple):
-        return type(arguments)(_map_arguments(fn, a) for a in arguments)
-    if type(arguments) is dict:
-        return {key: _map_arguments(fn, a) for key, a in arguments.items()}
-    return arguments

@@ -117,7 +117,7 @@ class StepRecorder(StepTracer):
         # all buffers are tracked, since glue may change those of a unit that is never called
         self.state = NamedState(module, self._owned, preview.glue_states, batch, device)
         self._in_units = {id(t) for path in units for t in tensors_of(module.get_submodule(path))}
-        self.calls = Calls(module, device, lambda module: not self._inside and self.unit(module) is None, position)
+        self.calls = Calls(module, device, position)
         self.batch = BatchUse(device)
         self.hidden = HiddenTensors(module, self.draft, self.state, self.calls, preview.exports)
 
