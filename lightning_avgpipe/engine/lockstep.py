@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_avgpipe.capture.tracer import METADATA, StepTracer, function_name
-from lightning_avgpipe.engine.exchange import Exchange
-from lightning_avgpipe.engine.joint import Joint, Unit
+from lightning_avgpipe.engine.joint import Exchange, Joint, Unit
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.random_streams import RandomState
