@@ -17,7 +17,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_avgpipe.capture.graph import FollowedCall
 from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer
 from lightning_avgpipe.errors import SeedingError
-from lightning_avgpipe.utils.names import is_within
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import HostState, generators, seeds_of, stream_seed
 from lightning_avgpipe.utils.source import source_line
@@ -169,10 +168,6 @@ class Calls(CallWatcher):
         with untraced():
             states = [generator.get_state() for generator in generators(self._device)]
             return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
-
-    def draws_on_host(self, unit: str) -> bool:
-        """Return whether a unit, or a module inside of it, has drawn from the generators of Python or NumPy."""
-        return any(is_within(path, unit) for path in self.host_drawing)
 
     def look(self) -> None:
         """Note draws and seeds since the last event."""

@@ -152,7 +152,7 @@ def _find_what_lasts(
     """
     with contextlib.ExitStack() as stack:
         again = None
-        if recorder.effects.may_last or recorder.hidden.has_own:
+        if recorder.effects.may_last or recorder.hidden.own:
             again = stack.enter_context(contextlib.closing(make(tree.tensors(args))))
             again.hidden.follow(recorder.hidden)
             try:

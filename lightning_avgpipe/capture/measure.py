@@ -442,7 +442,7 @@ class NodeTrial:
                 return tensor
 
             # hooks of our own, so that those of a checkpointed region around this node do not act
-            with SavedHooks(save, _as_it_is):
+            with SavedHooks(save, lambda tensor: tensor):
                 result, forward_s = self.timed(lambda: operation.run(*args, **kwargs))
             given = self.given(result, written)
             if counted is not None:
@@ -516,10 +516,6 @@ class _Copies:
 
 def _trained(module: nn.Module | None) -> list[Tensor]:
     return [] if module is None else [p for p in module.parameters() if p.requires_grad]
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _changed_in(node: Node) -> set[str]:

@@ -79,7 +79,7 @@ def replay(
     runner = Runner(part, context, around)
     replayer = _Replayer(part, context, runner, writer, answers)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
-    args = tree.map_tensors(torch.clone if part.program.graph.batch_writes else _same, tuple(part.args))
+    args = tree.map_tensors(torch.clone if part.program.graph.batch_writes else lambda tensor: tensor, tuple(part.args))
     if replayer.attestation is not None:
         replayer.attestation.batch(tree.tensors(args))
     begun = runner.draws.begin_on_host()
@@ -420,7 +420,3 @@ def _variables() -> list[Tensor]:
             found += tensor_arguments(*frame.f_locals.values())
         frame = frame.f_back
     return found
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

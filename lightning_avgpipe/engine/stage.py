@@ -89,6 +89,7 @@ class Stage:
         results: micro-batch -> result of the step, on the last stage.
         skipped: micro-batches without a loss, whose backwards carried no gradients.
         parts: what systems add to the stage, by their classes.
+        compiled: whether code of units that ``torch.compile`` has compiled runs so.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Stage:
         self._explained = explained(program, module)
         self._kept_by_seeding: dict[int, Snapshot] = {}
         self._step = StageStep(program, module, device, foreign_tensors, execution)
+        self.compiled = self._step.compiled
         self._prefix = Prefix(program, device, kept)
         self._repetition = Repetition(self.module, device, execution.recompute, relayed)
         # only for weights that do not change within an iteration; compiled code casts its own
@@ -150,11 +152,6 @@ class Stage:
     def go_on(self, row: Sequence[Action]) -> None:
         """Take further actions; the backward of each forward that is to be repeated must be among them."""
         self._repetition.follow(row)
-
-    @property
-    def compiled(self) -> bool:
-        """Whether code of units that ``torch.compile`` has compiled runs so."""
-        return self._step.compiled
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Run actions, and take and send messages, on the stage's stream within this context."""

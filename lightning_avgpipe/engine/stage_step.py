@@ -186,6 +186,7 @@ class StageStep:
 
     Attributes:
         rewritten: tensors that the stage changes in place.
+        compiled: whether code of units that ``torch.compile`` has compiled runs so.
         stream: stream on which it runs; None: the current one.
     """
 
@@ -217,6 +218,7 @@ class StageStep:
         self._programs = Programs(program, module, self._context, execution.static)
         self._began_on_host = False  # in this iteration
         self.rewritten = Rewritten.of(program, module)
+        self.compiled = self._context.compiled
         self.stream: OwnStream | None = None
 
     def begin(self, stream: OwnStream | None) -> None:
@@ -284,13 +286,8 @@ class StageStep:
         runner = Runner(part, self._context)
         seed_host(part.key.derive("host"))  # nothing drew from these when the program was written
         draws = runner.draws
-        with draws.stream(), watching(draws), _NOTHING if self._context.compiled else uncompiled(), around:
+        with draws.stream(), watching(draws), _NOTHING if self.compiled else uncompiled(), around:
             return program.run(form.tensors, part, runner)
-
-    @property
-    def compiled(self) -> bool:
-        """Whether code of units that ``torch.compile`` has compiled runs so."""
-        return self._context.compiled
 
     @property
     def observe(self) -> Observe | None:
