@@ -182,7 +182,7 @@ class Lockstep(StepTracer):
                 func(*args, **kwargs)
             return None
         if func == _READ_GRADIENT:
-            return self._gradient(args[0])
+            return self._from_owner(args[0], "the gradient of", args[0].grad)
         stand_ins = {key: self.contents(tensor) for key, tensor in held.items()}
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: stand_ins.get(id(t), t), (args, kwargs))
         result = func(*args, **kwargs)
@@ -194,9 +194,8 @@ class Lockstep(StepTracer):
         """Return a tensor with the contents that its owner holds. Every process must call this."""
         if id(tensor) not in self._names:
             return tensor
-        name = self._names[id(tensor)][1]
-        found = self.exchange.share(f"the contents of '{name}'", self._owner[name], tensor)
-        return tensor if self._is_mine(tensor) else found.requires_grad_(tensor.requires_grad)
+        found: Tensor = self._from_owner(tensor, "the contents of", tensor)
+        return found.requires_grad_(tensor.requires_grad)
 
     def agree_on_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Replace the gradients of parameters that all processes hold by rank 0's. Every process must call this."""
@@ -209,10 +208,11 @@ class Lockstep(StepTracer):
                 assert parameter.grad is not None
                 parameter.grad.copy_(gradient)
 
-    def _gradient(self, parameter: Tensor) -> Tensor | None:
-        name = self._names[id(parameter)][1]
-        found = self.exchange.share(f"the gradient of '{name}'", self._owner[name], [parameter.grad])
-        return parameter.grad if self._is_mine(parameter) else found[0]
+    def _from_owner(self, tensor: Tensor, what: str, own: Any) -> Any:
+        """Return what the owner of a tensor has of it, and each process would have as ``own``."""
+        name = self._names[id(tensor)][1]
+        found = self.exchange.share(f"{what} '{name}'", self._owner[name], [own])
+        return own if self._is_mine(tensor) else found[0]
 
     def _is_mine(self, tensor: Tensor) -> bool:
         return self._owner[self._names[id(tensor)][1]] == self.exchange.rank
@@ -240,9 +240,7 @@ class Lockstep(StepTracer):
         found = list(func(*args, **kwargs))
         for i, tensor in enumerate(wanted):
             if held[i]:
-                name = self._names[id(tensor)][1]
-                shared = self.exchange.share(f"a gradient of '{name}'", self._owner[name], [found[i]])
-                found[i] = found[i] if self._is_mine(tensor) else shared[0]
+                found[i] = self._from_owner(tensor, "a gradient of", found[i])
         return tuple(found)
 
     def _agree(self, outputs: Any) -> None:
