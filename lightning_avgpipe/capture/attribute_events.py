@@ -37,6 +37,7 @@ from lightning_avgpipe.state.objects import OF_EVERY_MODULE
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import is_within, joined
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.tensors import KnownTensors
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, untraced
@@ -184,7 +185,6 @@ class AttributeEvents:
         """Watch reads and assignments of attributes within this context."""
         assign = nn.Module.__setattr__
         read = nn.Module.__getattribute__
-        outer = vars(nn.Module).get("__getattribute__")  # not None while an outer step is watched
 
         def watched_assign(module: nn.Module, name: str, value: Any) -> None:
             with untraced():
@@ -197,16 +197,9 @@ class AttributeEvents:
                     self._was_read(module, name)
             return read(module, name)
 
-        nn.Module.__setattr__ = watched_assign  # type: ignore[method-assign, assignment]
-        nn.Module.__getattribute__ = watched_read  # type: ignore[method-assign, assignment]
-        try:
+        watching_reads = replaced(nn.Module, "__getattribute__", watched_read)
+        with replaced(nn.Module, "__setattr__", watched_assign), watching_reads:
             yield
-        finally:
-            nn.Module.__setattr__ = assign  # type: ignore[method-assign]
-            if outer is None:
-                del nn.Module.__getattribute__
-            else:
-                nn.Module.__getattribute__ = outer  # type: ignore[method-assign]
 
     def _key(self, module: nn.Module, name: str) -> Key | None:
         path = self._paths.get(id(module))

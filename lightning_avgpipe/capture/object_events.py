@@ -28,6 +28,7 @@ from lightning_avgpipe.state.objects import OF_EVERY_MODULE, Variable, is_genera
 from lightning_avgpipe.state.outside import outside, places
 from lightning_avgpipe.state.snapshot import Snapshot, leading
 from lightning_avgpipe.utils.names import joined
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import address
 
@@ -108,23 +109,15 @@ class ObjectEvents:
                 undo.enter_context(self._watched(cls))
             yield
 
-    @contextlib.contextmanager
-    def _watched(self, cls: Any) -> Iterator[None]:
-        own, read = vars(cls).get("__getattribute__"), cls.__getattribute__
+    def _watched(self, cls: Any) -> contextlib.AbstractContextManager[None]:
+        read = cls.__getattribute__
 
         def watched_read(obj: Any, name: str) -> Any:
             if id(obj) in self._seen and not name.startswith("__"):
                 self._reads[id(obj)][name].add(Read(*self._now(), source_line()))
             return read(obj, name)
 
-        cls.__getattribute__ = watched_read
-        try:
-            yield
-        finally:
-            if own is None:
-                del cls.__getattribute__
-            else:
-                cls.__getattribute__ = own
+        return replaced(cls, "__getattribute__", watched_read)
 
     # -- events -------------------------------------------------------------------------------------------------------
 
