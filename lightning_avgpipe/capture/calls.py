@@ -142,21 +142,13 @@ class Calls(CallWatcher):
     @contextlib.contextmanager
     def within(self, unit: str) -> Iterator[None]:
         """Run a unit within this context."""
-        self.unit = unit
-        try:
+        with replaced(self, "unit", unit):
             yield
             self.look()
-        finally:
-            self.unit = None
 
-    @contextlib.contextmanager
-    def within_region(self, around: Callable[[nn.Module], AbstractContextManager[Any]]) -> Iterator[None]:
+    def within_region(self, around: Callable[[nn.Module], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
         """Run a region that is checkpointed in one piece within this context, and its outermost modules in theirs."""
-        self._outermost = len(self._stack), around
-        try:
-            yield
-        finally:
-            self._outermost = None
+        return replaced(self, "_outermost", (len(self._stack), around))
 
     # -- draws ---------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from lightning_avgpipe.errors import CaptureError, StepChangedError, UnsendableE
 from lightning_avgpipe.state.objects import ITEMS
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import version_of
 
@@ -223,12 +224,8 @@ class Joint:
         own_args, own_kwargs = tree.map_tensors(entered.enter, (args, kwargs))
         record.leaves = entered.leaves
         before, num_arguments = Snapshot((), module.modules()), len(entered.tensors)
-        self.runs = True
-        try:
-            with entered.lent(hidden):
-                result = run(*own_args, **own_kwargs)
-        finally:
-            self.runs = False
+        with replaced(self, "runs", True), entered.lent(hidden):
+            result = run(*own_args, **own_kwargs)
         written = [i for i in range(num_arguments) if entered.is_written(i)]
         if written and not writes:
             raise CaptureError(

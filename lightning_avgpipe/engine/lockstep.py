@@ -31,6 +31,7 @@ from lightning_avgpipe.capture.tracer import METADATA, StepTracer, function_name
 from lightning_avgpipe.engine.joint import Exchange, Joint, Unit
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import RandomState
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.tensors import tensor_arguments
@@ -92,12 +93,9 @@ class Lockstep(StepTracer):
         self._look_up()
         drawn = self.exchange.share(f"the random state of {what}", 0, RandomState(self.exchange.device))
         drawn.put(self.exchange.device)
-        self._runs, self._speaks = True, speaks or self.exchange.rank == 0
-        try:
-            with self.following():
-                yield
-        finally:
-            self._runs = False
+        self._speaks = speaks or self.exchange.rank == 0
+        with replaced(self, "_runs", True), self.following():
+            yield
 
     @property
     def mutes(self) -> bool:
@@ -121,12 +119,8 @@ class Lockstep(StepTracer):
         if not self._runs or not self._inside:
             yield
             return
-        self._inside = False
-        try:
-            with self:
-                yield
-        finally:
-            self._inside = True
+        with replaced(self, "_inside", False), self:
+            yield
 
     def _look_up(self) -> None:
         parameters = dict(self._module.named_parameters())

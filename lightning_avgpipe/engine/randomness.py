@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_avgpipe.capture.graph import CallGraph, Node
 from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer, function_name, watching
 from lightning_avgpipe.capture.ways import may_draw
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import (
     RandomKey,
     generators,
@@ -370,15 +371,7 @@ class Draws(CallWatcher):
         """
         if path in self._drawing.composite:
             return _Functions(self)
-        return _NOTHING if self._drawing.composite.isdisjoint(calls) else self._within_unit()
-
-    @contextlib.contextmanager
-    def _within_unit(self) -> Iterator[None]:
-        self._within = True
-        try:
-            yield
-        finally:
-            self._within = False
+        return _NOTHING if self._drawing.composite.isdisjoint(calls) else replaced(self, "_within", True)
 
     # -- what backwards call again ------------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ from lightning_avgpipe.engine.stage_values import Answers, StageValues, modes_of
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
 from lightning_avgpipe.state.objects import ObjectState, put_state, state_of
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 from lightning_avgpipe.utils.random_streams import peek_host
 from lightning_avgpipe.utils.source import caught_line, source_line
@@ -185,12 +186,8 @@ class _Replayer(StepTracer):
         # a unit that was not captured may have weights, which one stage must train
         if alike and not any(True for _ in module.parameters()):
             self._runner.draws.begin_unit(elsewhere=True)
-            self._runs_everywhere = True
-            try:
-                with self.executing():
-                    result = run(*args, **kwargs)
-            finally:
-                self._runs_everywhere = False
+            with replaced(self, "_runs_everywhere", True), self.executing():
+                result = run(*args, **kwargs)
             self._writer.call(module, args, kwargs, result)
             return result
         return self._at_node(Operation("call", path, run, args, kwargs, tensors, module))

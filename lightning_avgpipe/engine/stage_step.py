@@ -217,7 +217,7 @@ class StageStep:
         self._answers = Answers(program, device)
         self._programs = Programs(program, module, self._context, execution.static)
         self._began_on_host = False  # in this iteration
-        self.rewritten = Rewritten.of(program, module)
+        self.rewritten = Rewritten(program, module)
         self.compiled = self._context.compiled
         self.stream: OwnStream | None = None
 

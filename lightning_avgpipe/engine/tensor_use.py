@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,36 +44,32 @@ def places(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any]
     return found  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
 class Rewritten:
     """The parameters and buffers that a stage changes in place.
 
-    Attributes:
-        places: register and name of each of them.
+    Args:
+        program: program of the stage.
+        module: the whole module.
     """
 
-    places: Sequence[tuple[dict[str, Any], str]]
-
-    @classmethod
-    def of(cls, program: StageProgram, module: nn.Module) -> Rewritten:
-        """Return the tensors that a stage changes in place."""
+    def __init__(self, program: StageProgram, module: nn.Module) -> None:
         names = dict.fromkeys(name for node in program.nodes for name in node.states if name in program.graph.rewritten)
-        return cls(places(module, list(names)))
+        self._places = places(module, list(names))  # register and name of each
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters among them."""
-        held = (register[name] for register, name in self.places)
+        held = (register[name] for register, name in self._places)
         return [tensor for tensor in held if isinstance(tensor, nn.Parameter)]
 
     def saved(self, trains: bool) -> AbstractContextManager[Any]:
         """Let autograd save copies of these tensors within this context."""
-        if not self.places or not trains:
+        if not self._places or not trains:
             return nullcontext()
         return SavedHooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         # looked up each time, since a step may give a parameter other memory
-        mine = {address(register[name]) for register, name in self.places if register[name] is not None}
+        mine = {address(register[name]) for register, name in self._places if register[name] is not None}
         if address(tensor) not in mine:
             return tensor
         with torch.no_grad():
