@@ -188,15 +188,11 @@ class _Scope:
         The region counts its draws separately, since not every stage executes it if the call is split. Every process
         must ask for the scope at the same point of the call.
         """
-        if self is _QUIET:
-            return _QUIET
         self.regions += 1
         return _Scope(f"{self.path}<{self.regions}>", self.occurrence, self.seeds_functions)
 
     def copy(self) -> _Scope:
         """Return a copy of the scope with its present counts, and without contexts."""
-        if self is _QUIET:
-            return _QUIET
         copied = _Scope(self.path, self.occurrence, self.seeds_functions)
         copied.functions, copied.regions = self.functions, self.regions
         return copied
