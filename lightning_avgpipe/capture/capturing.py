@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.calls import watching_seeds
 from lightning_avgpipe.capture.draft import ANYWHERE
-from lightning_avgpipe.capture.generators import Iterators
+from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.named_state import trained_parameters
 from lightning_avgpipe.capture.recorder import Preview, StepRecorder
