@@ -13,8 +13,8 @@ static step, which only its author can declare, iterations 2, 3, ... follow noth
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -296,17 +296,10 @@ class StageStep:
 
     def _inspected(self, task: Task) -> AbstractContextManager[Inspection | None]:
         """Run a forward within this context, and inspect it if it is the first in training."""
-        return nullcontext() if self._foreign_tensors is None or not task.trains else self._inspection(task)
-
-    @contextmanager
-    def _inspection(self, task: Task) -> Iterator[Inspection]:
-        assert self._foreign_tensors is not None
-        inspection, self._foreign_tensors = Inspection(self._foreign_tensors(self._graph.changed)), None
-        try:
-            with inspection:
-                yield inspection
-        finally:  # using another model's tensors may be why a replay fails
-            inspection.check(task.key.pipeline)
+        if self._foreign_tensors is None or not task.trains:
+            return nullcontext()
+        foreign, self._foreign_tensors = self._foreign_tensors(self._graph.changed), None
+        return Inspection(foreign, task.key.pipeline)
 
     def _context_now(self, copies: Mapping[int, str]) -> ReplayContext:
         if not copies and not self._graph.glue_states:

@@ -150,10 +150,15 @@ class Inspection(TorchDispatchMode):
 
     Args:
         foreign_tensors: tensors of other models, by name. Memory is compared, so views and aliases are found too.
+        pipeline: number of the pipeline that runs.
+    Raises:
+        ConfigurationError: there was such an operation; the message names parameters or buffers, and where they were
+            used. Using another model's tensors may be why a step fails, so this error comes before others.
     """
 
-    def __init__(self, foreign_tensors: Mapping[str, Sequence[Tensor]]) -> None:
+    def __init__(self, foreign_tensors: Mapping[str, Sequence[Tensor]], pipeline: int) -> None:
         super().__init__()
+        self._pipeline = pipeline
         self._names = {
             storage_id(tensor): name
             for name, tensors in foreign_tensors.items()
@@ -178,17 +183,13 @@ class Inspection(TorchDispatchMode):
         for leaf in leaves_of(outputs):
             self._look(leaf, lambda: "compiled code or a library")
 
-    def check(self, pipeline: int) -> None:
-        """Check that nothing was found.
-
-        Raises:
-            ConfigurationError: something was; the message names parameters or buffers, and where they were used.
-        """
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         if not self._found:
             return
         places = listed([f"'{name}' (at {place})" for name, place in self._found.items()])
         raise ConfigurationError(
-            f"while pipeline {pipeline} ran, training_step used {places} of another parallel model. Each has "
+            f"while pipeline {self._pipeline} ran, training_step used {places} of another parallel model. Each has "
             "parameters and buffers of its own, which are put where modules register them, and into their attributes, "
             "lists, tuples and dicts; a closure, a functools.partial, a global, an optimizer or an object that is no "
             "nn.Module keeps those of one model. Get them from the module whenever they are used (self.layer.weight), "
