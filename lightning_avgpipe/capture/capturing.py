@@ -84,8 +84,8 @@ def _graph(
         recorder.batch.begin(args[0])
     iterators = Iterators(effects.objects.attributes)
     with untouched(module), Snapshot(args, opaque=True).restored(), recorder.visiting(module), recorder.state.changes:
-        seeds = watching_seeds(calls.note_seed)
-        with effects.watched(), recorder.following(), watching(calls), seeds:
+        reads = effects.attributes.watched(), effects.objects.watched()
+        with reads[0], reads[1], recorder.following(), watching(calls), watching_seeds(calls.note_seed):
             result = run(*args)
         for name, parameter in module.named_parameters():
             if names.get(id(parameter), name) != name:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -53,12 +52,6 @@ class Effects:
         self.assigned: tuple[Key, ...] = ()
         self.of_units: set[Key] = set()
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Watch reads and assignments within this context, while the step runs."""
-        with self.attributes.watched(), self.objects.watched():
-            yield
-
     # -- events -------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
@@ -75,13 +68,6 @@ class Effects:
         """Note that a free unit, which every stage runs, has changed these objects."""
         self.attributes.was_free()
         self.objects.was_free(module, changed)
-
-    @contextlib.contextmanager
-    def observing(self) -> Iterator[None]:
-        """Run code within this context that only looks at values, and whose effects do not count."""
-        with self.objects.elsewhere():
-            yield
-        self.attributes.pass_over()
 
     # -- after the step -----------------------------------------------------------------------------------------------
 

@@ -496,12 +496,12 @@ class ObjectEvents:
 
     def look(self) -> None:
         """Note the changes of code between units that has just run."""
-        differences = self._take()
+        differences = self.take()
         self._changed_between(differences)
         if differences:
             self._chosen.adopt(Snapshot([obj for obj, _ in differences], opaque=True), self.objects)
 
-    def _take(self) -> list[tuple[Any, Names]]:
+    def take(self) -> list[tuple[Any, Names]]:
         """Return the objects that have changed since the last call, and their changed attributes."""
         differences = self._chosen.differences()
         self._chosen.follow(obj for obj, _ in differences)
@@ -520,15 +520,7 @@ class ObjectEvents:
         self.look()
         changed: list[tuple[Any, Names]] = []
         yield changed
-        changed += self._take()
-
-    def pass_over(self) -> None:
-        """Ignore all changes so far: code between units did not make them."""
-        self._take()
-
-    def glue_ran(self, name: str) -> None:
-        """Note the changes of a glue operation that has run as the next node."""
-        self.ran(f"{name}()", self._take())
+        changed += self.take()
 
     def ran(self, by: str, changed: Iterable[tuple[Any, Names]], followed: Collection[int] = ()) -> None:
         """Note the changes of a unit that has run as the next node.

@@ -415,13 +415,9 @@ class Stage:
 
         Modules that seed get back the attributes of the forward, such as the seed; generators are restored afterwards.
         """
-        then, now = self._kept_by_seeding[micro_batch], attributes(self._seeding)
-        then.restore()
-        try:
-            with restored(self._device):
-                yield
-        finally:
-            now.restore()
+        with attributes(self._seeding).restored(), restored(self._device):
+            self._kept_by_seeding[micro_batch].restore()
+            yield
 
     def roots(self, micro_batch: int) -> tuple[Tensor, ...]:
         """Return the tensors from which a micro-batch's backward starts; empty if its forward is repeated first."""
