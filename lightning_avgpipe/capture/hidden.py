@@ -14,6 +14,8 @@ from lightning_avgpipe.capture.calls import Calls
 from lightning_avgpipe.capture.draft import ANYWHERE, Draft, Pin
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.named_state import NamedState
+from lightning_avgpipe.capture.tracer import LIKE, function_name
+from lightning_avgpipe.state.objects import ATOMS
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import is_within
@@ -22,13 +24,7 @@ from lightning_avgpipe.utils.tensors import KnownTensors, is_lent, tensor_argume
 from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets, version_of
 
 # Operations whose results depend only on shape, dtype and device of their arguments.
-_LIKE = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in (
-        "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
-        "empty_like", "full_like", "ones_like", "zeros_like",
-    )
-)  # fmt: skip
+_LIKE = frozenset(getattr(torch.ops.aten, function_name(function)) for function in LIKE)
 
 
 class _Again(torch.autograd.Function):
@@ -143,13 +139,10 @@ class Provenance(TorchDispatchMode):
         self._made.forget(lambda made: made[0] == self._node)
 
 
-_ATOMS = (type(None), bool, int, float, str)
-
-
 def _description(args: Any, kwargs: Any) -> tuple[Any, ...]:
     """Return the arguments of a node with shapes and dtypes in place of tensors."""
     leaves = tree.flatten((args, kwargs))[0]
-    return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x if type(x) in _ATOMS else type(x) for x in leaves)
+    return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x if type(x) in ATOMS else type(x) for x in leaves)
 
 
 class _TensorRead(NamedTuple):

@@ -89,7 +89,7 @@ _COALESCING: Any = Tensor._coalesced_
 _FREEZING = frozenset((Tensor.requires_grad.__set__, Tensor.requires_grad_))  # type: ignore[attr-defined]
 
 # Functions that make a tensor with the description of another. (Random ones are nodes, on the stage of the other.)
-_LIKE = frozenset(
+LIKE = frozenset(
     (
         *(getattr(Tensor, name) for name in ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")),
         *(torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like),
@@ -230,7 +230,7 @@ class StepTracer(TorchFunctionMode):
             return args[0]
         if func in _FREEZING and id(args[0]) in self._owned:
             self._frozen.setdefault(id(args[0]), (args[0], args[0].requires_grad, source_line()))
-        if func in _LIKE and self._is_parameter(args, kwargs):
+        if func in LIKE and self._is_parameter(args, kwargs):
             return self._like(func, args, kwargs or {})
         self._inside = True  # the mode itself is off the stack while it handles a function
         try:
