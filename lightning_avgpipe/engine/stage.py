@@ -115,7 +115,6 @@ class Stage:
         self._explained = explained(program, module)
         self._kept_by_seeding: dict[int, Snapshot] = {}
         self._step = StageStep(program, module, device, foreign_tensors, execution)
-        self.compiled = self._step.compiled
         self._prefix = Prefix(program, device, kept)
         self._repetition = Repetition(self.module, device, execution.recompute, relayed)
         # only for weights that do not change within an iteration; compiled code casts its own
@@ -123,6 +122,7 @@ class Stage:
         self._casts = Casts() if constant and execution.compiler is None else None
         self.stash: dict[int, Stash | Inputs] = {}
         self.results: dict[int, Any] = {}
+        self.compiled = self._step.compiled
         self.skipped: set[int] = set()
         self.parts = {part: part() for part in PARTS}
         self._watching: list[StagePart] = []
