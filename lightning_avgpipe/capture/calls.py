@@ -15,9 +15,8 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_avgpipe.capture.graph import FollowedCall
-from lightning_avgpipe.capture.tracer import CallWatcher
+from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer
 from lightning_avgpipe.errors import SeedingError
-from lightning_avgpipe.utils.names import is_within
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import HostState, generators, seeds_of, stream_seed
 from lightning_avgpipe.utils.source import source_line
@@ -78,7 +77,6 @@ class Calls(CallWatcher):
     Args:
         module: root module; its own code has the path "".
         device: device on which the step computes.
-        is_followed: return whether a module that is being called is neither a unit nor inside of one.
         position: return the number of nodes so far.
 
     Attributes:
@@ -92,14 +90,7 @@ class Calls(CallWatcher):
         from_entropy: whether one of them may seed with an unpredictable number (``torch.seed``).
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device | None,
-        is_followed: Callable[[nn.Module], bool],
-        position: Callable[[], int],
-    ) -> None:
-        self._is_followed = is_followed
+    def __init__(self, module: nn.Module, device: torch.device | None, position: Callable[[], int]) -> None:
         self._position = position
         self._paths = {id(m): path for path, m in module.named_modules()}
         self._stack = [_Call("", None, _NOTHING)]
@@ -120,7 +111,9 @@ class Calls(CallWatcher):
             around = self._outermost[1](module)
         around.__enter__()
         path, begin = self._paths.get(id(module)), self._position()
-        followed = FollowedCall(path, begin, begin, False) if path and self._is_followed(module) else None
+        tracer = StepTracer.current()
+        is_followed = path and tracer is not None and tracer.unit(module) is None  # neither a unit nor inside of one
+        followed = FollowedCall(path, begin, begin, False) if path and is_followed else None
         self.look()
         if path is not None:
             self.calls.append(path)
@@ -149,21 +142,13 @@ class Calls(CallWatcher):
     @contextlib.contextmanager
     def within(self, unit: str) -> Iterator[None]:
         """Run a unit within this context."""
-        self.unit = unit
-        try:
+        with replaced(self, "unit", unit):
             yield
             self.look()
-        finally:
-            self.unit = None
 
-    @contextlib.contextmanager
-    def within_region(self, around: Callable[[nn.Module], AbstractContextManager[Any]]) -> Iterator[None]:
+    def within_region(self, around: Callable[[nn.Module], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
         """Run a region that is checkpointed in one piece within this context, and its outermost modules in theirs."""
-        self._outermost = len(self._stack), around
-        try:
-            yield
-        finally:
-            self._outermost = None
+        return replaced(self, "_outermost", (len(self._stack), around))
 
     # -- draws ---------------------------------------------------------------------------------------------------------
 
@@ -175,10 +160,6 @@ class Calls(CallWatcher):
         with untraced():
             states = [generator.get_state() for generator in generators(self._device)]
             return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
-
-    def draws_on_host(self, unit: str) -> bool:
-        """Return whether a unit, or a module inside of it, has drawn from the generators of Python or NumPy."""
-        return any(is_within(path, unit) for path in self.host_drawing)
 
     def look(self) -> None:
         """Note draws and seeds since the last event."""

@@ -6,15 +6,14 @@ import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.attribute_events import Key
 from lightning_avgpipe.capture.calls import watching_seeds
 from lightning_avgpipe.capture.draft import ANYWHERE
-from lightning_avgpipe.capture.generators import Iterators
+from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.named_state import trained_parameters
 from lightning_avgpipe.capture.recorder import Preview, StepRecorder
@@ -62,9 +61,7 @@ def capture(
         make = partial(StepRecorder, module, units, device, preview, ignore)
         with contextlib.closing(make([*tree.tensors(batch), *Snapshot(batch).tensors])) as recorder:
             try:
-                trained = trained_parameters(module)
-                followed = _followed(recorder, make, module, step, run, batch)
-                graph = _graph(recorder, module, step, trained, followed)
+                graph = _graph(recorder, make, module, step, run, batch)
             except Exception as error:
                 error.add_note(f"while {step} was followed on a first micro-batch, to learn what it calls")
                 raise
@@ -74,40 +71,21 @@ def capture(
             return graph
 
 
-class _Followed(NamedTuple):
-    """Findings about a step that has run and whose changes are undone.
-
-    Attributes:
-        iterators: attributes and variables that lead to iterators.
-        carried: full names of attributes whose tensors go from one micro-batch to the next.
-        passing: attributes that changed during the step and were set back.
-        loss: loss of a training step; None for other steps.
-        holders: attributes and variables that lead to objects which change, and the position of the first change.
-        batch_writes: whether the step changed tensors of its batch.
-    """
-
-    iterators: tuple[Key, ...]
-    carried: tuple[str, ...]
-    passing: tuple[Key, ...]
-    loss: Tensor | None
-    holders: tuple[tuple[Key, int], ...]
-    batch_writes: bool
-
-
-def _followed(
+def _graph(
     recorder: StepRecorder, make: Callable[[Sequence[Tensor]], StepRecorder], module: nn.Module, step: str,
     run: Callable[..., Any], args: Sequence[Any],
-) -> _Followed:  # fmt: skip
-    """Run a step under a recorder, and undo its changes."""
-    spare = tree.map_tensors(torch.clone, tuple(args))
+) -> CallGraph:  # fmt: skip
+    """Run a step under a recorder, undo its changes, and make the call graph of what was recorded."""
+    draft, effects, calls = recorder.draft, recorder.effects, recorder.calls
+    trained, spare = trained_parameters(module), tree.map_tensors(torch.clone, tuple(args))
     names = {id(p): name for name, p in module.named_parameters()}
     batch = [(leaf, version_of(leaf)) for leaf in tree.tensors(args)]
     if args:
         recorder.batch.begin(args[0])
-    iterators = Iterators(recorder.effects.objects.attributes)
+    iterators = Iterators(effects.objects.attributes)
     with untouched(module), Snapshot(args, opaque=True).restored(), recorder.visiting(module), recorder.state.changes:
-        seeds = watching_seeds(recorder.calls.note_seed)
-        with recorder.effects.watched(), recorder.following(), watching(recorder.calls), seeds:
+        reads = effects.attributes.watched(), effects.objects.watched()
+        with reads[0], reads[1], recorder.following(), watching(calls), watching_seeds(calls.note_seed):
             result = run(*args)
         for name, parameter in module.named_parameters():
             if names.get(id(parameter), name) != name:
@@ -117,24 +95,15 @@ def _followed(
                 )
         recorder.finish(result)
         if taken := iterators.advanced():
-            recorder.draft.pin(
+            draft.pin(
                 0, ANYWHERE, f"{step} takes items from the iterator '{taken}', which nobody can put back: each stage "
                 "would take others. Make it a part of the batch (CombinedLoader), or count in an attribute",
             )  # fmt: skip
-        carried = tuple(recorder.effects.attributes.carried())
-        passing = tuple(recorder.effects.attributes.passing())
-        loss = _loss(result) if step == "training_step" else None
+        # what changes of the step show, which are undone in the end
+        carried, passing = tuple(effects.attributes.carried()), tuple(effects.attributes.passing())
+        finite = step != "training_step" or bool(_loss(result).isfinite().all())
         _find_what_lasts(recorder, make, run, spare)
-        holders = tuple(recorder.effects.objects.holders().items())
-    writes = any(version_of(leaf) != version for leaf, version in batch)
-    return _Followed(iterators.leads(), carried, passing, loss, holders, writes)
-
-
-def _graph(
-    recorder: StepRecorder, module: nn.Module, step: str, trained: frozenset[str], followed: _Followed
-) -> CallGraph:
-    """Make the call graph of what was recorded."""
-    draft, effects, calls = recorder.draft, recorder.effects, recorder.calls
+        holders, held_iterators = effects.objects.holders(), iterators.leads()
     drawing = calls.drawing | calls.host_drawing
     return CallGraph(
         step=step,
@@ -148,23 +117,23 @@ def _graph(
         seeding=frozenset(calls.seeding),
         from_entropy=calls.from_entropy,
         leaves=recorder.batch.leaves(),
-        batch_writes=followed.batch_writes,
+        batch_writes=any(version_of(leaf) != version for leaf, version in batch),
         glue_states=frozenset(recorder.state.by_glue),
         rewritten=frozenset(recorder.state.rewritten),
         attributes=effects.assigned,
-        passing=followed.passing,
-        carried=followed.carried,
-        holders=followed.holders,
-        of_units=tuple(sorted(effects.of_units - dict(followed.holders).keys())),
+        passing=passing,
+        carried=carried,
+        holders=tuple(holders.items()),
+        of_units=tuple(sorted(effects.of_units - holders.keys())),
         written=effects.objects.written(recorder.state.changes.nameless),
         reads=tuple(effects.attributes.first_reads.items()),
         pinned=tuple(draft.pinned),
         leaking=frozenset(recorder.hidden.leaking),
         followed_calls=tuple(calls.ended),
         trained=trained,
-        finite=followed.loss is None or bool(followed.loss.isfinite().all()),
+        finite=finite,
         generators=effects.generators.uses(),
-        iterators=followed.iterators,
+        iterators=held_iterators,
         uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(calls.calls),
         neighbours=tuple(neighbours(module, calls.calls)),
     )
@@ -183,7 +152,7 @@ def _find_what_lasts(
     """
     with contextlib.ExitStack() as stack:
         again = None
-        if recorder.effects.may_last or recorder.hidden.has_own:
+        if recorder.effects.may_last or recorder.hidden.own:
             again = stack.enter_context(contextlib.closing(make(tree.tensors(args))))
             again.hidden.follow(recorder.hidden)
             try:

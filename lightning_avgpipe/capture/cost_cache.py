@@ -53,8 +53,8 @@ class CostCache:
         path = self._path(key)
         try:
             found = json.loads(path.read_text())
-            if found["format"] != _FORMAT or found["key"] != key:
-                raise ValueError("it was written by another version")
+            if found["key"] != key:
+                raise ValueError("it belongs to something else")
             forward, backward = (_numbers(found, name, num_nodes) for name in ("forward_s", "backward_s"))
             stash = tuple(map(int, _numbers(found, "stash_bytes", num_nodes)))
         except (FileNotFoundError, NotADirectoryError):
@@ -72,7 +72,6 @@ class CostCache:
         if not self._writable:
             return
         content = {
-            "format": _FORMAT,
             "key": key,
             "about": about,
             "forward_s": costs.forward,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.graph import Node, Value
-from lightning_avgpipe.capture.upkeep import made_by
+from lightning_avgpipe.capture.graph import Node, Value, made_by
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
@@ -84,14 +83,8 @@ class Draft:
     def add(self, node: Node, given: Sequence[Tensor], taken: Sequence[Tensor], versions: Sequence[int]) -> None:
         """Add a node that returned ``given`` and may have written into the tensors ``taken`` of these ``versions``."""
         writes = self._written(taken, versions, node.name)
-        outputs = []
-        for tensor in given:
-            value = self._known.own_value_of(tensor)
-            if value is None:
-                same = next((i for i, t in enumerate(taken) if t is tensor), None)
-                value = -1 - same if same is not None else self._new(tensor, node.name)
-            outputs.append(value)
-        self.nodes.append(replace(node, outputs=tuple(outputs), writes=writes))
+        outputs = outputs_of(given, taken, self._known, lambda tensor: self._new(tensor, node.name))
+        self.nodes.append(replace(node, outputs=outputs, writes=writes))
 
     def _written(
         self, taken: Sequence[Tensor], versions: Sequence[int], name: str
@@ -179,3 +172,17 @@ class Draft:
                 reason = f"an object of type {type(owner).__name__} that outlives the step is written to on both sides"
                 self.pin(first[0] + 1, node.index, reason)
         return replace(node, writes_objects=True, exports=exports, lasting=indices), given
+
+
+def outputs_of(
+    given: Sequence[Tensor], taken: Sequence[Tensor], known: KnownTensors[int], new: Callable[[Tensor], int]
+) -> tuple[int, ...]:
+    """Return the :attr:`Node.outputs` of a node that took and returned these tensors; ``new`` gives a new value."""
+    outputs = []
+    for tensor in given:
+        value = known.own_value_of(tensor)
+        if value is None:
+            same = next((i for i, t in enumerate(taken) if t is tensor), None)
+            value = new(tensor) if same is None else -1 - same
+        outputs.append(value)
+    return tuple(outputs)

@@ -14,20 +14,17 @@ from lightning_avgpipe.capture.calls import Calls
 from lightning_avgpipe.capture.draft import ANYWHERE, Draft, Pin
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.named_state import NamedState
+from lightning_avgpipe.capture.tracer import LIKE, function_name
+from lightning_avgpipe.state.objects import ATOMS
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.names import is_within
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.tensors import KnownTensors, is_lent, tensor_arguments
 from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets, version_of
 
 # Operations whose results depend only on shape, dtype and device of their arguments.
-_LIKE = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in (
-        "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
-        "empty_like", "full_like", "ones_like", "zeros_like",
-    )
-)  # fmt: skip
+_LIKE = frozenset(getattr(torch.ops.aten, function_name(function)) for function in LIKE)
 
 
 class _Again(torch.autograd.Function):
@@ -142,13 +139,10 @@ class Provenance(TorchDispatchMode):
         self._made.forget(lambda made: made[0] == self._node)
 
 
-_ATOMS = (type(None), bool, int, float, str)
-
-
 def _description(args: Any, kwargs: Any) -> tuple[Any, ...]:
     """Return the arguments of a node with shapes and dtypes in place of tensors."""
     leaves = tree.flatten((args, kwargs))[0]
-    return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x if type(x) in _ATOMS else type(x) for x in leaves)
+    return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x if type(x) in ATOMS else type(x) for x in leaves)
 
 
 class _TensorRead(NamedTuple):
@@ -177,6 +171,7 @@ class HiddenTensors:
         exports: these units, and those that were found since.
         leaking: units that have left a tensor outside of their results and attributes.
         provenance: record of the node in which each tensor was made.
+        own: unit -> its reads of tensors that it keeps in attributes for later calls of its own.
     """
 
     def __init__(
@@ -190,20 +185,15 @@ class HiddenTensors:
         self._state = state
         self._calls = calls
         self._written: dict[int, tuple[Tensor, Node]] = {}  # written to without being arguments, and the writer
-        self._own: dict[str, list[tuple[_TensorRead, Pin]]] = defaultdict(list)  # by unit: reads of its own tensors
+        self.own: dict[str, list[tuple[_TensorRead, Pin]]] = defaultdict(list)
         self._carried: set[str] = set()  # units that read tensors of the previous run
         self._earlier: Provenance | None = None
         self._before: dict[str, dict[tuple[str, str], Any]] = {}  # numbers in units' attributes after the previous run
 
-    @property
-    def has_own(self) -> bool:
-        """Whether units keep tensors in attributes for later calls of their own."""
-        return bool(self._own)
-
     def follow(self, before: HiddenTensors) -> None:
         """Take over the tensors of the previous run of the same step."""
         self._earlier = before.provenance
-        self._before = {unit: self._numbers(unit) for unit in before._own}
+        self._before = {unit: self._numbers(unit) for unit in before.own}
 
     def wrote(self, node: Node, buffers: Sequence[Tensor | None], followed: Collection[int]) -> None:
         """Note tensors that a unit writes into besides its arguments; they are not sent to other stages.
@@ -240,10 +230,11 @@ class HiddenTensors:
                 continue
             maker = nodes[birth]
             if maker.kind == "call" and maker.name == unit:
-                if self._calls.draws_on_host(unit) or not self.provenance.makes_again(tensor):
+                draws = any(is_within(path, unit) for path in self._calls.host_drawing)
+                if draws or not self.provenance.makes_again(tensor):
                     reason = f"{name} at {source_line()} reads an attribute of its own that {maker} has made"
                     read = _TensorRead(birth, len(nodes), tuple(tensor.shape), str(tensor.dtype))
-                    self._own[unit].append((read, (birth + 1, end, reason)))
+                    self.own[unit].append((read, (birth + 1, end, reason)))
                 continue
             if maker.kind == "call":
                 self.exports.add(maker.name)
@@ -265,12 +256,12 @@ class HiddenTensors:
         """
         anew = set() if again is None else self._made_anew(again)
         self.exports |= anew
-        return [pin for unit, reads in self._own.items() if unit not in anew for _, pin in reads]
+        return [pin for unit, reads in self.own.items() if unit not in anew for _, pin in reads]
 
     def _made_anew(self, again: HiddenTensors) -> set[str]:
         """Return the units that, in a repeated step, made their tensors again and read none of the first run."""
-        reads = {unit: [read for read, _ in found] for unit, found in self._own.items()}
-        alike = {unit for unit in reads if reads[unit] == [read for read, _ in again._own.get(unit, ())]}
+        reads = {unit: [read for read, _ in found] for unit, found in self.own.items()}
+        alike = {unit for unit in reads if reads[unit] == [read for read, _ in again.own.get(unit, ())]}
         return {unit for unit in alike - again._carried if again._before[unit] == again._numbers(unit)}
 
     def _numbers(self, unit: str) -> dict[tuple[str, str], Any]:

@@ -15,12 +15,15 @@ time.
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +31,6 @@ from tqdm.auto import tqdm
 
 from lightning_avgpipe.capture.costs import Costs, value_bytes
 from lightning_avgpipe.capture.graph import CallGraph, Node
-from lightning_avgpipe.capture.node_trial import REGION_BACKWARD, NodeTrial, Sample, Samples, SavedTensors, sums_of
 from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.capture.tracer import StepTracer, function_name
@@ -36,12 +38,12 @@ from lightning_avgpipe.capture.units import tensors_of
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.state.snapshot import Snapshot
-from lightning_avgpipe.state.untouched import untouched
+from lightning_avgpipe.state.untouched import random_state, untouched
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.device import visiting
+from lightning_avgpipe.utils.device import port_of, visiting
 from lightning_avgpipe.utils.output import heard
 from lightning_avgpipe.utils.tensors import tensor_arguments
-from lightning_avgpipe.utils.torch_compat import SavedHooks, is_transforming
+from lightning_avgpipe.utils.torch_compat import SavedHooks, is_transforming, storage_id
 
 _ROUNDS = 5  # runs of the step
 _PATIENCE_S = 2.0  # a longer measurement shows its progress
@@ -82,27 +84,26 @@ def measure(
     """
     samples = Samples() if samples is None else samples
     device = device or torch.device("cpu")
-    kinds, begin = _kinds(graph, module), time.perf_counter()
-    deadline = begin + budget_s - samples.spent_s
-    trial = NodeTrial(device, Packer(module))
+    begin = time.perf_counter()
+    trial = NodeTrial(graph, module, device, samples, begin + budget_s - samples.spent_s)
     saved: SavedTensors | None = None
     with _progress(graph) as bar:
         for _ in range(_ROUNDS):
             round_begin = time.perf_counter()
             batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
             counted = None if saved else SavedTensors(len(graph.nodes), [*tensors_of(module), *tree.tensors(batch)])
-            timer = _Timer(graph, module, device, trial, kinds, samples, deadline, counted, bar)
+            timer = _Timer(trial, counted, bar)
             following = timer.following(compiled=not graph.drawing)
             with untouched(module, graph.changed), Snapshot(batch, opaque=True).restored(), timer.visiting(), following:
                 run(*batch)
             timer.check_finished()
             saved = saved or counted
             now = time.perf_counter()
-            if now + (now - round_begin) > deadline or samples.complete.issuperset(kinds):
+            if now + (now - round_begin) > trial.deadline or samples.complete.issuperset(trial.kinds):
                 break
-    samples.complete.update(kinds)
+    samples.complete.update(trial.kinds)
     samples.spent_s += time.perf_counter() - begin
-    medians = [samples.median(kind) for kind in kinds]
+    medians = [samples.median(kind) for kind in trial.kinds]
     assert saved is not None
     return Costs(
         tuple(sample.forward_s for sample in medians),
@@ -116,41 +117,19 @@ class _Timer(StepTracer):
     """A tracer that runs the step as usual, and each node alone before it.
 
     Args:
-        graph: call graph of the step.
-        module: module whose step it is.
-        device: device to compute on.
         trial: runs nodes alone and measures them.
-        kinds: kind of each node; nodes of the same kind share their samples.
-        samples: collection to which new samples are added.
-        deadline: time at which repetitions end, as ``time.perf_counter()``.
         saved: record of the saved tensors, which are the same in every run; None: they are known already.
         bar: progress bar.
     """
 
     rehearses = True
 
-    def __init__(
-        self,
-        graph: CallGraph,
-        module: nn.Module,
-        device: torch.device,
-        trial: NodeTrial,
-        kinds: Sequence[Hashable],
-        samples: Samples,
-        deadline: float,
-        saved: SavedTensors | None,
-        bar: tqdm,
-    ) -> None:
+    def __init__(self, trial: NodeTrial, saved: SavedTensors | None, bar: tqdm) -> None:
+        self._graph, self._module, self._device = graph, module, device = trial.graph, trial.module, trial.device
         units = {id(module.get_submodule(path)): path for path in graph.units}
         super().__init__(units, owned_tensors(module, graph.glue_states), device)
-        self._graph = graph
-        self._module = module
-        self._device = device
         self._trial = trial
-        self._kinds = kinds
-        self._samples = samples
         self._calls: Counter[Hashable] = Counter()  # calls that have been measured in this run
-        self._deadline = deadline
         self._saved = saved
         self._bar = bar
         self._position = 0
@@ -233,7 +212,7 @@ class _Timer(StepTracer):
         given, is_region = tree.tensors(result), node.kind == "region"
         trains = any(t.requires_grad for t in given)
         factor = REGION_BACKWARD if is_region else 1.0
-        self._add(node, Sample(seconds, factor * seconds if trains else 0.0))
+        self._trial.add(node, Sample(seconds, factor * seconds if trains else 0.0))
         if is_region and trains and self._saved is not None:
             self._saved.values.update(node.inputs)
         return result, given
@@ -242,9 +221,8 @@ class _Timer(StepTracer):
         for leaf, value in zip(given, node.outputs, strict=True):
             if value >= 0 and leaf not in self.known:
                 self._learn(leaf, value)
-        for i, value, base in node.writes:
-            target = tensors[i]._base if base else tensors[i]
-            if target is not None and target not in self.known:
+        for target, value in node.written(tensors):
+            if target not in self.known:
                 self._learn(target, value)
 
     def _learn(self, tensor: Tensor, value: int) -> None:
@@ -254,27 +232,24 @@ class _Timer(StepTracer):
 
     def _measure(self, operation: Operation, node: Node) -> None:
         """Measure a node a few times, or once if there is no time for more, unless it has been measured enough."""
-        kind = self._kinds[node.index]
-        timed = kind not in self._samples.complete and self._calls[kind] < _CALLS
+        trial, kind = self._trial, self._trial.kinds[node.index]
+        timed = kind not in trial.samples.complete and self._calls[kind] < _CALLS
         if not timed and self._saved is None:
             return
-        sums, begin = sums_of(operation.module), time.perf_counter()
-        warm_up = self._trial.run(operation, node, sums, self._saved)
+        sums, begin = [torch.zeros_like(p) for p in _trained(operation.module)], time.perf_counter()
+        warm_up = trial.run(operation, node, sums, self._saved)
         if not timed:
             return
         self._calls[kind] += 1
         took = time.perf_counter() - begin
-        share = max(0.0, self._deadline - time.perf_counter()) / (len(self._kinds) - node.index)
+        share = max(0.0, trial.deadline - time.perf_counter()) / (len(trial.kinds) - node.index)
         if took > share:
-            self._add(node, warm_up)
+            trial.add(node, warm_up)
             return
         for _ in range(_REPETITIONS):
-            self._add(node, self._trial.run(operation, node, sums))
+            trial.add(node, trial.run(operation, node, sums))
             if time.perf_counter() - begin > min(share, _SHORT_S) + took:
                 break
-
-    def _add(self, node: Node, sample: Sample) -> None:
-        self._samples.found[self._kinds[node.index]].append(sample)
 
 
 def _kinds(graph: CallGraph, module: nn.Module) -> list[Hashable]:
@@ -303,3 +278,247 @@ def _drop(tensor: Tensor) -> None:
 
 def _dropped(packed: None) -> Tensor:
     raise CaptureError("the step runs a backward itself, which cannot be measured; use costs='flops'")
+
+
+# -- nodes alone, on detached copies of their inputs, so that nothing of the run remains -----------------------------
+
+
+REGION_BACKWARD = 3.0  # in forwards: a recomputed forward, and a backward of two forwards
+
+
+class Sample(NamedTuple):
+    """The seconds of one execution of a node alone."""
+
+    forward_s: float
+    backward_s: float
+
+
+@dataclass
+class Samples:
+    """Samples by kind of call, shared by graphs that have the same calls.
+
+    Attributes:
+        found: samples of each kind.
+        complete: kinds of which no more samples are needed.
+        spent_s: seconds that measuring has taken.
+    """
+
+    found: dict[Hashable, list[Sample]] = field(default_factory=lambda: defaultdict(list))
+    complete: set[Hashable] = field(default_factory=set)
+    spent_s: float = 0.0
+
+    def median(self, kind: Hashable) -> Sample:
+        """Return the median of the forwards, and that of the backwards."""
+        samples = self.found[kind]
+        return Sample(statistics.median(s.forward_s for s in samples), statistics.median(s.backward_s for s in samples))
+
+    def take(self, other: Samples) -> None:
+        """Replace these samples by another process's, which started from these."""
+        self.found, self.complete, self.spent_s = other.found, other.complete, other.spent_s
+
+
+class SavedTensors:
+    """The tensors that nodes save in one run of a step: values by index, everything else in bytes.
+
+    Args:
+        num_nodes: number of nodes in the step.
+        resident: tensors that are in memory in any case, such as weights.
+
+    Attributes:
+        internal: for each node the bytes that only this node saves.
+        values: indices of the values that any node saves.
+    """
+
+    def __init__(self, num_nodes: int, resident: Iterable[Tensor]) -> None:
+        self.internal = [0] * num_nodes
+        self.values: set[int] = set()
+        self._resident = {storage_id(tensor) for tensor in resident}
+        self._homes: dict[int, tuple[Tensor, int]] = {}  # storage -> (tensor that keeps it alive, value)
+
+    def learn(self, tensor: Tensor, value: int) -> None:
+        """Note that a tensor of the step is this value."""
+        self._homes.setdefault(storage_id(tensor), (tensor.detach(), value))
+
+    def count(
+        self,
+        node: Node,
+        module: nn.Module | None,
+        kept: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        copies: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        """Note what the forward of a node has saved.
+
+        Args:
+            node: node that ran.
+            module: the called module, if the node is a call.
+            kept: the saved tensors.
+            outputs: tensors that the node returned.
+            copies: ``(original, copy)`` of each tensor that the node was given.
+        """
+        own = {storage_id(t): value for t, value in zip(outputs, node.outputs, strict=True) if value >= 0}
+        for original, copy in copies:
+            if (home := self._homes.get(storage_id(original))) is not None:
+                own[storage_id(copy)] = home[1]
+        visitors = {storage_id(t) for t in tensors_of(module)} if module is not None else set()
+        inside: dict[int, int] = {}
+        for tensor in kept:
+            storage = storage_id(tensor)
+            if storage in visitors or storage in self._resident:
+                continue
+            value = own.get(storage)
+            if value is not None:
+                self.values.add(value)
+            else:
+                inside[storage] = _nbytes(tensor)
+        self.internal[node.index] = sum(inside.values())
+
+
+def _nbytes(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage().nbytes())
+    except (RuntimeError, NotImplementedError):
+        return tensor.numel() * tensor.element_size()
+
+
+class NodeTrial:
+    """A runner that executes nodes alone and measures them.
+
+    Args:
+        graph: call graph of the step.
+        module: module whose step it is.
+        device: device on which nodes run.
+        samples: collection to which new samples are added.
+        deadline: time at which repetitions end, as ``time.perf_counter()``.
+
+    Attributes:
+        kinds: kind of each node; nodes of the same kind share their samples.
+    """
+
+    def __init__(
+        self, graph: CallGraph, module: nn.Module, device: torch.device, samples: Samples, deadline: float
+    ) -> None:
+        self.graph, self.module, self.device, self.samples, self.deadline = graph, module, device, samples, deadline
+        self.kinds = _kinds(graph, module)
+        self._packer = Packer(module)
+        self._start_s = math.inf  # overhead of starting a backward, which a stage has once and each node alone has too
+
+    def add(self, node: Node, sample: Sample) -> None:
+        """Add a sample of a node."""
+        self.samples.found[self.kinds[node.index]].append(sample)
+
+    def given(self, result: Any, objects: Snapshot | None) -> list[Tensor]:
+        """Return the tensors that a node gives, including those that it has left in objects."""
+        return tree.tensors(result) if objects is None else self._packer.pack(result, objects)[1]
+
+    def timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
+        """Return the result of ``work``, and its seconds."""
+        return port_of(self.device).timed(work)
+
+    def run(
+        self, operation: Operation, node: Node, sums: Sequence[Tensor], counted: SavedTensors | None = None
+    ) -> Sample:
+        """Run and measure the forward and backward of a node.
+
+        Args:
+            operation: operation that the step has come to.
+            node: node of the operation.
+            sums: tensors to which the gradients of the module's trained parameters are added.
+            counted: record in which the tensors are noted that the forward saves.
+        """
+        copies, module = _Copies(clones=bool(node.writes)), operation.module
+        args, kwargs = tree.map_tensors(copies, (operation.args, operation.kwargs))
+        objects = Snapshot((args, kwargs), opaque=True)
+        within = random_state() if module is None else untouched(module, _changed_in(node))
+        with within, objects.restored():
+            objects.replace_tensors(copies)  # tensors that units collect in objects belong to the graph of other nodes
+            _, written = operation._replace(args=args, kwargs=kwargs).with_objects(node)
+            torch.clear_autocast_cache()  # in training each micro-batch casts the weights again
+            saved: list[Tensor] = []
+
+            def save(tensor: Tensor) -> Tensor:
+                if counted is not None:
+                    saved.append(tensor)
+                return tensor
+
+            # hooks of our own, so that those of a checkpointed region around this node do not act
+            with SavedHooks(save, lambda tensor: tensor):
+                result, forward_s = self.timed(lambda: operation.run(*args, **kwargs))
+            given = self.given(result, written)
+            if counted is not None:
+                counted.count(node, module, saved, given, copies.pairs())
+            outputs = list({id(t): t for t in given if t.requires_grad}.values())
+            sources = copies.leaves() + _trained(module)
+            if not outputs or not sources or not torch.is_grad_enabled():
+                return Sample(forward_s, 0.0)
+            try:
+                empty_s, backward_s = self._empty_backward_s(), self._backward_s(outputs, sources, sums)
+            except RuntimeError:  # such as a reentrant checkpoint, which refuses autograd.grad
+                return Sample(forward_s, REGION_BACKWARD * forward_s)
+        # The least so far: an empty backward takes up to six times as long where the allocator has no memory at hand,
+        # and does so until something else has been allocated.
+        self._start_s = min(self._start_s, empty_s, backward_s)
+        return Sample(forward_s, backward_s - self._start_s)
+
+    def _backward_s(self, outputs: list[Tensor], sources: list[Tensor], sums: Sequence[Tensor]) -> float:
+        """Return the seconds of a backward that adds the gradients of the last sources to the sums."""
+        ones = [torch.ones_like(t) for t in outputs]
+
+        def backward() -> None:
+            gradients = torch.autograd.grad(outputs, sources, ones, allow_unused=True)
+            with torch.no_grad():
+                for total, gradient in zip(sums, gradients[len(sources) - len(sums) :], strict=True):
+                    if gradient is not None:
+                        total.add_(gradient)
+
+        with torch.autocast(self.device.type, enabled=False):
+            return self.timed(backward)[1]
+
+    def _empty_backward_s(self) -> float:
+        """Return the seconds of a backward that computes nothing."""
+        leaf = torch.zeros(1, device=self.device, requires_grad=True)
+        view, one = leaf.view(1), torch.ones(1, device=self.device)
+        return self.timed(lambda: torch.autograd.grad(view, leaf, one))[1]
+
+
+class _Copies:
+    """Copies of a node's arguments, which are leaves of a separate graph.
+
+    Args:
+        clones: whether the node writes, so that it gets cloned tensors instead of the leaves.
+    """
+
+    def __init__(self, clones: bool) -> None:
+        self._clones = clones
+        self._copies: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # id -> original, leaf, what the node gets
+        self._given: set[int] = set()
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return the copy of a tensor; a copy is returned as it is."""
+        if id(tensor) in self._given:
+            return tensor
+        if id(tensor) not in self._copies:
+            leaf = tensor.detach()
+            if tensor.requires_grad:
+                leaf.requires_grad_()
+            self._copies[id(tensor)] = (tensor, leaf, leaf.clone() if self._clones else leaf)
+            self._given.add(id(self._copies[id(tensor)][2]))
+        return self._copies[id(tensor)][2]
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return ``(original, copy given to the node)`` of all copied tensors."""
+        return [(original, given) for original, _, given in self._copies.values()]
+
+    def leaves(self) -> list[Tensor]:
+        """Return the leaves that require gradients."""
+        return [leaf for _, leaf, _ in self._copies.values() if leaf.requires_grad]
+
+
+def _trained(module: nn.Module | None) -> list[Tensor]:
+    return [] if module is None else [p for p in module.parameters() if p.requires_grad]
+
+
+def _changed_in(node: Node) -> set[str]:
+    """Return the names, within the called module, of the states that a node changes."""
+    below = len(node.name) + 1
+    return {name[below:] for name in node.states if name.startswith(f"{node.name}.")}

@@ -84,10 +84,6 @@ class NamedState:
         """Move these tensors to the device within this context; this counts as no change."""
         return self.changes.visiting(visiting(tensors, self._device), [(self.name_of(t) or "", t) for t in tensors])
 
-    def foreign(self, module: nn.Module) -> list[Tensor]:
-        """Return the tensors that a submodule has registered as parameters but that are not the model's."""
-        return [p for p in module.parameters() if id(p) not in self._owned]
-
     def of_tensors(self, tensors: Mapping[str, Tensor]) -> StateCopies:
         """Return the present state of these tensors, by full name, to compare with later."""
         return [(n, t, t.detach() if n in self._parameters else t.detach().clone()) for n, t in tensors.items()]

@@ -117,7 +117,7 @@ class StepRecorder(StepTracer):
         # all buffers are tracked, since glue may change those of a unit that is never called
         self.state = NamedState(module, self._owned, preview.glue_states, batch, device)
         self._in_units = {id(t) for path in units for t in tensors_of(module.get_submodule(path))}
-        self.calls = Calls(module, device, lambda module: not self._inside and self.unit(module) is None, position)
+        self.calls = Calls(module, device, position)
         self.batch = BatchUse(device)
         self.hidden = HiddenTensors(module, self.draft, self.state, self.calls, preview.exports)
 
@@ -153,7 +153,8 @@ class StepRecorder(StepTracer):
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         draft, provenance, index = self.draft, self.hidden.provenance, self.draft.position()
-        self._pin_foreign(module, path)
+        if any(id(p) not in self._owned for p in module.parameters()):
+            draft.pin(0, ANYWHERE, f"at {source_line()} unit '{path}' has tensors of the step as its weights")
         self._pin_mode()
         exports, visible = path in self.hidden.exports, tree.tensors((args, kwargs))
         modules = [*module.modules()] if exports else []
@@ -166,7 +167,7 @@ class StepRecorder(StepTracer):
         used = provenance.used
         states = self.state.states([*module.parameters(), *module.buffers(), *used], own.changes, in_unit=True)
         result = provenance.followed(result, (args, kwargs), modules)
-        self.effects.objects.pass_over()
+        self.effects.objects.take()  # what was put in the place of tensors is no change
         used += [t for t in tree.tensors(result) if provenance.birth(t) is not None or t in self.known]
         inputs = draft.values_of([*visible, *used])
         parameters = self.state.parameters([*module.parameters(), *used])
@@ -283,7 +284,7 @@ class StepRecorder(StepTracer):
         if free:
             self.effects.attributes.held.computed(tensors, result, index)
             return result
-        self.effects.objects.glue_ran(name)
+        self.effects.objects.ran(f"{name}()", self.effects.objects.take())
         states, parameters = self.state.states(tensors, changed, in_unit=False), self.state.parameters(tensors)
         draws = random_before != watch.generator_states()
         self._pin_glue(name, tensors, result)
@@ -311,10 +312,6 @@ class StepRecorder(StepTracer):
             if self.state.changes.strange:
                 self._pin_strange(function_name(func))
             return result, self.state.changed(before)
-
-    def _pin_foreign(self, module: nn.Module, path: str) -> None:
-        if self.state.foreign(module):
-            self.draft.pin(0, ANYWHERE, f"at {source_line()} unit '{path}' has tensors of the step as its weights")
 
     def _pin_mode(self) -> None:
         """Forbid cuts after a node that a mode sees, since stages that skip the node would show the mode nothing."""
@@ -400,8 +397,10 @@ class StepRecorder(StepTracer):
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.calls.observe()
         self._keep(tree.tensors((args, kwargs)))
-        with self.effects.observing():
-            return run(*args, **kwargs)
+        with self.effects.objects.elsewhere():  # what it changes does not count
+            result = run(*args, **kwargs)
+        self.effects.attributes.pass_over()
+        return result
 
     def unit(self, module: nn.Module) -> str | None:
         return self.units.path(module)

@@ -29,7 +29,13 @@ from lightning_avgpipe.utils.output import muted
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.tensors import KnownTensors, tensor_arguments
-from lightning_avgpipe.utils.torch_compat import CHECKPOINT_BRACKET, disabling, disabling_others, operation_modes
+from lightning_avgpipe.utils.torch_compat import (
+    CHECKPOINT_BRACKET,
+    disabling,
+    disabling_others,
+    num_modes,
+    operation_modes,
+)
 
 _NOTHING = contextlib.nullcontext()
 
@@ -83,7 +89,7 @@ _COALESCING: Any = Tensor._coalesced_
 _FREEZING = frozenset((Tensor.requires_grad.__set__, Tensor.requires_grad_))  # type: ignore[attr-defined]
 
 # Functions that make a tensor with the description of another. (Random ones are nodes, on the stage of the other.)
-_LIKE = frozenset(
+LIKE = frozenset(
     (
         *(getattr(Tensor, name) for name in ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")),
         *(torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like),
@@ -157,6 +163,7 @@ class StepTracer(TorchFunctionMode):
         self._bare = False  # whether this mode is off the stack of modes
         self._eager: contextlib.AbstractContextManager[Any] | None = None  # the context that is left while a unit runs
         self._modes: frozenset[int] = frozenset()  # ids of those that were entered before the step
+        self._depth = (0, 0)  # numbers of modes while the step is in none of its own
         self._raised: AvgPipeError | None = None  # the first error of ours, which the step may have caught
         self._frozen: dict[int, tuple[Tensor, bool, str]] = {}  # parameter, requires_grad before the step set it, line
 
@@ -223,7 +230,7 @@ class StepTracer(TorchFunctionMode):
             return args[0]
         if func in _FREEZING and id(args[0]) in self._owned:
             self._frozen.setdefault(id(args[0]), (args[0], args[0].requires_grad, source_line()))
-        if func in _LIKE and self._is_parameter(args, kwargs):
+        if func in LIKE and self._is_parameter(args, kwargs):
             return self._like(func, args, kwargs or {})
         self._inside = True  # the mode itself is off the stack while it handles a function
         try:
@@ -264,7 +271,8 @@ class StepTracer(TorchFunctionMode):
         with intercepting(), eager, muted(self.is_muted) if self.mutes else _NOTHING:
             self._eager = eager if compiled else None
             outer, _following.tracer = _following.tracer, self
-            self._modes = frozenset(map(id, operation_modes()))
+            self._modes, (functions, dispatches) = frozenset(map(id, operation_modes())), num_modes()
+            self._depth = functions + 1, dispatches  # with this one
             try:
                 with self:
                     yield
@@ -294,6 +302,9 @@ class StepTracer(TorchFunctionMode):
 
         Such a mode may count or change what it sees, but on each stage it sees only the nodes that run there.
         """
+        functions, dispatches = num_modes()
+        if (functions + self._bare, dispatches) == self._depth:  # most often, and quick to see
+            return None
         strange = (m for m in operation_modes() if m is not self and id(m) not in self._modes)
         return next((type(m).__qualname__ for m in strange), None)
 

@@ -14,11 +14,11 @@ run it at the same time, so that all of them stash the most at once.
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -83,48 +83,34 @@ class Meter(Observer, ABC):
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
         """Run an action and measure it."""
-        stage, action, pipeline = work.stage, work.action, work.pipeline
-        self._rows[stage].append((pipeline, action))
-        self._kept[stage].append(self._before(stage))
-        with self._during(stage, action):
-            output = do()
-        self._after(stage, action, pipeline)
-        if action.kind.stash > 0:
-            made = tree.tensors(work.results.get(action.micro_batch)) if output is None else output.tensors
-            self._keep(work, [tensor for tensor in made if tensor is not None])
-        return output
+        self._rows[work.stage].append((work.pipeline, work.action))
+        self._kept[work.stage].append(self._now(work.stage))
+        return self._measured(work, do)
 
-    def _keep(self, work: Work, made: Sequence[Tensor]) -> None:
-        """Note the tensors that a forward has sent or returned."""
-        return  # counted otherwise
-
-    @abstractmethod
     def finish(self, holdings: Mapping[int, Holding]) -> dict[int, Footprint]:
-        """Return the measured footprints, by stage."""
+        """Return the measured footprints, by stage; the crest is that of all pipelines at the same time."""
+        found = {}
+        for stage, row in self._rows.items():
+            kept, rows = [*self._kept[stage], self._now(stage)], defaultdict(list)
+            changes: dict[Action, int] = defaultdict(int)
+            for (pipeline, action), (before, after) in zip(row, pairwise(kept), strict=True):
+                changes[action] += after - before
+                rows[pipeline].append(action)
+            crest = _crest(max(rows.values(), key=len), changes)
+            found[stage] = Footprint(self._peak(stage, max(kept) - kept[0], holdings), crest, dict(changes))
+        return found
 
     @abstractmethod
-    def _before(self, stage: int) -> int:
-        """Return the bytes that the stage keeps when an action begins."""
+    def _now(self, stage: int) -> int:
+        """Return the bytes that the actions of a stage have added so far."""
 
-    def _during(self, stage: int, action: Action) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
+    @abstractmethod
+    def _measured(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
+        """Run an action, and note what it adds."""
 
-    def _after(self, stage: int, action: Action, pipeline: int) -> None:
-        """Note that an action has ended."""
-        return
-
-    def _changes(self, stage: int) -> tuple[dict[Action, int], int]:
-        """Return the bytes that each action added, and the crest if all pipelines ran their rows at the same time."""
-        kept, rows = self._kept[stage], defaultdict(list)
-        changes: dict[Action, int] = defaultdict(int)
-        for i, (pipeline, action) in enumerate(self._rows[stage]):
-            changes[action] += kept[i + 1] - kept[i]
-            rows[pipeline].append(action)
-        return dict(changes), _crest(max(rows.values(), key=len), changes)
-
-    def _top(self, stage: int) -> int:
-        """Return the most bytes that actions had actually added by the end of one of them."""
-        return max(self._kept[stage]) - self._kept[stage][0]
+    @abstractmethod
+    def _peak(self, stage: int, top: int, holdings: Mapping[int, Holding]) -> int:
+        """Return the peak of a stage, given the most bytes that actions had added by the end of one of them."""
 
 
 class HostMeter(Meter):
@@ -139,49 +125,43 @@ class HostMeter(Meter):
 
     def __init__(self, excluded: Iterable[Tensor]) -> None:
         super().__init__()
-        tensors = [tensor for tensor in excluded if has_memory(tensor)]
-        self._excluded = {storage_id(tensor) for tensor in tensors}
+        self._excluded = {storage_id(tensor) for tensor in excluded if has_memory(tensor)}
         self._alive: dict[int, dict[int, tuple[StorageWeakRef, int]]] = defaultdict(dict)
         self._received: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         self._total: dict[int, int] = defaultdict(int)
-        self._peak: dict[int, int] = defaultdict(int)
+        self._highest: dict[int, int] = defaultdict(int)
 
-    def _keep(self, work: Work, made: Sequence[Tensor]) -> None:
-        for tensor in () if work.received is None else work.received.tensors:
-            if tensor is not None and has_memory(tensor):
-                self._note(work.stage, tensor)
-                self._received[work.stage, work.pipeline, work.action.micro_batch].append(storage_id(tensor))
-        for tensor in made:
-            self._note(work.stage, tensor)
-
-    def finish(self, holdings: Mapping[int, Holding]) -> dict[int, Footprint]:
-        found = {}
-        for stage in self._rows:
-            self._kept[stage].append(self._before(stage))
-            changes, crest = self._changes(stage)
-            peak = max(self._top(stage), self._peak[stage])
-            found[stage] = Footprint(holdings[stage].total + peak, crest, changes)
-        return found
-
-    def _before(self, stage: int) -> int:
+    def _now(self, stage: int) -> int:
         alive = self._alive[stage]
         for key in [key for key, (reference, _) in alive.items() if reference.expired()]:
             self._total[stage] -= alive.pop(key)[1]
         return self._total[stage]
 
-    def _during(self, stage: int, action: Action) -> contextlib.AbstractContextManager[object]:
+    def _measured(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
+        stage, micro_batch = work.stage, work.action.micro_batch
+
         def pack(tensor: Tensor) -> Tensor:
             # the tracer of the step must not see this
             with untraced():
                 self._note(stage, tensor)
                 return tensor.detach()  # an output itself would keep its own graph alive
 
-        return SavedHooks(pack, lambda tensor: tensor)
-
-    def _after(self, stage: int, action: Action, pipeline: int) -> None:
-        # in one process the previous stage still holds the values that it sent, so they count there
-        for key in self._received.pop((stage, pipeline, action.micro_batch), ()) if action.kind.stash < 0 else ():
-            self._total[stage] -= self._alive[stage].pop(key, (None, 0))[1]
+        with SavedHooks(pack, lambda tensor: tensor):
+            output = do()
+        received = self._received[stage, work.pipeline, micro_batch]
+        if work.action.kind.stash > 0:
+            for tensor in () if work.received is None else work.received.tensors:
+                if tensor is not None and has_memory(tensor):
+                    self._note(stage, tensor)
+                    received.append(storage_id(tensor))
+            for tensor in tree.tensors(work.results.get(micro_batch)) if output is None else output.tensors:
+                if tensor is not None:
+                    self._note(stage, tensor)
+        elif work.action.kind.stash < 0:
+            # in one process the previous stage still holds the values that it sent, so they count there
+            while received:
+                self._total[stage] -= self._alive[stage].pop(received.pop(), (None, 0))[1]
+        return output
 
     def _note(self, stage: int, tensor: Tensor) -> None:
         if not has_memory(tensor):
@@ -192,7 +172,10 @@ class HostMeter(Meter):
             return
         alive[key] = StorageWeakRef(storage), storage.nbytes()
         self._total[stage] += storage.nbytes()
-        self._peak[stage] = max(self._peak[stage], self._total[stage])
+        self._highest[stage] = max(self._highest[stage], self._total[stage])
+
+    def _peak(self, stage: int, top: int, holdings: Mapping[int, Holding]) -> int:
+        return holdings[stage].total + max(top, self._highest[stage])
 
 
 class DeviceMeter(Meter):
@@ -207,28 +190,21 @@ class DeviceMeter(Meter):
         self._memory.reset_peak()
         self._base = self._highest = self._memory.allocated_bytes()
         self._own: dict[int, int] = defaultdict(int)  # bytes that each stage's actions have added so far
-        self._began = 0
 
-    def finish(self, holdings: Mapping[int, Holding]) -> dict[int, Footprint]:
-        passing = self._memory.peak_bytes() - self._highest
-        here = {stage: holding.total - holding.coming for stage, holding in holdings.items()}
-        total = sum(here.values())
-        found = {}
-        for stage in self._rows:
-            self._kept[stage].append(self._own[stage])
-            changes, crest = self._changes(stage)
-            # memory in use before is divided among the stages of a device by what they hold
-            base = self._base * here[stage] // total if total else self._base // len(self._rows)
-            peak = base + holdings[stage].coming + self._top(stage) + passing
-            found[stage] = Footprint(peak, crest, changes)
-        return found
-
-    def _before(self, stage: int) -> int:
-        self._began = self._memory.allocated_bytes()
-        self._highest = max(self._highest, self._began)
+    def _now(self, stage: int) -> int:
         return self._own[stage]
 
-    def _after(self, stage: int, action: Action, pipeline: int) -> None:
-        now = self._memory.allocated_bytes()
-        self._highest = max(self._highest, now)
-        self._own[stage] += now - self._began
+    def _measured(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
+        before = self._memory.allocated_bytes()
+        output = do()
+        after = self._memory.allocated_bytes()
+        self._highest = max(self._highest, before, after)
+        self._own[work.stage] += after - before
+        return output
+
+    def _peak(self, stage: int, top: int, holdings: Mapping[int, Holding]) -> int:
+        here = {k: holding.total - holding.coming for k, holding in holdings.items()}
+        total = sum(here.values())
+        # memory in use before is divided among the stages of a device by what they hold
+        base = self._base * here[stage] // total if total else self._base // len(self._rows)
+        return base + holdings[stage].coming + top + self._memory.peak_bytes() - self._highest

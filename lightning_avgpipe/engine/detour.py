@@ -23,7 +23,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_avgpipe.capture.graph import Node
+from lightning_avgpipe.capture.draft import outputs_of
+from lightning_avgpipe.capture.graph import Node, made_by
 from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.engine.part import Entry, OffPathNode, OperationResult, Path, Runner
 from lightning_avgpipe.errors import StepChangedError
@@ -134,19 +135,18 @@ class Detour:
 
     def _outputs(self, kind: str, leaves: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """Return indices for the tensors that a node returned, see :attr:`Node.outputs`."""
-        outputs = []
-        for leaf in leaves:
-            same = next((i for i, t in enumerate(tensors) if t is leaf), None)
-            value = self._known.own_value_of(leaf)
-            if value is None and same is None:
-                value = next(self._numbers)
-                self._known.learn(leaf, value)
-            outputs.append(-1 - (same or 0) if value is None else value)
+        outputs = outputs_of(leaves, tensors, self._known, self._new)
         weights = {address(t) for t in tensors if kind == "glue" and id(t) in self._owned}
         if weights:
             views = zip(outputs, leaves, strict=True)
             self._shared |= {value for value, leaf in views if value >= 0 and address(leaf) in weights}
-        return tuple(outputs)
+        return outputs
+
+    def _new(self, tensor: Tensor) -> int:
+        """Return an index for a new value, which is this tensor."""
+        value = next(self._numbers)
+        self._known.learn(tensor, value)
+        return value
 
     def _writes(
         self, node: Node, tensors: Sequence[Tensor], versions: Sequence[int]
@@ -202,12 +202,11 @@ class Detour:
         made = graph.nodes[graph.born[value]]
         for node in reversed(self._steps):
             if (node.kind, node.name, node.source) == (made.kind, made.name, made.source):
-                yield from (number for number in node.outputs if number >= 0)
-                yield from (number for _, number, _ in node.writes)
+                yield from made_by(node)
                 return
 
 
 def _unused_numbers(begin: int, steps: Sequence[Node]) -> Iterator[int]:
     """Yield indices for new values, beyond the captured ones and without those of these nodes."""
-    taken = {value for node in steps for value in (*node.outputs, *(v for _, v, _ in node.writes))}
+    taken = {value for node in steps for value in made_by(node)}
     return (number for number in count(begin) if number not in taken)

@@ -152,12 +152,9 @@ class Casts:
             dtype = torch.get_autocast_dtype(kind)
             return F.linear(x, *(None if t is None else self._cast(t, dtype) for t in (module.weight, module.bias)))
 
-        nn.Linear.forward = forward  # type: ignore[assignment, method-assign]
-        try:
+        with replaced(nn.Linear, "forward", forward):
             yield
             self._casting = bool(self._casting)
-        finally:
-            nn.Linear.forward = as_written  # type: ignore[method-assign]
 
     def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         single = type(weight) is nn.Parameter and weight.dtype is torch.float32 and weight.requires_grad

@@ -13,24 +13,33 @@ the micro-batch is followed instead. A program holds constants of its iteration,
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import functools
+import pickle
 import types
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
+from lightning_avgpipe.capture.tracer import call_module, function_name
 from lightning_avgpipe.engine.attestation import Attested
-from lightning_avgpipe.engine.part import Entry, Observe, OperationResult, Part, Replayed, Runner
-from lightning_avgpipe.engine.randomness import Draw
+from lightning_avgpipe.engine.part import Entry, Observe, OperationResult, Part, Path, ReplayContext, Replayed, Runner
+from lightning_avgpipe.engine.purity import Purity
+from lightning_avgpipe.engine.randomness import Draw, Drawing
 from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 from lightning_avgpipe.utils.tensors import tensor_arguments
+from lightning_avgpipe.utils.torch_compat import modes
 
 VALUES = frozenset(
     (
@@ -54,11 +63,6 @@ class Register:
     held: dict[str, Any] = field(compare=False)
     name: str
     number: int  # the id of the register
-
-    @classmethod
-    def of(cls, held: dict[str, Any], name: str) -> Register:
-        """Return the template of what a module's register holds under a name."""
-        return cls(held, name, id(held))
 
 
 class Items(NamedTuple):
@@ -317,3 +321,312 @@ def description(tensor: Tensor) -> tuple[Any, ...]:
     """Return the properties that a tensor must share with the one for which a program was written."""
     stride = tensor.stride() if tensor.layout is torch.strided else None
     return type(tensor), tensor.device, tensor.layout, tensor.shape, tensor.dtype, tensor.requires_grad, stride
+
+
+# -- writing: a writer is told what a stage does while the stage follows a step -------------------------------------
+
+
+Told = TypeVar("Told", bound=Callable[..., None])
+
+
+class Unwritable(Exception):
+    """An error that says why a step cannot be written down."""
+
+
+def _writing(method: Told) -> Told:
+    """Let a method do nothing once it is known that there can be no program; it may raise :class:`Unwritable`."""
+
+    @functools.wraps(method)
+    def told(writer: ProgramWriter, *args: Any, **kwargs: Any) -> None:
+        if writer.why_not is None:
+            try:
+                method(writer, *args, **kwargs)
+            except Unwritable as error:
+                writer.refuse(str(error))
+
+    return told  # type: ignore[return-value]
+
+
+@dataclass
+class ProgramWriter:
+    """A writer of one program, which a stage calls while it follows the step.
+
+    Args:
+        module: the whole module.
+        context: data that all replays of the stage share.
+        checks_purity: whether the step's Python is checked for side effects.
+
+    Attributes:
+        why_not: reason why there can be no program; None: none so far.
+        program: the program, once the step has ended.
+        draw: random stream of the glue function that is being called.
+    """
+
+    module: nn.Module
+    context: ReplayContext
+    checks_purity: bool
+    why_not: str | None = None
+    program: FlatProgram | None = None
+    draw: Draw | None = None
+    _held: Mapping[int, Any] | None = None
+    _arguments: tuple[Any, Any] = ((), ())
+    _takes_objects: bool = False
+    _objects: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    _after: dict[int, bytes] = field(default_factory=dict)
+    _instructions: list[Instruction] = field(default_factory=list)
+    _slots: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
+    _num_slots: int = 0
+    _given: tuple[int, ...] = ()
+    _began_in: tuple[Any, ...] = ()
+
+    def refuse(self, why: str) -> None:
+        """Note that there can be no program; the first reason counts."""
+        self.why_not = self.why_not or why
+        self._instructions.clear()
+
+    @_writing
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """Begin a program with the tensors of the batch and the received ones."""
+        self._given = tuple(map(self._new, tensors))
+        self._began_in = modes(self.context.device)
+
+    @contextlib.contextmanager
+    def checked(self, inside: Callable[[], bool]) -> Iterator[None]:
+        """Run the step within this context, and check its Python for side effects if that is wanted.
+
+        Args:
+            inside: return whether a unit is running.
+        """
+        if not self.checks_purity:
+            yield
+            return
+        with Purity(inside) as purity:
+            yield
+        if purity.why_not is not None:
+            self.refuse(purity.why_not)
+
+    @_writing
+    def skipped(self, node: Node) -> None:
+        """Note that a node of another stage was skipped."""
+        if node.writes:
+            raise Unwritable(f"{node} writes into what it is given")
+        if node.kind == "call":
+            self._instructions.append(Instruction("skipped", node.name, call_module, node=node))
+
+    @_writing
+    def call(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        """Note a call of a unit that depends on the batch alone."""
+        if any(isinstance(tensor, Absent) for tensor in tree.tensors((args, kwargs))):
+            return
+        if not tree.tensors(result):
+            raise Unwritable(f"a {type(module).__name__} tells the step what is in the batch")
+        self._write("glue", partial(call_module, module), args, kwargs, result, module=module)
+
+    @_writing
+    def glue(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any, tensors: Sequence[Tensor]
+    ) -> None:
+        """Note a call of a free function with these tensors."""
+        name = function_name(function)
+        if any(isinstance(tensor, Absent) for tensor in tensors):
+            return  # its result is absent too
+        if not isinstance(result, Tensor) and not tree.tensors(result):
+            if tensors and result is not None and not _is_plain(result):
+                raise Unwritable(f"{name}() gives the step something else than tensors")
+            if tensors:
+                self._write("glue" if result is None else "question", function, args, kwargs, (), answer=result)
+            return
+        self._write("glue", function, args, kwargs, result)
+
+    @_writing
+    def begin_node(self, operation: Operation) -> None:
+        """Note a node's arguments before it is executed, while they hold what the node is given."""
+        self._arguments = self._templates(operation.args, operation.kwargs, objects=True)
+
+    @_writing
+    def node(self, operation: Operation, node: Node, outcome: OperationResult, separated: bool) -> None:
+        """Note a node that was executed here.
+
+        Args:
+            separated: whether it returns a view of an argument.
+        """
+        if node.lasting or node.exports or node.generators or node.kind == "region":
+            raise Unwritable(f"{node} writes into objects that outlive the step, or is repeated in its backward")
+        if node.reads_numbers or (node.kind == "glue" and (outcome.result is None or not outcome.tensors)):
+            raise Unwritable(f"{node} tells the step numbers")
+        if operation.module is not None and (operation.module._forward_hooks or operation.module._forward_pre_hooks):
+            raise Unwritable(f"{node} has hooks")
+        run = operation.run if operation.module is None else partial(call_module, operation.module)
+        differs = node.writes_objects or not all(map(_is_alike, tree.leaves(outcome.result)))
+        self._write(
+            "node",
+            run,
+            None,
+            None,
+            outcome.tensors,
+            operation.module,
+            node=node,
+            looks=list(map(look_of, outcome.tensors)),
+            entry=None if differs else outcome.entry,
+            separated=separated,
+            is_plain=not (node.writes_objects or separated or self.context.drawing.watches_functions(node)),
+        )
+        self._after = {n: self._pickled(item)[0] for n, item in self._objects.values() if self.checks_purity}
+
+    @_writing
+    def observed(self, run: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
+        """Note a call that has looked at values."""
+        self._write("observe", run, args, kwargs, result)
+
+    @_writing
+    def end(self, replayed: Replayed, complete: bool) -> None:
+        """Complete the program when the step has ended.
+
+        Args:
+            replayed: outcome of the micro-batch.
+            complete: whether the step went as far as when it was captured.
+        """
+        if not complete:
+            raise Unwritable("it ended early")
+        # skipped calls matter only for the random streams of modules that are called here as well
+        called = {path for one in self._instructions if one.kind == "node" for path in one.drawn}
+        instructions = [one for one in self._instructions if one.kind != "skipped" or not called.isdisjoint(one.drawn)]
+        if any(one.kind == "question" for one in instructions):
+            if any(one.node is not None and one.node.writes for one in instructions):
+                raise Unwritable("it asks what is in the batch, and writes into tensors")
+            # instructions on the batch come first, so that a surprise comes before any side effect
+            instructions.sort(key=lambda one: one.kind not in ("glue", "question"))
+        sent, result = tuple(map(self._template, replayed.sent)), self._template(replayed.result)
+        assert not isinstance(replayed.entries, Path)
+        told = replayed.attested, replayed.entries
+        self.program = FlatProgram(tuple(instructions), self._num_slots, self._given, sent, result, *told).lean()
+
+    def _write(
+        self,
+        kind: InstructionKind,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        module: nn.Module | None = None,
+        **more: Any,
+    ) -> None:
+        """Append an instruction; the arguments of a node have been noted before it was executed."""
+        if modes(self.context.device) != self._began_in:
+            what = more.get("node", function_name(run))
+            raise Unwritable(f"{what} runs in another mode than the step begins in")
+        templates, named = self._arguments if kind == "node" else self._templates(args, kwargs)
+        made = tuple(map(self._slot_of_result, tree.tensors(result)))
+        draw = None if module is not None or kind == "observe" else self.draw
+        self._instructions.append(
+            Instruction(kind, function_name(run), run, templates, named, made, module=module, draw=draw, **more)
+        )
+
+    def _templates(self, args: Any, kwargs: Any, objects: bool = False) -> tuple[Any, Any]:
+        """Return arguments as templates.
+
+        Args:
+            objects: whether objects that the step has made, such as a cache, are allowed.
+        """
+        self._takes_objects = objects
+        named = tuple((name, self._template(part)) for name, part in kwargs.items())
+        return tuple(map(self._template, args)), named
+
+    def _slot_of_result(self, tensor: Tensor) -> int:
+        """Return the slot of a result; a known tensor keeps its slot."""
+        known = self._slot(tensor)
+        return self._new(tensor) if known is None else known
+
+    def _new(self, tensor: Tensor) -> int:
+        number = self._num_slots
+        self._num_slots += 1
+        self._slots[id(tensor)] = weakref.ref(tensor), number
+        return number
+
+    def _slot(self, tensor: Tensor) -> int | None:
+        entry = self._slots.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def _template(self, item: Any) -> Any:
+        kind = type(item)
+        if isinstance(item, Tensor):
+            return self._of_tensor(item)
+        if kind in VALUES or isinstance(item, SAME):
+            return Fixed.of(item)
+        if kind is tuple or kind is list:
+            return Items(kind, tuple(map(self._template, item)))
+        if kind is dict:
+            return Fields(tuple((name, self._template(part)) for name, part in item.items()))
+        if kind is slice:
+            return Items(slice_of, tuple(map(self._template, (item.start, item.stop, item.step))))
+        return self._of_object(item)
+
+    def _of_object(self, item: Any) -> TensorSlot:
+        """Return a slot for an object that is made anew for each micro-batch, as it is when a unit first takes it."""
+        known = self._objects.get(id(item))
+        if known is not None:
+            if self.checks_purity and self._after.get(known[0]) != self._pickled(item)[0]:
+                raise Unwritable(f"the step changes a {type(item).__qualname__} between units")
+            return TensorSlot(known[0])
+        if not self._takes_objects:
+            raise Unwritable(f"the step hands on an object of {type(item).__module__}.{type(item).__qualname__}")
+        data, references = self._pickled(item)
+        slot, self._num_slots = self._num_slots, self._num_slots + 1
+        self._objects[id(item)] = slot, item
+        restored = partial(self.context.packer.unpickled, data)
+        name = type(item).__qualname__
+        self._instructions.append(Instruction("object", name, restored, references, made=(slot,), answer=data))
+        return TensorSlot(slot)
+
+    def _pickled(self, item: Any) -> tuple[bytes, tuple[Any, ...]]:
+        """Return a pickled object without the tensors in it, and templates of these."""
+        try:
+            data, tensors = self.context.packer.pickled(item)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise Unwritable(f"the step hands on an object that cannot be copied: {error}") from error
+        return data, tuple(map(self._template, tensors))
+
+    def _of_tensor(self, tensor: Tensor) -> Any:
+        slot = self._slot(tensor)
+        if slot is not None:
+            return TensorSlot(slot)
+        if isinstance(tensor, Absent):  # nothing needs its numbers
+            return Fixed.of(tensor)
+        if self._held is None:  # found only when needed, since few steps use it
+            self._held = _held_tensors(self.module)
+        if (held := self._held.get(id(tensor))) is not None:
+            return held
+        raise Unwritable("the step uses a tensor that comes from neither the batch, the model nor an operation")
+
+
+# A writer that is told of a step which need not be written down.
+_NO_DRAWS = Drawing({}, frozenset(), frozenset(), False, False)
+_NO_CONTEXT = ReplayContext({}, {}, _NO_DRAWS, torch.device("cpu"), Packer(nn.Module()))
+UNUSED = ProgramWriter(nn.Module(), _NO_CONTEXT, False, why_not="nobody needs a program of it")
+
+
+def _held_tensors(module: nn.Module) -> dict[int, Any]:
+    """Return templates of the tensors that modules hold, by their ids."""
+    found: dict[int, Any] = {}
+    for part in module.modules():
+        for held in vars(part).values():
+            if isinstance(held, (Tensor, list, tuple)):
+                found.update((id(tensor), Fixed.of(tensor)) for tensor in tree.tensors(held))
+        for register in (part._parameters, part._buffers):
+            named: dict[str, Any] = register  # type: ignore[assignment]
+            found.update(
+                (id(tensor), Register(named, name, id(named))) for name, tensor in named.items() if tensor is not None
+            )
+    return found
+
+
+def _is_alike(leaf: Any) -> bool:
+    """Return whether a leaf of a node's result is the same for each micro-batch, or a tensor."""
+    return leaf is None or isinstance(leaf, Tensor)
+
+
+def _is_plain(item: Any) -> bool:
+    """Return whether a value can be compared with what another micro-batch gives."""
+    if isinstance(item, (list, tuple)):
+        return all(map(_is_plain, item))
+    return type(item) in (bool, int, float, str)

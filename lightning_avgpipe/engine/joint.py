@@ -1,4 +1,4 @@
-"""Run a unit in one process and share its results with all; backwards likewise."""
+"""Share values between processes that run the same program: one of them runs a unit, and all get its results."""
 
 from __future__ import annotations
 
@@ -9,18 +9,93 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_avgpipe.engine.exchange import Exchange
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.codec import TensorForm, as_bytes
+from lightning_avgpipe.comm.message import Message, pack, unpack
+from lightning_avgpipe.comm.topology import subsets
 from lightning_avgpipe.engine.tensor_use import leaves_of, nodes_of
-from lightning_avgpipe.errors import CaptureError, UnsendableError
+from lightning_avgpipe.errors import CaptureError, StepChangedError, UnsendableError
 from lightning_avgpipe.state.objects import ITEMS
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import version_of
 
 _INTERNALS = frozenset(vars(nn.Module()))
+
+
+class Exchange:
+    """A connection of processes that run the same program and share values at the same places in it.
+
+    Before anything is sent the processes compare where they are. If they have diverged, all of them raise an error at
+    once, and none waits for a value that is never sent.
+
+    Args:
+        cluster: cluster of the processes. Every process must construct the exchange at the same time.
+
+    Attributes:
+        rank: rank of this process in its group.
+        device: device of this process.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.rank, self.device = cluster.rank, cluster.device
+        self._cluster = cluster
+        self._number = 0
+        ranks = range(cluster.group.world_size)
+        connected = cluster.connect(subsets(cluster.stage_map, ranks), "once more for values of steps")
+        assert connected is not None
+        self._group = connected.process_group
+
+    def share(self, what: str, source: int, item: Any = None) -> Any:
+        """Send the source's item to every process, tensors without history. Every process must call this.
+
+        Args:
+            what: description of the place, equal on every process that has not diverged.
+            source: rank of the sender in the group.
+            item: any tree of tensors and picklable leaves; ignored on other processes.
+        Raises:
+            StepChangedError: the processes are at different places.
+        """
+        self._number += 1
+        cluster, place = self._cluster, f"{self._number} {what} {source}"
+        mine = source == cluster.rank
+        message = pack(item) if mine else Message(0, ())
+        tensors = tree.tensors(message.tensors)
+        forms = [TensorForm.of(tensor) for tensor in tensors]
+        told = cluster.group.exchange_objects((place, forms, message.entries), what)
+        if any(other != place for other, *_ in told):
+            self._refuse(what)
+        _, forms, entries = told[source]
+        arrived: list[Tensor] = []
+        if forms:
+            cluster.group.together(what, lambda: arrived.extend(self._broadcast(source, forms, tensors)))
+        return item if mine else unpack(Message(0, tuple(arrived), (), entries))
+
+    def _broadcast(self, source: int, forms: Sequence[TensorForm], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Send the tensors of the source to every process, and yield them."""
+        cluster = self._cluster
+        for i, form in enumerate(forms):
+            if source == cluster.rank:
+                wired = form.on_wire(tensors[i]).contiguous()
+            else:
+                device = "cpu" if form.on_host else cluster.device
+                wired = torch.empty(form.wire_shape, dtype=form.dtype, device=device)
+            if not form.is_empty:
+                dist.broadcast(as_bytes(wired), cluster.group.ranks[source], group=self._group)
+            yield form.from_wire(wired)
+
+    def _refuse(self, what: str) -> None:
+        places = self._cluster.group.exchange_objects(f"{what} (number {self._number}) at {source_line()}")
+        ways = "; ".join(f"rank {self._cluster.group.ranks[r]} came to {place}" for r, place in enumerate(places))
+        raise StepChangedError(
+            f"the processes have taken different ways: {ways}. All of them run the same steps and hooks, and must call "
+            "the same submodules: a condition on the rank, the time or a random number of another generator leads apart"
+        )
 
 
 @dataclass(frozen=True)
@@ -31,12 +106,14 @@ class Unit:
         module: the submodule, on every process; its parameters have contents only where it runs.
         path: path of the submodule.
         owner: rank of the process that runs it.
-        held: for each of its trained parameters, whether only the owner holds it.
+        parameters: its trained parameters.
+        held: for each of these, whether only the owner holds it.
     """
 
     module: nn.Module
     path: str
     owner: int
+    parameters: Sequence[nn.Parameter]
     held: Sequence[bool]
 
 
@@ -97,8 +174,7 @@ class Joint:
         """
         hidden = _hidden(unit.module)
         inputs = [*tree.tensors((args, kwargs)), *(tensor for _, _, tensor in hidden)]
-        parameters = [p for p in unit.module.parameters() if p.requires_grad]
-        traced = torch.is_grad_enabled() and (bool(parameters) or any(t.requires_grad for t in inputs))
+        traced = torch.is_grad_enabled() and (bool(unit.parameters) or any(t.requires_grad for t in inputs))
         record, announced = _Record(unit), None
         if unit.owner == self.exchange.rank:
             announced = self._run(record, run, args, kwargs, hidden, traced), beside()
@@ -110,14 +186,8 @@ class Joint:
         except UnsendableError as error:
             error.add_note(f"{what} returned, or keeps in an attribute, something that cannot go to other processes")
             raise
-        if any(wants):
-            anchor = torch.empty(0, requires_grad=True, device="cpu")
-            taken = [tensor for i, tensor in enumerate(inputs) if i not in idle]
-            record.num_inputs = len(taken)
-            made = _Joined.apply(self, record, tensors, wants, parameters, anchor, *taken, *parameters)
-        else:
-            made = tuple(tensors)
-        pieces = iter(made)
+        taken = [tensor for i, tensor in enumerate(inputs) if i not in idle]
+        pieces = iter(self._joined(record, tensors, wants, taken))
         result = tree.unflatten([_filled(leaf, pieces, inputs) for leaf in structure[0]], structure[1])
         for i in written:
             inputs[i].copy_(next(pieces))
@@ -125,6 +195,17 @@ class Joint:
             value = tree.unflatten([_filled(leaf, pieces, inputs) for leaf in leaves], spec)
             setattr(unit.module.get_submodule(path), name, value)
         return result, extra
+
+    def _joined(
+        self, record: _Record, tensors: Sequence[Tensor], wants: Sequence[bool], inputs: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Return tensors that a call gave as results of one autograd function of its inputs and parameters."""
+        if not any(wants):
+            return tensors
+        record.num_inputs = len(inputs)
+        anchor = torch.empty(0, requires_grad=True, device="cpu")
+        made: Sequence[Tensor] = _Joined.apply(self, record, tensors, wants, anchor, *inputs, *record.unit.parameters)
+        return made
 
     def _run(
         self,
@@ -143,12 +224,8 @@ class Joint:
         own_args, own_kwargs = tree.map_tensors(entered.enter, (args, kwargs))
         record.leaves = entered.leaves
         before, num_arguments = Snapshot((), module.modules()), len(entered.tensors)
-        self.runs = True
-        try:
-            with entered.lent(hidden):
-                result = run(*own_args, **own_kwargs)
-        finally:
-            self.runs = False
+        with replaced(self, "runs", True), entered.lent(hidden):
+            result = run(*own_args, **own_kwargs)
         written = [i for i in range(num_arguments) if entered.is_written(i)]
         if written and not writes:
             raise CaptureError(
@@ -169,11 +246,7 @@ class Joint:
         return structure, written, changed, [t.detach() for t in made], [traced and t.requires_grad for t in made], idle
 
     def backward(
-        self,
-        record: _Record,
-        gradients: Sequence[Tensor | None],
-        inputs: Callable[[], Sequence[Tensor]],
-        parameters: Sequence[Tensor],
+        self, record: _Record, gradients: Sequence[Tensor | None], inputs: Callable[[], Sequence[Tensor]]
     ) -> list[Tensor | None]:
         """Return the gradients of a call's inputs and parameters. Every process must call this, within a backward."""
         unit, mine = record.unit, record.unit.owner == self.exchange.rank
@@ -184,12 +257,12 @@ class Joint:
                     f"a backward with create_graph=True reaches unit '{unit.path}': the gradients of parameters would "
                     "be in a graph that one process has; use torch.autograd.grad(loss, inputs, create_graph=True)"
                 )
-            found = self._differentiable(record, gradients, inputs(), parameters)
-            return [*found, *(None for _ in parameters)]
+            found = self._differentiable(record, gradients, inputs())
+            return [*found, *(None for _ in unit.parameters)]
         keep = torch._C._autograd._get_current_graph_task_keep_graph() or record.shares_graph
         answer = None
         if mine:
-            own = [*record.leaves, *parameters]
+            own = [*record.leaves, *unit.parameters]
             found = _gradients(record.outputs, gradients, own, retain_graph=keep)
             of_parameters = found[record.num_inputs :]
             answer = (
@@ -201,7 +274,7 @@ class Joint:
             return found
         of_inputs, of_parameters = shared
         rest: list[Tensor | None] = []
-        for gradient, held, parameter in zip(of_parameters, unit.held, parameters, strict=True):
+        for gradient, held, parameter in zip(of_parameters, unit.held, unit.parameters, strict=True):
             if not held:
                 rest.append(gradient)
             else:  # autograd.grad insists on a gradient for each input
@@ -209,16 +282,12 @@ class Joint:
         return [*of_inputs, *rest]
 
     def _differentiable(
-        self,
-        record: _Record,
-        gradients: Sequence[Tensor | None],
-        taken: Sequence[Tensor],
-        parameters: Sequence[Tensor],
+        self, record: _Record, gradients: Sequence[Tensor | None], taken: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Return the gradients of a call's inputs with a graph: results of a call that also took ``gradients``."""
         unit, given = record.unit, [g for g in gradients if g is not None]
         inputs = [*taken, *given]
-        inner, answer = _Record(unit, num_inputs=len(inputs), shares_graph=True), None
+        inner, answer = _Record(unit, shares_graph=True), None
         record.shares_graph = True
         if unit.owner == self.exchange.rank:
             entered = iter([g.detach().requires_grad_() for g in given])
@@ -233,11 +302,7 @@ class Joint:
         there, tensors, wants = self.exchange.share(
             f"the gradients of unit '{unit.path}' in a graph", unit.owner, answer
         )
-        made: Sequence[Tensor] = tensors
-        if any(wants):
-            anchor = torch.empty(0, requires_grad=True, device="cpu")
-            made = _Joined.apply(self, inner, tensors, wants, parameters, anchor, *inputs, *parameters)
-        pieces = iter(made)
+        pieces = iter(self._joined(inner, tensors, wants, inputs))
         return [next(pieces) if exists else None for exists in there]
 
 
@@ -251,11 +316,10 @@ class _Joined(torch.autograd.Function):
         record: _Record,
         tensors: Sequence[Tensor],
         wants: Sequence[bool],
-        parameters: Sequence[Tensor],
         anchor: Tensor,
         *rest: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.joint, ctx.record, ctx.parameters = joint, record, parameters
+        ctx.joint, ctx.record = joint, record
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*rest[: record.num_inputs])
         made = tuple(tensor.detach() for tensor in tensors)
@@ -265,7 +329,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         inputs = partial(getattr, ctx, "saved_tensors")  # read late: they may have changed in place
-        return (*[None] * 6, *ctx.joint.backward(ctx.record, gradients, inputs, ctx.parameters))
+        return (*[None] * 5, *ctx.joint.backward(ctx.record, gradients, inputs))
 
 
 def _gradients(
@@ -356,18 +420,13 @@ class _Entered:
 
 
 def _apart(value: Any, made: list[Tensor], inside: dict[int, int]) -> tuple[list[Any], Any]:
-    """Return the leaves of a tree, with places instead of tensors, and its structure."""
+    """Return the leaves of a tree, with places instead of tensors, and its structure.
+
+    Tensors that the unit made are added to ``made``.
+    """
     leaves, spec = tree.flatten(value)
-    return [_taken(leaf, made, inside) for leaf in leaves], spec
-
-
-def _taken(leaf: Any, made: list[Tensor], inside: dict[int, int]) -> Any:
-    """Return what represents a leaf of a result on the wire; its tensor, if the unit made it, is added to ``made``."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if id(leaf) not in inside:
-        made.append(leaf)
-    return _Place(inside.get(id(leaf)))
+    made += [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in inside]
+    return [_Place(inside.get(id(leaf))) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
 
 
 def _filled(leaf: Any, pieces: Any, inputs: Sequence[Tensor]) -> Any:

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_avgpipe.capture.tracer import METADATA, StepTracer, function_name
-from lightning_avgpipe.engine.exchange import Exchange
-from lightning_avgpipe.engine.joint import Joint, Unit
+from lightning_avgpipe.engine.joint import Exchange, Joint, Unit
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import RandomState
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.tensors import tensor_arguments
@@ -93,12 +93,9 @@ class Lockstep(StepTracer):
         self._look_up()
         drawn = self.exchange.share(f"the random state of {what}", 0, RandomState(self.exchange.device))
         drawn.put(self.exchange.device)
-        self._runs, self._speaks = True, speaks or self.exchange.rank == 0
-        try:
-            with self.following():
-                yield
-        finally:
-            self._runs = False
+        self._speaks = speaks or self.exchange.rank == 0
+        with replaced(self, "_runs", True), self.following():
+            yield
 
     @property
     def mutes(self) -> bool:
@@ -122,12 +119,8 @@ class Lockstep(StepTracer):
         if not self._runs or not self._inside:
             yield
             return
-        self._inside = False
-        try:
-            with self:
-                yield
-        finally:
-            self._inside = True
+        with replaced(self, "_inside", False), self:
+            yield
 
     def _look_up(self) -> None:
         parameters = dict(self._module.named_parameters())
@@ -153,7 +146,8 @@ class Lockstep(StepTracer):
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         owner = self._rank_of[path]
         args, kwargs = tree.map_tensors(self.contents, (args, kwargs))
-        unit = Unit(module, path, owner, [id(p) in self._names for p in module.parameters() if p.requires_grad])
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        unit = Unit(module, path, owner, parameters, [id(p) in self._names for p in parameters])
         before = RandomState(device := self.exchange.device)
         result, drawn = self.joint.call(unit, run, args, kwargs, lambda: _changed_since(before, device))
         if owner == self.exchange.rank:
@@ -182,7 +176,7 @@ class Lockstep(StepTracer):
                 func(*args, **kwargs)
             return None
         if func == _READ_GRADIENT:
-            return self._gradient(args[0])
+            return self._from_owner(args[0], "the gradient of", args[0].grad)
         stand_ins = {key: self.contents(tensor) for key, tensor in held.items()}
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: stand_ins.get(id(t), t), (args, kwargs))
         result = func(*args, **kwargs)
@@ -194,9 +188,8 @@ class Lockstep(StepTracer):
         """Return a tensor with the contents that its owner holds. Every process must call this."""
         if id(tensor) not in self._names:
             return tensor
-        name = self._names[id(tensor)][1]
-        found = self.exchange.share(f"the contents of '{name}'", self._owner[name], tensor)
-        return tensor if self._is_mine(tensor) else found.requires_grad_(tensor.requires_grad)
+        found: Tensor = self._from_owner(tensor, "the contents of", tensor)
+        return found.requires_grad_(tensor.requires_grad)
 
     def agree_on_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Replace the gradients of parameters that all processes hold by rank 0's. Every process must call this."""
@@ -209,10 +202,11 @@ class Lockstep(StepTracer):
                 assert parameter.grad is not None
                 parameter.grad.copy_(gradient)
 
-    def _gradient(self, parameter: Tensor) -> Tensor | None:
-        name = self._names[id(parameter)][1]
-        found = self.exchange.share(f"the gradient of '{name}'", self._owner[name], [parameter.grad])
-        return parameter.grad if self._is_mine(parameter) else found[0]
+    def _from_owner(self, tensor: Tensor, what: str, own: Any) -> Any:
+        """Return what the owner of a tensor has of it, and each process would have as ``own``."""
+        name = self._names[id(tensor)][1]
+        found = self.exchange.share(f"{what} '{name}'", self._owner[name], [own])
+        return own if self._is_mine(tensor) else found[0]
 
     def _is_mine(self, tensor: Tensor) -> bool:
         return self._owner[self._names[id(tensor)][1]] == self.exchange.rank
@@ -240,9 +234,7 @@ class Lockstep(StepTracer):
         found = list(func(*args, **kwargs))
         for i, tensor in enumerate(wanted):
             if held[i]:
-                name = self._names[id(tensor)][1]
-                shared = self.exchange.share(f"a gradient of '{name}'", self._owner[name], [found[i]])
-                found[i] = found[i] if self._is_mine(tensor) else shared[0]
+                found[i] = self._from_owner(tensor, "a gradient of", found[i])
         return tuple(found)
 
     def _agree(self, outputs: Any) -> None:

@@ -199,7 +199,7 @@ class Runner:
     """
 
     def __init__(self, part: Part, context: ReplayContext, around: Around | None = None) -> None:
-        self.draws = Draws(context.drawing, part.key, context.device, part.program.drawing)
+        self.draws = Draws(context.drawing, part.key, context.device)
         self._repeat = part.repeat
         self._packer = context.packer
         self._around = around

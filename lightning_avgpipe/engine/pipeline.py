@@ -18,7 +18,6 @@ from lightning_avgpipe.comm.channel import MemoryChannel
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.executor import Lane, execute
-from lightning_avgpipe.engine.loaded_step import PARTS, LoadedStep, Loading
 from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.engine.own_module import OwnAttributes, VersionedWeights
 from lightning_avgpipe.engine.prefix import Shortcut, ShortcutMaker
@@ -34,6 +33,65 @@ from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters, parameters_of
 
 _MOST_AHEAD = 1  # iterations that the host queues before the device has ended them
+
+
+class StepPart:
+    """A part that a system adds to a step function which a pipeline has loaded; this one does nothing.
+
+    Attributes:
+        leaves: rank -> names of the tensors of a batch that the process needs in addition.
+        own: own attributes of further stages that run here.
+    """
+
+    leaves: Mapping[int, frozenset[str]] = {}
+    own: Sequence[OwnAttributes] = ()
+
+    def begin(self, lane: Lane, schedule: Schedule) -> None:
+        """Begin an iteration on a lane, before it expects messages."""
+
+
+# Make the parts of each step, given the step, the whole module and the cluster; registered by packages in ``systems``.
+# Each may raise a ConfigurationError.
+PARTS: list[Callable[[LoadedStep, nn.Module, Cluster], StepPart]] = []
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """A step function that can be run by this process.
+
+    Attributes:
+        graph: call graph of the step.
+        cuts: positions of the K-1 cuts.
+        programs: parts of the step function of all stages.
+        stages: stages of this process.
+        copies: parameters that several stages use.
+        leaves: rank -> names of the tensors of a batch that the process needs; empty if unknown.
+        freezing: record of the stages that have nothing to train.
+        shortcut: kept outputs of the first nodes; None: none are kept.
+        of_units: attributes that units of all stages change.
+        relays: stages whose input may be relayed, so that their forwards run on the next stage as well.
+        wires: formats in which values and gradients travel on each hop, shape ``(K-1,)``; empty: as they are.
+        parts: what systems add to the step.
+    """
+
+    graph: CallGraph
+    cuts: Sequence[int]
+    programs: Sequence[StageProgram]
+    stages: Sequence[Stage]
+    copies: TiedParameters
+    leaves: Mapping[int, frozenset[str]]
+    freezing: Freezing
+    shortcut: Shortcut | None
+    of_units: OwnAttributes
+    relays: frozenset[int]
+    wires: Sequence[Format | None] = ()
+    parts: Sequence[StepPart] = ()
+
+    @property
+    def own(self) -> list[OwnAttributes]:
+        """The own attributes of each stage: of further stages first, then of the stages here, last of all units."""
+        further = (own for part in self.parts for own in part.own)
+        return [*further, *(stage.module.attributes for stage in self.stages), self.of_units]
 
 
 @dataclass(frozen=True)
@@ -147,14 +205,14 @@ class Pipeline:
             )
             for k in self.cluster.stages
         ]
-        loading = Loading(self._module, self.cluster, programs, stages, of_units, frozenset(relays))
-        parts = [make(loading) for make in PARTS]
         leaves = self._leaves(programs, shortcut)
+        loaded = LoadedStep(
+            graph, cuts, programs, stages, copies, leaves, freezing, shortcut, of_units, frozenset(relays), wires
+        )
+        parts = [make(loaded, self._module, self.cluster) for make in PARTS]
         for part in parts:
             leaves |= {rank: leaves[rank] | names for rank, names in part.leaves.items()}
-        self.steps[graph.step] = LoadedStep(
-            graph, cuts, stages, copies, leaves, freezing, shortcut, of_units, loading.relays, parts, wires
-        )
+        self.steps[graph.step] = replace(loaded, parts=parts)
 
     def _leaves(self, programs: Sequence[StageProgram], shortcut: Shortcut | None) -> dict[int, frozenset[str]]:
         """Return rank -> names of the tensors of a batch that the process needs."""
@@ -171,10 +229,6 @@ class Pipeline:
         """Make a step function runnable as it is in another pipeline."""
         loaded = other.steps[step]
         self.load(loaded.graph, loaded.cuts, relays=loaded.relays, wires=loaded.wires)
-
-    def unload(self) -> None:
-        """Forget all step functions."""
-        self.steps.clear()
 
     def leaves(self, step: str, rank: int, batch: Any) -> frozenset[str] | None:
         """Return the names of the batch's tensors that a process needs for a step; None if unknown: it needs all."""

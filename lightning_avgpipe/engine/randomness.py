@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_avgpipe.capture.graph import CallGraph, Node
 from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer, function_name, watching
 from lightning_avgpipe.capture.ways import may_draw
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import (
     RandomKey,
     generators,
@@ -81,8 +82,6 @@ class DrawingCall:
         path: path of the module; "" is the step's own code.
         is_simple: whether the module has no children.
         on_host: whether it may draw from the generators of Python or NumPy.
-        layers: modules of torch inside of a unit; they draw from the generators of Python or NumPy only if they have
-            hooks.
         is_unit: whether it is a unit, so that one stage executes its calls and the others skip them.
         seeds: whether it seeds torch's generators itself.
         is_plain: whether it is a layer of torch for which at most torch's generators are seeded, such as dropout.
@@ -92,7 +91,6 @@ class DrawingCall:
     path: str
     is_simple: bool
     on_host: bool
-    layers: tuple[nn.Module, ...]
     is_unit: bool
     seeds: bool
     is_plain: bool
@@ -129,22 +127,19 @@ class Drawing:
         inside = {id(inner) for path in units for inner in module.get_submodule(path).modules()}
         outside = {path for path, inner in module.named_modules() if id(inner) not in inside}
         modules = {path: module.get_submodule(path) for path in {*drawing, *host_drawing, *outside, *units}}
-        layers = {path: tuple(module.get_submodule(path).modules()) for path in units.difference(host_drawing)}
-        layers = {path: inner for path, inner in layers.items() if all(map(_is_of_torch, inner))}
         simple = frozenset(path for path, m in modules.items() if path and not any(True for _ in m.children()))
         composite = frozenset((*drawing, *outside)) - simple
-        host = frozenset(("", *host_drawing, *units)).difference(layers)
+        host = frozenset(("", *host_drawing, *units))
         never = frozenset(path for path, m in modules.items() if _never_draws(m)).difference(drawing)
         calls = {
             id(m): DrawingCall(
                 path,
                 is_simple=path in simple,
                 on_host=path in host,
-                layers=layers.get(path, ()),
                 is_unit=path in units,
                 seeds=path in graph.seeding,
                 # the stream of a unit begins only if it turns out that the unit is executed here
-                is_plain=path in simple.difference(host, graph.seeding)
+                is_plain=path in simple.difference(host_drawing, graph.seeding)
                 and (path in never or (path not in units and _is_of_torch(m))),
                 never_draws=path in never,
             )
@@ -157,18 +152,6 @@ class Drawing:
         """Return whether the functions within a node are watched, since they may draw."""
         composite = self.composite
         return node.kind != "glue" and (node.name in composite or not composite.isdisjoint(node.drawn))
-
-    def counted(self, module: nn.Module, own: Collection[str]) -> frozenset[str]:
-        """Return the paths of modules that are not only in units of other stages.
-
-        Args:
-            module: whole module.
-            own: names, among them those of the units that the stage may call.
-        """
-        units = [call.path for call in self.calls.values() if call.is_unit]
-        here = {id(m) for path in units if path in own for m in module.get_submodule(path).modules()}
-        there = {id(m) for path in units if path not in own for m in module.get_submodule(path).modules()}
-        return frozenset(call.path for key, call in self.calls.items() if key in here or key not in there)
 
 
 class _Scope:
@@ -205,15 +188,11 @@ class _Scope:
         The region counts its draws separately, since not every stage executes it if the call is split. Every process
         must ask for the scope at the same point of the call.
         """
-        if self is _QUIET:
-            return _QUIET
         self.regions += 1
         return _Scope(f"{self.path}<{self.regions}>", self.occurrence, self.seeds_functions)
 
     def copy(self) -> _Scope:
         """Return a copy of the scope with its present counts, and without contexts."""
-        if self is _QUIET:
-            return _QUIET
         copied = _Scope(self.path, self.occurrence, self.seeds_functions)
         copied.functions, copied.regions = self.functions, self.regions
         return copied
@@ -230,16 +209,14 @@ class Draws(CallWatcher):
         drawing: modules that draw or may draw.
         key: key of the execution.
         device: device of the stage.
-        expected: paths of modules that are likely to be called.
     """
 
-    def __init__(self, drawing: Drawing, key: RandomKey, device: torch.device, expected: Iterable[str] = ()) -> None:
+    def __init__(self, drawing: Drawing, key: RandomKey, device: torch.device) -> None:
         self.only: Container[int] | None = drawing.calls
         self._drawing = drawing
         self._key = key
         self._device = device
         self._generators = generators(device)
-        self._seeds = key.first(expected)  # made together, they take a fraction of the time
         self._counts: dict[str, int] = {}
         self._scopes = [_Scope("<step>", 0, True)]
         self._within = False  # whether a unit is running in which functions draw
@@ -275,7 +252,7 @@ class Draws(CallWatcher):
         hooked = module._forward_hooks or module._forward_pre_hooks
         if call.is_plain and not hooked and self._functions is None and self._seeding is None:
             if not call.never_draws:
-                seed = self._seed(path, occurrence)
+                seed = self._key.derive(path, occurrence)
                 for generator in self._generators:
                     generator.manual_seed(seed)
             return False  # nobody asks for the scope of such a layer
@@ -291,11 +268,6 @@ class Draws(CallWatcher):
             scope.enter(_Functions(self))
         return True
 
-    def _seed(self, path: str, occurrence: int) -> int:
-        """Return the seed of a stream for all draws of a call."""
-        known = None if occurrence else self._seeds.get(path)
-        return self._key.derive(path, occurrence) if known is None else known
-
     def begin_unit(self, elsewhere: bool = False) -> None:
         """Begin the stream of the unit that was called last: it is executed here, perhaps also on other stages."""
         scope, drawing = self._scopes[-1], self._drawing
@@ -307,8 +279,8 @@ class Draws(CallWatcher):
     def _begin(self, scope: _Scope, call: DrawingCall, on_host: bool) -> None:
         # in a unit something may begin to draw that did not when the step was captured
         if call.is_simple or call.is_unit:
-            self.begin_stream(self._seed(scope.path, scope.occurrence))
-        if on_host and (call.on_host or any(map(_is_hooked, call.layers))):
+            self.begin_stream(self._key.derive(scope.path, scope.occurrence))
+        if on_host and call.on_host:
             scope.enter(host_stream(self._key.derive(scope.path, scope.occurrence)))
 
     def leave(self, module: nn.Module) -> None:
@@ -395,15 +367,7 @@ class Draws(CallWatcher):
         """
         if path in self._drawing.composite:
             return _Functions(self)
-        return _NOTHING if self._drawing.composite.isdisjoint(calls) else self._within_unit()
-
-    @contextlib.contextmanager
-    def _within_unit(self) -> Iterator[None]:
-        self._within = True
-        try:
-            yield
-        finally:
-            self._within = False
+        return _NOTHING if self._drawing.composite.isdisjoint(calls) else replaced(self, "_within", True)
 
     # -- what backwards call again ------------------------------------------------------------------------------------
 
@@ -439,10 +403,6 @@ def _never_draws(module: nn.Module) -> bool:
 
 def _is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules.")
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class _Functions(TorchFunctionMode):

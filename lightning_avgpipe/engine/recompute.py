@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.engine.own_module import OwnModule
 from lightning_avgpipe.engine.part import Observe
+from lightning_avgpipe.engine.tensor_use import places
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
@@ -173,7 +174,6 @@ class UnitRepeater:
     def __init__(self, module: nn.Module, recompute: Recompute, device: torch.device, read: Sequence[Any] = ()) -> None:
         self._module = module
         self._read = read
-        self._parameters = frozenset(name for name, _ in module.named_parameters())
         self._recompute = recompute
         self._device = device
 
@@ -182,15 +182,15 @@ class UnitRepeater:
         if not self._recompute.includes(node.name) or not torch.is_grad_enabled():
             return run
         modules = list(self._module.get_submodule(node.name).modules())
-        buffers = {id(self._buffer(name)) for name in node.states}
+        changed = [register.get(name) for register, name in places(self._module, node.states)]
         draws = RandomState(self._device)  # kept even if the unit has not drawn so far, since it may begin to
-        parameters = [self._module.get_parameter(name) for name in node.states if name in self._parameters]
+        parameters = [tensor for tensor in changed if isinstance(tensor, nn.Parameter)]
         surroundings: ForwardState | None = None
 
         def unit(*args: Any, **kwargs: Any) -> Any:
             nonlocal surroundings
             if surroundings is None:
-                surroundings = ForwardState(modules, buffers, parameters, (args, kwargs, *self._read))
+                surroundings = ForwardState(modules, set(map(id, changed)), parameters, (args, kwargs, *self._read))
                 result = run(*args, **kwargs)
                 surroundings.done()
                 return result
@@ -203,10 +203,6 @@ class UnitRepeater:
             return checkpoint(unit, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
         return repeatable
-
-    def _buffer(self, name: str) -> Tensor | None:
-        path, _, leaf = name.rpartition(".")
-        return self._module.get_submodule(path)._buffers.get(leaf)
 
 
 # -- stages ----------------------------------------------------------------------------------------------------------

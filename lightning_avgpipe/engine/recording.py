@@ -10,8 +10,8 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +45,7 @@ class Recording:
         activities: all other activities.
         sent: (edge, micro-batch) -> begin and end of sending.
         arrived: (edge, micro-batch) -> time of arrival.
+        processor_s: (stage, kind of action) -> seconds of all threads of the process on the processor.
     """
 
     rank: int
@@ -53,6 +54,17 @@ class Recording:
     activities: tuple[Activity, ...]
     sent: dict[_Message, tuple[float, float]]
     arrived: dict[_Message, float]
+    processor_s: Mapping[tuple[int, Kind], float] = field(default_factory=dict)
+
+    @property
+    def span_s(self) -> float:
+        """The seconds from the first action's begin to the last action's end."""
+        return max(span.end_s for span in self.spans) - min(span.begin_s for span in self.spans)
+
+    @property
+    def busy_s(self) -> float:
+        """The seconds of :attr:`span_s` without waits."""
+        return self.span_s - sum(a.end_s - a.begin_s for a in self.activities if a.kind == "wait")
 
 
 class Recorder(Observer):
@@ -70,13 +82,15 @@ class Recorder(Observer):
         self._activities: list[tuple[Literal["wait", "step", "averaging"], Moment, Moment, str]] = []
         self._sent: dict[_Message, tuple[Moment, Moment]] = {}
         self._arrived: dict[_Message, Moment] = {}
+        self._processor_s: dict[tuple[int, Kind], float] = defaultdict(float)
         self._unsent = 0
         self._all_sent = threading.Condition()
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
         """Run an action and record its times."""
-        begin = self._clock.now()
+        begin, before = self._clock.now(), time.process_time()
         output = do()
+        self._processor_s[work.stage, work.action.kind] += time.process_time() - before
         self._spans.append((work.stage, work.action, work.pipeline, begin, self._clock.now()))
         return output
 
@@ -135,6 +149,7 @@ class Recorder(Observer):
             tuple(Activity(self._rank, kind, at(begin), at(end), note) for kind, begin, end, note in self._activities),
             {message: (at(begin), at(end)) for message, (begin, end) in self._sent.items()},
             {message: at(moment) for message, moment in self._arrived.items()},
+            self._processor_s,
         )
 
     def _there(self, stream: Any) -> Moment:
@@ -176,56 +191,20 @@ def _transfer(message: _Message, begin_s: float, end_s: float, arrival_s: float)
     return Transfer(edge.hop, edge.direction, micro_batch, begin_s, end_s, arrival_s, edge.pipeline)
 
 
-class BusyRecorder(Recorder):
-    """A recorder that also measures the processor time of all threads of the process.
-
-    Attributes:
-        processor_s: (stage, kind of action) -> seconds of each action.
-    """
-
-    def __init__(self, rank: int, device: torch.device) -> None:
-        super().__init__(rank, device)
-        self.processor_s: dict[tuple[int, Kind], list[float]] = defaultdict(list)
-
-    def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
-        """Run an action, and record its times and processor time."""
-
-        def timed() -> Message | None:
-            before = time.process_time()
-            output = do()
-            self.processor_s[work.stage, work.action.kind].append(time.process_time() - before)
-            return output
-
-        return super().perform(work, timed)
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel on the device; times are in seconds of the profiler's clock.
-
-    Attributes:
-        begin_s: begin of the kernel.
-        end_s: end of the kernel.
-        share: share of the multiprocessors that it occupies, 0..1.
-    """
-
-    begin_s: float
-    end_s: float
-    share: float
-
-
+@dataclass
 class KernelTrace:
     """The kernels of a device, as torch's profiler saw them.
 
+    Times are in seconds on the profiler's clock, which differs from the recorder's.
+
     Attributes:
-        kernels: kernels by begin; empty if the driver does not permit profiling.
-        forwards_s: (stage, micro-batch) -> begin of the forward, on the profiler's clock, which differs from the
-            recorder's.
+        kernels: begin and end of each kernel, and the share of the multiprocessors that it occupies, 0..1; sorted by
+            begin; empty if the driver does not permit profiling.
+        forwards_s: (stage, micro-batch) -> begin of the forward.
     """
 
-    def __init__(self) -> None:
-        self.kernels: list[Kernel] = []
-        self.forwards_s: dict[tuple[int, int], float] = {}
+    kernels: list[tuple[float, float, float]] = field(default_factory=list)
+    forwards_s: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def read(self, path: Path) -> None:
         """Read the trace that the profiler has exported."""
@@ -234,11 +213,11 @@ class KernelTrace:
             begin_s = float(event.get("ts", 0.0)) / 1e6
             if category == "kernel":
                 share = min(1.0, float(arguments.get("blocks per SM", 1.0)))
-                self.kernels.append(Kernel(begin_s, begin_s + float(event["dur"]) / 1e6, share))
+                self.kernels.append((begin_s, begin_s + float(event["dur"]) / 1e6, share))
             elif category == "gpu_user_annotation" and (forward := _FORWARDS.fullmatch(event["name"])):
                 micro_batch, stage = map(int, forward.groups())
                 self.forwards_s[stage, micro_batch] = begin_s
-        self.kernels.sort(key=lambda kernel: kernel.begin_s)
+        self.kernels.sort()
 
 
 @contextlib.contextmanager

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, watching
-from lightning_avgpipe.engine.answers import Answers, modes_of
 from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.detour import Detour
+from lightning_avgpipe.engine.flat_program import UNUSED, ProgramWriter
 from lightning_avgpipe.engine.part import (
     Around,
     Entry,
@@ -40,12 +40,12 @@ from lightning_avgpipe.engine.part import (
     Runner,
     Tapped,
 )
-from lightning_avgpipe.engine.program_writer import ProgramWriter
 from lightning_avgpipe.engine.recompute import is_repeating
-from lightning_avgpipe.engine.stage_values import StageValues
+from lightning_avgpipe.engine.stage_values import Answers, StageValues, modes_of
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
 from lightning_avgpipe.state.objects import ObjectState, put_state, state_of
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 from lightning_avgpipe.utils.random_streams import peek_host
 from lightning_avgpipe.utils.source import caught_line, source_line
@@ -62,7 +62,7 @@ def replay(
     part: Part,
     context: ReplayContext,
     around: Around | None = None,
-    writer: ProgramWriter | None = None,
+    writer: ProgramWriter = UNUSED,
     answers: Answers | None = None,
 ) -> Replayed:
     """Execute one stage's part of a step on one micro-batch.
@@ -80,7 +80,7 @@ def replay(
     runner = Runner(part, context, around)
     replayer = _Replayer(part, context, runner, writer, answers)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
-    args = tree.map_tensors(torch.clone if part.program.graph.batch_writes else _same, tuple(part.args))
+    args = tree.map_tensors(torch.clone if part.program.graph.batch_writes else lambda tensor: tensor, tuple(part.args))
     if replayer.attestation is not None:
         replayer.attestation.batch(tree.tensors(args))
     begun = runner.draws.begin_on_host()
@@ -88,7 +88,7 @@ def replay(
         runner.draws.stream(),
         watching(runner.draws),
         replayer.following(compiled=context.compiled),
-        _NOTHING if writer is None else writer.checked(replayer.is_inside),
+        writer.checked(replayer.is_inside),
     ):
         try:
             result = part.run(*args)
@@ -105,8 +105,7 @@ def replay(
     sent = replayer.sent()
     told = () if replayer.attestation is None else replayer.attestation.told()
     replayed = Replayed(result, sent, replayer.entries(), replayer.tapped, began_on_host, told)
-    if writer is not None:
-        writer.end(replayed, complete=replayer.is_complete(result))
+    writer.end(replayed, complete=replayer.is_complete(result))
     return replayed
 
 
@@ -118,7 +117,7 @@ class _Replayer(StepTracer):
         part: Part,
         context: ReplayContext,
         runner: Runner,
-        writer: ProgramWriter | None,
+        writer: ProgramWriter,
         answers: Answers | None,
     ) -> None:
         super().__init__(context.units, context.owned, context.device)
@@ -151,8 +150,7 @@ class _Replayer(StepTracer):
         self._observed: list[Tensor] = []  # tensors that the last stage will observe
         self._runs_everywhere = False  # whether a unit that depends on the batch alone is running
         self._held: list[tuple[Any, ObjectState]] = []  # lasting objects as they were where the stage left the step
-        received = dict(zip(values, part.received, strict=True))
-        self.values = StageValues(program, received, self.known, context.device, context.packer, part.tap)
+        self.values = StageValues(part, context, values, self.known)
 
     @property
     def mutes(self) -> bool:
@@ -179,7 +177,8 @@ class _Replayer(StepTracer):
                 if stand_ins.get(value) is not given:
                     return None
         self._position = position + 1
-        return self.values.answer(known)
+        self._runner.draws.skip(known.calls)
+        return self.values.stand_in(known.value, known.make)
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tree.tensors((args, kwargs))
@@ -187,22 +186,15 @@ class _Replayer(StepTracer):
         # a unit that was not captured may have weights, which one stage must train
         if alike and not any(True for _ in module.parameters()):
             self._runner.draws.begin_unit(elsewhere=True)
-            self._runs_everywhere = True
-            try:
-                with self.executing():
-                    result = run(*args, **kwargs)
-            finally:
-                self._runs_everywhere = False
-            if self._writer is not None:
-                self._writer.call(module, args, kwargs, result)
+            with replaced(self, "_runs_everywhere", True), self.executing():
+                result = run(*args, **kwargs)
+            self._writer.call(module, args, kwargs, result)
             return result
         return self._at_node(Operation("call", path, run, args, kwargs, tensors, module))
 
     def on_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors, name = tensor_arguments(args, kwargs), function_name(func)
-        draw = self._runner.draws.function(name)
-        if self._writer is not None:
-            self._writer.draw = draw
+        self._writer.draw = self._runner.draws.function(name)
         for tensor in tensors:
             if id(tensor) in self._owned or self.known.value_of(tensor) is not None:
                 return self._at_node(Operation("glue", name, func, args, kwargs, tensors))
@@ -215,19 +207,15 @@ class _Replayer(StepTracer):
             result = func(*args, **kwargs)
         if self.attestation is not None:
             self.attestation.made(name, args, kwargs, result)
-        if self._writer is not None:
-            self._writer.glue(func, args, kwargs, result, tensors)
+        self._writer.glue(func, args, kwargs, result, tensors)
         return result
 
     def _like(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = super()._like(func, args, kwargs)
-        if self._writer is not None:
-            self._writer.refuse(f"{function_name(func)}() makes a tensor like a parameter")
-        return result
+        self._writer.refuse(f"{function_name(func)}() makes a tensor like a parameter")
+        return super()._like(func, args, kwargs)
 
     def region(self, generator: Iterator[Any]) -> Iterator[Any]:
-        if self._writer is not None:
-            self._writer.refuse("it checkpoints a region")
+        self._writer.refuse("it checkpoints a region")
         return super().region(generator)
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -239,8 +227,7 @@ class _Replayer(StepTracer):
             return Absent(TensorMeta((), torch.get_default_dtype(), False, False), self.values.device, "a metric")
         with self.executing():
             result = run(*args, **kwargs) if self._observe is None else self._observe(run, args, kwargs)
-        if self._writer is not None:
-            self._writer.observed(run, args, kwargs, result)
+        self._writer.observed(run, args, kwargs, result)
         return result
 
     # -- nodes ------------------------------------------------------------------------------------------------------
@@ -293,8 +280,7 @@ class _Replayer(StepTracer):
             )
         if node.drawn:
             self._runner.draws.skip(node.drawn)
-        if self._writer is not None:
-            self._writer.skipped(node)
+        self._writer.skipped(node)
         told = node.index < self._start and self._before[node.index] is entry
         if told and self._answered and self._answers is not None and self._bare:
             self._answers.learn(operation, node, entry, self.known)
@@ -302,8 +288,7 @@ class _Replayer(StepTracer):
 
     def _execute(self, operation: Operation, node: Node) -> Any:
         taken, objects = operation.with_objects(node)
-        if self._writer is not None:
-            self._writer.begin_node(operation)
+        self._writer.begin_node(operation)
         with _NOTHING if operation.kind == "glue" else self.executing():
             outcome = self._runner.run(operation, node, objects)
         if not outcome.is_as_captured(node, taken, self.known):
@@ -315,15 +300,12 @@ class _Replayer(StepTracer):
         whole = outcome
         if objects is None:
             outcome = outcome.separated(node, taken)
-        if self._writer is not None:
-            self._writer.node(operation, node, outcome, separated=whole is not outcome)
+        self._writer.node(operation, node, outcome, separated=whole is not outcome)
         for value, tensor in zip(node.outputs, outcome.tensors, strict=True):
             if value >= 0:
                 self.values.made(tensor, value)
-        for i, value, of_base in node.writes:
-            target = taken[i]._base if of_base else taken[i]
-            if target is not None:
-                self.values.made(target, value)
+        for target, value in node.written(taken):
+            self.values.made(target, value)
         if (not self._program.is_last or node.index < self._tap) and node.index >= self._start:
             self._own.append(outcome.entry)
         return outcome.result
@@ -339,8 +321,7 @@ class _Replayer(StepTracer):
             )
 
     def _new_detour(self, shared: frozenset[int] = frozenset()) -> Detour:
-        if self._writer is not None:
-            self._writer.refuse("it does something else than when it was captured")
+        self._writer.refuse("it does something else than when it was captured")
         return Detour(self._program, self.known, self._owned, self._before, shared)
 
     def _off_path(self, operation: Operation, expected: Node | None) -> Any:
@@ -436,7 +417,3 @@ def _variables() -> list[Tensor]:
             found += tensor_arguments(*frame.f_locals.values())
         frame = frame.f_back
     return found
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

@@ -89,6 +89,7 @@ class Stage:
         results: micro-batch -> result of the step, on the last stage.
         skipped: micro-batches without a loss, whose backwards carried no gradients.
         parts: what systems add to the stage, by their classes.
+        compiled: whether code of units that ``torch.compile`` has compiled runs so.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Stage:
         self._casts = Casts() if constant and execution.compiler is None else None
         self.stash: dict[int, Stash | Inputs] = {}
         self.results: dict[int, Any] = {}
+        self.compiled = self._step.compiled
         self.skipped: set[int] = set()
         self.parts = {part: part() for part in PARTS}
         self._watching: list[StagePart] = []
@@ -150,11 +152,6 @@ class Stage:
     def go_on(self, row: Sequence[Action]) -> None:
         """Take further actions; the backward of each forward that is to be repeated must be among them."""
         self._repetition.follow(row)
-
-    @property
-    def compiled(self) -> bool:
-        """Whether code of units that ``torch.compile`` has compiled runs so."""
-        return self._step.compiled
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Run actions, and take and send messages, on the stage's stream within this context."""
@@ -418,13 +415,9 @@ class Stage:
 
         Modules that seed get back the attributes of the forward, such as the seed; generators are restored afterwards.
         """
-        then, now = self._kept_by_seeding[micro_batch], attributes(self._seeding)
-        then.restore()
-        try:
-            with restored(self._device):
-                yield
-        finally:
-            now.restore()
+        with attributes(self._seeding).restored(), restored(self._device):
+            self._kept_by_seeding[micro_batch].restore()
+            yield
 
     def roots(self, micro_batch: int) -> tuple[Tensor, ...]:
         """Return the tensors from which a micro-batch's backward starts; empty if its forward is repeated first."""

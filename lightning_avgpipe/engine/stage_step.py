@@ -13,8 +13,8 @@ static step, which only its author can declare, iterations 2, 3, ... follow noth
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -23,13 +23,12 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.capture.tracer import uncompiled, watching
-from lightning_avgpipe.engine.answers import Answers
 from lightning_avgpipe.engine.execution import Execution, OwnStream
-from lightning_avgpipe.engine.flat_program import VALUES, FlatProgram, Surprise, description
+from lightning_avgpipe.engine.flat_program import UNUSED, VALUES, FlatProgram, ProgramWriter, Surprise, description
 from lightning_avgpipe.engine.part import Observe, Part, Path, ReplayContext, Replayed, Runner
-from lightning_avgpipe.engine.program_writer import ProgramWriter
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.replay import replay
+from lightning_avgpipe.engine.stage_values import Answers
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.engine.tensor_use import ForeignTensors, Inspection, Rewritten
 from lightning_avgpipe.engine.unforeseen import Unforeseen
@@ -150,12 +149,11 @@ class Programs:
         _, described, told = form
         return [program for known, program in self._written if known.described == described and known.told == told]
 
-    def writer(self, form: Form) -> ProgramWriter | None:
-        """Return a writer for the micro-batch that is followed now; None if its program would not be used."""
+    def writer(self) -> ProgramWriter:
+        """Return a writer for the micro-batch that is followed now."""
         if self.why_not is not None or len(self._written) >= _MOST_FORMS:
-            return None
-        context, checks_purity = self._context, self._audits and not self.static
-        return ProgramWriter(self._module, context.packer, context.device, context.drawing, checks_purity)
+            return UNUSED
+        return ProgramWriter(self._module, self._context, checks_purity=self._audits and not self.static)
 
     def keep(self, form: Form, writer: ProgramWriter) -> None:
         """Keep the program that was written, or note why there can be none."""
@@ -188,6 +186,7 @@ class StageStep:
 
     Attributes:
         rewritten: tensors that the stage changes in place.
+        compiled: whether code of units that ``torch.compile`` has compiled runs so.
         stream: stream on which it runs; None: the current one.
     """
 
@@ -215,10 +214,11 @@ class StageStep:
             compiler=execution.compiler,
             unforeseen=self._unforeseen,
         )
-        self._answers = Answers(program, self._context.drawing.counted(module, program.own), device)
+        self._answers = Answers(program, device)
         self._programs = Programs(program, module, self._context, execution.static)
         self._began_on_host = False  # in this iteration
-        self.rewritten = Rewritten.of(program, module)
+        self.rewritten = Rewritten(program, module)
+        self.compiled = self._context.compiled
         self.stream: OwnStream | None = None
 
     def begin(self, stream: OwnStream | None) -> None:
@@ -246,21 +246,20 @@ class StageStep:
             copies: ``id -> full name`` of the copies that stand for parameters now.
             watched: return the context within which the step runs.
         """
-        trains = task.trains
-        form = Form.of(part, self._programs.static) if self._may_repeat(part, task) else None
-        writer = None
-        if form is not None:
+        trains, writer = task.trains, UNUSED
+        if self._may_repeat(part, task):
             assert task.around is not None
+            form = Form.of(part, self._programs.static)
             for written in self._programs.find(form):
                 try:
                     with watched(), self.rewritten.saved(trains):
                         return self._run_program(written, form, part, task.around(micro_batch))
                 except Surprise:
                     continue
-            writer = self._programs.writer(form)
+            writer = self._programs.writer()
         with self._inspected(task) as inspection, self.rewritten.saved(trains):
             with watched(), self._unforeseen.checked(part.args):
-                if writer is not None and form is not None and task.around is not None:
+                if writer is not UNUSED and task.around is not None:
                     with task.around(micro_batch):  # the context may set modes, such as autocast
                         writer.begin(form.tensors)
                 around = self._unforeseen.node if part.program.num_stages > 1 else None
@@ -268,7 +267,7 @@ class StageStep:
             self._began_on_host |= replayed.began_on_host
             if inspection is not None:
                 inspection.follow_gradients([*replayed.sent, *tree.tensors(replayed.result)])
-        if writer is not None and form is not None:
+        if writer is not UNUSED:
             self._programs.keep(form, writer)
         return replayed
 
@@ -287,13 +286,8 @@ class StageStep:
         runner = Runner(part, self._context)
         seed_host(part.key.derive("host"))  # nothing drew from these when the program was written
         draws = runner.draws
-        with draws.stream(), watching(draws), _NOTHING if self._context.compiled else uncompiled(), around:
+        with draws.stream(), watching(draws), _NOTHING if self.compiled else uncompiled(), around:
             return program.run(form.tensors, part, runner)
-
-    @property
-    def compiled(self) -> bool:
-        """Whether code of units that ``torch.compile`` has compiled runs so."""
-        return self._context.compiled
 
     @property
     def observe(self) -> Observe | None:
@@ -302,17 +296,10 @@ class StageStep:
 
     def _inspected(self, task: Task) -> AbstractContextManager[Inspection | None]:
         """Run a forward within this context, and inspect it if it is the first in training."""
-        return nullcontext() if self._foreign_tensors is None or not task.trains else self._inspection(task)
-
-    @contextmanager
-    def _inspection(self, task: Task) -> Iterator[Inspection]:
-        assert self._foreign_tensors is not None
-        inspection, self._foreign_tensors = Inspection(self._foreign_tensors(self._graph.changed)), None
-        try:
-            with inspection:
-                yield inspection
-        finally:  # using another model's tensors may be why a replay fails
-            inspection.check(task.key.pipeline)
+        if self._foreign_tensors is None or not task.trains:
+            return nullcontext()
+        foreign, self._foreign_tensors = self._foreign_tensors(self._graph.changed), None
+        return Inspection(foreign, task.key.pipeline)
 
     def _context_now(self, copies: Mapping[int, str]) -> ReplayContext:
         if not copies and not self._graph.glue_states:

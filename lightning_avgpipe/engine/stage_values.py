@@ -1,20 +1,20 @@
-"""Hold the tensors that stand for the values of a step on one stage: received, absent, and made here."""
+"""Hold the tensors that stand for the values of a step on one stage, and answer calls of earlier stages' units."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.engine.answers import Answer
-from lightning_avgpipe.engine.part import Entry
+from lightning_avgpipe.capture.operation import Operation
+from lightning_avgpipe.engine.part import Entry, Part, Path, ReplayContext
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.objects import ObjectState, put_state, state_of
-from lightning_avgpipe.state.parcel import Packer, Parcel
+from lightning_avgpipe.state.parcel import Parcel
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
@@ -25,43 +25,31 @@ class StageValues:
     """The tensors for the values of one micro-batch.
 
     Args:
-        program: program of this stage.
-        received: value -> received tensor.
+        part: part of the step.
+        context: data that all replays of the stage share.
+        values: values of the received tensors.
         known: record of which tensor stands for which value.
-        device: device of this stage.
-        packer: packer of the module.
-        tap: position at which values are copied; 0: none.
 
     Attributes:
-        device: as given.
+        device: device of the stage.
         stand_ins: tensors that stand for values of earlier stages.
     """
 
-    def __init__(
-        self,
-        program: StageProgram,
-        received: Mapping[int, Tensor],
-        known: KnownTensors[int],
-        device: torch.device,
-        packer: Packer,
-        tap: int,
-    ) -> None:
-        self.device = device
-        self._program = program
-        self._received = received
+    def __init__(self, part: Part, context: ReplayContext, values: Sequence[int], known: KnownTensors[int]) -> None:
+        self.device, self._packer = context.device, context.packer
+        self._program = program = part.program
+        self._received = dict(zip(values, part.received, strict=True))
         self._known = known
-        self._packer = packer
-        self._wanted = frozenset(program.sends) | frozenset(program.graph.live(tap) if tap else ())
+        self._wanted = frozenset(program.sends) | frozenset(program.graph.live(part.tap) if part.tap else ())
         self._made: dict[int, Tensor] = {}  # values to be sent, as far as they have been made here
         self.stand_ins: dict[int, Tensor] = {}  # for values of earlier stages
         self._written: list[tuple[Any, ObjectState, ObjectState]] = []  # object, and its states around a skipped unit
 
-    def answer(self, answer: Answer) -> Tensor:
-        """Return the tensor for the value of an answer."""
-        value = answer.value
+    def stand_in(self, value: int, make: Callable[[], Tensor]) -> Tensor:
+        """Return the tensor for a value of an earlier stage, made by ``make`` if it was not received."""
         if value not in self.stand_ins:
             tensor = self._received.get(value)
-            self.stand_ins[value] = answer.make() if tensor is None else tensor
+            self.stand_ins[value] = make() if tensor is None else tensor
             self._known.learn(self.stand_ins[value], value)
         return self.stand_ins[value]
 
@@ -89,44 +77,38 @@ class StageValues:
         Raises:
             StepChangedError: the node was given other objects than on its own stage.
         """
-        for i, value, of_base in node.writes:
-            target = tensors[i]._base if of_base else tensors[i]
-            if target is not None and value not in self.stand_ins and target not in self._known:
+        for target, value in node.written(tensors):
+            if value not in self.stand_ins and target not in self._known:
                 # A free tensor (say, torch.zeros) that an earlier stage wrote into.
                 self.stand_ins[value] = target
                 self._known.learn(target, value)
                 if value in self._received:
                     target.copy_(self._received[value])
         if isinstance(entry, TensorMeta):
-            return self._stand_in(node, 0, entry, tensors)
+            return self._output(node, 0, entry, tensors)
         if isinstance(entry, Parcel):
             return self._open(node, entry, tensors, objects)
         spec, leaves = entry
         filled, i = [], 0
         for leaf in leaves:
             if isinstance(leaf, TensorMeta):
-                filled.append(self._stand_in(node, i, leaf, tensors))
+                filled.append(self._output(node, i, leaf, tensors))
                 i += 1
             else:
                 filled.append(leaf.value)
         return tree.unflatten(filled, spec.spec)
 
-    def _stand_in(self, node: Node, i: int, meta: TensorMeta, tensors: list[Tensor]) -> Tensor:
+    def _output(self, node: Node, i: int, meta: TensorMeta, tensors: list[Tensor]) -> Tensor:
         """Return the tensor for the i-th output of a node that took these tensors."""
         value = node.outputs[i]
         if value < 0:
             return tensors[-1 - value]
-        if value not in self.stand_ins:
-            tensor = self._received.get(value)
-            name = node.name if node.kind == "call" else str(node)
-            self.stand_ins[value] = Absent(meta, self.device, name) if tensor is None else tensor
-            self._known.learn(self.stand_ins[value], value)
-        return self.stand_ins[value]
+        return self.stand_in(value, lambda: Absent(meta, self.device, node.name if node.kind == "call" else str(node)))
 
     def _open(self, node: Node, parcel: Parcel, tensors: list[Tensor], objects: Snapshot | None) -> Any:
         """Apply the unit's changes of objects to the objects of this stage."""
         assert objects is not None
-        given = [self._stand_in(node, i, meta, tensors) for i, meta in enumerate(parcel.tensors)]
+        given = [self._output(node, i, meta, tensors) for i, meta in enumerate(parcel.tensors)]
         lasting = [objects.owners[i] for i in node.lasting if i < len(objects.owners)]
         before = list(map(state_of, lasting))
         try:
@@ -144,3 +126,96 @@ class StageValues:
         for owner, before, after in reversed(self._written):
             if after.is_same(state_of(owner)) and not before.is_same(after):
                 put_state(owner, before)
+
+
+# -- answers: calls of earlier stages' units that the step makes as it did with an earlier micro-batch -----------------
+#
+#     first micro-batch     block0(x)    matched with a node, compared with what its own stage was asked, answered
+#     later ones            block0(x)    the same unit, value and modes: answered at once
+#
+# What an answer depends on is kept beside it: the call, its modes, and what the stages before told of it. If any of it
+# differs, the call is looked at as the first time.
+
+
+def modes_of(module: nn.Module, aside: int = 0) -> tuple[Any, ...]:
+    """Return what a call depends on besides its arguments, as far as stages compare it.
+
+    Args:
+        aside: number of modes that see operations and are not on the stack now.
+    """
+    return (
+        module.training,
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled(),
+        torch._C._len_torch_function_stack() + aside,
+        torch._C._len_torch_dispatch_stack(),
+    )
+
+
+class Answer(NamedTuple):
+    """The answer to one call.
+
+    Attributes:
+        module: called module.
+        given: values of its arguments; None: the stage, which is not the last one, does not compare them.
+        modes: modes in which it was called.
+        entry: description of its result.
+        value: value that it returned.
+        make: make the tensor that stands for this value if it was not received.
+        calls: paths of the called modules that may draw random numbers, the unit first.
+    """
+
+    module: nn.Module
+    given: tuple[int, ...] | None
+    modes: tuple[Any, ...]
+    entry: TensorMeta
+    value: int
+    make: Callable[[], Tensor]
+    calls: tuple[str, ...]
+
+
+class Answers:
+    """The answers to the calls before a stage.
+
+    Args:
+        program: program of the stage.
+        device: device of the stage.
+    """
+
+    def __init__(self, program: StageProgram, device: torch.device) -> None:
+        self._program, self._device = program, device
+        self._attested: Any = ()
+        self._known: list[Answer | None] = [None] * program.start
+
+    def begin(self, part: Part) -> Sequence[Answer | None]:
+        """Return the answers by position; those to other requests than the ones that came with a part are forgotten."""
+        detour = isinstance(part.entries, Path) or len(part.entries) < part.program.start
+        if detour or part.program is not self._program:
+            return ()
+        if part.attested != self._attested:
+            self._known = [None] * part.program.start
+        self._attested = part.attested
+        return self._known
+
+    def learn(self, operation: Operation, node: Node, entry: Entry, known: KnownTensors[int]) -> None:
+        """Keep the answer to a call that was matched with a node, if it is one that can be repeated.
+
+        Args:
+            operation: the call; the tracer of the step, which came to it, is not on the stack of modes now.
+            node: node of the call.
+            entry: description of its result.
+            known: tensors of the step, and their values.
+        """
+        module = operation.module
+        if module is None or module._forward_hooks or not isinstance(entry, TensorMeta):
+            return
+        if node.writes or node.writes_objects or node.outputs[0] < 0:
+            return
+        given: tuple[int, ...] | None = None
+        if self._program.is_last or node.name not in self._program.graph.resident:
+            values = [known.own_value_of(one) for one in operation.args if isinstance(one, Tensor)]
+            given = tuple(value for value in values if value is not None)
+            if operation.kwargs or not 0 < len(given) == len(operation.args):
+                return
+        make, calls = Absent.maker(entry, self._device, node.name), (node.name, *node.drawn)
+        self._known[node.index] = Answer(module, given, modes_of(module, aside=1), entry, node.outputs[0], make, calls)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,36 +44,32 @@ def places(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any]
     return found  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
 class Rewritten:
     """The parameters and buffers that a stage changes in place.
 
-    Attributes:
-        places: register and name of each of them.
+    Args:
+        program: program of the stage.
+        module: the whole module.
     """
 
-    places: Sequence[tuple[dict[str, Any], str]]
-
-    @classmethod
-    def of(cls, program: StageProgram, module: nn.Module) -> Rewritten:
-        """Return the tensors that a stage changes in place."""
+    def __init__(self, program: StageProgram, module: nn.Module) -> None:
         names = dict.fromkeys(name for node in program.nodes for name in node.states if name in program.graph.rewritten)
-        return cls(places(module, list(names)))
+        self._places = places(module, list(names))  # register and name of each
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters among them."""
-        held = (register[name] for register, name in self.places)
+        held = (register[name] for register, name in self._places)
         return [tensor for tensor in held if isinstance(tensor, nn.Parameter)]
 
     def saved(self, trains: bool) -> AbstractContextManager[Any]:
         """Let autograd save copies of these tensors within this context."""
-        if not self.places or not trains:
+        if not self._places or not trains:
             return nullcontext()
         return SavedHooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         # looked up each time, since a step may give a parameter other memory
-        mine = {address(register[name]) for register, name in self.places if register[name] is not None}
+        mine = {address(register[name]) for register, name in self._places if register[name] is not None}
         if address(tensor) not in mine:
             return tensor
         with torch.no_grad():
@@ -155,10 +150,15 @@ class Inspection(TorchDispatchMode):
 
     Args:
         foreign_tensors: tensors of other models, by name. Memory is compared, so views and aliases are found too.
+        pipeline: number of the pipeline that runs.
+    Raises:
+        ConfigurationError: there was such an operation; the message names parameters or buffers, and where they were
+            used. Using another model's tensors may be why a step fails, so this error comes before others.
     """
 
-    def __init__(self, foreign_tensors: Mapping[str, Sequence[Tensor]]) -> None:
+    def __init__(self, foreign_tensors: Mapping[str, Sequence[Tensor]], pipeline: int) -> None:
         super().__init__()
+        self._pipeline = pipeline
         self._names = {
             storage_id(tensor): name
             for name, tensors in foreign_tensors.items()
@@ -183,17 +183,13 @@ class Inspection(TorchDispatchMode):
         for leaf in leaves_of(outputs):
             self._look(leaf, lambda: "compiled code or a library")
 
-    def check(self, pipeline: int) -> None:
-        """Check that nothing was found.
-
-        Raises:
-            ConfigurationError: something was; the message names parameters or buffers, and where they were used.
-        """
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         if not self._found:
             return
         places = listed([f"'{name}' (at {place})" for name, place in self._found.items()])
         raise ConfigurationError(
-            f"while pipeline {pipeline} ran, training_step used {places} of another parallel model. Each has "
+            f"while pipeline {self._pipeline} ran, training_step used {places} of another parallel model. Each has "
             "parameters and buffers of its own, which are put where modules register them, and into their attributes, "
             "lists, tuples and dicts; a closure, a functools.partial, a global, an optimizer or an object that is no "
             "nn.Module keeps those of one model. Get them from the module whenever they are used (self.layer.weight), "

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.generators import Iterators
+from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.capture.graph import GeneratorUse, Node
 from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.engine.tensor_use import places

@@ -16,8 +16,7 @@ import numpy as np
 from lightning_avgpipe.capture.cost_cache import CostCache, fingerprint
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.measure import measure
-from lightning_avgpipe.capture.node_trial import Samples
+from lightning_avgpipe.capture.measure import Samples, measure
 from lightning_avgpipe.capture.wire_format import wire_bytes
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.balance import gaps

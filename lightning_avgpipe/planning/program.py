@@ -38,11 +38,6 @@ class StageProgram:
         return self.graph.executed(self.start, self.end)
 
     @cached_property
-    def drawing(self) -> tuple[str, ...]:
-        """The paths of the units of the stage, and of what draws random numbers in them."""
-        return tuple(dict.fromkeys(path for n in self.nodes if n.kind == "call" for path in (n.name, *n.drawn)))
-
-    @cached_property
     def upkeep(self) -> frozenset[int]:
         """The nodes of the stage that are upkeep, which may run at any place of the step."""
         return frozenset(node.index for node in self.nodes if node.index in self.graph.upkeep)

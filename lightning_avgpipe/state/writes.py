@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import address, is_mutable, targets, untraced
 
@@ -101,7 +102,7 @@ class Changes(Writes):
     @contextlib.contextmanager
     def visiting(self, visit: AbstractContextManager[None], named: Collection[tuple[str, Tensor]]) -> Iterator[None]:
         """Move these tensors to another device within this context, where they have other memory."""
-        with self._pausing():
+        with replaced(self, "_paused", True):
             visit.__enter__()
         places = self._locate(named)
         try:
@@ -111,16 +112,8 @@ class Changes(Writes):
                 self._names[place].remove(name)
                 if not self._names[place]:
                     del self._names[place]
-            with self._pausing():
+            with replaced(self, "_paused", True):
                 visit.__exit__(None, None, None)
-
-    @contextlib.contextmanager
-    def _pausing(self) -> Iterator[None]:
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._paused:

@@ -11,12 +11,12 @@ from dataclasses import replace
 import torch
 from tqdm.auto import tqdm
 
-from lightning_avgpipe.engine.recording import KernelTrace, sampling_device, tracing_kernels
+from lightning_avgpipe.engine.recording import KernelTrace, Recording, sampling_device, tracing_kernels
 from lightning_avgpipe.errors import MemoryShortage, TuningError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory import ModelBytes, limit_of, model_bytes
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Kind
-from lightning_avgpipe.strategy.rehearsal import BusyRecording, Rehearsal
+from lightning_avgpipe.strategy.rehearsal import Rehearsal
 from lightning_avgpipe.tuning import (
     Curve,
     Device,
@@ -110,13 +110,13 @@ class Profiler:
             return {setting: self._span_s(timed) for setting, timed in runs.items()}
         return {}
 
-    def _span_s(self, runs: Sequence[BusyRecording]) -> float:
+    def _span_s(self, runs: Sequence[Recording]) -> float:
         spans = self._cluster.group.gather_objects([run.span_s for run in runs])
         return statistics.median(max(at) for at in zip(*spans, strict=True))
 
     def _in_turns(
         self, settings: Sequence[Setting], count: int, tick: Callable[[], object]
-    ) -> dict[Setting, list[BusyRecording]]:
+    ) -> dict[Setting, list[Recording]]:
         """Run so many iterations of each setting that fits, in turns, since the speed of machines varies over time.
 
         The first round is not returned. There are fewer rounds if time runs out, the same number on every process.
@@ -124,7 +124,7 @@ class Profiler:
         Raises:
             MemoryShortage: none of the settings fits.
         """
-        runs: dict[Setting, list[BusyRecording]] = {setting: [] for setting in settings}
+        runs: dict[Setting, list[Recording]] = {setting: [] for setting in settings}
         for done in range(count):
             late = self._cluster.world.broadcast(time.monotonic() - self._began > _LONGEST_S)
             if late and done >= _FEWEST:
@@ -156,7 +156,7 @@ class Profiler:
 
     def _stages(
         self, setting: Setting, others: Sequence[int], tick: Callable[[], object]
-    ) -> tuple[dict[int, StageProfile], dict[Setting, list[BusyRecording]]]:
+    ) -> tuple[dict[int, StageProfile], dict[Setting, list[Recording]]]:
         """Return the profiles of this process's stages, and the iterations by setting."""
         others = affordable(others, self._iterations)
         self._rehearsal.run(setting)
@@ -182,20 +182,20 @@ class Profiler:
         }
         return stages, runs
 
-    def _durations(self, runs: Sequence[BusyRecording]) -> dict[tuple[int, Kind], float]:
-        spans = [(s.stage, s.action.kind, s.end_s - s.begin_s) for run in runs for s in run.recording.spans]
+    def _durations(self, runs: Sequence[Recording]) -> dict[tuple[int, Kind], float]:
+        spans = [(s.stage, s.action.kind, s.end_s - s.begin_s) for run in runs for s in run.spans]
         if port_of(self._cluster.device).runs_ahead:  # the device does not wait for the host between actions
             return durations(spans)
         return durations(spans, [(run.busy_s, _within_s(run)) for run in runs])
 
     def _curves(
-        self, setting: Setting, runs: Sequence[BusyRecording], seconds: dict[tuple[int, Kind], float]
+        self, setting: Setting, runs: Sequence[Recording], seconds: dict[tuple[int, Kind], float]
     ) -> dict[tuple[int, Kind], Curve]:
         if port_of(self._cluster.device).runs_ahead:
             return self._kernel_curves(setting, seconds)
         curves: dict[tuple[int, Kind], Curve] = {}
         for (stage, kind), length in seconds.items():
-            spans = [s for run in runs for s in run.recording.spans if (s.stage, s.action.kind) == (stage, kind)]
+            spans = [s for run in runs for s in run.spans if (s.stage, s.action.kind) == (stage, kind)]
             within = sum(s.end_s - s.begin_s for s in spans)
             processor = sum(run.processor_s[stage, kind] for run in runs)
             used = processor / (within * torch.get_num_threads()) if within else 1.0
@@ -210,12 +210,11 @@ class Profiler:
         if any(self._cluster.world.exchange_objects(shift is None)):
             return self._sampled_curves(setting, seconds)
         assert shift is not None
-        kernels = [(kernel.begin_s, kernel.end_s, kernel.share) for kernel in trace.kernels]
         middle = setting.num_microbatches // 2
         curves: dict[tuple[int, Kind], Curve] = {}
-        for span in run.recording.spans:
+        for span in run.spans:
             if span.action.micro_batch == middle:
-                curve = busy_curve(kernels, span.begin_s + shift, span.end_s + shift)
+                curve = busy_curve(trace.kernels, span.begin_s + shift, span.end_s + shift)
                 factor = seconds[span.stage, span.action.kind] / curve.total_s if curve.total_s else 0.0
                 curves[span.stage, span.action.kind] = replace(curve, seconds=tuple(factor * s for s in curve.seconds))
         return curves
@@ -315,15 +314,15 @@ def _needs_more(setting: Setting, other: Setting) -> bool:
     return fewer and setting.num_pipelines >= other.num_pipelines and setting.advance >= other.advance
 
 
-def _within_s(run: BusyRecording) -> float:
-    return sum(span.end_s - span.begin_s for span in run.recording.spans)
+def _within_s(run: Recording) -> float:
+    return sum(span.end_s - span.begin_s for span in run.spans)
 
 
-def _clock_shift(run: BusyRecording, trace: KernelTrace) -> float | None:
+def _clock_shift(run: Recording, trace: KernelTrace) -> float | None:
     """Return what to add to times of a recording to get times of the kernel trace; None if there is no trace."""
     shifts = [
         trace.forwards_s[span.stage, span.action.micro_batch] - span.begin_s
-        for span in run.recording.spans
+        for span in run.spans
         if span.action.kind is FORWARD and (span.stage, span.action.micro_batch) in trace.forwards_s
     ]
     return statistics.median(shifts) if shifts and trace.kernels else None

@@ -29,11 +29,11 @@ from lightning_avgpipe.comm.probe import ClockOffset
 from lightning_avgpipe.engine.accounting import Footprint
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.observer import MemoryGuard
-from lightning_avgpipe.engine.recording import BusyRecorder, Recording
+from lightning_avgpipe.engine.recording import Recorder, Recording
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory import Holding, holdings
-from lightning_avgpipe.schedule import Kind, Schedule
+from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.state.untouched import unchanged, untouched
 from lightning_avgpipe.strategy.data import has_transfer_hooks
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
@@ -126,7 +126,7 @@ class Rehearsal:
         with contextlib.suppress(_Prepared):
             self._step(setting, self._trials(setting))
 
-    def run(self, setting: Setting) -> BusyRecording:
+    def run(self, setting: Setting) -> Recording:
         """Run one iteration without an optimizer step, with a batch for every pipeline.
 
         Raises:
@@ -136,11 +136,10 @@ class Rehearsal:
         trials = self._trials(setting)
         trials.runs = True
         self._clear_gradients()
-        recorder = BusyRecorder(cluster.world.rank, cluster.device)
+        recorder = Recorder(cluster.world.rank, cluster.device)
         with trials.observers.having(recorder, MemoryGuard()):
             self._step(setting, trials)
-        recording = recorder.finish(ClockOffset(), cluster.waits.timeout_s)
-        return BusyRecording(recording, {key: sum(found) for key, found in recorder.processor_s.items()})
+        return recorder.finish(ClockOffset(), cluster.waits.timeout_s)
 
     def kept(self, setting: Setting) -> dict[int, Kept] | None:
         """Run an iteration; return what this process's stages keep in it, None where that cannot be measured.
@@ -265,30 +264,6 @@ class Rehearsal:
     def _now(self) -> float:
         port_of(self.pipeline_run.cluster.device).synchronize()
         return time.perf_counter()
-
-
-@dataclass(frozen=True)
-class BusyRecording:
-    """The record of one process in a trial iteration.
-
-    Attributes:
-        recording: its actions and waits.
-        processor_s: (stage, kind of action) -> seconds of the processor.
-    """
-
-    recording: Recording
-    processor_s: dict[tuple[int, Kind], float]
-
-    @property
-    def span_s(self) -> float:
-        """The seconds from the first action's begin to the last action's end."""
-        spans = self.recording.spans
-        return max(span.end_s for span in spans) - min(span.begin_s for span in spans)
-
-    @property
-    def busy_s(self) -> float:
-        """The seconds of :attr:`span_s` without waits."""
-        return self.span_s - sum(a.end_s - a.begin_s for a in self.recording.activities if a.kind == "wait")
 
 
 @contextlib.contextmanager

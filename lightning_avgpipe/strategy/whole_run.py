@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.averaging.optimizers import parameters_in
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.alone import alone
-from lightning_avgpipe.engine.exchange import Exchange
+from lightning_avgpipe.engine.joint import Exchange
 from lightning_avgpipe.engine.lockstep import Lockstep
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.planning import Plan

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.options import Averaging
-from lightning_avgpipe.capture.attribute_events import Key
+from lightning_avgpipe.capture.events import Key
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.topology import StageMap
@@ -168,7 +168,7 @@ class Deployment:
         check_shared(plan.graph, plan.cuts, self._cluster.stage_map)
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != examples.name]
         begins_alike = not self._final
-        self.pipeline.unload()
+        self.pipeline.steps.clear()
         self.plan, self._final, self.replans = plan, final, False
         self.models.only_first()
         self._place()
@@ -219,7 +219,7 @@ class Deployment:
         buffers.
         """
         self.models.dissolve()
-        self.pipeline.unload()
+        self.pipeline.steps.clear()
         if self.plan is not None:
             self.holdings.restore()
 

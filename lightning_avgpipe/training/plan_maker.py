@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.node_trial import Samples
+from lightning_avgpipe.capture.measure import Samples
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import AvgPipeError, MicroBatchError, SkippedStepError, described

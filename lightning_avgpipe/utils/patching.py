@@ -13,22 +13,31 @@ from typing import Any
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Replace an attribute of one object within this context.
+    """Replace an attribute of one object or class within this context.
 
     Raises:
         AttributeError: the object has no such attribute, so that replacing it would have no effect.
     """
     getattr(owner, name)
-    attributes = vars(owner)
-    had, before = name in attributes, attributes.get(name)
-    attributes[name] = replacement
+    # the attributes of a class are set by nothing else, but an object's own __setattr__ may do more than that
+    put, remove = (setattr, delattr) if isinstance(owner, type) else (_put, _remove)
+    had, before = name in vars(owner), vars(owner).get(name)
+    put(owner, name, replacement)
     try:
         yield
     finally:
         if had:
-            attributes[name] = before
+            put(owner, name, before)
         else:
-            attributes.pop(name, None)
+            remove(owner, name)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    vars(owner)[name] = value
+
+
+def _remove(owner: Any, name: str) -> None:
+    vars(owner).pop(name, None)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_avgpipe.errors import AbsentValueError
 from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.tensors import is_strided, memory_order
 from lightning_avgpipe.utils.torch_compat import is_mutable
@@ -141,14 +142,9 @@ class Absent(Tensor):
         )
 
     @staticmethod
-    @contextlib.contextmanager
-    def flowing() -> Iterator[None]:
+    def flowing() -> contextlib.AbstractContextManager[None]:
         """Let operations on absent values give absent values within this context; reading values stays an error."""
-        before, Absent._flow.on = Absent._flow.on, True
-        try:
-            yield
-        finally:
-            Absent._flow.on = before
+        return replaced(Absent._flow, "on", True)
 
     def _passed_on(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the absent result of an operation, whose description is computed on meta tensors."""

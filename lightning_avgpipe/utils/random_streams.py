@@ -8,7 +8,7 @@ import hashlib
 import pickle
 import random
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,17 +36,10 @@ class RandomKey:
 
     def derive(self, name: str, occurrence: int = 0, function: int = 0) -> int:
         """Return a 63-bit seed for the ``function``-th function in the ``occurrence``-th call of module ``name``."""
-        text = f"{self._prefix()}{name}/{occurrence}/{function}"
+        text = f"{self._prefix}{name}/{occurrence}/{function}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
-    def first(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the seeds of the first calls of modules, by their names."""
-        blake2b, prefix, number = hashlib.blake2b, self._prefix(), int.from_bytes
-        return {
-            name: number(blake2b(f"{prefix}{name}/0/0".encode(), digest_size=8).digest(), "little") >> 1
-            for name in names
-        }
-
+    @functools.cached_property
     def _prefix(self) -> str:
         return f"{self.seed}/{self.iteration}/{self.pipeline}/{self.micro_batch}/"
 

@@ -247,10 +247,14 @@ def modes(device: torch.device) -> tuple[Any, ...]:
         *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", device.type)),
         torch.get_default_dtype(),
         (kernels.math_sdp_enabled(), kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled()),
-        torch._C._len_torch_function_stack(),
-        torch._C._len_torch_dispatch_stack(),
+        num_modes(),
         hooks(True),
     )
+
+
+def num_modes() -> tuple[int, int]:
+    """Return the numbers of modes of this thread that see torch functions, and that see dispatched operations."""
+    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
 
 
 def operation_modes() -> list[Any]:

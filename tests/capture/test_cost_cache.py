@@ -55,7 +55,6 @@ def test_costs_come_back_as_they_were(tmp_path: Path) -> None:
     "change",
     [
         lambda content: "not JSON",
-        lambda content: json.dumps({**content, "format": 0}),
         lambda content: json.dumps({**content, "key": "other"}),
         lambda content: json.dumps({**content, "forward_s": [1.0]}),
         lambda content: json.dumps({**content, "stash_bytes": ["many", 1]}),

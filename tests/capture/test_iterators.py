@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_avgpipe.capture.generators import Iterators
+from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.errors import AvgPipeError, StepChangedError
 from tests.models import MLP, loader
 from tests.trainers import pipeline

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.measure import measure
-from lightning_avgpipe.capture.node_trial import Samples
+from lightning_avgpipe.capture.measure import Samples, measure
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.utils import tree

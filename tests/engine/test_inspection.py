@@ -174,11 +174,8 @@ def test_what_begins_to_train_is_looked_at_then() -> None:
 def test_gradients_tell_of_what_no_operation_showed() -> None:
     mine, theirs = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     hidden = (mine * theirs).sum()  # computed where no mode sees it
-    inspection = Inspection({"weight": [theirs]})
-    with inspection:
+    why = r"pipeline 3 ran, training_step used 'weight' \(at compiled code or"
+    with pytest.raises(ConfigurationError, match=why), Inspection({"weight": [theirs]}, 3) as inspection:
         inspection.follow_gradients([hidden * 2])
-    with pytest.raises(ConfigurationError, match=r"pipeline 3 ran, training_step used 'weight' \(at compiled code or"):
-        inspection.check(3)
-    clean = Inspection({"weight": [theirs]})
-    clean.follow_gradients([mine.sum()])
-    clean.check(3)
+    with Inspection({"weight": [theirs]}, 3) as clean:
+        clean.follow_gradients([mine.sum()])

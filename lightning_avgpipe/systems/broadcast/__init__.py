@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_avgpipe.engine import loaded_step, stage
+from lightning_avgpipe.engine import pipeline, stage
 from lightning_avgpipe.schedule import kinds, recipes, rules
 from lightning_avgpipe.schedule.kinds import BACKWARD
 from lightning_avgpipe.strategy import combinations
@@ -31,5 +31,5 @@ kinds.register((GRAPH, BACKWARD), (DOUBLE_FORWARD, BACKWARD))
 recipes.RECIPES["broadcast"] = RECIPE
 rules.CHECKS.append(check_forwards)
 stage.PARTS.append(DoubleForwards)
-loaded_step.PARTS.append(Doubles)
+pipeline.PARTS.append(Doubles)
 combinations.RULES.append(_rolling)

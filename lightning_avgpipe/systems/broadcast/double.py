@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.executor import Lane
-from lightning_avgpipe.engine.loaded_step import Loading, StepPart
 from lightning_avgpipe.engine.own_module import OwnAttributes
+from lightning_avgpipe.engine.pipeline import LoadedStep, StepPart
 from lightning_avgpipe.engine.stage import Stage, StagePart
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ConfigurationError
@@ -155,7 +156,9 @@ class Doubles(StepPart):
     """The doubles of a step function, on the stages that they belong to and on those that run their forwards as well.
 
     Args:
-        loading: step function that is made runnable.
+        loaded: step function that is made runnable.
+        module: whole module.
+        cluster: cluster of the processes.
     Raises:
         ConfigurationError: forwards that would run twice change state that must not be changed twice.
     """
@@ -163,23 +166,23 @@ class Doubles(StepPart):
     leaves: dict[int, frozenset[str]]
     own: list[OwnAttributes]
 
-    def __init__(self, loading: Loading) -> None:
-        module, cluster, programs = loading.module, loading.cluster, loading.programs
-        for k in loading.relays:
+    def __init__(self, loaded: LoadedStep, module: nn.Module, cluster: Cluster) -> None:
+        programs = loaded.programs
+        for k in loaded.relays:
             _check_repeatable(programs[k])
-        self._weights = {k: Double(programs[k], module) for k in loading.relays}
+        self._weights = {k: Double(programs[k], module) for k in loaded.relays}
         self.leaves, self.own = {}, []
-        for k in loading.relays:
+        for k in loaded.relays:
             rank = cluster.stage_map.owner(k + 1)
             self.leaves[rank] = self.leaves.get(rank, frozenset()) | programs[k].leaves
-        for stage in loading.stages:
+        for stage in loaded.stages:
             k = stage.program.stage - 1
-            if k in loading.relays:
+            if k in loaded.relays:
                 part = stage.parts[DoubleForwards]
                 assert isinstance(part, DoubleForwards)
                 part.weights = self._weights[k]
                 part.double = Stage(
-                    programs[k], module, cluster.device, part.weights, shown=False, of_units=loading.of_units
+                    programs[k], module, cluster.device, part.weights, shown=False, of_units=loaded.of_units
                 )
                 self.own.append(part.double.module.attributes)
 
