@@ -185,6 +185,7 @@ class StageStep:
         device: device of the stage.
         foreign_tensors: tensors that its first forward in training must not use; None: it may use all.
         execution: options for the execution of units.
+        again: whether a later stage of this process runs this code once more.
 
     Attributes:
         rewritten: tensors that the stage changes in place.
@@ -198,6 +199,7 @@ class StageStep:
         device: torch.device,
         foreign_tensors: ForeignTensors | None,
         execution: Execution,
+        again: bool = False,
     ) -> None:
         graph = program.graph
         self._graph = graph
@@ -205,7 +207,7 @@ class StageStep:
         self._module = module
         self._foreign_tensors = foreign_tensors
         units = {id(module.get_submodule(path)): path for path in graph.units}
-        self._unforeseen = Unforeseen(program, module)
+        self._unforeseen = Unforeseen(program, module, again)
         self._context = ReplayContext(
             units,
             owned_tensors(module, ()),
@@ -253,7 +255,7 @@ class StageStep:
             assert task.around is not None
             for written in self._programs.find(form):
                 try:
-                    with watched(), self.rewritten.saved(trains):
+                    with watched(), self.rewritten.saved(trains), self._unforeseen.sharing():
                         return self._run_program(written, form, part, task.around(micro_batch))
                 except Surprise:
                     continue
