@@ -62,6 +62,7 @@ class Unforeseen:
         self._again = again
         self._late = LateAssignments(program, module, again)
         self._shared = SharedObjects(program, module)
+        self._is_first = True  # whether no forward has ended: the first one does what is done once, as when captured
         self._generators = _Generators(program, module)
         self._constants: dict[str, tuple[dict[str, Any], str]] = {}  # buffers outside of units, register and name
         if not program.is_last:
@@ -93,8 +94,9 @@ class Unforeseen:
         generators = Snapshot(given, opaque="generators").restored() if given else _NOTHING
         with self.sharing(), self._generators.watched(), generators:
             yield
-        if (late := self._late.found()) is not None:
+        if (late := self._late.found()) is not None and not self._is_first:
             raise self._changed(late)
+        self._is_first = False
         if iterators is not None and (taken := iterators.advanced()):
             raise self._changed(
                 f"takes items from the iterator '{taken}', and did not when it was followed to be divided; each stage "
@@ -145,7 +147,7 @@ class Unforeseen:
         """
         self._shared.begin()
         yield
-        if (changed := self._shared.changed()) is not None:
+        if (changed := self._shared.changed()) is not None and not self._is_first:
             raise self._changed(changed)
 
     def node(self, operation: Operation, node: Node) -> contextlib.AbstractContextManager[None]:

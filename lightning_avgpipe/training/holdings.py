@@ -20,6 +20,7 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.training.stepping import OptimizerShards
+from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.tensors import strided_parts, words
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.on_demand import OnDemandGather
@@ -82,7 +83,19 @@ class Holdings:
         return full_state_dict(module, self._cluster, self.answers)
 
     def _take_in(self) -> None:
-        """Register here the buffers that steps have registered in other processes. Every process calls it."""
+        """Register here the buffers that steps have registered in other processes. Every process calls it.
+
+        Raises:
+            ConfigurationError: a parameter or buffer that was divided among the processes is no longer in the module.
+        """
+        named = (self._module.named_parameters, self._module.named_buffers)
+        gone = self._owners.keys() - {name for of in named for name, _ in of(remove_duplicate=False)}
+        if gone:
+            raise ConfigurationError(
+                f"{listed(sorted(map(repr, gone)))} of the module existed when its stages were made, and does no "
+                "longer: a hook has replaced a submodule, or has pruned or parametrized it. With several processes do so "
+                "before training, and go on from a checkpoint, or use one process (devices=1)"
+            )
         own = {
             name: (buffer.shape, buffer.dtype, name in self._module.state_dict())
             for name, buffer in self._module.named_buffers() if name not in self._owners and not buffer.is_meta

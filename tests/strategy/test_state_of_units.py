@@ -98,6 +98,15 @@ class Measuring(Layers):
         return self.through(batch[0]).square().mean()
 
 
+class Replaces(Layers):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.through(batch[0]) - batch[1]).square().mean()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch:
+            nn.utils.parametrizations.weight_norm(self.a)
+
+
 def fitted(rank: int, make: Any, devices: int) -> tuple[dict[str, Tensor], dict[str, Any], int]:
     module, strategy = make(), AvgPipeStrategy(
         num_stages=devices, num_microbatches=2, split_points=["c"] if devices > 1 else None, costs_cache=None,
@@ -129,3 +138,8 @@ def test_a_metric_that_a_submodule_of_another_stage_updates_is_refused(tmp_path:
     assert "a MeanMetric is updated inside a submodule that runs on another stage than the loss" in str(
         [outcome.error for outcome in outcomes]
     )
+
+
+def test_a_submodule_that_a_hook_replaces_is_named(tmp_path: Path) -> None:
+    outcomes = processes.run(2, fitted, Replaces, 2, folder=tmp_path)
+    assert "'a.weight' of the module existed when its stages were made" in str([outcome.error for outcome in outcomes])
