@@ -30,12 +30,12 @@ class LateAssignments:
     Args:
         program: program of the stage.
         module: the whole module.
-        again: whether a later stage of this process runs this code once more, and finds what it has assigned.
+        repeats: whether an earlier stage of this process has run the code before this stage's part.
     """
 
-    def __init__(self, program: StageProgram, module: nn.Module, again: bool) -> None:
+    def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         graph = program.graph
-        self._program, self._module, self._again = program, module, again
+        self._program, self._module, self._repeats = program, module, repeats
         self._known = {*graph.attributes, *graph.passing, *graph.of_units}
         self._read = {key for key, position in graph.reads if position < program.start}
         self._units = {node.name for node in graph.nodes[: program.start] if node.kind == "call"} - program.own
@@ -49,7 +49,7 @@ class LateAssignments:
     def note(self, module: nn.Module, name: str, before: bool) -> None:
         """Note that an attribute is about to be assigned, before the stage's part of the step or in it."""
         own, place = vars(module), (id(module), name, before)
-        if place in self._noted or not (self._again or (self._program.start and not before)):
+        if not self._program.start or place in self._noted or (before and not self._repeats):
             return
         if isinstance(own.get(name), Tensor) or any(name in own.get(register, ()) for register in REGISTRIES):
             return
@@ -58,16 +58,16 @@ class LateAssignments:
         path = self._paths.get(id(module))
         if path is None or (path, name) in self._known:
             return
-        if self._again or (path, name) in self._read or nearest(path, self._units):
+        if before or (path, name) in self._read or nearest(path, self._units):
             self._noted[place] = module, joined(path, name), own.get(name, _MISSING), source_line()
 
     def found(self) -> str | None:
         """Return a description of an assignment that has left another value; None: there is none."""
-        for (_, name, _), (module, full, old, line) in self._noted.items():
+        for (_, name, before), (module, full, old, line) in self._noted.items():
             now = vars(module).get(name, _MISSING)
             if now is old or (type(now) in ATOMS and type(now) is type(old) and now == old):
                 continue
-            why = "the next stage in this process would do again" if self._again else "an earlier stage would not see"
+            why = "each stage in this process would do again" if before else "an earlier stage would not see"
             return (
                 f"assigns '{full}' at {line}, which it did not do when it was captured, and which {why} (stage "
                 f"{self._program.stage}). {_ADVICE}"

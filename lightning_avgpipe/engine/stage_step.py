@@ -185,7 +185,7 @@ class StageStep:
         device: device of the stage.
         foreign_tensors: tensors that its first forward in training must not use; None: it may use all.
         execution: options for the execution of units.
-        again: whether a later stage of this process runs this code once more.
+        repeats: whether an earlier stage of this process has run this code before.
 
     Attributes:
         rewritten: tensors that the stage changes in place.
@@ -199,7 +199,7 @@ class StageStep:
         device: torch.device,
         foreign_tensors: ForeignTensors | None,
         execution: Execution,
-        again: bool = False,
+        repeats: bool = False,
     ) -> None:
         graph = program.graph
         self._graph = graph
@@ -207,7 +207,7 @@ class StageStep:
         self._module = module
         self._foreign_tensors = foreign_tensors
         units = {id(module.get_submodule(path)): path for path in graph.units}
-        self._unforeseen = Unforeseen(program, module, again)
+        self._unforeseen = Unforeseen(program, module, repeats)
         self._context = ReplayContext(
             units,
             owned_tensors(module, ()),

@@ -9,8 +9,8 @@ buffers                       code between units of a stage that is not the last
 generators of random numbers  units may begin to draw where no other stage may; code between units of the last stage
                               where no stage before comes to it
 iterators                     nobody can put their items back, so nothing may take any
-attributes                    code between units must not assign one that an earlier stage reads; nor any if a later
-                              stage of the same process runs this code once more
+attributes                    code between units must not assign one that an earlier stage reads; nor, where an earlier
+                              stage of the same process has run this code before, give one another value once more
 shared objects                no stage may begin to change one that units of other stages hold
 ============================  ======================================================================================
 """
@@ -53,14 +53,14 @@ class Unforeseen:
     Args:
         program: program of the stage.
         module: the whole module.
-        again: whether a later stage of this process runs this code once more.
+        repeats: whether an earlier stage of this process has run this code before.
     """
 
-    def __init__(self, program: StageProgram, module: nn.Module, again: bool = False) -> None:
+    def __init__(self, program: StageProgram, module: nn.Module, repeats: bool = False) -> None:
         self._program = program
         self._module = module
-        self._again = again
-        self._late = LateAssignments(program, module, again)
+        self._repeats = repeats
+        self._late = LateAssignments(program, module, repeats)
         self._shared = SharedObjects(program, module)
         self._is_first = True  # whether no forward has ended: the first one does what is done once, as when captured
         self._generators = _Generators(program, module)
@@ -152,7 +152,7 @@ class Unforeseen:
 
     def node(self, operation: Operation, node: Node) -> contextlib.AbstractContextManager[None]:
         """Run a node of this stage within this context, and check its draws."""
-        if node.index == self._program.start and not self._again:
+        if node.index == self._program.start and not self._repeats:
             self._shared.begin()  # what code before this stage's part has changed, every stage has
         return self._generators.node(operation, node)
 

@@ -88,7 +88,7 @@ def fit(module: Layers) -> None:
     ("first", "last", "says"),
     [
         (nothing, alpha, r"assigns 'b.alpha' at test_late_effects.py:\d+ in alpha, .* an earlier stage would not see"),
-        (alpha, nothing, r"assigns 'b.alpha' at test_late_effects.py:\d+ in alpha, .* the next stage in this process"),
+        (alpha, nothing, r"assigns 'b.alpha' at test_late_effects.py:\d+ in alpha, .* each stage in this process"),
         (nothing, number, r"assigns 'number' at test_late_effects.py:\d+ in number, .* an earlier stage would not see"),
         (nothing, factor, r"changes an object in 'box', which submodules of other stages hold too"),
         (factor, nothing, r"changes an object in 'box', which submodules of other stages hold too"),
@@ -104,6 +104,14 @@ def test_what_only_one_stage_would_do_ends_training_with_its_name(first: Any, la
         fit(Late(first, last))
 
 
+def frozen(module: Any, loss: Any) -> None:
+    module.b.alpha, module.number = 0.5, 2.0
+
+
+def test_what_each_stage_does_alike_at_the_beginning_may_begin_late() -> None:
+    assert_as_alone(Late(frozen, nothing), Late(frozen, nothing))
+
+
 def test_a_number_that_a_submodule_of_another_stage_counts_is_not_read_late() -> None:
     with pytest.raises(AbsentValueError, match=r"uses 'b.calls', which a submodule of another stage changes"):
         fit(Late(nothing, lambda module, loss: loss / module.b.calls))
@@ -117,7 +125,12 @@ def test_a_submodule_does_not_begin_to_change_what_others_hold() -> None:
 
 
 def test_what_the_last_stage_alone_keeps_may_begin_late() -> None:
-    module, alone = Late(nothing, history), Late(nothing, history)
+    module = Late(nothing, history)
+    assert_as_alone(module, Late(nothing, history))
+    assert len(module.history) == 2 * (STEPS - BEGIN)
+
+
+def assert_as_alone(module: Late, alone: Late) -> None:
     fit(module)
     optimizer: Any = alone.configure_optimizers()
     for i, batch in enumerate(batches()):
@@ -125,5 +138,4 @@ def test_what_the_last_stage_alone_keeps_may_begin_late() -> None:
         for part in split(batch, 2):
             (alone.training_step(part.data, i) * part.weight).backward()
         optimizer.step()
-    assert len(module.history) == 2 * (STEPS - BEGIN)
     assert_same_parameters(alone, module)
