@@ -93,8 +93,8 @@ class Holdings:
         if gone:
             raise ConfigurationError(
                 f"{listed(sorted(map(repr, gone)))} of the module existed when its stages were made, and does no "
-                "longer: a hook has replaced a submodule, or has pruned or parametrized it. With several processes do so "
-                "before training, and go on from a checkpoint, or use one process (devices=1)"
+                "longer: a hook has replaced a submodule, or has pruned or parametrized it. With several processes do "
+                "so before training, and go on from a checkpoint, or use one process (devices=1)"
             )
         own = {
             name: (buffer.shape, buffer.dtype, name in self._module.state_dict())
