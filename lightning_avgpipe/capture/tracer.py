@@ -209,6 +209,12 @@ class StepTracer(TorchFunctionMode):
         tracer = _following.tracer
         return None if tracer is None or tracer._inside else tracer
 
+    @staticmethod
+    def is_rehearsing() -> bool:
+        """Return whether this thread's step runs only to find something out, also if a unit is running."""
+        tracer = _following.tracer
+        return tracer is not None and tracer.rehearses
+
     def is_inside(self) -> bool:
         """Return whether a unit or the work of a node is running, so that nothing is followed."""
         return self._inside
@@ -216,6 +222,10 @@ class StepTracer(TorchFunctionMode):
     def answer(self, module: nn.Module, args: Any, kwargs: Any) -> Tensor | None:
         """Return the result of a call that is known without looking at it further; None: it is not known."""
         return None
+
+    def on_assign(self, module: nn.Module, name: str) -> None:
+        """Note that code between units is about to assign an attribute."""
+        return
 
     def unit(self, module: nn.Module) -> str | None:
         """Return the path of a unit that is being called; None for a module that is followed."""
@@ -416,6 +426,7 @@ class intercepting:
         with _lock:
             if _interceptions == 0:
                 nn.Module.__call__ = _call  # type: ignore[method-assign, assignment]
+                nn.Module.__setattr__ = _assign  # type: ignore[method-assign, assignment]
                 torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, arg-type]
                 setattr(checkpoint, CHECKPOINT_BRACKET, _checkpointing)
                 torch.autograd.graph.disable_saved_tensors_hooks = disabling_others  # type: ignore[assignment]
@@ -427,6 +438,7 @@ class intercepting:
             _interceptions -= 1
             if _interceptions == 0:
                 nn.Module.__call__ = call_module  # type: ignore[method-assign]
+                nn.Module.__setattr__ = _assign_attribute  # type: ignore[method-assign]
                 torch.autograd.Function.apply = _apply_function  # type: ignore[method-assign]
                 setattr(checkpoint, CHECKPOINT_BRACKET, _checkpointing_generator)
                 torch.autograd.graph.disable_saved_tensors_hooks = disabling
@@ -437,6 +449,7 @@ _interceptions = 0
 _uncompiled = 0  # contexts in which nothing runs compiled
 _stance: Any = None  # that these contexts share
 call_module: Callable[..., Any] = nn.Module.__call__
+_assign_attribute: Callable[..., None] = nn.Module.__setattr__
 _is_compiling = torch.compiler.is_compiling
 _apply_function = torch.autograd.Function.__dict__["apply"]
 _checkpointing_generator: Callable[..., Iterator[Any]] = getattr(checkpoint, CHECKPOINT_BRACKET)
@@ -460,6 +473,13 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return follow(module, *args, **kwargs)
     finally:
         watcher.leave(module)
+
+
+def _assign(module: nn.Module, name: str, value: Any) -> None:
+    tracer = _following.tracer
+    if tracer is not None and not tracer._inside and not _is_compiling():
+        tracer.on_assign(module, name)
+    _assign_attribute(module, name, value)
 
 
 def _follow(tracer: StepTracer, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

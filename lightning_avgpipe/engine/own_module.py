@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.outside import variable
 from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.utils.elsewhere import Elsewhere
+from lightning_avgpipe.utils.names import joined
 
 
 class Weights(Protocol):
@@ -48,6 +50,10 @@ class VersionedWeights(Weights, Protocol):
 
 
 _NOTHING: AbstractContextManager[dict[int, str]] = contextlib.nullcontext({})
+_ELSEWHERE = (
+    "which a submodule of another stage changes, and which was not read here when the step was captured. Read it in "
+    "every step, so that it is sent, return it from the submodule, or keep both on one stage with split_points"
+)
 _COLLECTIONS = (list, deque, set, dict)
 
 
@@ -175,7 +181,10 @@ class OwnModule:
         self._of_units = of_units or OwnAttributes(module, (), True)
         self.attributes = OwnAttributes(module, (*program.graph.attributes, *program.holders), shown)
         self._passing = [variable(module, *key) for key in program.graph.passing if not program.is_last]
-        own = not (self._of_units.are_shown and self.attributes.are_shown) or bool(self._passing)
+        self._elsewhere = [
+            (variable(module, *key), Elsewhere(joined(*key), _ELSEWHERE)) for key in program.changed_elsewhere
+        ]
+        own = not (self._of_units.are_shown and self.attributes.are_shown) or bool(self._passing or self._elsewhere)
         self.places = own or weights.places(program.stage)
 
     def placed(self) -> AbstractContextManager[dict[int, str]]:
@@ -186,9 +195,16 @@ class OwnModule:
     def _placed(self) -> Iterator[dict[int, str]]:
         with self._weights.placed(self.program.stage) as copies, self._of_units.placed(), self.attributes.placed():
             before = [(passing, passing.state()) for passing in self._passing]
+            hidden = [(one, one.state(), placeholder) for one, placeholder in self._elsewhere]
+            for one, _, placeholder in hidden:
+                one.put({"value": placeholder})
             try:
                 yield copies
-            finally:  # a stage that leaves the step early does not come to the line that sets them back
+            finally:
+                for one, state, placeholder in hidden:
+                    if one.state().get("value") is placeholder:
+                        one.put(state)
+                # a stage that leaves the step early does not come to the line that sets them back
                 for passing, state in before:
                     passing.put(state)
 

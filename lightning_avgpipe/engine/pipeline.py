@@ -202,6 +202,7 @@ class Pipeline:
                 of_units=of_units,
                 kept=None if shortcut is None or k != shortcut.stage else shortcut,
                 relayed=k in relays,
+                repeats=k != self.cluster.stages[0],
             )
             for k in self.cluster.stages
         ]

@@ -180,6 +180,10 @@ class _Replayer(StepTracer):
         self._runner.draws.skip(known.calls)
         return self.values.stand_in(known.value, known.make)
 
+    def on_assign(self, module: nn.Module, name: str) -> None:
+        if self._unforeseen is not None:
+            self._unforeseen.note_assignment(module, name, self._position < self._start)
+
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tree.tensors((args, kwargs))
         alike = path not in self._program.graph.resident and all(self.known.value_of(t) is None for t in tensors)
@@ -204,6 +208,7 @@ class _Replayer(StepTracer):
         else:
             if self._unforeseen is not None and tensors:
                 self._unforeseen.check_write(name, tensors[0])
+                self._unforeseen.check_read(name, tensors)
             result = func(*args, **kwargs)
         if self.attestation is not None:
             self.attestation.made(name, args, kwargs, result)

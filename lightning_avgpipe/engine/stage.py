@@ -81,6 +81,7 @@ class Stage:
         of_units: attribute values of the units of its pipeline.
         kept: kept outputs of the nodes before it, with which forwards may begin; None: there are none.
         relayed: whether the values that it receives are relayed to the next stage.
+        repeats: whether an earlier stage of this process has run this code before.
 
     Attributes:
         program: as given.
@@ -104,6 +105,7 @@ class Stage:
         of_units: OwnAttributes | None = None,
         kept: Shortcut | None = None,
         relayed: bool = False,
+        repeats: bool = False,
     ) -> None:
         self.program = program
         self.module = OwnModule(program, module, weights, of_units, shown)
@@ -114,7 +116,7 @@ class Stage:
         self._seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
         self._explained = explained(program, module)
         self._kept_by_seeding: dict[int, Snapshot] = {}
-        self._step = StageStep(program, module, device, foreign_tensors, execution)
+        self._step = StageStep(program, module, device, foreign_tensors, execution, repeats)
         self._prefix = Prefix(program, device, kept)
         self._repetition = Repetition(self.module, device, execution.recompute, relayed)
         # only for weights that do not change within an iteration; compiled code casts its own

@@ -183,6 +183,7 @@ class StageStep:
         device: device of the stage.
         foreign_tensors: tensors that its first forward in training must not use; None: it may use all.
         execution: options for the execution of units.
+        repeats: whether an earlier stage of this process has run this code before.
 
     Attributes:
         rewritten: tensors that the stage changes in place.
@@ -197,6 +198,7 @@ class StageStep:
         device: torch.device,
         foreign_tensors: ForeignTensors | None,
         execution: Execution,
+        repeats: bool = False,
     ) -> None:
         graph = program.graph
         self._graph = graph
@@ -204,7 +206,7 @@ class StageStep:
         self._module = module
         self._foreign_tensors = foreign_tensors
         units = {id(module.get_submodule(path)): path for path in graph.units}
-        self._unforeseen = Unforeseen(program, module)
+        self._unforeseen = Unforeseen(program, module, repeats)
         self._context = ReplayContext(
             units,
             owned_tensors(module, ()),
@@ -252,7 +254,7 @@ class StageStep:
             form = Form.of(part, self._programs.static)
             for written in self._programs.find(form):
                 try:
-                    with watched(), self.rewritten.saved(trains):
+                    with watched(), self.rewritten.saved(trains), self._unforeseen.sharing():
                         return self._run_program(written, form, part, task.around(micro_batch))
                 except Surprise:
                     continue

@@ -9,6 +9,9 @@ buffers                       code between units of a stage that is not the last
 generators of random numbers  units may begin to draw where no other stage may; code between units of the last stage
                               where no stage before comes to it
 iterators                     nobody can put their items back, so nothing may take any
+attributes                    code between units must not assign one that an earlier stage reads; nor, where an earlier
+                              stage of the same process has run this code before, give one another value once more
+shared objects                no stage may begin to change one that units of other stages hold
 ============================  ======================================================================================
 """
 
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.capture.graph import GeneratorUse, Node
 from lightning_avgpipe.capture.operation import Operation
+from lightning_avgpipe.engine.late_effects import LateAssignments, SharedObjects
 from lightning_avgpipe.engine.tensor_use import places
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
@@ -32,6 +36,7 @@ from lightning_avgpipe.state.outside import outside, variable
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import is_within, joined
+from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import version_of
 
 _WRITES = re.compile(
@@ -48,11 +53,16 @@ class Unforeseen:
     Args:
         program: program of the stage.
         module: the whole module.
+        repeats: whether an earlier stage of this process has run this code before.
     """
 
-    def __init__(self, program: StageProgram, module: nn.Module) -> None:
+    def __init__(self, program: StageProgram, module: nn.Module, repeats: bool = False) -> None:
         self._program = program
         self._module = module
+        self._repeats = repeats
+        self._late = LateAssignments(program, module, repeats)
+        self._shared = SharedObjects(program, module)
+        self._is_first = True  # whether no forward has ended: the first one does what is done once, as when captured
         self._generators = _Generators(program, module)
         self._constants: dict[str, tuple[dict[str, Any], str]] = {}  # buffers outside of units, register and name
         if not program.is_last:
@@ -61,6 +71,9 @@ class Unforeseen:
                 if name not in program.graph.changed and not any(is_within(name, unit) for unit in program.graph.units)
             ]  # fmt: skip
             self._constants = dict(zip(names, places(module, names), strict=True))
+        elsewhere = [name for name, _ in module.named_buffers() if name in program.buffers_elsewhere]
+        self._elsewhere = dict(zip(elsewhere, places(module, elsewhere), strict=True))
+        self._absent: dict[int, str] = {}  # id of a buffer -> its name, while a forward runs
         self._holders = [variable(module, *key) for key, _ in program.graph.holders if not program.is_last]
 
     @contextlib.contextmanager
@@ -74,10 +87,16 @@ class Unforeseen:
                 made a draw that other stages do not take into account; or it has taken items from an iterator.
         """
         buffers = [(name, *self._buffer(name)) for name in self._constants]
+        self._absent = {id(register.get(leaf)): name for name, (register, leaf) in self._elsewhere.items()}
         iterators = self._iterators()
+        self._late.begin()
         given = [leaf for leaf in tree.leaves(tuple(args)) if is_generator(leaf)]
-        with self._generators.watched(), Snapshot(given, opaque="generators").restored() if given else _NOTHING:
+        generators = Snapshot(given, opaque="generators").restored() if given else _NOTHING
+        with self.sharing(), self._generators.watched(), generators:
             yield
+        if (late := self._late.found()) is not None and not self._is_first:
+            raise self._changed(late)
+        self._is_first = False
         if iterators is not None and (taken := iterators.advanced()):
             raise self._changed(
                 f"takes items from the iterator '{taken}', and did not when it was followed to be divided; each stage "
@@ -101,8 +120,40 @@ class Unforeseen:
             if buffer is tensor:
                 raise self._changed_buffer(name)
 
+    def check_read(self, function: str, tensors: Sequence[Tensor]) -> None:
+        """Check that code between units does not take a buffer that a unit of another stage changes.
+
+        Raises:
+            StepChangedError: it does.
+        """
+        for tensor in tensors if self._absent else ():
+            if (name := self._absent.get(id(tensor))) is not None:
+                raise self._changed(
+                    f"reads the buffer '{name}' in {function}() at {source_line()}, which it did not do when it was "
+                    f"captured, and which a submodule of another stage changes (stage {self._program.stage}). Read it "
+                    "in every step, return it from the submodule, or keep both on one stage with split_points"
+                )
+
+    def note_assignment(self, module: nn.Module, name: str, before: bool) -> None:
+        """Note that code between units is about to assign an attribute, before this stage's part or in it."""
+        self._late.note(module, name, before)
+
+    @contextlib.contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Run a forward, or a program in its place, within this context, and check what it does to shared objects.
+
+        Raises:
+            StepChangedError: it has changed one, other than by new items of a dict, such as a table that is kept.
+        """
+        self._shared.begin()
+        yield
+        if (changed := self._shared.changed()) is not None and not self._is_first:
+            raise self._changed(changed)
+
     def node(self, operation: Operation, node: Node) -> contextlib.AbstractContextManager[None]:
         """Run a node of this stage within this context, and check its draws."""
+        if node.index == self._program.start and not self._repeats:
+            self._shared.begin()  # what code before this stage's part has changed, every stage has
         return self._generators.node(operation, node)
 
     def held(self) -> list[tuple[Any, ObjectState]]:

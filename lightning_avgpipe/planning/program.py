@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_avgpipe.capture.graph import CallGraph, Node
+from lightning_avgpipe.utils.names import nearest
 from lightning_avgpipe.utils.placeholder import Description
 
 
@@ -52,6 +53,21 @@ class StageProgram:
     def holders(self) -> tuple[tuple[str, str], ...]:
         """The attributes (module path, name) that hold objects which the step changes by the end of this stage."""
         return tuple(key for key, position in self.graph.holders if position <= self.end or self.is_last)
+
+    @cached_property
+    def changed_elsewhere(self) -> tuple[tuple[str, str], ...]:
+        """The attributes (module path, name) that only units of other stages change, and that are not sent along."""
+        here, exporting = self.own, {node.name for node in self.graph.nodes if node.exports}
+        called = {node.name for node in self.graph.nodes if node.kind == "call"}
+        units = {key: nearest(key[0], called) for key in self.graph.of_units if key[0]}
+        return tuple(key for key, unit in units.items() if unit and unit not in here | exporting)
+
+    @cached_property
+    def buffers_elsewhere(self) -> frozenset[str]:
+        """The full names of the parameters and buffers that only nodes of other stages change."""
+        others = (node for node in self.graph.nodes if not self.start <= node.index < self.end)
+        changed = frozenset(name for node in others for name in node.changes)
+        return changed.difference(self.graph.glue_states, *(node.states for node in self.nodes))
 
     @cached_property
     def own(self) -> frozenset[str]:

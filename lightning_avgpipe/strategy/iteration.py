@@ -166,6 +166,7 @@ class IterationOrder:
         iteration.works = iteration.weighed()
         if not ran:
             return None
+        loop.bring(loop.observed)
         models.skipped = loop.skipped(iteration, [len(of.skipped) == of.count for of in iteration.outcomes])
         result = loop.result(iteration)
         if iteration.trains:

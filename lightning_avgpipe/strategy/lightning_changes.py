@@ -56,6 +56,10 @@ _HOOKS_OF_STEPS = (
     "optimizer_step",
     "configure_gradient_clipping",
 )
+_HOOKS_OF_EVALUATION = tuple(
+    f"on_{stage}_{when}" for stage in ("validation", "test", "predict")
+    for when in ("end", "epoch_start", "epoch_end", "batch_start", "batch_end")
+)  # fmt: skip
 # callbacks of these packages look at weights through the strategy only
 _LOOK_AT_NO_WEIGHTS = tuple(f"{name}." for name in (*LIGHTNING, "lightning_avgpipe"))
 
@@ -71,7 +75,8 @@ def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> I
             undo.enter_context(replaced(module, "log_dict", looking_on(module.log_dict)))
         undo.enter_context(replaced(module, "print", looking_on(module.print, rehearsed=False)))
         values, training = step_log.batch_values, lambda: bool(trainer.training)
-        undo.enter_context(local_metrics(metrics_of(module), values, leaders, training, lambda: step_log.in_step))
+        seen = lambda: step_log.in_step, lambda: step_log.is_heard
+        undo.enter_context(local_metrics(metrics_of(module), values, leaders, training, *seen))
         yield
 
 
@@ -257,6 +262,11 @@ def looks_between_steps(trainer: pl.Trainer) -> bool:
 def acts_in_steps(trainer: pl.Trainer) -> bool:
     """Return whether user code runs within a step, after a forward, and sees what its own process has."""
     return _users_have(trainer, _HOOKS_OF_STEPS)
+
+
+def looks_in_evaluation(trainer: pl.Trainer) -> bool:
+    """Return whether user code may look at the module between the batches of an evaluation, or after them."""
+    return _users_have(trainer, _HOOKS_OF_EVALUATION)
 
 
 def _users_have(trainer: pl.Trainer, hooks: Sequence[str]) -> bool:

@@ -87,7 +87,7 @@ class StepLog:
         self._collected: list[_Entry] = []
         self._coming: Callable[[], list[_Entry]] | None = None  # waits for the entries of all groups
         self.listener: Callable[[str, Any], None] | None = None
-        self._alike: set[str] = set()  # names logged with batch_size=1, the wish that all batches count alike
+        self._alike: dict[str, bool] = {}  # whether a name is logged with batch_size=1, so that all batches count alike
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         tracer = StepTracer.current()
@@ -138,6 +138,11 @@ class StepLog:
     def in_step(self) -> bool:
         """Whether a step runs now on a micro-batch, and no hook."""
         return self._now is not None
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether this process has the last stage, or a replica of it."""
+        return self._leaders is not None or self._replicas() is not None
 
     @contextlib.contextmanager
     def micro_batch(
@@ -198,8 +203,10 @@ class StepLog:
             entries.setdefault(entry.name, []).append(entry)
         self._collected = []
         for name, logged in entries.items():
-            if any(entry.given == 1 < entry.size for entry in logged):
-                self._alike.add(name)
+            if any(entry.given != 1 for entry in logged):  # numbers of something, of which there may be one
+                self._alike[name] = False
+            elif any(entry.size > 1 for entry in logged):
+                self._alike.setdefault(name, True)
             last, results = logged[-1], self._module.trainer._results
             assert results is not None
             for entry in logged:
@@ -207,7 +214,7 @@ class StepLog:
                     port_of(entry.value.device).hand_over(entry.value)  # it may have been made on a pipeline's stream
                 if entry.options != last.options:  # Lightning refuses the second one, with an explanation
                     results.log(entry.fx, name, entry.value, **entry.options, batch_size=1)
-            value, batch_size = self._merged(logged, name in self._alike)
+            value, batch_size = self._merged(logged, self._alike.get(name, False))
             if self.listener is not None:
                 self.listener(name, value)
             results.log(last.fx, name, value, **last.options, batch_size=batch_size)

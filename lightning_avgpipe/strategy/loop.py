@@ -31,9 +31,11 @@ from lightning_avgpipe.strategy.batches import Batches, recount
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.deploying import Preparation, announce, planned
 from lightning_avgpipe.strategy.iteration import STEP, Finish, Iteration, IterationOrder, Progress
+from lightning_avgpipe.strategy.lightning_changes import acts_in_steps, looks_between_steps, looks_in_evaluation
 from lightning_avgpipe.strategy.optimizer_view import read_only
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
+from lightning_avgpipe.strategy.state_of_units import StateOfUnits
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
 from lightning_avgpipe.utils import tree
@@ -85,6 +87,8 @@ class Iterations:
         self.splitter = BatchSplitter(context, batches)
         self.order = IterationOrder(self)
         self._preparation = Preparation(context, deployment, self.splitter)
+        self._of_units = StateOfUnits(context.module, context.cluster, deployment)
+        self._to_bring: set[str] = set()  # steps whose changes have not been brought to the other processes
 
     @property
     def module(self) -> pl.LightningModule:
@@ -100,6 +104,11 @@ class Iterations:
     def passes(self) -> bool:
         """Whether Lightning passes over the data without training, as its weight averaging does once more."""
         return bool(self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward)
+
+    @functools.cached_property
+    def observed(self) -> bool:
+        """Whether hooks of the user may read in training what steps have changed."""
+        return looks_between_steps(self.trainer) or acts_in_steps(self.trainer)
 
     @contextlib.contextmanager
     def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:
@@ -122,7 +131,8 @@ class Iterations:
         self.order.drain()
         iteration = self.new_iteration(step, [batch], rest)
         iteration.trains = False
-        self.run(iteration)
+        if self.run(iteration):
+            self.bring(looks_in_evaluation(self.trainer))
         (outcome,) = iteration.outcomes
         return None if outcome.results is None else merge(outcome.results, *self.splitter.counts(iteration.works[0]))
 
@@ -142,6 +152,13 @@ class Iterations:
             self.deployment.replan(wanted)
         if "num_pipelines" in changed and self.context.fitting:
             recount(self.trainer)
+
+    def bring(self, wanted: bool) -> None:
+        """Bring what submodules have changed to all processes, if user code may read it. Every process calls it."""
+        if wanted:
+            for step in sorted(self._to_bring):
+                self._of_units.bring(step)
+            self._to_bring.clear()
 
     # -- parts of an iteration, from which orders compose theirs -------------------------------------------------------
 
@@ -290,6 +307,7 @@ class Iterations:
             self.models.step_log.tell_groups() if training else self.models.step_log.issue()
         if training:
             iteration.outcomes = self._of_replicas(iteration.outcomes)
+        self._to_bring.add(step)
         return True
 
     def task(self, iteration: Iteration, n: int, known: frozenset[int] = frozenset()) -> Task:

@@ -107,6 +107,7 @@ def local_metrics(
     leaders: Collectives,
     training: Callable[[], bool],
     in_step: Callable[[], bool] = lambda: False,
+    is_heard: Callable[[], bool] = lambda: True,
 ) -> Iterator[None]:
     """Within this context metric objects work on the process of the last stage.
 
@@ -120,6 +121,7 @@ def local_metrics(
         leaders: the processes of the groups' last stages.
         training: returns whether the trainer trains now.
         in_step: returns whether a step runs now, and no hook.
+        is_heard: returns whether this process has the last stage.
     """
 
     def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
@@ -127,6 +129,12 @@ def local_metrics(
 
     def seen(metric: Metric, method: Callable[..., Any]) -> Callable[..., Any]:
         def observed(*args: Any, **kwargs: Any) -> Any:
+            inside = in_step() and StepTracer.current() is None
+            if inside and not is_heard() and not StepTracer.is_rehearsing():
+                raise AvgPipeError(
+                    f"a {type(metric).__name__} is updated inside a submodule that runs on another stage than the "
+                    "loss, where nobody would compute it; return the values and update the metric in the step"
+                )
             values.trained |= training()
             if training() and in_step():
                 values.seen_in_step(metric)

@@ -307,10 +307,12 @@ class PipelineOptimization(_AutomaticOptimization):
         if isinstance(connector, SyncedLoggerConnector):  # several processes
             news: Any = None
             if cluster.world.rank == 0:
-                news = {"loss": result.get("loss"), "metrics": connector.snapshot()}
+                stops = self.trainer.should_stop  # the step may have said so
+                news = {"loss": result.get("loss"), "metrics": connector.snapshot(), "stops": stops}
             # advances are decided in each group
             news, decided = cluster.control.relay(news, decided)
             connector.accept(news["metrics"])
+            self.trainer.should_stop = news["stops"]
             if news["loss"] is not None:
                 result = {**result, "loss": news["loss"]}
         # only now, since the other stages wait for rank 0's news

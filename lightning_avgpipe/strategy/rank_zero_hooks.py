@@ -34,13 +34,13 @@ from lightning_avgpipe.utils.tensors import is_strided, tensor_bytes
 _HOOKS = tuple(
     f"on_{stage}_{when}_end" for stage in ("train", "validation", "test", "predict") for when in ("batch", "epoch")
 )
-_LARGEST = 2**20  # most bytes that are sent of an attribute that a step reads on other processes
+LARGEST = 2**20  # most bytes that are sent of an attribute that a step reads on other processes
 _LARGE = 2**16  # most bytes that are sent of any other attribute, which may grow with every batch
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule())) - {"training"}
 _MISSING = object()
 
 Key = tuple[str, str]  # path of a module, name of the attribute or buffer
-_Packed = tuple[bytes, list[Tensor], list[bool]]  # a pickled value, its tensors, and whether each was on the host
+Packed = tuple[bytes, list[Tensor], list[bool]]  # a pickled value, its tensors, and whether each was on the host
 
 
 @contextlib.contextmanager
@@ -98,7 +98,8 @@ class _Hooks:
         _check_writes(name, written & self._kept_elsewhere())
         news = before.news(name, self._needed_elsewhere(), writes.written)
         after = _optimization(self._trainer)
-        self._cluster.control.publish((news, after if after != optimization else None))
+        stops = self._trainer.should_stop
+        self._cluster.control.publish((news, after if after != optimization else None, stops))
         return result
 
     def _needed_elsewhere(self) -> frozenset[Key]:
@@ -120,19 +121,19 @@ class _Hooks:
     def _follow(self) -> None:
         """Apply the changes that rank 0's hook has made."""
         told: Any = self._cluster.control.publish()
-        news, optimization = told
+        news, optimization, self._trainer.should_stop = told
         for (path, attribute), content, tensors, on_host in news:
             here = [t if of_host else t.to(self._cluster.device) for t, of_host in zip(tensors, on_host, strict=True)]
             value = self._packer.unpack(Parcel(content, ()), here, Snapshot(()))
             if attribute in self._variables:
                 _accept_variable(self._variables[attribute], value)
             else:
-                _accept(self._modules[path], attribute, value)
+                accept(self._modules[path], attribute, value)
         if optimization is not None:
             _accept_optimization(self._trainer, optimization)
 
 
-def _accept(module: nn.Module, name: str, value: Any) -> None:
+def accept(module: nn.Module, name: str, value: Any) -> None:
     if isinstance(value, _Gone):
         vars(module).pop(name, None)
     elif isinstance(value, _Flag):
@@ -224,7 +225,7 @@ class _Attributes:
                 continue
             must = key in needed
             try:
-                content = self._packed(_Gone() if value is _MISSING else value, _LARGEST if must else _LARGE)
+                content = packed(self._packer, _Gone() if value is _MISSING else value, LARGEST if must else _LARGE)
             except Exception as error:  # pickling runs code of the objects, which may raise any error
                 if not must:
                     continue  # no other process reads the attribute
@@ -236,16 +237,22 @@ class _Attributes:
             found.append((key, *content))
         return found
 
-    def _packed(self, value: Any, most: int) -> _Packed:
-        parcel, tensors = self._packer.pack(value, Snapshot(()))
-        if any(isinstance(t, (nn.Parameter, Absent)) or t.is_meta for t in tensors):
-            raise pickle.PicklingError("it holds a parameter, or a tensor that another stage has")
-        if not all(map(is_strided, tensors)):
-            raise pickle.PicklingError("it holds a sparse or nested tensor")
-        size = len(parcel.content) + sum(map(tensor_bytes, tensors))
-        if size > most:
-            raise pickle.PicklingError(f"it has {size} bytes, and {most} at most are sent")
-        return parcel.content, [t.detach().clone().cpu() for t in tensors], [t.is_cpu for t in tensors]
+
+def packed(packer: Packer, value: Any, most: int) -> Packed:
+    """Return a value in a form that can be sent, with copies of its tensors on the host.
+
+    Raises:
+        Exception: it cannot be pickled, or has more than ``most`` bytes.
+    """
+    parcel, tensors = packer.pack(value, Snapshot(()))
+    if any(isinstance(t, (nn.Parameter, Absent)) or t.is_meta for t in tensors):
+        raise pickle.PicklingError("it holds a parameter, or a tensor that another stage has")
+    if not all(map(is_strided, tensors)):
+        raise pickle.PicklingError("it holds a sparse or nested tensor")
+    size = len(parcel.content) + sum(map(tensor_bytes, tensors))
+    if size > most:
+        raise pickle.PicklingError(f"it has {size} bytes, and {most} at most are sent")
+    return parcel.content, [t.detach().clone().cpu() for t in tensors], [t.is_cpu for t in tensors]
 
 
 def _flags(module: nn.Module) -> Iterator[tuple[str, Any]]:

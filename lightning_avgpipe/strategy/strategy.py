@@ -685,7 +685,12 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @property
     def _state(self) -> CheckpointState:
-        assert self._checkpoints is not None
+        if self._checkpoints is None:
+            raise ConfigurationError(
+                "there is nothing to save in this process: no training has begun here. With start_method='fork' or "
+                "'spawn' the processes that train end with fit(); save before it ends (ModelCheckpoint, or "
+                "trainer.save_checkpoint() in a hook), or leave start_method as it is"
+            )
         return self._checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -296,11 +296,11 @@ def _staying(before: Plan, after: Plan, old: StageMap, new: StageMap, models: in
         early = {key for key, position in graph.reads if models > 1 or (old.group_size > 1 and position <= last)}
         yield from early.intersection((*graph.attributes, *(key for key, _ in graph.holders)))
     for key in {*before.graph.of_units, *before.graph.written}:
-        if models > 1 or _ranks(before, key[0], old) != _ranks(after, key[0], new):
+        if models > 1 or hosts_of(before, key[0], old) != hosts_of(after, key[0], new):
             yield key
 
 
-def _ranks(plan: Plan, path: str, stage_map: StageMap) -> set[int]:
+def hosts_of(plan: Plan, path: str, stage_map: StageMap) -> set[int]:
     """Return the ranks that host a module: those of its unit, or of all units in it. An empty path is all units."""
     stages_of = plan.stages_of
     above = nearest(path, stages_of)

@@ -20,6 +20,7 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.training.stepping import OptimizerShards
+from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.tensors import strided_parts, words
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.on_demand import OnDemandGather
@@ -78,7 +79,36 @@ class Holdings:
         writes = self._cluster.group_number == 0
         if self._cluster.group.world_size == 1 or not self.answers or (copy is None and not writes):
             return module.state_dict()
+        self._take_in()
         return full_state_dict(module, self._cluster, self.answers)
+
+    def _take_in(self) -> None:
+        """Register here the buffers that steps have registered in other processes. Every process calls it.
+
+        Raises:
+            ConfigurationError: a parameter or buffer that was divided among the processes is no longer in the module.
+        """
+        named = (self._module.named_parameters, self._module.named_buffers)
+        gone = self._owners.keys() - {name for of in named for name, _ in of(remove_duplicate=False)}
+        if gone:
+            raise ConfigurationError(
+                f"{listed(sorted(map(repr, gone)))} of the module existed when its stages were made, and does no "
+                "longer: a hook has replaced a submodule, or has pruned or parametrized it. With several processes do "
+                "so before training, and go on from a checkpoint, or use one process (devices=1)"
+            )
+        own = {
+            name: (buffer.shape, buffer.dtype, name in self._module.state_dict())
+            for name, buffer in self._module.named_buffers() if name not in self._owners and not buffer.is_meta
+        }  # fmt: skip
+        for rank, found in enumerate(self._cluster.group.exchange_objects(own)):
+            for name, (shape, dtype, is_saved) in found.items():
+                path, _, leaf = name.rpartition(".")
+                module = self._module.get_submodule(path)
+                if leaf not in module._buffers:
+                    empty = torch.zeros(shape, dtype=dtype, device=self._cluster.device)
+                    module.register_buffer(leaf, empty, persistent=is_saved)
+                self._owners = {name: (rank,), **self._owners}
+                self.answers.setdefault(name, rank)
 
     def own_state_dict(self) -> dict[str, Any]:
         """Return the part of the module's state dict for which this process answers."""
@@ -190,6 +220,8 @@ class Holdings:
         A module that began on meta is too large for that: each process keeps its own stages, on the host, and all
         buffers.
         """
+        if self._owners:
+            self._take_in()
         everybody = tuple(range(self._cluster.group.world_size))
         names = [name for name, _ in self._module.named_buffers()] if self._scattered else list(self._owners)
         whole = {**self._owners, **dict.fromkeys(names, everybody)}

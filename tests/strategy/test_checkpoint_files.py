@@ -14,7 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from lightning_avgpipe.errors import CheckpointError
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.errors import CheckpointError, ConfigurationError
 from lightning_avgpipe.strategy import checkpoint_files
 from lightning_avgpipe.strategy.checkpoint_files import LocalCheckpointIO, is_sharded, replacing
 from tests import processes
@@ -231,3 +232,8 @@ def test_other_file_systems_are_lightnings(tmp_path: Path) -> None:
     assert not is_sharded("memory://folder/some.ckpt")
     with pytest.raises(FileNotFoundError, match=r"Checkpoint file not found: .*nowhere\.ckpt"):
         io.load_checkpoint(tmp_path / "nowhere.ckpt")
+
+
+def test_a_process_in_which_nothing_trains_says_where_to_save() -> None:
+    with pytest.raises(ConfigurationError, match=r"save before it ends \(ModelCheckpoint"):
+        AvgPipeStrategy().lightning_module_state_dict()

@@ -308,3 +308,26 @@ def test_a_metric_object_without_contents_is_refused_by_name() -> None:
         module = Counting()
     with pytest.raises(ConfigurationError, match=r"the metric object 'seen' was built without contents"):
         runner.fit(module, loader(MLP, 8, 4))
+
+
+class CountsObjects(ConvNet):
+    """Weighs what it logs by a number of its own, which is one for some micro-batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("weighed", loss, batch_size=self.numbers[self.calls], on_epoch=True, on_step=False)
+        self.seen.append(loss.item())
+        self.calls += 1
+        return loss
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers, self.seen, self.calls = [1, 3, 2, 1, 1, 1], list[float](), 0
+
+
+def test_a_number_given_as_batch_size_weighs_also_where_it_is_one() -> None:
+    module = CountsObjects()
+    runner = pipeline(2, strategy={"num_microbatches": 2}, max_epochs=1)
+    runner.fit(module, loader(ConvNet, 24, 8))
+    expected = sum(n * loss for n, loss in zip(module.numbers, module.seen, strict=True)) / sum(module.numbers)
+    assert float(runner.callback_metrics["weighed"]) == pytest.approx(expected)

@@ -1,0 +1,138 @@
+"""Effects that a step begins to have after it was captured, on attributes and objects of which stages have copies.
+
+The first micro-batch shows what a step assigns and changes, and the cuts allow for that. What it begins to do later
+(``if self.global_step >= 1000: self.drop.p = 0.5``) is harmless where all stages do it that read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_avgpipe.capture.object_events import attributes_of
+from lightning_avgpipe.planning.program import StageProgram
+from lightning_avgpipe.state.objects import ATOMS, ObjectState
+from lightning_avgpipe.state.outside import outside, variable
+from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.utils.names import joined, nearest
+from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.torch_compat import REGISTRIES
+
+_MISSING = object()
+_ADVICE = "Do so in a hook such as on_train_batch_start, or from the first step on (by nothing, if need be)"
+
+
+class LateAssignments:
+    """The assignments of attributes, by code between units in one forward, that the captured step did not make.
+
+    Args:
+        program: program of the stage.
+        module: the whole module.
+        repeats: whether an earlier stage of this process has run the code before this stage's part.
+    """
+
+    def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
+        graph = program.graph
+        self._program, self._module, self._repeats = program, module, repeats
+        self._known = {*graph.attributes, *graph.passing, *graph.of_units}
+        self._read = {key for key, position in graph.reads if position < program.start}
+        self._units = {node.name for node in graph.nodes[: program.start] if node.kind == "call"} - program.own
+        self._paths: dict[int, str] = {}
+        self._noted: dict[tuple[int, str, bool], tuple[nn.Module, str, Any, str]] = {}
+
+    def begin(self) -> None:
+        """Begin a forward."""
+        self._noted = {}
+
+    def note(self, module: nn.Module, name: str, before: bool) -> None:
+        """Note that an attribute is about to be assigned, before the stage's part of the step or in it."""
+        own, place = vars(module), (id(module), name, before)
+        if not self._program.start or place in self._noted or (before and not self._repeats):
+            return
+        if isinstance(own.get(name), Tensor) or any(name in own.get(register, ()) for register in REGISTRIES):
+            return
+        if id(module) not in self._paths:
+            self._paths = {id(m): path for path, m in self._module.named_modules()}
+        path = self._paths.get(id(module))
+        if path is None or (path, name) in self._known:
+            return
+        if before or (path, name) in self._read or nearest(path, self._units):
+            self._noted[place] = module, joined(path, name), own.get(name, _MISSING), source_line()
+
+    def found(self) -> str | None:
+        """Return a description of an assignment that has left another value; None: there is none."""
+        for (_, name, before), (module, full, old, line) in self._noted.items():
+            now = vars(module).get(name, _MISSING)
+            if now is old or (type(now) in ATOMS and type(now) is type(old) and now == old):
+                continue
+            why = "each stage in this process would do again" if before else "an earlier stage would not see"
+            return (
+                f"assigns '{full}' at {line}, which it did not do when it was captured, and which {why} (stage "
+                f"{self._program.stage}). {_ADVICE}"
+            )
+        return None
+
+
+class SharedObjects:
+    """The objects that units of this stage and of others hold or name, and that the captured step did not change.
+
+    Args:
+        program: program of the stage.
+        module: the whole module.
+    """
+
+    def __init__(self, program: StageProgram, module: nn.Module) -> None:
+        graph = program.graph
+        calls = {node.name for node in graph.nodes if node.kind == "call"} if program.num_stages > 1 else set()
+        here = {node.name for node in program.nodes if node.kind == "call"}
+        own, others = (Snapshot(_held_by(module, units)) for units in (calls & here, calls - here))
+        known = Snapshot(variable(module, *key) for key in (*graph.attributes, *graph.of_units, *_leads(program)))
+        shared = own.indices.keys() & others.indices.keys() - known.indices.keys()
+        self._objects = own.among(shared)
+        self._module, self._program, self._shares = module, program, bool(shared)
+
+    def begin(self) -> None:
+        """Take what the objects hold now as what they hold."""
+        if self._shares:
+            self._objects.follow([obj for obj, *_ in self._objects.modified()])
+
+    def changed(self) -> str | None:
+        """Return a description of an object that has changed since; None: there is none."""
+        for obj, before, now in self._objects.modified() if self._shares else ():
+            if not _only_grew(before, now):
+                return (
+                    f"changes {self._name(obj)}, which submodules of other stages hold too, and did not when it was "
+                    f"captured (stage {self._program.stage}). {_ADVICE}, or keep what holds it on one stage with "
+                    "split_points"
+                )
+        return None
+
+    def _name(self, obj: Any) -> str:
+        held = {joined(*key): value for key, value in attributes_of(dict(self._module.named_modules())).items()}
+        found = (
+            name for name, value in {**held, **outside(self._module)}.items() if Snapshot([value]).reach({id(obj)})
+        )
+        return f"an object in '{next(found, 'an attribute')}'"
+
+
+def _leads(program: StageProgram) -> Iterator[tuple[str, str]]:
+    yield from (key for key, _ in program.graph.holders)
+    yield from program.graph.passing
+
+
+def _held_by(module: nn.Module, units: Iterable[str]) -> Iterator[Any]:
+    """Yield what the attributes of units hold, and the variables that their code names."""
+    named = outside(module) if units else {}
+    for unit in units:
+        inner = module.get_submodule(unit)
+        yield from attributes_of(dict(inner.named_modules())).values()
+        yield from (named[name] for name in outside(inner) if name in named)
+
+
+def _only_grew(before: ObjectState, now: ObjectState) -> bool:
+    """Return whether an object has but new attributes, or new items of a dict."""
+    names = now.changed_names(before)
+    held = {*before.attributes, *(before.items if isinstance(before.items, dict) else ())}
+    return names is not None and held.isdisjoint(names)

@@ -1,0 +1,141 @@
+"""Effects that a step begins to have after it was captured train as in one process, or end training with their line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_avgpipe.engine.microbatch import split
+from lightning_avgpipe.errors import AbsentValueError, StepChangedError
+from tests.driver import assert_same_parameters
+from tests.strategy.test_attributes_of_steps import Layers
+from tests.trainers import pipeline
+
+STEPS, BEGIN = 4, 2
+
+
+class Scaled(nn.Module):
+    """A layer with an attribute, a counter, and an object that another one holds too."""
+
+    alpha = 1.0
+
+    def __init__(self, box: dict[str, float]) -> None:
+        super().__init__()
+        self.linear, self.box, self.calls, self.writes = nn.Linear(8, 8), box, 0, False
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.writes and self.calls > 5:
+            self.box["factor"] *= 0.9
+        self.seen += x.detach().mean(0)
+        return self.linear(x) * self.alpha * self.box["factor"]
+
+
+class Late(Layers):
+    """Some statement before the first layer and one at the end, both only from some step on."""
+
+    def __init__(self, first: Callable[[Any, Any], Any], last: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.box = {"factor": 1.0}
+        self.b, self.c = Scaled(self.box), Scaled(self.box)  # type: ignore[assignment]
+        self.first, self.last, self.number, self.history = first, last, 1.0, list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        begun = batch_idx >= BEGIN
+        if begun:
+            self.first(self, None)
+        loss = (self.through(batch[0] / self.number) - batch[1]).square().mean()
+        return loss if not begun or (found := self.last(self, loss)) is None else found
+
+
+def nothing(module: Any, loss: Any) -> None:
+    """Do nothing."""
+
+
+def alpha(module: Any, loss: Any) -> None:
+    module.b.alpha = 0.5 * module.b.alpha
+
+
+def number(module: Any, loss: Any) -> None:
+    module.number = 2.0 * module.number
+
+
+def factor(module: Any, loss: Any) -> None:
+    module.box["factor"] *= 0.9
+
+
+def history(module: Any, loss: Any) -> Any:
+    module.history.append(loss.item())
+    return loss / len(module.history)
+
+
+def batches() -> list[Any]:
+    return [list(torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(i))) for i in range(STEPS)]
+
+
+def fit(module: Layers) -> None:
+    strategy = {"num_microbatches": 2, "split_points": ["c"], "costs_cache": None}
+    pipeline(2, strategy=strategy, max_epochs=1).fit(module, DataLoader(batches(), batch_size=None))  # type: ignore
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "says"),
+    [
+        (nothing, alpha, r"assigns 'b.alpha' at test_late_effects.py:\d+ in alpha, .* an earlier stage would not see"),
+        (alpha, nothing, r"assigns 'b.alpha' at test_late_effects.py:\d+ in alpha, .* each stage in this process"),
+        (nothing, number, r"assigns 'number' at test_late_effects.py:\d+ in number, .* an earlier stage would not see"),
+        (nothing, factor, r"changes an object in 'box', which submodules of other stages hold too"),
+        (factor, nothing, r"changes an object in 'box', which submodules of other stages hold too"),
+        (
+            nothing,
+            lambda m, loss: loss / (1 + m.b.seen.mean()),
+            r"reads the buffer 'b.seen' in mean\(\) at",
+        ),
+    ],
+)
+def test_what_only_one_stage_would_do_ends_training_with_its_name(first: Any, last: Any, says: str) -> None:
+    with pytest.raises(StepChangedError, match=says):
+        fit(Late(first, last))
+
+
+def frozen(module: Any, loss: Any) -> None:
+    module.b.alpha, module.number = 0.5, 2.0
+
+
+def test_what_each_stage_does_alike_at_the_beginning_may_begin_late() -> None:
+    assert_as_alone(Late(frozen, nothing), Late(frozen, nothing))
+
+
+def test_a_number_that_a_submodule_of_another_stage_counts_is_not_read_late() -> None:
+    with pytest.raises(AbsentValueError, match=r"uses 'b.calls', which a submodule of another stage changes"):
+        fit(Late(nothing, lambda module, loss: loss / module.b.calls))
+
+
+def test_a_submodule_does_not_begin_to_change_what_others_hold() -> None:
+    module = Late(nothing, nothing)
+    module.b.writes = True  # type: ignore[assignment]
+    with pytest.raises(StepChangedError, match=r"changes an object in 'box', .*\(stage 0\)"):
+        fit(module)
+
+
+def test_what_the_last_stage_alone_keeps_may_begin_late() -> None:
+    module = Late(nothing, history)
+    assert_as_alone(module, Late(nothing, history))
+    assert len(module.history) == 2 * (STEPS - BEGIN)
+
+
+def assert_as_alone(module: Late, alone: Late) -> None:
+    fit(module)
+    optimizer: Any = alone.configure_optimizers()
+    for i, batch in enumerate(batches()):
+        optimizer.zero_grad()
+        for part in split(batch, 2):
+            (alone.training_step(part.data, i) * part.weight).backward()
+        optimizer.step()
+    assert_same_parameters(alone, module)
