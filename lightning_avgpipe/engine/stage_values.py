@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,23 @@ class StageValues:
         self._known.learn(tensor, value)
         if value in self._wanted:
             self._made[value] = tensor
+
+    def is_made_here(self, value: int | None) -> bool:
+        """Return whether a value is known, and not one of an earlier stage."""
+        return value is not None and value not in self.stand_ins and value not in self._received
+
+    def leads_to_received(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether these tensors have been computed from received values by operations that autograd follows."""
+        ends = {t.grad_fn for t in self._received.values() if t.grad_fn is not None}
+        seen, left = set[Any](), [t.grad_fn for t in tensors if t.grad_fn is not None]
+        while left:
+            node = left.pop()
+            if node in ends:
+                return True
+            following = {node for node, _ in node.next_functions if node is not None} - seen
+            seen |= following
+            left += following
+        return False
 
     def to_send(self, value: int) -> Tensor:
         """Return the tensor to send for a value; an empty one if the step ended before the value was made."""

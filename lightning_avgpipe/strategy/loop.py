@@ -30,7 +30,7 @@ from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches, recount
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.deploying import Preparation, announce, planned
-from lightning_avgpipe.strategy.iteration import STEP, Finish, Iteration, IterationOrder, Progress
+from lightning_avgpipe.strategy.iteration import STEP, ClearingGradients, Finish, Iteration, IterationOrder, Progress
 from lightning_avgpipe.strategy.optimizer_view import read_only
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
@@ -177,13 +177,17 @@ class Iterations:
             progress=Progress.after_steps(self.trainer, ahead) if ahead else None,
         )
 
-    def clear_now(self) -> Callable[[], None] | None:
-        """Clear the gradients at once where that cannot wait; else return what clears them after the first forward."""
+    def clear_now(self, drains: bool = True) -> Callable[[], None] | None:
+        """Clear the gradients at once where that cannot wait; else return what clears them after the first forward.
+
+        Args:
+            drains: whether all processes begin and end the iteration together.
+        """
         zero_grad = self.zero_grad
-        waits = self.models.num_models == 1 and self.cluster.rank == 0 and not self.deployment.replans
+        waits = self.models.num_models == 1 and (drains or self.cluster.rank == 0) and not self.deployment.replans
         if zero_grad is None or waits:
             return zero_grad
-        # other ranks have no result to wait for, and with several models the module may show another one by then
+        # with several models the module may show another one by then
         self.models.clear_gradients()
         zero_grad()
         return None
@@ -280,9 +284,14 @@ class Iterations:
         tasks = [self.task(iteration, n, known) for n in range(len(works))]
         ensemble = self.deployment.models.ensemble
         own = self.models.replicas.observers(schedules[0], num_pipelines, not self.accumulates) if trains else []
+        clearing = None if iteration.clears is None else ClearingGradients(self.cluster.stages, iteration.clears)
+        if clearing is not None:
+            own = [clearing, *own]
         with control.iteration(tasks[0], works, plan, schedules[0], num_pipelines):
             try:
                 iteration.outcomes = run_together(pipelines, step, schedules, tasks, [*own, *control.observers])
+                if clearing is not None:
+                    clearing.end()
             finally:
                 if ensemble is not None:
                     ensemble.place(0)
