@@ -206,8 +206,8 @@ class CallGraph:
         generators: uses of the random generators that outlive the step.
         iterators: ``(path, name)`` of attributes and variables that lead to iterators from which the step took nothing.
         uncalled: paths of the modules that the step did not call.
-        neighbours: full names of uncalled modules and of their parameters, each with the path of a called neighbour; and
-            of parameters in lists that no operation used, each with the name of a used one.
+        neighbours: full names of uncalled modules and of their parameters, each with the path of a called neighbour;
+            and of parameters in lists that no operation used, each with the name of a used one.
     """
 
     step: str

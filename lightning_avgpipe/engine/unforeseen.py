@@ -9,6 +9,7 @@ buffers                       code between units of a stage that is not the last
                               units that several stages call
 generators of random numbers  units may begin to draw where no other stage may; code between units of the last stage
                               where no stage before comes to it
+attributes                    that earlier stages read must not be assigned by code that only later ones come to
 iterators                     nobody can put their items back, so nothing may take any
 ============================  ======================================================================================
 """
@@ -39,6 +40,7 @@ _WRITES = re.compile(
     r"\w*[a-z0-9]_|__setitem__|data\.__set__|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
 )
 _SHOWN = 3  # units that a message names
+_NUMBERS = (bool, int, float, str)
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None), bool, int, float, str))
 _NOTHING = contextlib.nullcontext()
 
@@ -70,6 +72,16 @@ class Unforeseen:
         ]
         self._constants = dict(zip(names, places(module, names), strict=True))
         self._holders = [variable(module, *key) for key, _ in program.graph.holders if not program.is_last]
+        known = {*program.graph.attributes, *program.graph.passing, *program.graph.of_units}
+        # attributes that code between units of earlier stages reads, and that no part of the step assigned
+        self._read_before = [
+            (vars(module.get_submodule(path)), name, joined(path, name))
+            for (path, name), position in program.graph.reads
+            if position < program.start
+            and (path, name) not in known
+            and not any(is_within(joined(path, name), unit) for unit in units)
+        ]
+        self._begun: list[Any] | None = None  # their values when the stage came to its first node
 
     @contextlib.contextmanager
     def checked(self, args: Sequence[Any]) -> Iterator[None]:
@@ -81,6 +93,7 @@ class Unforeseen:
             StepChangedError: it has changed a buffer, other than by one of another size, such as a larger table; it has
                 made a draw that other stages do not take into account; or it has taken items from an iterator.
         """
+        self._begun = None
         buffers = [(name, *self._buffer(name)) for name in self._constants]
         iterators = self._iterators()
         given = [leaf for leaf in tree.leaves(tuple(args)) if is_generator(leaf)]
@@ -92,6 +105,16 @@ class Unforeseen:
                 f"would take others (stage {self._program.stage}). Make it a part of the batch (CombinedLoader), or "
                 "count in an attribute"
             )
+        begun: Sequence[Any] = self._begun or ()
+        for (register, name, full), held in zip(self._read_before, begun, strict=False):
+            now = register.get(name)
+            tables = isinstance(now, Tensor) and isinstance(held, Tensor) and not _is_like(now, held)
+            if now is not held and not (tables or (type(now) in _NUMBERS and now == held)):
+                raise self._changed(
+                    f"assigns '{full}' on stage {self._program.stage}, which it did not do when it was captured, and "
+                    "which earlier stages read, that do not come to this line. Assign it before the first submodule "
+                    "is called, in a hook such as on_train_batch_end, or in the first batch too"
+                )
         for name, tensor, version in buffers:
             now, changes = self._buffer(name)
             if (now is tensor and changes != version) or (now is not tensor and _is_like(now, tensor)):
@@ -111,6 +134,8 @@ class Unforeseen:
 
     def node(self, operation: Operation, node: Node) -> contextlib.AbstractContextManager[None]:
         """Run a node of this stage within this context, and check its draws."""
+        if self._begun is None:
+            self._begun = [register.get(name) for register, name, _ in self._read_before]
         return self._generators.node(operation, node)
 
     def held(self) -> list[tuple[Any, ObjectState]]:

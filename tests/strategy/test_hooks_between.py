@@ -94,6 +94,24 @@ class Balances(Step):
             layer.load.zero_()
 
 
+class Centres(Step):
+    """What the step gathers in buffers of its own, a hook of every process applies in the next epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("mean", "total"):
+            self.register_buffer(name, torch.zeros(8))
+
+    def through(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.total += h.detach().sum(0)
+        return self.d(self.c(self.b(h - self.mean).relu()).relu())
+
+    def on_train_epoch_start(self) -> None:
+        self.mean.copy_(self.total / 100)
+        self.total.zero_()
+
+
 class ByItself(Step):
     """Treats each gradient by itself, and leaves out those without numbers."""
 
@@ -109,14 +127,14 @@ class ByItself(Step):
         optimizer.step()
 
 
-RIGHT = (ClipsWeights, Teaches, Anneals, Balances, ByItself)
+RIGHT = (ClipsWeights, Teaches, Anneals, Balances, Centres, ByItself)
 
 
-def fitted(make: Any, devices: int, num_stages: int = 2, **options: Any) -> dict[str, Tensor]:
+def fitted(make: Any, devices: int, num_stages: int = 2, validates: bool = False, **options: Any) -> dict[str, Tensor]:
     torch.manual_seed(3)
     module = make()
     strategy = AvgPipeStrategy(num_stages=num_stages, num_microbatches=4, costs="flops", costs_cache=None)
-    trainer(strategy=strategy, devices=devices, **options).fit(module, data())
+    trainer(strategy=strategy, devices=devices, **options).fit(module, data(), data() if validates else None)
     return module.state_dict()
 
 
@@ -169,6 +187,38 @@ def test_a_hook_between_micro_batches_acts_on_all_stages_of_one_process(num_stag
 def test_a_hook_between_micro_batches_acts_on_the_stages_of_every_process(plain: Any, tmp_path: Path) -> None:
     for found in processes.results(processes.run(2, all_fitted, RIGHT, folder=tmp_path)):
         check(found, plain)
+
+
+class Decides(L.Callback):
+    """Scales inputs by the metrics of the epoch that has ended, on every process."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.tau = 1 / (1 + float(trainer.callback_metrics.get("loss", 9.0)))
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.tau *= 1 / (1 + float(trainer.logged_metrics.get("val_loss", 9.0)))
+
+
+class Scales(Step):
+    tau = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step((batch[0] * self.tau, batch[1]), batch_idx)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", super().training_step(batch, batch_idx))
+
+
+def scaled(rank: int, devices: int) -> dict[str, Tensor]:
+    return fitted(Scales, devices, callbacks=[Decides()], num_sanity_val_steps=0, max_epochs=3, validates=True)
+
+
+def test_callbacks_see_the_metrics_of_an_epoch_on_every_process_when_it_ends(tmp_path: Path) -> None:
+    expected = scaled(0, 1)
+    for state in processes.results(processes.run(2, scaled, 2, folder=tmp_path)):
+        assert [name for name, tensor in state.items() if not torch.equal(tensor, expected[name])] == []
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
@@ -249,7 +299,7 @@ REFUSED = {
     Follows: r"add_\(\) at test_hooks_between\.py:\d+ in on_train_batch_start in a hook",
     FollowsByForeach: r"_foreach_add_\(\) at test_hooks_between\.py:\d+ in on_train_batch_start in a hook",
     SkipsBadGradients: r"SkipsBadGradients\.on_after_backward at test_hooks_between\.py:\d+ in .* needs the numbers of",
-    ClipsByItsOwnNorm: r"ClipsByItsOwnNorm\.configure_gradient_clipping at .* needs the numbers of a weight or gradient",
+    ClipsByItsOwnNorm: r"ClipsByItsOwnNorm\.configure_gradient_clipping at .* needs the numbers of",
     Sharpness: r"Sharpness\.optimizer_step at test_hooks_between\.py:\d+ in optimizer_step needs the numbers of",
     Watches: r"Watches\.on_before_optimizer_step at test_hooks_between\.py:\d+ in .* needs the numbers of",
     CountsInside: r"a metric is called at test_hooks_between\.py:\d+ in forward inside a submodule that runs on",
