@@ -108,8 +108,7 @@ class Unforeseen:
         begun: Sequence[Any] = self._begun or ()
         for (register, name, full), held in zip(self._read_before, begun, strict=False):
             now = register.get(name)
-            tables = isinstance(now, Tensor) and isinstance(held, Tensor) and not _is_like(now, held)
-            if now is not held and not (tables or (type(now) in _NUMBERS and now == held)):
+            if _is_other(held, now):
                 raise self._changed(
                     f"assigns '{full}' on stage {self._program.stage}, which it did not do when it was captured, and "
                     "which earlier stages read, that do not come to this line. Assign it before the first submodule "
@@ -174,6 +173,15 @@ class Unforeseen:
 
     def _changed(self, what: str) -> StepChangedError:
         return StepChangedError(f"{self._program.graph.step} {what}")
+
+
+def _is_other(held: Any, now: Any) -> bool:
+    """Return whether another tensor, number or text is in the place of one; a larger table is none."""
+    if now is held or not isinstance(now, (Tensor, *_NUMBERS)):
+        return False
+    if isinstance(now, Tensor) and isinstance(held, Tensor):
+        return _is_like(now, held)
+    return isinstance(now, Tensor) or now != held
 
 
 def _is_like(one: Tensor | None, other: Tensor | None) -> bool:
