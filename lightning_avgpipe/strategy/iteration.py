@@ -17,7 +17,9 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.engine.pipeline import Outcome
+from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.schedule import FORWARD
+from lightning_avgpipe.state.writes import Writes
 from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.random_streams import host_lent
 from lightning_avgpipe.utils.torch_compat import version_of
@@ -113,7 +115,7 @@ class Iteration:
     trains: bool = True
     progress: Progress | None = None
     finish: Finish | None = None
-    clears: Callable[[], None] | None = None
+    clears: ClearingGradients | None = None
     entries: list[Any] | None = None
     outcomes: list[Outcome] = field(default_factory=list)
     loss: Tensor | None = None
@@ -140,12 +142,14 @@ class ClearingGradients(Observer):
     stage.
 
     Args:
+        module: module that is trained.
         stages: stages of the process.
-        clear: clears the gradients, and calls the hooks; it may have been called already.
+        clear: clears the gradients, and calls the hooks; what it does happens once.
     """
 
-    def __init__(self, stages: Sequence[int], clear: Callable[[], None]) -> None:
-        self._before, self._clear = set(stages), clear
+    def __init__(self, module: pl.LightningModule, stages: Sequence[int], clear: Callable[[], None]) -> None:
+        self._module, self._before, self._clear = module, set(stages), clear
+        self._ahead = False  # whether a stage has run a second forward before another one its first
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
         """Run an action, and clear the gradients before it if all stages have run a forward, or one begins backwards.
@@ -154,14 +158,26 @@ class ClearingGradients(Observer):
         """
         if not self._before or work.action.kind is not FORWARD:
             self.end()
+        self._ahead |= bool(self._before) and work.stage not in self._before
         output = do()
         self._before.discard(work.stage)
         return output
 
     def end(self) -> None:
-        """Clear the gradients if no action has come to it."""
-        with host_lent():
+        """Clear the gradients, if no action has come to it.
+
+        Raises:
+            StepChangedError: a hook has changed weights or buffers that a stage has used for the next micro-batch.
+        """
+        ahead, self._ahead = self._ahead, False
+        with host_lent(), Writes(self._module) if ahead else contextlib.nullcontext() as writes:
             self._clear()
+        if writes is not None and writes.written:
+            raise StepChangedError(
+                f"a hook (on_before_zero_grad, optimizer_zero_grad) changes '{min(writes.written)}' behind the first "
+                "micro-batch, and of the several stages of this process one has run the second by then. Change it in "
+                "on_train_batch_start, or use as many stages as devices"
+            )
 
 
 class IterationOrder:
@@ -199,8 +215,10 @@ class IterationOrder:
         loop.arrange(batches)
         iteration, steps = loop.new_iteration(STEP, batches, rest), not loop.accumulates
         iteration.trains = not loop.passes
-        iteration.clears = loop.clear_now()
-        iteration.finish = loop.finish(iteration, iteration.clears)
+        clear = loop.clear_now()
+        if clear is not None:
+            iteration.clears = ClearingGradients(loop.module, loop.cluster.stages, clear)
+        iteration.finish = loop.finish(iteration, None if iteration.clears is None else iteration.clears.end)
         ran = loop.run(iteration)
         iteration.works = iteration.weighed()
         if not ran:

@@ -30,7 +30,7 @@ from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches, recount
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.deploying import Preparation, announce, planned
-from lightning_avgpipe.strategy.iteration import STEP, ClearingGradients, Finish, Iteration, IterationOrder, Progress
+from lightning_avgpipe.strategy.iteration import STEP, Finish, Iteration, IterationOrder, Progress
 from lightning_avgpipe.strategy.optimizer_view import read_only
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
@@ -284,14 +284,13 @@ class Iterations:
         tasks = [self.task(iteration, n, known) for n in range(len(works))]
         ensemble = self.deployment.models.ensemble
         own = self.models.replicas.observers(schedules[0], num_pipelines, not self.accumulates) if trains else []
-        clearing = None if iteration.clears is None else ClearingGradients(self.cluster.stages, iteration.clears)
-        if clearing is not None:
-            own = [clearing, *own]
+        if iteration.clears is not None:
+            own = [iteration.clears, *own]
         with control.iteration(tasks[0], works, plan, schedules[0], num_pipelines):
             try:
                 iteration.outcomes = run_together(pipelines, step, schedules, tasks, [*own, *control.observers])
-                if clearing is not None:
-                    clearing.end()
+                if iteration.clears is not None:
+                    iteration.clears.end()
             finally:
                 if ensemble is not None:
                     ensemble.place(0)

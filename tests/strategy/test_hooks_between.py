@@ -306,6 +306,15 @@ REFUSED = {
 }
 
 
+def interleaved(rank: int) -> None:
+    fitted(ClipsWeights, 2, 4)
+
+
+def test_a_hook_between_micro_batches_changes_no_weights_where_a_stage_is_ahead(tmp_path: Path) -> None:
+    errors = [outcome.error for outcome in processes.run(2, interleaved, folder=tmp_path)]
+    assert all(error and "behind the first micro-batch" in error for error in errors)
+
+
 def refused(rank: int, kind: type) -> None:
     callbacks = [kind()] if issubclass(kind, L.Callback) else []
     fitted(Step if callbacks else kind, 2, callbacks=callbacks)
