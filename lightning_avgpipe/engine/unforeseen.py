@@ -40,7 +40,6 @@ _WRITES = re.compile(
     r"\w*[a-z0-9]_|__setitem__|data\.__set__|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
 )
 _SHOWN = 3  # units that a message names
-_NUMBERS = (bool, int, float, str)
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None), bool, int, float, str))
 _NOTHING = contextlib.nullcontext()
 
@@ -176,8 +175,8 @@ class Unforeseen:
 
 
 def _is_other(held: Any, now: Any) -> bool:
-    """Return whether another tensor, number or text is in the place of one; a larger table is none."""
-    if now is held or not isinstance(now, (Tensor, *_NUMBERS)):
+    """Return whether another tensor or number is in the place of one; a larger table is none."""
+    if now is held or not isinstance(now, (Tensor, int, float)):
         return False
     if isinstance(now, Tensor) and isinstance(held, Tensor):
         return _is_like(now, held)
