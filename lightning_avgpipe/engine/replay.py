@@ -386,7 +386,7 @@ class _Replayer(StepTracer):
             asked = tree.tensors(operation.kwargs.get("inputs", given))
         if asked and all(id(t) in self._owned or self.values.is_made_here(self.known.value_of(t)) for t in asked):
             return
-        if operation.name not in HOOKING and not self.values.leads_to_received(tree.tensors(operation.args[:1])):
+        if operation.name not in HOOKING and not self.values.leads_to_received(tree.tensors(operation.args[:1]), asked):
             return
         program = self._program
         raise StepChangedError(

@@ -75,9 +75,10 @@ class StageValues:
         """Return whether a value is known, and not one of an earlier stage."""
         return value is not None and value not in self.stand_ins and value not in self._received
 
-    def leads_to_received(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether these tensors have been computed from received values by operations that autograd follows."""
-        ends = {t.grad_fn for t in self._received.values() if t.grad_fn is not None}
+    def leads_to_received(self, tensors: Sequence[Tensor], besides: Sequence[Tensor]) -> bool:
+        """Return whether autograd follows these tensors to received values, others than ``besides``."""
+        asked = {t.grad_fn for t in besides}
+        ends = {t.grad_fn for t in self._received.values() if t.grad_fn is not None} - asked
         seen, left = set[Any](), [t.grad_fn for t in tensors if t.grad_fn is not None]
         while left:
             node = left.pop()
