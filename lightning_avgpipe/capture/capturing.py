@@ -127,6 +127,7 @@ def _graph(
         of_units=tuple(sorted(effects.of_units - holders.keys())),
         written=effects.objects.written(recorder.state.changes.nameless),
         reads=tuple(effects.attributes.first_reads.items()),
+        buffers_read=tuple(recorder.buffers_read.items()),
         pinned=tuple(draft.pinned),
         leaking=frozenset(recorder.hidden.leaking),
         followed_calls=tuple(calls.ended),
@@ -135,7 +136,7 @@ def _graph(
         generators=effects.generators.uses(),
         iterators=held_iterators,
         uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(calls.calls),
-        neighbours=tuple(neighbours(module, calls.calls)),
+        neighbours=tuple(neighbours(module, calls.calls, {name for n in draft.nodes for name in n.parameters})),
     )
 
 

@@ -205,6 +205,7 @@ class CallGraph:
         holders: ``((path, name), position)`` of the attributes and variables that lead to objects which code between
             units changes in place, with the position of the first change.
         reads: ``((path, name), position)`` of all attributes that the step reads, with the position of the first read.
+        buffers_read: ``(full name, position)`` of the buffers that operations between units take, with the first one.
         pinned: ``(first, last, reason)``: no cut at these positions is legal.
         leaking: units that leave tensors where they cannot be followed, such as in a global list. If the unit is
             followed instead, this is no obstacle when, for instance, a forward hook leaves them.
@@ -214,7 +215,8 @@ class CallGraph:
         generators: uses of the random generators that outlive the step.
         iterators: ``(path, name)`` of attributes and variables that lead to iterators from which the step took nothing.
         uncalled: paths of the modules that the step did not call.
-        neighbours: full names of uncalled modules and of their parameters, each with the path of a called neighbour.
+        neighbours: full names of uncalled modules and of their parameters, each with the path of a called neighbour;
+            and of parameters in lists that no operation used, each with the name of a used one.
     """
 
     step: str
@@ -238,6 +240,7 @@ class CallGraph:
     carried: tuple[str, ...] = ()
     holders: tuple[tuple[tuple[str, str], int], ...] = ()
     reads: tuple[tuple[tuple[str, str], int], ...] = ()
+    buffers_read: tuple[tuple[str, int], ...] = ()
     pinned: tuple[tuple[int, int, str], ...] = ()
     leaking: frozenset[str] = frozenset()
     followed_calls: tuple[FollowedCall, ...] = ()
@@ -283,13 +286,14 @@ class CallGraph:
         """The node after which a later batch may call an uncalled module, by name of the module or its parameter.
 
         This is the last glue node after a called neighbour, since the module may be called instead of the neighbour, or
-        after it.
+        after it. A parameter of a list may be used in the place of another one of it.
         """
         last: dict[str, int] = {}
         calls = [*(node.index for node in self.nodes if node.kind != "glue"), len(self.nodes)]
         for index, following in itertools.pairwise(calls):
             parts = self.nodes[index].name.split(".")
             last |= dict.fromkeys((".".join(parts[: n + 1]) for n in range(len(parts))), following - 1)
+        last |= {name: node.index for node in self.nodes if node.kind == "glue" for name in node.parameters}
         used = {name for node in self.nodes for name in (node.name, *node.parameters)}
         return {name: last[path] for name, path in self.neighbours if path in last and name not in used}
 

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.state.snapshot import Snapshot
 
+# Tensor methods by which a step sees or changes gradients.
+HOOKING = frozenset(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"))
+
 
 class Operation(NamedTuple):
     """A call of a unit, a glue function or a checkpointed region that the step has come to.

@@ -18,6 +18,7 @@ from lightning_avgpipe.capture.flop_counter import Flops, recurrent_flops
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.hidden import HiddenTensors
 from lightning_avgpipe.capture.named_state import NamedState, StateCopies
+from lightning_avgpipe.capture.operation import HOOKING
 from lightning_avgpipe.capture.tracer import METADATA, STAGE_QUESTIONS, StepTracer, function_name
 from lightning_avgpipe.capture.units import Units, tensors_of
 from lightning_avgpipe.errors import AbsentValueError, CaptureError
@@ -29,9 +30,6 @@ from lightning_avgpipe.utils.placeholder import Absent, TensorMeta, described
 from lightning_avgpipe.utils.source import is_copying, source_line
 from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import is_transformed, version_of
-
-# Tensor methods by which a step sees or changes gradients.
-_HOOKING = frozenset(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"))
 
 
 @dataclass(frozen=True)
@@ -116,6 +114,8 @@ class StepRecorder(StepTracer):
         self.effects = Effects(module, preview.mutable, preview.unseen, now, ignore)
         # all buffers are tracked, since glue may change those of a unit that is never called
         self.state = NamedState(module, self._owned, preview.glue_states, batch, device)
+        self._buffers = {id(buffer): name for name, buffer in self.state.buffers.items()}
+        self.buffers_read: dict[str, int] = {}
         self._in_units = {id(t) for path in units for t in tensors_of(module.get_submodule(path))}
         self.calls = Calls(module, device, position)
         self.batch = BatchUse(device)
@@ -304,7 +304,7 @@ class StepRecorder(StepTracer):
     def _executed_glue(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[str]]:
         """Run a glue function; return its result and the names of the state that it changes."""
         with self.state.visiting([t for t in tensors if id(t) in self._in_units]):
-            if function_name(func) in _HOOKING:
+            if function_name(func) in HOOKING:
                 self._pin_hook(function_name(func), args[0])
             before = self.state.of_tensors(self.state.seen(tensors))
             self.state.changes.begin()
@@ -391,6 +391,8 @@ class StepRecorder(StepTracer):
     def _taken(self, tensors: Sequence[Tensor]) -> None:
         """Note that the next node takes these tensors."""
         index = self.draft.position()
+        for name in (self._buffers[id(t)] for t in tensors if id(t) in self._buffers):
+            self.buffers_read.setdefault(name, index)
         self.batch.taken(tensors, index)
         self.effects.attributes.held.taken([t for t in tensors if self.known.value_of(t) is None], index)
 

@@ -58,7 +58,7 @@ class Units:
         return tuple(dict.fromkeys((*(path for path in self._given if path not in partly), *self._called)))
 
 
-def neighbours(root: nn.Module, called: Collection[str]) -> Iterator[tuple[str, str]]:
+def neighbours(root: nn.Module, called: Collection[str], used: Collection[str] = ()) -> Iterator[tuple[str, str]]:
     """Yield the full names of uncalled modules, and of their parameters, each with the path of a called neighbour.
 
     ::
@@ -72,7 +72,14 @@ def neighbours(root: nn.Module, called: Collection[str]) -> Iterator[tuple[str, 
     Args:
         root: module whose submodules are looked at.
         called: paths of the modules that were called.
+        used: full names of the parameters that operations between units used; those beside them in a list are theirs.
     """
+    for above, container in root.named_modules():
+        if isinstance(container, (nn.ParameterList, nn.ParameterDict)):
+            names = [joined(above, name) for name, _ in container.named_parameters(recurse=False)]
+            beside = next((name for name in names if name in used), None)
+            if beside is not None:
+                yield from ((name, beside) for name in names if name not in used)
     alive = {".".join(parts[:n]) for parts in (path.split(".") for path in called) for n in range(1, len(parts) + 1)}
     for above, container in root.named_modules():
         names = [joined(above, name) for name, _ in container.named_children()] if is_container(container) else []

@@ -400,7 +400,7 @@ class ProgramWriter:
         if not self.checks_purity:
             yield
             return
-        with Purity(inside) as purity:
+        with Purity(inside, self.module) as purity:
             yield
         if purity.why_not is not None:
             self.refuse(purity.why_not)

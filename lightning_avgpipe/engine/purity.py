@@ -18,7 +18,7 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ _NEUTRAL = (
         for part in ("contextlib.py", "typing.py", "enum.py", "inspect.py")
     ),
 )
+_OF_OTHERS = (*_NEUTRAL, *_LIBRARIES)
 _CALLS = nn.Module.__call__.__code__.co_filename
 _LIGHTNING = tuple(os.path.join(path, name) for path in _INSTALLED for name in LIGHTNING)
 # fmt: off
@@ -61,6 +62,10 @@ _ALLOWED = frozenset((  # what only reads its arguments, or makes something new 
     "sqrt", "log", "exp", "floor", "ceil", "prod", "isclose", "tanh", "sin", "cos",
 ))
 # fmt: on
+# Methods that change their object, in a branch that was not taken; where they are called, they are seen.
+_CHANGING = frozenset(
+    ("train", "eval", "requires_grad_", "load_state_dict", "append", "extend", "setdefault", "setattr")
+)
 _IMMUTABLE = (str, bytes, int, float, complex, tuple, frozenset, bool)
 
 
@@ -78,15 +83,20 @@ def stores(code: types.CodeType) -> str | None:
 class Purity:
     """A context that checks the Python functions which a step calls in this thread.
 
+    Functions that the code names and does not call now, since it takes another branch, are checked too.
+
     Args:
         within: return whether a unit is running, whose functions are not checked.
+        module: module that has the step; functions of its submodules' classes are found by their names.
 
     Attributes:
         why_not: description of a possible side effect; None: there is none.
     """
 
-    def __init__(self, within: Callable[[], bool]) -> None:
+    def __init__(self, within: Callable[[], bool], module: nn.Module) -> None:
         self.why_not: str | None = "nothing of the step was seen"
+        self._classes = list(dict.fromkeys(map(type, module.modules())))
+        self._known: set[types.CodeType] = set()
         self._within = within
         self._looks = False
         self._step: types.FrameType | None = None
@@ -110,7 +120,7 @@ class Purity:
             return
         if self._step is None:  # the step begins with the first function that is neither Lightning's nor ours
             if event == "call" and not _origin(frame).startswith((*_NEUTRAL, *_LIGHTNING)):
-                self._step, self.why_not = frame, stores(frame.f_code)
+                self._step, self.why_not = frame, self._stores(frame.f_code, frame.f_globals)
         elif event == "return":
             self._ended = frame is self._step
         elif self.why_not is None and event in ("call", "c_call"):
@@ -121,10 +131,26 @@ class Purity:
         if _origin(frame).startswith(_NEUTRAL) or self._is_of_library(frame):
             return
         if event == "call":
-            self.why_not = stores(code)
+            self.why_not = self._stores(code, frame.f_globals)
         elif not _is_allowed(function):
             name = getattr(function, "__qualname__", str(function))
             self.why_not = f"{Path(code.co_filename).name}:{frame.f_lineno} calls {name}()"
+
+    def _stores(self, code: types.CodeType, names: Mapping[str, Any]) -> str | None:
+        """Return a description of the first store of a function, or of one that it may call; None: there is none."""
+        if code in self._known:
+            return None
+        self._known.add(code)
+        if (why := stores(code)) is not None:
+            return why
+        if changing := _CHANGING.intersection(code.co_names):
+            return f"line {code.co_firstlineno} of {Path(code.co_filename).name} may call {min(changing)}()"
+        inner = [(part, names) for part in code.co_consts if isinstance(part, types.CodeType)]
+        for name in code.co_names:
+            for found in (names.get(name), *(getattr(kind, name, None) for kind in self._classes)):
+                if isinstance(found, types.FunctionType) and not found.__code__.co_filename.startswith(_OF_OTHERS):
+                    inner.append((found.__code__, found.__globals__))
+        return next((why for part in inner if (why := self._stores(*part)) is not None), None)
 
     def _is_of_library(self, frame: types.FrameType) -> bool:
         """Return whether a frame is a library's, and runs in the forward of a module of an installed library.

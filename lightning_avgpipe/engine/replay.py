@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import Node
-from lightning_avgpipe.capture.operation import Operation
+from lightning_avgpipe.capture.operation import HOOKING, Operation
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, watching
 from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.detour import Detour
@@ -52,6 +52,7 @@ from lightning_avgpipe.utils.source import caught_line, source_line
 from lightning_avgpipe.utils.tensors import tensor_arguments
 
 _NOTHING = contextlib.nullcontext()
+_DIFFERENTIATING = frozenset(("grad", "backward", *HOOKING))
 
 
 class _StageEnd(BaseException):
@@ -261,7 +262,24 @@ class _Replayer(StepTracer):
         if self.attestation is not None:
             self.attestation.node(position, operation, position >= start and entry is None)
         self._position += 1
-        return self._execute(operation, node) if entry is None else self._skip(operation, node, entry)
+        if entry is not None:
+            return self._skip(operation, node, entry)
+        if operation.kind == "glue":
+            self._check_trained(operation)
+        return self._execute(operation, node)
+
+    def _check_trained(self, operation: Operation) -> None:
+        """Check that the parameters that an operation of this stage uses are trained here, and nowhere else."""
+        program = self._program
+        trained = {self._owned[id(t)] for t in operation.tensors if t.requires_grad and id(t) in self._owned}
+        if trained <= program.own or (program.is_last and trained.isdisjoint(program.earlier)):
+            return
+        raise StepChangedError(
+            f"{operation} at {source_line()} uses the parameter '{min(trained - program.own)}' on stage "
+            f"{program.stage}, which {program.graph.step} did not when it was captured, so that this stage would not "
+            "train it for all. Use it in the first batch too (times zero), or keep it in a ParameterList or "
+            "ParameterDict beside one that is used there"
+        )
 
     def _expected(self, position: int) -> tuple[Node | None, Entry | None]:
         """Return the node that is expected next, if known, and its description if it is not executed here."""
@@ -331,6 +349,8 @@ class _Replayer(StepTracer):
 
     def _off_path(self, operation: Operation, expected: Node | None) -> Any:
         """Handle a node that was not captured."""
+        if operation.kind == "glue" and operation.name in _DIFFERENTIATING:
+            self._check_complete(operation)
         detour, names = self._detour or self._new_detour(), operation.uses(self._owned)
         is_later = detour.is_later(names)
         if not (is_later or detour.may_run(operation.kind, names)):
@@ -342,6 +362,25 @@ class _Replayer(StepTracer):
         self._position += 1
         with self.executing():
             return detour.run(operation, self._position - 1, self._runner)
+
+    def _check_complete(self, operation: Operation) -> None:
+        """Check that a derivative for which the step asks off the captured path lies on this stage as a whole."""
+        if operation.name in HOOKING:
+            asked = [operation.args[0]]
+        else:
+            given = operation.args[1:2] if operation.name == "grad" else ()
+            asked = tree.tensors(operation.kwargs.get("inputs", given))
+        if asked and all(id(t) in self._owned or self.values.is_made_here(self.known.value_of(t)) for t in asked):
+            return
+        if operation.name not in HOOKING and not self.values.leads_to_received(tree.tensors(operation.args[:1]), asked):
+            return
+        program = self._program
+        raise StepChangedError(
+            f"{operation} at {source_line()} asks for a derivative with respect to what stage {program.stage} has not "
+            f"made, which {program.graph.step} did not do when it was captured: what earlier stages add to it would be "
+            "missing. Compute it in the forward of a submodule; or let the first batch do so too, so that no cut lies "
+            "there"
+        )
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,9 @@ def why_follow(program: StageProgram) -> str | None:
     return next((reason for reason, found in reasons.items() if found), None)
 
 
+_NOT_STATIC = "static_step=False, or a hook of yours runs between micro-batches (such as on_before_zero_grad)"
+
+
 class Form(NamedTuple):
     """The properties that micro-batches must share to run one program; all but the tensors are compared.
 
@@ -131,7 +134,7 @@ class Programs:
         self._iteration = 0
         self._audits = True
         self._written: list[tuple[Form, FlatProgram]] = []
-        if (why := why_follow(program) if static else "static_step=False") is not None:
+        if (why := why_follow(program) if static else _NOT_STATIC) is not None:
             self._end(why)
 
     def begin(self) -> None:

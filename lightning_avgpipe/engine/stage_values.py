@@ -59,6 +59,24 @@ class StageValues:
         if value in self._wanted:
             self._made[value] = tensor
 
+    def is_made_here(self, value: int | None) -> bool:
+        """Return whether a value is known, and not one of an earlier stage."""
+        return value is not None and value not in self.stand_ins and value not in self._received
+
+    def leads_to_received(self, tensors: Sequence[Tensor], besides: Sequence[Tensor]) -> bool:
+        """Return whether autograd follows these tensors to received values, others than ``besides``."""
+        asked = {t.grad_fn for t in besides}
+        ends = {t.grad_fn for t in self._received.values() if t.grad_fn is not None} - asked
+        seen, left = set[Any](), [t.grad_fn for t in tensors if t.grad_fn is not None]
+        while left:
+            node = left.pop()
+            if node in ends:
+                return True
+            following = {node for node, _ in node.next_functions if node is not None} - seen
+            seen |= following
+            left += following
+        return False
+
     def to_send(self, value: int) -> Tensor:
         """Return the tensor to send for a value; an empty one if the step ended before the value was made."""
         for tensors in (self._made, self.stand_ins, self._received):

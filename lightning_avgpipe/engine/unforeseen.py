@@ -5,7 +5,8 @@ gets. Effects that were captured are known to the cuts. Later ones (a branch tha
 happen once per stage, with other results in each process:
 
 ============================  ======================================================================================
-buffers                       code between units of a stage that is not the last one must not change them
+buffers                       code between units of a stage that is not the last one must not change them, nor must
+                              units that several stages call
 generators of random numbers  units may begin to draw where no other stage may; code between units of the last stage
                               where no stage before comes to it
 iterators                     nobody can put their items back, so nothing may take any
@@ -65,12 +66,19 @@ class Unforeseen:
         self._is_first = True  # whether no forward has ended: the first one does what is done once, as when captured
         self._generators = _Generators(program, module)
         self._constants: dict[str, tuple[dict[str, Any], str]] = {}  # buffers outside of units, register and name
-        if not program.is_last:
-            names = [
-                name for name, _ in module.named_buffers()
-                if name not in program.graph.changed and not any(is_within(name, unit) for unit in program.graph.units)
-            ]  # fmt: skip
-            self._constants = dict(zip(names, places(module, names), strict=True))
+        nodes, units = program.graph.nodes, program.graph.units
+        here, there = (
+            {node.name for node in some if node.kind == "call"}
+            for some in (program.nodes, (*nodes[: program.start], *nodes[program.end :]))
+        )
+        self._called = here & there  # units that other stages call too
+        names = [
+            name
+            for name, _ in module.named_buffers()
+            if name not in program.graph.changed
+            and (self._is_shared(name) or not (program.is_last or any(is_within(name, unit) for unit in units)))
+        ]
+        self._constants = dict(zip(names, places(module, names), strict=True))
         elsewhere = [name for name, _ in module.named_buffers() if name in program.buffers_elsewhere]
         self._elsewhere = dict(zip(elsewhere, places(module, elsewhere), strict=True))
         self._absent: dict[int, str] = {}  # id of a buffer -> its name, while a forward runs
@@ -174,7 +182,16 @@ class Unforeseen:
         register, leaf = self._constants[name]
         return register.get(leaf), version_of(register.get(leaf))
 
+    def _is_shared(self, name: str) -> bool:
+        return any(is_within(name, unit) for unit in self._called)
+
     def _changed_buffer(self, name: str) -> StepChangedError:
+        if self._is_shared(name):
+            return self._changed(
+                f"changes the buffer '{name}', which it did not do when it was captured, in a unit that other stages "
+                f"call too (stage {self._program.stage}). Let the first batch change it too, so that no cut lies "
+                "between these calls, or keep them on one stage with split_points"
+            )
         return self._changed(
             f"changes the buffer '{name}', which it did not do when it was captured, and each stage would do it (stage "
             f"{self._program.stage}). Change it in a hook such as on_train_batch_end, within a submodule, or with "

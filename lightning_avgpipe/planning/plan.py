@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -147,14 +148,16 @@ class Plan:
 
     @cached_property
     def stages_of(self) -> dict[str, tuple[int, ...]]:
-        """The stages of each unit, parameter and changed buffer, in ascending order; the first one is the owner.
+        """The stages of each unit, parameter and buffer, in ascending order; the first one is the owner.
 
-        Names that are missing are used by no stage, and kept by all.
+        Names that are missing are used by no stage, and kept by all; so are buffers of units that no step changes.
         """
         found: dict[str, tuple[int, ...]] = {}
         for stage in self.stages:
             for name in (*stage.units, *stage.parameters, *stage.states):
                 found[name] = (*found.get(name, ()), stage.index)
+        for name, position in self.graph.buffers_read:
+            found.setdefault(name, (bisect.bisect_right(self.cuts, position),))
         return {name: tuple(dict.fromkeys(stages)) for name, stages in found.items()}
 
     @cached_property

@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.microbatch import MicroBatch
+from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.engine.pipeline import Outcome
+from lightning_avgpipe.errors import StepChangedError
+from lightning_avgpipe.schedule import FORWARD
+from lightning_avgpipe.state.writes import Writes
 from lightning_avgpipe.utils.lightning import pl
+from lightning_avgpipe.utils.random_streams import host_lent
 from lightning_avgpipe.utils.torch_compat import version_of
 
 if TYPE_CHECKING:
@@ -87,6 +93,8 @@ class Iteration:
         trains: whether there is a backward.
         progress: the trainer's counters as they will be for this batch; None once Lightning's loop has come to it.
         finish: function that the last stage calls with results; None: there is no backward, or it is not known yet.
+        clears: clears the gradients, once each stage of this process has run a forward; None: that is done, or they
+            accumulate.
         entries: values that steps have logged; None: they are those of the batch that has begun in the log.
         outcomes: outcomes of the pipelines that have ended.
         loss: loss that the hooks of backwards are given.
@@ -107,6 +115,7 @@ class Iteration:
     trains: bool = True
     progress: Progress | None = None
     finish: Finish | None = None
+    clears: ClearingGradients | None = None
     entries: list[Any] | None = None
     outcomes: list[Outcome] = field(default_factory=list)
     loss: Tensor | None = None
@@ -124,6 +133,51 @@ class Iteration:
         """Return what the backward of a micro-batch begins with. Called on the last stage, which runs none early."""
         assert self.finish is not None
         return self.finish(n, i, result)
+
+
+class ClearingGradients(Observer):
+    """Clears the gradients of a process once each of its stages has run a forward, as plain training does after one.
+
+    So what a hook changes then (weights of a teacher, a temperature) holds from the second micro-batch on, on every
+    stage.
+
+    Args:
+        module: module that is trained.
+        stages: stages of the process.
+        clear: clears the gradients, and calls the hooks; what it does happens once.
+    """
+
+    def __init__(self, module: pl.LightningModule, stages: Sequence[int], clear: Callable[[], None]) -> None:
+        self._module, self._before, self._clear = module, set(stages), clear
+        self._ahead = False  # whether a stage has run a second forward before another one its first
+
+    def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
+        """Run an action, and clear the gradients before it if all stages have run a forward, or one begins backwards.
+
+        The result of a forward travels first, since a hook may wait for other processes.
+        """
+        if not self._before or work.action.kind is not FORWARD:
+            self.end()
+        self._ahead |= bool(self._before) and work.stage not in self._before
+        output = do()
+        self._before.discard(work.stage)
+        return output
+
+    def end(self) -> None:
+        """Clear the gradients, if no action has come to it.
+
+        Raises:
+            StepChangedError: a hook has changed weights or buffers that a stage has used for the next micro-batch.
+        """
+        ahead, self._ahead = self._ahead, False
+        with host_lent(), Writes(self._module) if ahead else contextlib.nullcontext() as writes:
+            self._clear()
+        if writes is not None and writes.written:
+            raise StepChangedError(
+                f"a hook (on_before_zero_grad, optimizer_zero_grad) changes '{min(writes.written)}' behind the first "
+                "micro-batch, and of the several stages of this process one has run the second by then. Change it in "
+                "on_train_batch_start, or use as many stages as devices"
+            )
 
 
 class IterationOrder:
@@ -161,7 +215,10 @@ class IterationOrder:
         loop.arrange(batches)
         iteration, steps = loop.new_iteration(STEP, batches, rest), not loop.accumulates
         iteration.trains = not loop.passes
-        iteration.finish = loop.finish(iteration, loop.clear_now())
+        clear = loop.clear_now()
+        if clear is not None:
+            iteration.clears = ClearingGradients(loop.module, loop.cluster.stages, clear)
+        iteration.finish = loop.finish(iteration, None if iteration.clears is None else iteration.clears.end)
         ran = loop.run(iteration)
         iteration.works = iteration.weighed()
         if not ran:

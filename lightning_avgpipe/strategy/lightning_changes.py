@@ -22,13 +22,12 @@ from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, looking_on
 from lightning_avgpipe.strategy.metric_objects import local_metrics, metrics_of
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
+from lightning_avgpipe.strategy.without_numbers import users_hooks
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.stepping import norms_over_stages, scalers_of, scaling_together
 from lightning_avgpipe.utils.lightning import (
-    LIGHTNING,
     BaseFinetuning,
     BasePredictionWriter,
-    LambdaCallback,
     grad_norm,
     is_overridden,
     pl,
@@ -47,6 +46,7 @@ _HOOKS_BETWEEN_STEPS = (
     "on_after_batch_transfer",
     "lr_scheduler_step",
 )
+_HOOKS_BETWEEN_MICRO_BATCHES = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
 _HOOKS_OF_STEPS = (
     "on_before_backward",
     "on_after_backward",
@@ -60,8 +60,6 @@ _HOOKS_OF_EVALUATION = tuple(
     f"on_{stage}_{when}" for stage in ("validation", "test", "predict")
     for when in ("end", "epoch_start", "epoch_end", "batch_start", "batch_end")
 )  # fmt: skip
-# callbacks of these packages look at weights through the strategy only
-_LOOK_AT_NO_WEIGHTS = tuple(f"{name}." for name in (*LIGHTNING, "lightning_avgpipe"))
 
 
 @contextlib.contextmanager
@@ -75,8 +73,8 @@ def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> I
             undo.enter_context(replaced(module, "log_dict", looking_on(module.log_dict)))
         undo.enter_context(replaced(module, "print", looking_on(module.print, rehearsed=False)))
         values, training = step_log.batch_values, lambda: bool(trainer.training)
-        seen = lambda: step_log.in_step, lambda: step_log.is_heard
-        undo.enter_context(local_metrics(metrics_of(module), values, leaders, training, *seen))
+        where = {"in_step": lambda: step_log.in_step, "elsewhere": lambda: step_log.elsewhere}
+        undo.enter_context(local_metrics(metrics_of(module), values, leaders, training, **where))
         yield
 
 
@@ -178,7 +176,9 @@ def several_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deploym
         deployment: deployment of the module on processes.
         early: whether batches are sent when they are read; else after the user's transfer hooks.
     """
-    connector, module = SyncedLoggerConnector(trainer._logger_connector, cluster), trainer.lightning_module
+    module, ends = trainer.lightning_module, [f"on_{stage}_epoch_end" for stage in ("train", "validation", "test")]
+    looked_at = any(owner is not module for owner, _ in users_hooks(trainer, ends))  # those of the module rank 0 runs
+    connector = SyncedLoggerConnector(trainer._logger_connector, cluster, looked_at)
     with contextlib.ExitStack() as undo:
         trainer._logger_connector = connector
         undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
@@ -269,22 +269,14 @@ def looks_in_evaluation(trainer: pl.Trainer) -> bool:
     return _users_have(trainer, _HOOKS_OF_EVALUATION)
 
 
+def acts_between_micro_batches(trainer: pl.Trainer) -> bool:
+    """Return whether user code runs behind the forward of the first micro-batch, and before those of others."""
+    return _users_have(trainer, _HOOKS_BETWEEN_MICRO_BATCHES)
+
+
 def _users_have(trainer: pl.Trainer, hooks: Sequence[str]) -> bool:
     """Return whether the module, or a callback that is not Lightning's, has some of these hooks."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    others = [
-        callback
-        for callback in callbacks  # a LambdaCallback is Lightning's, but the functions that it calls are the user's
-        if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(_LOOK_AT_NO_WEIGHTS)
-    ]
-    return _has_hooks(trainer.lightning_module, pl.LightningModule, hooks) or any(
-        _has_hooks(callback, pl.Callback, hooks) for callback in others
-    )
-
-
-def _has_hooks(owner: object, base: type, names: Sequence[str]) -> bool:
-    hooks = [(getattr(owner, name), getattr(base, name)) for name in names if hasattr(base, name)]
-    return any(getattr(hook, "__func__", hook) is not original for hook, original in hooks)
+    return any(True for _ in users_hooks(trainer, hooks))
 
 
 def _pass_on(batch: Any, dataloader_idx: int = 0) -> Any:
@@ -315,7 +307,12 @@ def _grad_norm_over_stages(
 ) -> dict[str, Tensor]:
     """Return what ``grad_norm`` returns, for the gradients of all processes, on the host. Every process calls it."""
     prefix = "_".join(("grad", str(float(norm_type)), "norm"))
-    own = {name: norm.cpu() for name, norm in _of_process(module, norm_type, group_separator).items()}
+    absent = [p for p in module.parameters() if p.is_meta and p.grad is not None]
+    with contextlib.ExitStack() as undo:
+        for p in absent:
+            undo.callback(setattr, p, "grad", p.grad)
+            p.grad = None
+        own = {name: norm.cpu() for name, norm in _of_process(module, norm_type, group_separator).items()}
     found = {name: norm for norms in cluster.group.exchange_objects(own) for name, norm in norms.items()}
     names = (f"{prefix}{group_separator}{name}" for name, _ in module.named_parameters())
     norms = {name: found[name] for name in names if name in found}

@@ -140,9 +140,9 @@ class StepLog:
         return self._now is not None
 
     @property
-    def is_heard(self) -> bool:
-        """Whether this process has the last stage, or a replica of it."""
-        return self._leaders is not None or self._replicas() is not None
+    def elsewhere(self) -> bool:
+        """Whether a step runs now, in a process that has no result of it."""
+        return self._now is not None and self._leaders is None and self._replicas() is None
 
     @contextlib.contextmanager
     def micro_batch(
@@ -386,11 +386,17 @@ class SyncedLoggerConnector(_LoggerConnector):
     """A logger connector that on every rank knows the metrics of rank 0, where the loss is.
 
     Callbacks decide by metrics (early stopping, the best checkpoint, its file name), and all ranks must decide alike.
+
+    Args:
+        original: connector that this one replaces.
+        cluster: the connected processes.
+        looked_at: whether callbacks of the user's run at the end of an epoch, before Lightning's.
     """
 
-    def __init__(self, original: _LoggerConnector, cluster: Cluster) -> None:
+    def __init__(self, original: _LoggerConnector, cluster: Cluster, looked_at: bool) -> None:
         super().__init__(original.trainer)
         vars(self).update(vars(original))
+        self._looked_at = looked_at
         self._original = original
         self._cluster = cluster
         self._synced: dict[str, Any] = {"callback": {}, "log": {}, "pbar": {}}
@@ -408,7 +414,9 @@ class SyncedLoggerConnector(_LoggerConnector):
     def accept(self, metrics: Any) -> None:
         """Use these metrics, which are rank 0's, on the other ranks."""
         self._synced = metrics
-        self._callback_metrics.update(metrics["callback"])  # nothing is logged here that would update these
+        # nothing is logged here that would update these
+        self._callback_metrics.update(metrics["callback"])
+        self._logged_metrics.update(metrics["log"])
 
     def sync(self) -> None:
         """Tell all ranks rank 0's present metrics, and its callback metrics. Every rank calls it."""
@@ -427,6 +435,12 @@ class SyncedLoggerConnector(_LoggerConnector):
         if not self.trainer.sanity_checking:
             self.sync()
         return super().update_eval_epoch_metrics()
+
+    def epoch_end_reached(self) -> None:
+        """Sync the metrics if hooks look at them that come next. All ranks call it when the batches have ended."""
+        super().epoch_end_reached()
+        if self._looked_at and not self.trainer.sanity_checking:
+            self.sync()
 
     def on_epoch_end(self) -> None:
         """Sync the metrics. All ranks call it at the end of every epoch."""

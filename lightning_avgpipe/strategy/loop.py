@@ -194,13 +194,17 @@ class Iterations:
             progress=Progress.after_steps(self.trainer, ahead) if ahead else None,
         )
 
-    def clear_now(self) -> Callable[[], None] | None:
-        """Clear the gradients at once where that cannot wait; else return what clears them after the first forward."""
+    def clear_now(self, drains: bool = True) -> Callable[[], None] | None:
+        """Clear the gradients at once where that cannot wait; else return what clears them after the first forward.
+
+        Args:
+            drains: whether all processes begin and end the iteration together.
+        """
         zero_grad = self.zero_grad
-        waits = self.models.num_models == 1 and self.cluster.rank == 0 and not self.deployment.replans
+        waits = self.models.num_models == 1 and (drains or self.cluster.rank == 0) and not self.deployment.replans
         if zero_grad is None or waits:
             return zero_grad
-        # other ranks have no result to wait for, and with several models the module may show another one by then
+        # with several models the module may show another one by then
         self.models.clear_gradients()
         zero_grad()
         return None
@@ -297,9 +301,13 @@ class Iterations:
         tasks = [self.task(iteration, n, known) for n in range(len(works))]
         ensemble = self.deployment.models.ensemble
         own = self.models.replicas.observers(schedules[0], num_pipelines, not self.accumulates) if trains else []
+        if iteration.clears is not None:
+            own = [iteration.clears, *own]
         with control.iteration(tasks[0], works, plan, schedules[0], num_pipelines):
             try:
                 iteration.outcomes = run_together(pipelines, step, schedules, tasks, [*own, *control.observers])
+                if iteration.clears is not None:
+                    iteration.clears.end()
             finally:
                 if ensemble is not None:
                     ensemble.place(0)

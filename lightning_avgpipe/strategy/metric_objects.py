@@ -17,6 +17,7 @@ from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.source import source_line
 
 
 def metrics_of(module: nn.Module) -> list[Metric]:
@@ -107,7 +108,7 @@ def local_metrics(
     leaders: Collectives,
     training: Callable[[], bool],
     in_step: Callable[[], bool] = lambda: False,
-    is_heard: Callable[[], bool] = lambda: True,
+    elsewhere: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """Within this context metric objects work on the process of the last stage.
 
@@ -121,7 +122,7 @@ def local_metrics(
         leaders: the processes of the groups' last stages.
         training: returns whether the trainer trains now.
         in_step: returns whether a step runs now, and no hook.
-        is_heard: returns whether this process has the last stage.
+        elsewhere: returns whether a step runs now, in a process where no hook sees the metric objects.
     """
 
     def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
@@ -129,12 +130,6 @@ def local_metrics(
 
     def seen(metric: Metric, method: Callable[..., Any]) -> Callable[..., Any]:
         def observed(*args: Any, **kwargs: Any) -> Any:
-            inside = in_step() and StepTracer.current() is None
-            if inside and not is_heard() and not StepTracer.is_rehearsing():
-                raise AvgPipeError(
-                    f"a {type(metric).__name__} is updated inside a submodule that runs on another stage than the "
-                    "loss, where nobody would compute it; return the values and update the metric in the step"
-                )
             values.trained |= training()
             if training() and in_step():
                 values.seen_in_step(metric)
@@ -147,8 +142,8 @@ def local_metrics(
             instead = {
                 "distributed_available_fn": lambda: leaders.world_size > 1 and training(),
                 "dist_sync_fn": gather,
-                "update": seen(metric, _observed(metric.update)),
-                "forward": seen(metric, _observed(_noted(metric, metric.forward, values))),
+                "update": seen(metric, _observed(metric.update, elsewhere)),
+                "forward": seen(metric, _observed(_noted(metric, metric.forward, values), elsewhere)),
             }
             for name, function in instead.items():
                 undo.enter_context(replaced(metric, name, function))
@@ -181,9 +176,14 @@ def tell_device(module: nn.Module, device: torch.device) -> None:
             one._device = device
 
 
-def _observed(method: Callable[..., Any]) -> Callable[..., Any]:
+def _observed(method: Callable[..., Any], elsewhere: Callable[[], bool]) -> Callable[..., Any]:
     def observe(*args: Any, **kwargs: Any) -> Any:
         tracer = StepTracer.current()
+        if tracer is None and elsewhere() and not StepTracer.is_rehearsing():
+            raise AvgPipeError(
+                f"a metric is called at {source_line()} inside a submodule that runs on another stage than the loss, "
+                "where no hook would see what it has counted; return the value and call the metric in the step"
+            )
         if tracer is None and is_repeating():
             raise AvgPipeError(
                 "a metric is called inside a submodule that is executed once more before its backward (recompute), "

@@ -27,6 +27,7 @@ from lightning_avgpipe.strategy.metric_objects import tell_device
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.rank_zero_hooks import hooks_with_results
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
+from lightning_avgpipe.strategy.without_numbers import WithoutNumbers
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
 from lightning_avgpipe.utils.lightning import (
@@ -100,6 +101,7 @@ class PipelineRun:
         self.models = ParallelModels(context, deployment, step_log, observers)
         schedule_control = ScheduleControl(options.order, context, deployment.models, observers)
         context.state.begin(deployment, schedule_control)
+        self.without_numbers = WithoutNumbers(context.trainer)
         loop = self.iterations = Iterations(context, self.batches, deployment, self.models, schedule_control)
         order = (options.policy.order(loop) or rolling.order(loop)) if fitting else None
         if order is not None:
@@ -144,9 +146,12 @@ class PipelineRun:
         trainer, cluster = self.context.trainer, self.cluster
         enter = self._undo.enter_context(self._changes).enter_context
         deployment, several = self.deployment, cluster.world.world_size > 1
+        if cluster.group.world_size > 1:  # first, since others replace hooks that are not the user's
+            enter(self.without_numbers.installed())
         enter(changes.observing(trainer, self.models.step_log, cluster.leaders))
         if fitting:
-            enter(PipelineOptimization(self.iterations, changes.looks_between_steps(trainer)).installed())
+            observed = changes.looks_between_steps(trainer)
+            enter(PipelineOptimization(self.iterations, observed, self.without_numbers).installed())
             enter(changes.showing_reference(trainer, deployment))
         if fitting or several:
             enter(changes.scaling(trainer, cluster, self.models.together_with))
@@ -236,7 +241,7 @@ class PipelineRun:
     ) -> Any:
         """Run the closure, and step the optimizers of all parallel models."""
         verifier = self.iterations.verifier
-        with contextlib.nullcontext() if verifier is None else verifier.stepping():
+        with self.without_numbers.lifted(), contextlib.nullcontext() if verifier is None else verifier.stepping():
             result = self.models.optimizer_step(own, self.iterations.order, optimizer, closure, model, **kwargs)
             self.iterations.order.stepped()
         return result
@@ -254,12 +259,15 @@ class _PipelineClosure(Closure):
     """A closure that runs an iteration: forwards and backwards in the order of the schedule."""
 
     iterations: Iterations
+    without_numbers: WithoutNumbers
     zero_grad: Callable[[], None] | None
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        with self.iterations.clearing_gradients(self.zero_grad):
+        with self.without_numbers.lifted() as by_hook, self.iterations.clearing_gradients(self.zero_grad):
             result = self._step_fn()
+        if by_hook:  # which may look at gradients
+            self.without_numbers.show_gradients()
         if result.closure_loss is None:
             self.warning_cache.warn(
                 "`training_step` returned `None` for all micro-batches of a batch, which is skipped. If this was on "
@@ -276,15 +284,17 @@ class PipelineOptimization(_AutomaticOptimization):
     Args:
         iterations: runs the steps.
         observed: whether user code may look at the weights between steps.
+        without_numbers: wraps the user's hooks.
     """
 
-    def __init__(self, iterations: Iterations, observed: bool) -> None:
+    def __init__(self, iterations: Iterations, observed: bool, without_numbers: WithoutNumbers) -> None:
         super().__init__(iterations.trainer)
         original = self.trainer.fit_loop.epoch_loop.automatic_optimization
         self.optim_progress = original.optim_progress
         self._replaced = (original,)  # in a tuple: a loop saves the progress of loops among its attributes
         self._iterations = iterations
         self._observed = observed
+        self._without_numbers = without_numbers
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -331,5 +341,6 @@ class PipelineOptimization(_AutomaticOptimization):
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         closure = _PipelineClosure(step_fn=self._make_step_fn(kwargs))
-        closure.iterations, closure.zero_grad = self._iterations, self._make_zero_grad_fn(batch_idx, optimizer)
+        closure.iterations, closure.without_numbers = self._iterations, self._without_numbers
+        closure.zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
         return closure

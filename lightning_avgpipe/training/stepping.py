@@ -35,7 +35,7 @@ def norms_over_stages(parameters: Sequence[Tensor], cluster: Cluster) -> Iterato
     def total_norm(
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
-        gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        gradients = [g for g in ([tensors] if isinstance(tensors, Tensor) else tensors) if not g.is_meta]
         total = global_norm(gradients, parameters, cluster, float(norm_type))
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(f"the norm of the gradients of all stages is {total.item()}, which cannot be clipped")

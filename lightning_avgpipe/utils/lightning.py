@@ -165,6 +165,7 @@ _STEPS = (
 _LOGS = (
     Private(_LOGGING, "the base of ours, which takes its place: rank 0's metrics are everybody's", "trainer"),
     Private(f"{_LOGGING}._callback_metrics", "what callbacks monitor"),
+    Private(f"{_LOGGING}._logged_metrics", "what callbacks of the user look at"),
     Private(f"{_RESULT}._distributed_is_initialized", "replaced: only rank 0 logs, so nothing is recommended", ""),
     Private(f"{_TRAINER}.trainer.Trainer._logger_connector", "where it lies"),
     Private(f"{_TRAINER}.trainer.Trainer._results", "what log() has stored"),

@@ -41,6 +41,11 @@ def caught_line(error: BaseException) -> str:
     return _innermost(list(traceback.walk_tb(error.__traceback__))[:1])
 
 
+def raising_line(error: BaseException) -> str:
+    """Return the innermost line of user code from which an error came."""
+    return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
+
+
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
     for frame, line in frames:
         path = frame.f_code.co_filename

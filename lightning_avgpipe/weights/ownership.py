@@ -27,17 +27,25 @@ def owners_of(
 ) -> dict[str, tuple[int, ...]]:
     """Return which ranks are to hold each parameter, and the current contents of each buffer.
 
+    A buffer that no step changes is that of its unit, since hooks may change it there together with what the step has
+    changed (the loads of experts, and their biases).
+
     Args:
         module: whole module.
-        stages_of: stages of each parameter and changed buffer, the answering one first. A missing parameter is used by
-            no stage, a missing buffer changed by none: all processes have them.
+        stages_of: stages of each unit, parameter and changed buffer, the answering one first. A missing parameter is
+            used by no stage, a missing buffer is in no unit and changed by none: all processes have them.
         hosts: returns the ranks that host a stage.
         world_size: number of processes.
     """
-    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     everybody = tuple(range(world_size))
-    ranks = {name: [rank for stage in stages_of.get(name, ()) for rank in hosts(stage)] for name in names}
-    return {name: tuple(dict.fromkeys(ranks[name])) or everybody for name in names}
+    found = {name: stages_of.get(name, ()) for name, _ in module.named_parameters()}
+    for name, _ in module.named_buffers():
+        unit = name
+        while unit and unit not in stages_of:
+            unit = unit.rpartition(".")[0]
+        found[name] = stages_of.get(unit, ())
+    ranks = {name: [rank for stage in stages for rank in hosts(stage)] for name, stages in found.items()}
+    return {name: tuple(dict.fromkeys(ranks[name])) or everybody for name in found}
 
 
 def answering(module: nn.Module, owners: Owners) -> dict[str, int]:

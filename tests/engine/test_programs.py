@@ -260,13 +260,39 @@ class Assigns(Logged):
         return loss
 
 
+class Branches(Logged):
+    """Does so later only, by functions that it names."""
+
+    count = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx > 1:
+            self.bump()
+        return loss / (1 + self.count)
+
+    def bump(self) -> None:
+        self.count += 1
+
+
+class Freezes(Logged):
+    """A mode that the step sets from the third batch on, for a while."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx > 1:
+            self.eval()
+        loss = super().training_step(batch, batch_idx)
+        self.train()
+        return loss
+
+
 class Decides(Logged):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         return y if y.mean() > -100 else -y
 
 
-@pytest.mark.parametrize("model", [Clocks, Appends, Assigns, Decides])
+@pytest.mark.parametrize("model", [Clocks, Appends, Assigns, Branches, Freezes, Decides])
 def test_what_leaves_something_behind_or_decides_runs_for_every_micro_batch(
     model: Any, followed: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:

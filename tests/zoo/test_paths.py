@@ -159,6 +159,34 @@ class Adapter(nn.Module):
         return x + self.up(torch.relu(self.down(x)))
 
 
+class Prompts(Path):
+    """A learned tensor for each kind of batch, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts = nn.ParameterList(torch.randn(WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x) + self.prompts[int(self.is_other(x))]
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x
+
+
+class Differentiates(Path):
+    """Asks for derivatives of what the last stage computes by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        y = self.layers[-1](x)
+        if self.training and self.is_other(x):
+            z = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(torch.tanh(z).square().sum(), z)
+            return y + gradient
+        return y
+
+
 MODELS = (
     Adds,
     Alternatives,
@@ -172,6 +200,8 @@ MODELS = (
     InPlace,
     LongSkip,
     TakesValues,
+    Prompts,
+    Differentiates,
 )
 
 
@@ -251,6 +281,103 @@ class OtherEncoder(Path):
 def test_weights_that_nobody_owns_are_not_trained_by_each_stage_for_itself() -> None:
     with pytest.raises(StepChangedError, match=r"it came to unit 'encoder' at test_paths\.py:\d+ in forward now"):
         engine(OtherEncoder()).train(Own.example(9, 0))
+
+
+class OtherParameter(Path):
+    """Some batches use a parameter of their own in the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x) + (self.other if self.is_other(x) else self.one)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x
+
+
+class Penalty(Path):
+    """A penalty on the derivative by an early value, for some batches; it reaches the last stage by two ways."""
+
+    def loss(self, batch: Any) -> Tensor:
+        first = self.layers[0](batch[0])
+        x = first
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        x = x + first
+        loss = x.square().mean()
+        if self.is_other(first):
+            (gradient,) = torch.autograd.grad(x.sum(), first, create_graph=True)
+            loss = loss + gradient.square().mean()
+        return loss
+
+
+class LooksAtGradient(Penalty):
+    def loss(self, batch: Any) -> Tensor:
+        first = self.layers[0](batch[0])
+        x = first
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        if self.is_other(first):
+            first.register_hook(lambda gradient: gradient * 0.1)
+        return (x + first).square().mean()
+
+
+class Bank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, keeps: bool = False) -> Tensor:
+        if keeps:
+            self.kept.lerp_(x.detach().mean(0), 0.5)
+        return x - self.kept.clone()
+
+
+class TwoStagesKeep(Path):
+    """A memory that two stages look at, and that some batches change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bank = Bank()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bank(self.layers[0](x), self.is_other(x))
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return self.bank(x)
+
+
+class KeepsAMean(Path):
+    """Some batches leave a mean of late values, from which the first stage goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_other, x = self.is_other(x), self.layers[0](x) - self.mean
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        if is_other:
+            self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (KeepsAMean, r"assigns 'mean' on stage 1, which it did not .* which earlier stages read"),
+        (OtherParameter, r"add\(\) at test_paths\.py:\d+ in forward uses the parameter 'other' on stage 0"),
+        (Penalty, r"grad\(\) at test_paths\.py:\d+ in loss asks for a derivative .* stage 1 has not made"),
+        (LooksAtGradient, r"register_hook\(\) at test_paths\.py:\d+ in loss asks for a derivative"),
+        (TwoStagesKeep, r"changes the buffer 'bank\.kept'.* in a unit that other stages call too \(stage 0\)"),
+    ],
+)
+def test_what_one_stage_cannot_do_alone_for_other_micro_batches_is_refused(model: type[Path], message: str) -> None:
+    with pytest.raises(StepChangedError, match=message):
+        engine(model()).train(Own.example(9, 0))
 
 
 class Sometimes(Path):

@@ -119,7 +119,7 @@ class AsynchronousOrder(IterationOrder):
         stream = self._stream
         assert stream is not None and loop.deployment.plan is not None
         self._read_ahead(stream, current.rest)
-        current.finish = loop.finish(current, loop.clear_now())
+        current.finish = loop.finish(current, loop.clear_now(drains=False))
         loop.models.step_log.begin(len(parts))
         schedule, control = loop.schedule(parts, True), loop.schedule_control
         with control.iteration(self._task(current), [parts], loop.deployment.plan, schedule):

@@ -1,0 +1,164 @@
+"""Hooks on processes that have a part of the weights: what needs others is an error, and never left out silently.
+
+A weight of another stage has no numbers, so an operation that needs them raises an error. Two would not: torch computes
+nothing in ``teacher.mul_(0.9).add_(student, alpha=0.1)`` if the student has no numbers, and a gradient that is None
+looks like that of a weight which nothing uses. Within hooks the first is an error with its line, and a gradient of
+another process is there, without numbers, as its weight is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_avgpipe.errors import AbsentValueError
+from lightning_avgpipe.utils.lightning import LIGHTNING, LambdaCallback, is_overridden, pl
+from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.source import raising_line, source_line
+from lightning_avgpipe.utils.torch_compat import is_mutable, targets
+
+_OF_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+_OTHERS = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
+_HOOKS = tuple(
+    name
+    for name in dict.fromkeys((*dir(pl.LightningModule), *dir(pl.Callback)))
+    # not augmentations, in which no weight takes part
+    if name in _OTHERS or (name.startswith("on_") and name != "on_gpu" and "batch_transfer" not in name)
+)
+# callbacks of these packages look at weights through the strategy only
+_LOOK_AT_NO_WEIGHTS = tuple(f"{name}." for name in (*LIGHTNING, "lightning_avgpipe"))
+
+
+class WithoutNumbers:
+    """Wraps the user's hooks of one run.
+
+    Args:
+        trainer: trainer of the module that has the hooks.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._mode: _NoSilentWrites | None = None  # None outside of hooks
+        self._gradients: dict[int, Tensor] = {}  # stand-ins, by identity of the parameter
+        self._shown: list[torch.nn.Parameter] = []
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within this context hooks of the module, and of callbacks that are not Lightning's, are wrapped."""
+        with contextlib.ExitStack() as undo:
+            for owner, name in users_hooks(self._trainer, _HOOKS):
+                base = pl.Callback if isinstance(owner, pl.Callback) else pl.LightningModule
+                if is_overridden(name, owner, base):  # else Lightning, which looks through one wrapper, would call it
+                    undo.enter_context(replaced(owner, name, self._around(owner, name)))
+            yield
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[bool]:
+        """Within this context an iteration or a step runs, which a hook may have called; give whether one has."""
+        mode, self._mode = self._mode, None
+        self._hide()
+        try:
+            with contextlib.nullcontext() if mode is None else mode.lifted():
+                yield mode is not None
+        finally:
+            self._mode = mode
+
+    def show_gradients(self) -> None:
+        """Give the weights of other processes gradients without numbers."""
+        for p in self._trainer.lightning_module.parameters():
+            if p.is_meta and p.requires_grad and p.grad is None:
+                p.grad = self._gradients.setdefault(id(p), torch.empty_like(p, requires_grad=False))
+                self._shown.append(p)
+
+    def _hide(self) -> None:
+        for p in self._shown:
+            p.grad = None
+        self._shown.clear()
+
+    def _around(self, owner: Any, name: str) -> Callable[..., Any]:
+        hook = getattr(owner, name)
+
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._mode is not None:
+                return hook(*args, **kwargs)
+            if name in _OF_GRADIENTS:
+                self.show_gradients()
+            optimizers = self._trainer.optimizers if name == "optimizer_step" else ()
+            self._mode = _NoSilentWrites()
+            try:
+                with contextlib.ExitStack() as undo:
+                    undo.enter_context(self._mode)
+                    for optimizer in optimizers:  # which must not step what has no numbers
+                        undo.callback(optimizer.register_step_pre_hook(lambda *_: self._hide()).remove)
+                    return hook(*args, **kwargs)
+            except (RuntimeError, NotImplementedError) as error:
+                if "meta" not in str(error):
+                    raise
+                raise _absent(f"{type(owner).__name__}.{name} at {raising_line(error)} needs the numbers of") from error
+            finally:
+                self._mode = None
+                self._hide()
+
+        return run
+
+
+class _NoSilentWrites(TorchDispatchMode):
+    """A context that refuses to write into a tensor from one without numbers, which torch takes for done."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_mutable(func) and _is_left_out(list(targets(func, args, kwargs)), (*args, *kwargs.values())):
+            name = func._schema.name.removeprefix("aten::")
+            raise _absent(f"{name}() at {source_line()} in a hook writes what it computes from")
+        return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Leave the innermost mode, which this one is, for a while."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+
+def _absent(what: str) -> AbsentValueError:
+    return AbsentValueError(
+        f"{what} a weight or gradient of another stage, which this process does not have. Leave out tensors with "
+        "is_meta where each may be treated by itself; take norms by torch.nn.utils.clip_grad_norm_ or Lightning's "
+        "grad_norm, which know all stages; update weights by others (a teacher that follows a student) in "
+        "training_step, or keep both on one stage with split_points"
+    )
+
+
+def _is_left_out(written: list[Tensor], given: tuple[Any, ...]) -> bool:
+    """Return whether a tensor with numbers is written into from one without; lists are taken item by item."""
+    for one in given:
+        items = list(one) if isinstance(one, (list, tuple)) else [one] * len(written)
+        pairs = zip(written, items, strict=False)
+        if any(isinstance(item, Tensor) and item.is_meta and not target.is_meta for target, item in pairs):
+            return True
+    return False
+
+
+def users_hooks(trainer: pl.Trainer, names: Collection[str]) -> Iterator[tuple[Any, str]]:
+    """Yield owners and names of those hooks that the module has, and callbacks that are not Lightning's."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    owners: list[tuple[Any, type]] = [(trainer.lightning_module, pl.LightningModule)]
+    owners += [
+        (callback, pl.Callback)
+        for callback in callbacks  # a LambdaCallback is Lightning's, but the functions that it calls are the user's
+        if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(_LOOK_AT_NO_WEIGHTS)
+    ]
+    for owner, base in owners:
+        for name in names:
+            hook = getattr(owner, name, None)
+            if hasattr(base, name) and getattr(hook, "__func__", hook) is not getattr(base, name):
+                yield owner, name
