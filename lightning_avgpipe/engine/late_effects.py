@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.object_events import attributes_of
+from lightning_avgpipe.capture.events import attributes_of
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.objects import ATOMS, ObjectState
 from lightning_avgpipe.state.outside import outside, variable

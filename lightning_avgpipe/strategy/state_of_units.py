@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_avgpipe.capture.attribute_events import Key
+from lightning_avgpipe.capture.events import Key
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.state.parcel import Packer, Parcel
 from lightning_avgpipe.state.snapshot import Snapshot
