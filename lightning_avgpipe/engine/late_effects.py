@@ -51,7 +51,9 @@ class LateAssignments:
         own, place = vars(module), (id(module), name, before)
         if not self._program.start or place in self._noted or (before and not self._repeats):
             return
-        if isinstance(own.get(name), Tensor) or any(name in own.get(register, ()) for register in REGISTRIES):
+        if any(name in own.get(register, ()) for register in REGISTRIES):
+            return
+        if before and isinstance(own.get(name), Tensor):  # made again from what all stages have, such as a mask
             return
         if id(module) not in self._paths:
             self._paths = {id(m): path for path, m in self._module.named_modules()}
@@ -66,6 +68,8 @@ class LateAssignments:
         for (_, name, before), (module, full, old, line) in self._noted.items():
             now = vars(module).get(name, _MISSING)
             if now is old or (type(now) in ATOMS and type(now) is type(old) and now == old):
+                continue
+            if isinstance(old, Tensor) and isinstance(now, Tensor) and old.shape != now.shape:  # a larger table
                 continue
             why = "each stage in this process would do again" if before else "an earlier stage would not see"
             return (

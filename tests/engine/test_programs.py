@@ -17,6 +17,7 @@ from lightning_avgpipe import Averaging
 from lightning_avgpipe.engine import stage_step
 from lightning_avgpipe.engine.part import Part, Replayed
 from lightning_avgpipe.engine.replay import replay
+from lightning_avgpipe.errors import StepChangedError
 from tests import processes
 from tests.driver import assert_same_parameters
 from tests.models import MLP, Regression, TinyTransformer, loader
@@ -292,7 +293,12 @@ class Decides(Logged):
         return y if y.mean() > -100 else -y
 
 
-@pytest.mark.parametrize("model", [Clocks, Appends, Assigns, Branches, Freezes, Decides])
+def test_a_mode_that_a_step_begins_to_set_late_ends_training() -> None:
+    with pytest.raises(StepChangedError, match=r"assigns 'training' at test_programs\.py:\d+ in training_step"):
+        trained(Freezes())
+
+
+@pytest.mark.parametrize("model", [Clocks, Appends, Assigns, Branches, Decides])
 def test_what_leaves_something_behind_or_decides_runs_for_every_micro_batch(
     model: Any, followed: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
