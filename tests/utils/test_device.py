@@ -157,7 +157,7 @@ def test_looking_whether_generators_have_moved_is_no_operation(monkeypatch: pyte
             done.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    watch = calls.Calls(nn.Identity(), None, lambda module: False, lambda: 0)
+    watch = calls.Calls(nn.Identity(), None, lambda: 0)
     torch.rand(1, generator=own)
     with Operations():
         watch.look()
