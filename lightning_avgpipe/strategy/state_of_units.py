@@ -36,8 +36,12 @@ class StateOfUnits:
         self._module, self._cluster, self._deployment = module, cluster, deployment
 
     def bring(self, step: str) -> None:
-        """Bring what a step has changed to all processes of the group. Each of them calls it."""
-        owners = dict(self._owned(step)) if self._cluster.group.world_size > 1 else {}
+        """Bring what a step has changed to all processes of the group. Each of them calls it.
+
+        A step that has no stages any more, since there is a new plan, has them again when it runs next.
+        """
+        divided = self._cluster.group.world_size > 1 and step in self._deployment.pipeline.steps
+        owners = dict(self._owned(step)) if divided else {}
         if not owners:
             return
         packer = Packer(self._module)
