@@ -43,7 +43,7 @@ class LateAssignments:
         self._noted: dict[tuple[int, str, bool], tuple[nn.Module, str, Any, str]] = {}
 
     def begin(self) -> None:
-        """Begin a forward."""
+        """Forget the assignments of the last forward."""
         self._noted = {}
 
     def note(self, module: nn.Module, name: str, before: bool) -> None:
@@ -98,7 +98,7 @@ class SharedObjects:
         self._module, self._program, self._shares = module, program, bool(shared)
 
     def begin(self) -> None:
-        """Take what the objects hold now as what they hold."""
+        """Note the present contents of the objects, with which :meth:`changed` compares."""
         if self._shares:
             self._objects.follow([obj for obj, *_ in self._objects.modified()])
 
@@ -122,6 +122,7 @@ class SharedObjects:
 
 
 def _leads(program: StageProgram) -> Iterator[tuple[str, str]]:
+    """Yield the attributes that lead to objects which the captured step changes, or sets for a while."""
     yield from (key for key, _ in program.graph.holders)
     yield from program.graph.passing
 
@@ -136,7 +137,7 @@ def _held_by(module: nn.Module, units: Iterable[str]) -> Iterator[Any]:
 
 
 def _only_grew(before: ObjectState, now: ObjectState) -> bool:
-    """Return whether an object has but new attributes, or new items of a dict."""
+    """Return whether an object differs only by further attributes, or by further items of a dict."""
     names = now.changed_names(before)
     held = {*before.attributes, *(before.items if isinstance(before.items, dict) else ())}
     return names is not None and held.isdisjoint(names)
