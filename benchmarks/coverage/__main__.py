@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--again", nargs="*", default=[], help="outcomes that are tried once more, or 'all'")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--costs", default="measured", help="'flops' is faster")
+    parser.add_argument("--accelerator", default="cpu", help="as in the Trainer; one device")
     parser.add_argument("--first", action="store_true", help="each body with one head")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=90.0, help="for each architecture and number of stages")
@@ -70,7 +71,7 @@ def main() -> None:
             and (wanted := results.wanted(source.name, case.name, options.stages, options.again))
         ]
         random.Random(0).shuffle(cases)  # what an interrupted run has found stands for all
-        run(source, cases, results, options.costs, options.workers, options.limit_s)
+        run(source, cases, results, options.costs, options.accelerator, options.workers, options.limit_s)
     write(results, options.table)
 
 

@@ -34,10 +34,10 @@ class Losses(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
-            self.found.append(outputs["loss"].detach().clone().float())
+            self.found.append(outputs["loss"].detach().to("cpu", copy=True).float())
 
 
-def compare(case: Case, stages: Sequence[int], costs: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def compare(case: Case, stages: Sequence[int], costs: str, accelerator: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Train without stages, then with each number of stages.
 
     Yields:
@@ -45,15 +45,17 @@ def compare(case: Case, stages: Sequence[int], costs: str) -> Iterator[tuple[int
         train without stages) and ``reason``; of what trained, ``exact``: bit for bit, and ``seconds``.
     """
     warnings.simplefilter("ignore")
+    if accelerator != "cpu":  # sums of kernels with atomic operations have no fixed order
+        torch.use_deterministic_algorithms(True, warn_only=True)
     make, reason = None, ""
     expected, begun, draws = dict[str, Tensor](), dict[str, Tensor](), False
     with tempfile.TemporaryDirectory() as folder:
         for candidate in case.candidates:
             make = partial(_anew, candidate)
             try:
-                expected = plain(make, folder, 0)
+                expected = plain(make, folder, accelerator, 0)
                 begun = state_of(make().module, torch.zeros(len(expected["loss"])))
-                draws = different(begun, expected, plain(make, folder, 1), exact=True) != ""
+                draws = different(begun, expected, plain(make, folder, accelerator, 1), exact=True) != ""
                 break
             except Exception as error:
                 make, reason = None, reason or f"{type(error).__name__}: {error}"
@@ -61,7 +63,7 @@ def compare(case: Case, stages: Sequence[int], costs: str) -> Iterator[tuple[int
             yield from ((number, {"status": "plain", "reason": shortened(reason)}) for number in stages)
             return
         for number in stages:
-            yield number, compared(make, number, costs, folder, begun, expected, draws)
+            yield number, compared(make, number, costs, folder, accelerator, begun, expected, draws)
 
 
 def _anew(candidate: Callable[[], Example]) -> Example:
@@ -75,19 +77,22 @@ def compared(
     number: int,
     costs: str,
     folder: str,
+    accelerator: str,
     begun: dict[str, Tensor],
     expected: dict[str, Tensor],
     draws: bool,
 ) -> dict[str, Any]:
-    """What was found with one number of stages."""
+    """What was found with one number of stages. Steps are only verified on the host: other devices bear no fork."""
     begin = time.perf_counter()
     row: dict[str, Any] = {"status": "works", "draws": draws}
     try:
-        found = with_stages(make, number, costs, folder, verify=draws)
+        found = with_stages(make, number, costs, folder, accelerator, verify=draws and accelerator == "cpu")
         if not draws:
             row["exact"] = not different(begun, expected, found, exact=True)
-            if different(begun, expected, found, exact=False):  # some training makes much of rounding: step by step
-                with_stages(make, number, costs, folder, verify=True)
+            if difference := different(begun, expected, found, exact=False):
+                if accelerator != "cpu":
+                    raise VerificationError(difference)
+                with_stages(make, number, costs, folder, accelerator, verify=True)  # training may make much of rounding
                 row["chaotic"] = True
     except Exception as error:
         status = "wrong" if isinstance(error, VerificationError) else "refused"
@@ -96,11 +101,11 @@ def compared(
     return {**row, "seconds": round(time.perf_counter() - begin, 1)}
 
 
-def plain(make: Callable[[], Example], folder: str, seed: int) -> dict[str, Tensor]:
+def plain(make: Callable[[], Example], folder: str, accelerator: str, seed: int) -> dict[str, Tensor]:
     """Accumulate micro-batches in order; raise if nothing learns."""
     subject = make()
     parts, begun = subject.parts, state_of(subject.module, torch.zeros(0))
-    trainer = _trainer(folder, accumulate_grad_batches=parts)
+    trainer = _trainer(folder, accelerator, accumulate_grad_batches=parts)
     found = trained(subject, trainer, subject.size // parts, seed)
     if not torch.isfinite(found["loss"]).all():
         raise ValueError("the loss is not finite")
@@ -109,7 +114,9 @@ def plain(make: Callable[[], Example], folder: str, seed: int) -> dict[str, Tens
     return found | {"loss": found["loss"].unflatten(0, (-1, parts)).sum(1) if parts > 1 else found["loss"]}
 
 
-def with_stages(make: Callable[[], Example], number: int, costs: Any, folder: str, verify: bool) -> dict[str, Tensor]:
+def with_stages(
+    make: Callable[[], Example], number: int, costs: Any, folder: str, accelerator: str, verify: bool
+) -> dict[str, Tensor]:
     """Train with all defaults but the number of stages; measured costs are kept in the folder.
 
     Args:
@@ -120,7 +127,7 @@ def with_stages(make: Callable[[], Example], number: int, costs: Any, folder: st
         num_stages=number, num_microbatches=subject.parts if subject.parts > 1 else "auto",
         costs=costs, costs_cache=folder, verify=STEPS if verify else False,
     )  # fmt: skip
-    return trained(subject, _trainer(folder, strategy=strategy), subject.size, 0)
+    return trained(subject, _trainer(folder, accelerator, strategy=strategy), subject.size, 0)
 
 
 def trained(subject: Example, trainer: Any, size: int, seed: int) -> dict[str, Tensor]:
@@ -132,16 +139,16 @@ def trained(subject: Example, trainer: Any, size: int, seed: int) -> dict[str, T
     return state_of(module, torch.stack(losses.found) if losses.found else torch.zeros(0))
 
 
-def _trainer(folder: str, **arguments: Any) -> Any:
+def _trainer(folder: str, accelerator: str, **arguments: Any) -> Any:
     return pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, max_epochs=1, default_root_dir=folder, **arguments,
     )  # fmt: skip
 
 
 def state_of(module: pl.LightningModule, losses: Tensor) -> dict[str, Tensor]:
     """Losses, and all weights and buffers by name."""
-    tensors = {name: t.detach().clone() for name, t in module.state_dict().items() if isinstance(t, Tensor)}
+    tensors = {name: t.detach().to("cpu", copy=True) for name, t in module.state_dict().items() if isinstance(t, Tensor)}
     return {"loss": losses, **tensors}
 
 

@@ -71,6 +71,7 @@ def run(
     cases: Sequence[tuple[Case, list[int]]],
     results: Results,
     costs: str,
+    accelerator: str,
     workers: int,
     limit_s: float,
 ) -> None:
@@ -79,6 +80,7 @@ def run(
     Args:
         cases: each with the numbers of stages that it is tried with.
         costs: as in the strategy.
+        accelerator: as in the Trainer.
         workers: processes at a time.
         limit_s: a process that has computed for so many seconds without an answer is ended, and its case is ``slow``;
             other work on the machine does not count. After five times as long a process that waits is ended as well.
@@ -89,7 +91,7 @@ def run(
         while queue and len(running) < workers:
             case, stages = queue.pop()
             mine, other = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(case, stages, costs, limit_s, other))
+            process = context.Process(target=_work, args=(case, stages, costs, accelerator, limit_s, other))
             process.start()
             other.close()
             running[mine] = _Worker(case, process, list(stages), time.monotonic())
@@ -128,14 +130,16 @@ def _line(found: dict[str, Any]) -> str:
     return f"{found['status']} {found.get('reason', '')[:150]}"
 
 
-def _work(case: Case, stages: Sequence[int], costs: str, limit_s: float, connection: Connection) -> None:
+def _work(
+    case: Case, stages: Sequence[int], costs: str, accelerator: str, limit_s: float, connection: Connection
+) -> None:
     os.nice(1)
     torch.set_num_threads(1)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
     _allow(limit_s)
-    for number, found in compare(case, stages, costs):
+    for number, found in compare(case, stages, costs, accelerator):
         connection.send((number, found))
         _allow(limit_s)
     connection.close()
