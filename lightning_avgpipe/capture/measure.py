@@ -127,7 +127,9 @@ class _Timer(StepTracer):
     def __init__(self, trial: NodeTrial, saved: SavedTensors | None, bar: tqdm) -> None:
         self._graph, self._module, self._device = graph, module, device = trial.graph, trial.module, trial.device
         units = {id(module.get_submodule(path)): path for path in graph.units}
-        super().__init__(units, owned_tensors(module, graph.glue_states), device)
+        called = {node.name for node in graph.nodes if node.kind == "call"}
+        away = {id(t) for path in called for t in tensors_of(module.get_submodule(path))}
+        super().__init__(units, owned_tensors(module, graph.glue_states), device, away)
         self._trial = trial
         self._calls: Counter[Hashable] = Counter()  # calls that have been measured in this run
         self._saved = saved
@@ -136,9 +138,7 @@ class _Timer(StepTracer):
 
     def visiting(self) -> AbstractContextManager[None]:
         """Move the tensors outside of called units to the device within this context."""
-        called = {node.name for node in self._graph.nodes if node.kind == "call"}
-        inside = {id(t) for path in called for t in tensors_of(self._module.get_submodule(path))}
-        return visiting([t for t in tensors_of(self._module) if id(t) not in inside], self._device)
+        return visiting([t for t in tensors_of(self._module) if id(t) not in self._away], self._device)
 
     def check_finished(self) -> None:
         """Check that the step did not end before its last node."""
@@ -162,7 +162,8 @@ class _Timer(StepTracer):
         tensors = tensor_arguments(args, kwargs)
         if not self._any_known(tensors) and not any(id(t) in self._owned for t in tensors):
             return func(*args, **kwargs)
-        return self._node(Operation("glue", function_name(func), func, args, kwargs, tensors))
+        with visiting([t for t in tensors if id(t) in self._away], self._device):
+            return self._node(Operation("glue", function_name(func), func, args, kwargs, tensors))
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         nodes, position = self._graph.nodes, self._position

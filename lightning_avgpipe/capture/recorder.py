@@ -106,7 +106,8 @@ class StepRecorder(StepTracer):
         ignore: Collection[nn.Module],
         batch: Sequence[Tensor],
     ) -> None:
-        super().__init__({}, owned_tensors(module, preview.glue_states), device)
+        in_units = {id(t) for path in units for t in tensors_of(module.get_submodule(path))}
+        super().__init__({}, owned_tensors(module, preview.glue_states), device, in_units)
         self.units = Units(module, units, ignore)
         self.draft = Draft(module, self.known, self._owned, preview.readers)
         position = self.draft.position
@@ -116,7 +117,6 @@ class StepRecorder(StepTracer):
         self.state = NamedState(module, self._owned, preview.glue_states, batch, device)
         self._buffers = {id(buffer): name for name, buffer in self.state.buffers.items()}
         self.buffers_read: dict[str, int] = {}
-        self._in_units = {id(t) for path in units for t in tensors_of(module.get_submodule(path))}
         self.calls = Calls(module, device, position)
         self.batch = BatchUse(device)
         self.hidden = HiddenTensors(module, self.draft, self.state, self.calls, preview.exports)
@@ -303,7 +303,7 @@ class StepRecorder(StepTracer):
 
     def _executed_glue(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[str]]:
         """Run a glue function; return its result and the names of the state that it changes."""
-        with self.state.visiting([t for t in tensors if id(t) in self._in_units]):
+        with self.state.visiting([t for t in tensors if id(t) in self._away]):
             if function_name(func) in HOOKING:
                 self._pin_hook(function_name(func), args[0])
             before = self.state.of_tensors(self.state.seen(tensors))
@@ -416,7 +416,7 @@ class StepRecorder(StepTracer):
 
     def visiting(self, module: nn.Module) -> AbstractContextManager[None]:
         """Move the module's tensors outside of units to the device within this context."""
-        return visiting([t for t in tensors_of(module) if id(t) not in self._in_units], self._place)
+        return visiting([t for t in tensors_of(module) if id(t) not in self._away], self._place)
 
     def finish(self, result: Any) -> None:
         """Note the result of the step, and what is known only when the step has ended."""

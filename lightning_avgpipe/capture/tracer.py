@@ -145,6 +145,7 @@ class StepTracer(TorchFunctionMode):
         units: ``id(module) -> path`` of the submodules that are never split.
         owned: ``id -> full name`` of the tensors whose use makes a node: parameters, and buffers that glue changes.
         place: device on which the step computes; None: where its parameters are.
+        away: ids of the tensors that come to this device only while something uses them.
 
     Attributes:
         known: tensors that came out of nodes, with their values.
@@ -153,9 +154,16 @@ class StepTracer(TorchFunctionMode):
 
     rehearses = False
 
-    def __init__(self, units: Mapping[int, str], owned: Mapping[int, str], place: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        units: Mapping[int, str],
+        owned: Mapping[int, str],
+        place: torch.device | None = None,
+        away: Container[int] = (),
+    ) -> None:
         super().__init__()
         self._place = place
+        self._away = away
         self._units = units
         self._owned = owned
         self._inside = False  # whether a unit or the work of a node is running, so that nothing is a node
@@ -235,6 +243,8 @@ class StepTracer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._inside or func in METADATA:
+            if self._place is not None and func in DEVICE_QUESTIONS and not self._inside and id(args[0]) in self._away:
+                return func(torch.empty(0, device=self._place))
             return func(*args, **(kwargs or {}))
         if func is _COALESCING and args[1:] == (args[0].is_coalesced(),):  # no change, but it would count as one
             return args[0]

@@ -93,6 +93,21 @@ def test_weights_of_other_schedules_and_policies_are_those_of_the_host(
     assert simulated(compared, MLP, {"num_microbatches": 4, **strategy}, {}, 8) == ([], [])
 
 
+class AsksWeights(MLP):
+    """Puts a table where a layer's weight is, and multiplies by that weight itself, outside of the layer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        linear = next(layer for layer in self.modules() if isinstance(layer, torch.nn.Linear))
+        table = torch.arange(linear.in_features, device=linear.weight.device)
+        return super().training_step(batch, batch_idx) + (linear.weight[:, table] @ linear.weight.T).square().mean()
+
+
+@pytest.mark.parametrize("costs", ["flops", "measured"])
+def test_weights_used_outside_of_their_layer_are_where_the_step_computes(simulated: Simulated, costs: str) -> None:
+    strategy = {"num_microbatches": 4, "costs": costs, "costs_cache": None}
+    assert simulated(compared, AsksWeights, strategy, {}) == ([], [])
+
+
 class Counting(MLP):
     """Changes an attribute in each step, so that its pipelines share a stream."""
 
