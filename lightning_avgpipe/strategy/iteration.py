@@ -144,18 +144,21 @@ class ClearingGradients(Observer):
     Args:
         module: module that is trained.
         stages: stages of the process.
-        clear: clears the gradients, and calls the hooks; what it does happens once.
+        clear: clears the gradients, and calls the hooks. It is called once.
     """
 
     def __init__(self, module: pl.LightningModule, stages: Sequence[int], clear: Callable[[], None]) -> None:
         self._module, self._before, self._clear = module, set(stages), clear
         self._ahead = False  # whether a stage has run a second forward before another one its first
+        self._is_cleared = False
 
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
         """Run an action, and clear the gradients before it if all stages have run a forward, or one begins backwards.
 
         The result of a forward travels first, since a hook may wait for other processes.
         """
+        if self._is_cleared:
+            return do()
         if not self._before or work.action.kind is not FORWARD:
             self.end()
         self._ahead |= bool(self._before) and work.stage not in self._before
@@ -169,8 +172,10 @@ class ClearingGradients(Observer):
         Raises:
             StepChangedError: a hook has changed weights or buffers that a stage has used for the next micro-batch.
         """
-        ahead, self._ahead = self._ahead, False
-        with host_lent(), Writes(self._module) if ahead else contextlib.nullcontext() as writes:
+        if self._is_cleared:
+            return
+        self._is_cleared = True
+        with host_lent(), Writes(self._module) if self._ahead else contextlib.nullcontext() as writes:
             self._clear()
         if writes is not None and writes.written:
             raise StepChangedError(
