@@ -148,7 +148,9 @@ def _trainer(folder: str, accelerator: str, **arguments: Any) -> Any:
 
 def state_of(module: pl.LightningModule, losses: Tensor) -> dict[str, Tensor]:
     """Losses, and all weights and buffers by name."""
-    tensors = {name: t.detach().to("cpu", copy=True) for name, t in module.state_dict().items() if isinstance(t, Tensor)}
+    tensors = {
+        name: t.detach().to("cpu", copy=True) for name, t in module.state_dict().items() if isinstance(t, Tensor)
+    }
     return {"loss": losses, **tensors}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from lightning_avgpipe.capture.flop_counter import Flops
 from lightning_avgpipe.capture.graph import FollowedCall
 from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer
 from lightning_avgpipe.errors import SeedingError
@@ -55,11 +57,13 @@ class _Call(NamedTuple):
         path: path of the module whose draws those of the call are.
         followed: position of the call in the graph, if it is followed.
         around: context that ends with the call.
+        flops: operations of the running unit before the call.
     """
 
     path: str
     followed: FollowedCall | None
     around: AbstractContextManager[Any]
+    flops: float = 0.0
 
 
 _NOTHING = contextlib.nullcontext()
@@ -88,6 +92,8 @@ class Calls(CallWatcher):
         unit: path of the running unit; None between units.
         seeding: paths of modules that seed torch's generators themselves while a unit runs.
         from_entropy: whether one of them may seed with an unpredictable number (``torch.seed``).
+        flops: counter of the running unit's operations.
+        inner_flops: operations of the modules within units, by path.
     """
 
     def __init__(self, module: nn.Module, device: torch.device | None, position: Callable[[], int]) -> None:
@@ -104,6 +110,8 @@ class Calls(CallWatcher):
         self.unit: str | None = None
         self.seeding: set[str] = set()
         self.from_entropy = False
+        self.flops = Flops()
+        self.inner_flops: dict[str, float] = defaultdict(float)
 
     def enter(self, module: nn.Module) -> bool:
         around: AbstractContextManager[Any] = _NOTHING
@@ -118,7 +126,8 @@ class Calls(CallWatcher):
         if path is not None:
             self.calls.append(path)
         # what the step makes draws for its caller
-        self._stack.append(_Call(self._stack[-1].path if path is None else path, followed, around))
+        flops = 0.0 if self.unit is None else self.flops.total
+        self._stack.append(_Call(self._stack[-1].path if path is None else path, followed, around, flops))
         return True
 
     def leave(self, module: nn.Module) -> None:
@@ -126,6 +135,8 @@ class Calls(CallWatcher):
         call = self._stack.pop()
         if call.followed is not None:
             self.ended.append(replace(call.followed, end=self._position()))
+        elif self.unit is not None:
+            self.inner_flops[call.path] += self.flops.total - call.flops
         call.around.__exit__(None, None, None)
 
     def observe(self) -> None:

@@ -35,6 +35,7 @@ def capture(
     units: Sequence[str],
     device: torch.device | None = None,
     ignore: Collection[nn.Module] = (),
+    changing: set[int] | None = None,
 ) -> CallGraph:
     """Record the call graph of ``run(*args)`` on the units of ``module``. The execution leaves no trace.
 
@@ -47,6 +48,8 @@ def capture(
             too.
         device: device to compute on; parameters that are elsewhere are moved there one unit at a time.
         ignore: modules that only observe.
+        changing: ids of objects that change while the step runs, as far as earlier captures have found out, so that
+            this one need not run twice; what it finds is added.
 
     Raises:
         SkippedStepError: the step returned None in training.
@@ -55,7 +58,8 @@ def capture(
     """
     if any(tensor.is_nested for tensor in tree.tensors(args)):
         raise CaptureError(f"the batch of {step} holds a nested tensor, which cannot be followed; {INSTEAD_OF_NESTED}")
-    preview = Preview()
+    changing = set() if changing is None else changing
+    preview = Preview(mutable=frozenset(changing))
     while True:
         batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
         make = partial(StepRecorder, module, units, device, preview, ignore)
@@ -68,6 +72,7 @@ def capture(
             before, preview = preview, recorder.preview
         # The first run may find out what must be known from the beginning, such as which buffers glue changes.
         if preview == before:
+            changing |= preview.mutable
             return graph
 
 
@@ -136,6 +141,7 @@ def _graph(
         generators=effects.generators.uses(),
         iterators=held_iterators,
         uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(calls.calls),
+        inner_flops=tuple(calls.inner_flops.items()),
         neighbours=tuple(neighbours(module, calls.calls, {name for n in draft.nodes for name in n.parameters})),
     )
 

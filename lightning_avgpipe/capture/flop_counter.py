@@ -13,6 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_avgpipe.utils import tree
 
+_ATEN = torch.ops.aten
+# Operations without products, which torch would take apart to look for some.
+_WITHOUT_PRODUCTS = (
+    _ATEN.native_batch_norm, _ATEN.cudnn_batch_norm, _ATEN._batch_norm_with_update, _ATEN.native_layer_norm,
+    _ATEN.native_group_norm,
+)  # fmt: skip
+
 
 class Flops(FlopCounterMode):
     """A counter for the operations of a unit as a whole.
@@ -25,6 +32,11 @@ class Flops(FlopCounterMode):
         super().__init__(display=False, custom_mapping=_others())
         self.mod_tracker = _NoModules()  # type: ignore[assignment]
 
+    @property
+    def total(self) -> float:
+        """The operations so far."""
+        return float(self.get_total_flops())
+
 
 class _NoModules(contextlib.nullcontext[None]):
     """A tracker of modules that tracks none."""
@@ -36,13 +48,15 @@ class _NoModules(contextlib.nullcontext[None]):
 
 
 def _others() -> dict[Any, Callable[..., int]]:
-    """Return counters for operations of imported libraries: the product with a matrix in 4 bits of bitsandbytes."""
+    """Return further counters; of imported libraries that of the product with a matrix in 4 bits of bitsandbytes."""
     product = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
 
     def count(left: Sequence[int], packed: Sequence[int], shape: Sequence[int], *_: Any, **__: Any) -> int:
         return 2 * math.prod(left) * shape[0]
 
-    return {} if product is None else {product: count}
+    names = [op for packet in _WITHOUT_PRODUCTS for op in (packet, *(getattr(packet, o) for o in packet.overloads()))]
+    counters: dict[Any, Callable[..., int]] = dict.fromkeys(names, lambda *_, **__: 0)
+    return counters if product is None else {**counters, product: count}
 
 
 def recurrent_flops(unit: nn.Module, result: Any) -> float:

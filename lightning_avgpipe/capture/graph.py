@@ -217,6 +217,7 @@ class CallGraph:
         uncalled: paths of the modules that the step did not call.
         neighbours: full names of uncalled modules and of their parameters, each with the path of a called neighbour;
             and of parameters in lists that no operation used, each with the name of a used one.
+        inner_flops: ``(path, operations)`` of the modules within units that were called.
     """
 
     step: str
@@ -250,6 +251,7 @@ class CallGraph:
     iterators: tuple[tuple[str, str], ...] = ()
     uncalled: frozenset[str] = frozenset()
     neighbours: tuple[tuple[str, str], ...] = ()
+    inner_flops: tuple[tuple[str, float], ...] = ()
 
     @cached_property
     def changed(self) -> frozenset[str]:

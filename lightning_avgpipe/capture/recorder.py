@@ -14,7 +14,7 @@ from lightning_avgpipe.capture.batch_use import BatchUse
 from lightning_avgpipe.capture.calls import Calls
 from lightning_avgpipe.capture.draft import ANYWHERE, Draft
 from lightning_avgpipe.capture.effects import Effects
-from lightning_avgpipe.capture.flop_counter import Flops, recurrent_flops
+from lightning_avgpipe.capture.flop_counter import recurrent_flops
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.hidden import HiddenTensors
 from lightning_avgpipe.capture.named_state import NamedState, StateCopies
@@ -212,12 +212,11 @@ class StepRecorder(StepTracer):
         self.state.changes.begin()
         provenance = self.hidden.provenance.at(self.draft.position(), args, kwargs)
         seeding = nullcontext() if unit is None else watch.within(unit)
-        with self.effects.objects.elsewhere() as objects_changed, provenance, seeding, Flops() as counter:
+        with self.effects.objects.elsewhere() as objects_changed, provenance, seeding, watch.flops:
             result = run(*args, **kwargs)
         changes, draws = self.state.changed(before), random_before != watch.generator_states()
         draws |= unit is not None and any(is_within(path, unit) for path in watch.seeding)
-        flops = float(counter.get_total_flops())
-        return result, _UnitEffects(changes, draws, tuple(watch.calls[calls:]), objects_changed, flops)
+        return result, _UnitEffects(changes, draws, tuple(watch.calls[calls:]), objects_changed, watch.flops.total)
 
     def on_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         draft = self.draft

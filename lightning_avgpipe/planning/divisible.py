@@ -45,6 +45,7 @@ class Divisible:
     device: torch.device | None = None
     observers: Collection[nn.Module] = ()
     _seeding: set[str] = field(default_factory=set, init=False, compare=False)  # modules that must be units
+    _changing: set[int] = field(default_factory=set, init=False, compare=False)  # ids of objects that steps change
 
     @property
     def place(self) -> torch.device:
@@ -65,7 +66,7 @@ class Divisible:
         units = self.units() if units is None else units
         while True:
             try:
-                return capture(*step, self.module, units, self.device, self.observers)
+                return capture(*step, self.module, units, self.device, self.observers, self._changing)
             except SeedingError as error:
                 if not error.module or error.module in self._seeding:
                     raise

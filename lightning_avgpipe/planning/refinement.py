@@ -21,6 +21,7 @@ from lightning_avgpipe.capture.graph import CallGraph, FollowedCall
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.plan import Plan
+from lightning_avgpipe.utils.names import is_within
 
 # Refining ends when the slowest stage is within this share of a perfect balance ...
 _BALANCED = 1.03
@@ -89,8 +90,9 @@ class Refinement:
                     assert failure is not None
                     raise failure
                 return best
-            finer = self._subject.capture(self._step, self._subject.refine(graph.units, heavy))
-            if found := (finer.number_readers & set(heavy)) - tried:
+            units, opened = self._opened(graph, costs, heavy)
+            finer = self._subject.capture(self._step, units)
+            if found := (finer.number_readers & opened) - tried:
                 tried |= found
                 self.spared |= found
                 continue
@@ -107,12 +109,42 @@ class Refinement:
             self.spared.clear()
         return heavy
 
+    def _opened(self, graph: CallGraph, costs: Costs, chosen: Sequence[str]) -> tuple[tuple[str, ...], set[str]]:
+        """Return the units with the chosen ones opened, and all that was opened.
+
+        What lies in a chosen unit, by its share of the unit's operations, is opened at once where it alone exceeds a
+        balanced stage, since it would be opened in the end.
+        """
+        weights, whole, flops = (
+            _sums(graph, costs.node),
+            _sums(graph, [node.flops for node in graph.nodes]),
+            dict(graph.inner_flops),
+        )
+        per_flop = {unit: weights[unit] / whole[unit] for unit in chosen if whole.get(unit)}
+        units, opened, heavy = graph.units, set[str](), list(chosen)
+        limit = _BALANCED * sum(costs.node) / self._num_stages
+        while heavy:
+            opened.update(heavy)
+            units, before = self._subject.refine(units, heavy), set(units)
+            heavy = []
+            for path in set(units).difference(before, self.spared):
+                above = next((unit for unit in per_flop if is_within(path, unit)), None)
+                if above is not None and flops.get(path, 0.0) * per_flop[above] > limit and self._subject.opens(path):
+                    heavy.append(path)
+        return units, opened
+
     def _heavy_units(self, graph: CallGraph, costs: Costs, limit: float) -> list[str]:
-        weights: dict[str, float] = {}
-        for node, cost in zip(graph.nodes, costs.node, strict=True):
-            if node.kind == "call":
-                weights[node.name] = weights.get(node.name, 0.0) + cost
+        weights = _sums(graph, costs.node)
         return [unit for unit, weight in weights.items() if weight >= limit and self._subject.opens(unit)]
+
+
+def _sums(graph: CallGraph, numbers: Sequence[float]) -> dict[str, float]:
+    """Return the sum of numbers of nodes over all calls of each unit."""
+    sums: dict[str, float] = {}
+    for node, number in zip(graph.nodes, numbers, strict=True):
+        if node.kind == "call":
+            sums[node.name] = sums.get(node.name, 0.0) + number
+    return sums
 
 
 def _attempt(
