@@ -288,6 +288,16 @@ def test_a_trainer_is_measured_beside_ddp_and_the_simulator(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_a_divided_model_trains_on_one_device_as_an_undivided_one(tmp_path: Path) -> None:
+    run(tmp_path, ROOT / "benchmarks" / "one_device.py", "--quick", "--json", tmp_path / "o.json")
+    found = json.loads((tmp_path / "o.json").read_text())["tiny"]
+    assert [*found] == ["Lightning", "1 stage", "4 stages", "4, 1f1b"]
+    for ((total_s, host_s, is_equal),) in found.values():
+        assert total_s >= host_s > 0
+        assert is_equal
+
+
+@pytest.mark.slow
 def test_a_llama_is_tuned_alike_by_ddp_fsdp_and_stages(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     arguments = ["--quick", "--links", "0", "--rounds", "1", "--steps", "1", "--json", tmp_path / "f.json"]

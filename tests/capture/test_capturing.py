@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import CaptureError, PartitionError
-from lightning_avgpipe.planning.divisible import Divisible
+from lightning_avgpipe.planning.divisible import Divisible, Step
 
 
 class Two(nn.Module):
@@ -259,3 +260,25 @@ def test_a_step_is_followed_to_its_end_when_another_is_followed_within_it() -> N
         return outer.b(h).sum()
 
     assert names(graph_of(outer, step, torch.randn(3, 4))) == ["a", "b", "sum"]
+
+
+def test_a_later_capture_watches_from_the_beginning_what_an_earlier_one_saw_change() -> None:
+    module, runs = Two(), list[int]()
+    module.config = SimpleNamespace(kind=None)
+
+    def step(x: Tensor) -> Tensor:
+        runs.append(len(runs))
+        module.config.kind = module.config.kind or "regression"
+        return module.b(module.a(x)).sum()
+
+    subject, of_step = Divisible(module), Step("step", step, (torch.randn(3, 4),))
+    first, before = subject.capture(of_step), len(runs)
+    again = subject.capture(of_step)
+    assert (again.nodes, again.holders, again.reads) == (first.nodes, first.holders, first.reads)
+    assert 0 < len(runs) - before < before
+
+
+def test_operations_of_modules_within_units_are_counted() -> None:
+    module = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), nn.Linear(8, 4))
+    graph = graph_of(module, lambda x: module(x).sum(), torch.randn(3, 4), units=["0", "1"])
+    assert dict(graph.inner_flops) == {"0.0": 2 * 3 * 4 * 8, "0.1": 0}

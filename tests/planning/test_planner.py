@@ -87,6 +87,30 @@ def test_units_that_measure_heavy_are_opened(recorded: Recorder) -> None:
     assert plan.measured
 
 
+def test_what_exceeds_a_stage_is_opened_together_with_what_lies_in_it() -> None:
+    runs: list[Any] = []
+
+    class Nested(nn.Module):
+        """A module in a module in a module, each of which is nearly all of the one above."""
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.norm = inner, nn.LayerNorm(8)
+
+        def forward(self, x: Any) -> Any:
+            return self.norm(self.inner(x))
+
+    module = Nested(Nested(Nested(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))))
+
+    def step(x: Any) -> Any:
+        runs.append(x)
+        return module(x).sum()
+
+    plan = Planner(Divisible(module), 4).plan(Step("training_step", step, (torch.randn(2, 8),)))
+    assert [stage.units[0] for stage in plan.stages] == [f"inner.inner.inner.{i}" for i in range(4)]
+    assert len(runs) == 2
+
+
 def test_units_next_to_a_cut_are_opened_for_a_finer_balance(recorded: Recorder) -> None:
     recorded(lambda name: 0.25 if ".parts." in name else 1.0)
     plan = planned(Net(9), 2)
