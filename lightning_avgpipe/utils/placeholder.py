@@ -6,6 +6,7 @@ import contextlib
 import io
 import pickle
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_avgpipe.errors import AbsentValueError
 from lightning_avgpipe.utils import tree
@@ -215,6 +217,10 @@ class Constant:
 class _HidingPickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         return TensorMeta.of(obj) if isinstance(obj, Tensor) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        # a hook stays where its tensor is: its handle removes nothing elsewhere
+        return (RemovableHandle, (OrderedDict(),)) if isinstance(obj, RemovableHandle) else NotImplemented
 
 
 class _HidingUnpickler(pickle.Unpickler):
