@@ -90,7 +90,8 @@ class Holdings:
         """
         named = (self._module.named_parameters, self._module.named_buffers)
         gone = self._owners.keys() - {name for of in named for name, _ in of(remove_duplicate=False)}
-        if gone:
+        self._owners = {name: ranks for name, ranks in self._owners.items() if name not in gone}
+        if gone and self._cluster.world.world_size > 1:
             raise ConfigurationError(
                 f"{listed(sorted(map(repr, gone)))} of the module existed when its stages were made, and does no "
                 "longer: a hook has replaced a submodule, or has pruned or parametrized it. With several processes do "

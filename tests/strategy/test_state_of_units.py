@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -142,3 +143,17 @@ def test_a_submodule_that_a_hook_replaces_is_named(tmp_path: Path) -> None:
     outcomes = processes.run(2, fitted, Replaces, 2, folder=tmp_path)
     said = "".join(outcome.error or "" for outcome in outcomes)
     assert "'a.weight' of the module existed when its stages were made" in said
+
+
+class Prunes(Replaces):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch:
+            prune.l1_unstructured(self.a, "weight", amount=0.5)
+
+
+def test_a_hook_may_prune_a_submodule_in_one_process() -> None:
+    module, strategy = Prunes(), AvgPipeStrategy(num_stages=2, num_microbatches=2, costs_cache=None)
+    trainer(strategy=strategy, max_epochs=2).fit(module, DataLoader(batches(), batch_size=None))  # type: ignore
+    state = module.state_dict()
+    assert {"a.weight_orig", "a.weight_mask"} <= state.keys() and "a.weight" not in state
+    assert int(state["a.weight_mask"].sum()) == state["a.weight_mask"].numel() // 2
