@@ -135,7 +135,7 @@ class Calls(CallWatcher):
         call = self._stack.pop()
         if call.followed is not None:
             self.ended.append(replace(call.followed, end=self._position()))
-        elif self.unit is not None:
+        elif self.unit is not None and id(module) in self._paths:  # others count within the call that made them
             self.inner_flops[call.path] += self.flops.total - call.flops
         call.around.__exit__(None, None, None)
 

@@ -49,7 +49,7 @@ def capture(
         device: device to compute on; parameters that are elsewhere are moved there one unit at a time.
         ignore: modules that only observe.
         changing: ids of objects that change while the step runs, as far as earlier captures have found out, so that
-            this one need not run twice; what it finds is added.
+            this one need not run twice; what it finds is added. Objects are only watched for it.
 
     Raises:
         SkippedStepError: the step returned None in training.

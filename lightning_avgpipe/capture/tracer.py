@@ -243,8 +243,8 @@ class StepTracer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._inside or func in METADATA:
-            if self._place is not None and func in DEVICE_QUESTIONS and not self._inside and id(args[0]) in self._away:
-                return func(torch.empty(0, device=self._place))
+            if not self._inside and self._place is not None and func in DEVICE_QUESTIONS and id(args[0]) in self._away:
+                args = (torch.empty(0, device=self._place),)  # where the step would find the tensor
             return func(*args, **(kwargs or {}))
         if func is _COALESCING and args[1:] == (args[0].is_coalesced(),):  # no change, but it would count as one
             return args[0]

@@ -115,12 +115,9 @@ class Refinement:
         What lies in a chosen unit, by its share of the unit's operations, is opened at once where it alone exceeds a
         balanced stage, since it would be opened in the end.
         """
-        weights, whole, flops = (
-            _sums(graph, costs.node),
-            _sums(graph, [node.flops for node in graph.nodes]),
-            dict(graph.inner_flops),
-        )
+        weights, whole = _sums(graph, costs.node), _sums(graph, [node.flops for node in graph.nodes])
         per_flop = {unit: weights[unit] / whole[unit] for unit in chosen if whole.get(unit)}
+        flops = dict(graph.inner_flops)
         units, opened, heavy = graph.units, set[str](), list(chosen)
         limit = _BALANCED * sum(costs.node) / self._num_stages
         while heavy:

@@ -90,13 +90,13 @@ class Holdings:
         """
         named = (self._module.named_parameters, self._module.named_buffers)
         gone = self._owners.keys() - {name for of in named for name, _ in of(remove_duplicate=False)}
-        self._owners = {name: ranks for name, ranks in self._owners.items() if name not in gone}
         if gone and self._cluster.world.world_size > 1:
             raise ConfigurationError(
                 f"{listed(sorted(map(repr, gone)))} of the module existed when its stages were made, and does no "
                 "longer: a hook has replaced a submodule, or has pruned or parametrized it. With several processes do "
                 "so before training, and go on from a checkpoint, or use one process (devices=1)"
             )
+        self._owners = {name: ranks for name, ranks in self._owners.items() if name not in gone}
         own = {
             name: (buffer.shape, buffer.dtype, name in self._module.state_dict())
             for name, buffer in self._module.named_buffers() if name not in self._owners and not buffer.is_meta

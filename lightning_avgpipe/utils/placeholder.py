@@ -219,7 +219,7 @@ class _HidingPickler(pickle.Pickler):
         return TensorMeta.of(obj) if isinstance(obj, Tensor) else None
 
     def reducer_override(self, obj: Any) -> Any:
-        # a hook stays where its tensor is: its handle removes nothing elsewhere
+        # a hook stays where its tensor is: its handle removes nothing elsewhere (and holds no plain dict)
         return (RemovableHandle, (OrderedDict(),)) if isinstance(obj, RemovableHandle) else NotImplemented
 
 

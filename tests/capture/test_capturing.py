@@ -282,3 +282,13 @@ def test_operations_of_modules_within_units_are_counted() -> None:
     module = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), nn.Linear(8, 4))
     graph = graph_of(module, lambda x: module(x).sum(), torch.randn(3, 4), units=["0", "1"])
     assert dict(graph.inner_flops) == {"0.0": 2 * 3 * 4 * 8, "0.1": 0}
+
+
+def test_operations_of_a_module_that_the_step_makes_count_once_in_the_one_that_makes_it() -> None:
+    class Makes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.Linear(4, 8, device=x.device)(x)
+
+    module = nn.Sequential(nn.Sequential(Makes(), nn.Linear(8, 4)))
+    graph = graph_of(module, lambda x: module(x).sum(), torch.randn(3, 4), units=["0"])
+    assert dict(graph.inner_flops) == {"0.0": 2 * 3 * 4 * 8, "0.1": 2 * 3 * 8 * 4}
