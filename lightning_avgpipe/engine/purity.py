@@ -5,9 +5,9 @@ micro-batches. One that counts, steps a scheduler, reads a clock or writes a fil
 can be complete, only what is known to have none is allowed.
 
 While the step is followed once, each function that runs outside of units is checked: none of its instructions may store
-into an object or a global variable, and it may call only those C functions that read their arguments. The code of a
-model from an installed library is trusted, since its changes of modules and objects were seen when the step was
-captured.
+into an object or a global variable, and it may call only those C functions that read their arguments. So are hooks on
+gradients, which run between micro-batches, and may change what the step reads of the next one. The code of a model from
+an installed library is trusted, since its changes of modules and objects were seen when the step was captured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from lightning_avgpipe.utils.lightning import LIGHTNING
+from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS, untraced
 
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _LIBRARIES = (*_INSTALLED, sysconfig.get_path("stdlib") + os.sep)
@@ -95,6 +96,7 @@ class Purity:
 
     def __init__(self, within: Callable[[], bool], module: nn.Module) -> None:
         self.why_not: str | None = "nothing of the step was seen"
+        self._module = module
         self._classes = list(dict.fromkeys(map(type, module.modules())))
         self._known: set[types.CodeType] = set()
         self._within = within
@@ -114,6 +116,9 @@ class Purity:
         if self._looks:
             sys.setprofile(None)
         self._step = None
+        for hook in _gradient_hooks(self._module) if self.why_not is None else ():
+            if not hook.__code__.co_filename.startswith(_OF_OTHERS):
+                self.why_not = self.why_not or self._stores(hook.__code__, hook.__globals__)
 
     def _look(self, frame: types.FrameType, event: str, function: Any) -> None:
         if self._ended or self._within():
@@ -163,6 +168,19 @@ class Purity:
                 return now.f_code.co_filename.startswith(_INSTALLED)
             now = now.f_back
         return False
+
+
+def _gradient_hooks(module: nn.Module) -> Iterator[types.FunctionType]:
+    """Yield the functions that are called with gradients of modules' outputs and of parameters."""
+    with untraced():
+        registries = [getattr(p, name, None) for p in module.parameters() for name in GRADIENT_HOOKS]
+    for inner in module.modules():
+        registries += inner._backward_hooks, inner._backward_pre_hooks
+    for hook in (hook for registry in registries for hook in (registry or {}).values()):
+        while isinstance(hook, functools.partial):
+            hook = hook.func
+        function = getattr(hook, "__func__", hook)
+        yield function if isinstance(function, types.FunctionType) else type(hook).__call__
 
 
 def _origin(frame: types.FrameType) -> str:

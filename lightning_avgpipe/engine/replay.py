@@ -43,7 +43,7 @@ from lightning_avgpipe.engine.part import (
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.engine.stage_values import Answers, StageValues, modes_of
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
-from lightning_avgpipe.state.objects import ObjectState, put_state, state_of
+from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
@@ -150,7 +150,7 @@ class _Replayer(StepTracer):
         self._end: _StageEnd | None = None  # the exception that has ended the step on this stage
         self._observed: list[Tensor] = []  # tensors that the last stage will observe
         self._runs_everywhere = False  # whether a unit that depends on the batch alone is running
-        self._held: list[tuple[Any, ObjectState]] = []  # lasting objects as they were where the stage left the step
+        self._held = Snapshot(())  # lasting objects as they were where the stage left the step
         self.values = StageValues(part, context, values, self.known)
 
     @property
@@ -388,9 +388,7 @@ class _Replayer(StepTracer):
         """Clean up after the step; the exception that ended it holds its frames and thereby all activations."""
         self.values.restore()
         self._end = None
-        for obj, state in self._held:
-            if not state.is_same(state_of(obj)):
-                put_state(obj, state)
+        self._held.restore()
 
     def sent(self) -> tuple[Tensor, ...]:
         """Return the tensors for ``program.sends``, or those of a detour."""
@@ -427,7 +425,8 @@ class _Replayer(StepTracer):
             raise self._changed(None, program.graph.nodes[position])
 
     def _ended(self) -> _StageEnd:
-        self._held = [] if self._unforeseen is None else self._unforeseen.held()
+        if self._unforeseen is not None:
+            self._held = self._unforeseen.held()
         self._end = _StageEnd()
         return self._end
 

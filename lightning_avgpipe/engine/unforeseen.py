@@ -32,7 +32,7 @@ from lightning_avgpipe.engine.late_effects import LateAssignments, SharedObjects
 from lightning_avgpipe.engine.tensor_use import places
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.state.objects import ObjectState, Variable, is_generator, state_of
+from lightning_avgpipe.state.objects import Variable, is_generator
 from lightning_avgpipe.state.outside import outside, variable
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
@@ -164,12 +164,12 @@ class Unforeseen:
             self._shared.begin()  # what code before this stage's part has changed, every stage has
         return self._generators.node(operation, node)
 
-    def held(self) -> list[tuple[Any, ObjectState]]:
-        """Return the objects that code between units changes, without those inside of them, and their contents.
+    def held(self) -> Snapshot:
+        """Return a snapshot of the objects that code between units changes.
 
         When a stage leaves the step, ``finally`` and the like still run and may change these objects again.
         """
-        return [(obj, state_of(obj)) for holder in self._holders for obj in holder.state().values()]
+        return Snapshot(self._holders, opaque=True)
 
     def _iterators(self) -> Iterators | None:
         held = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pickle
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import StepChangedError
-from lightning_avgpipe.state.objects import Variable
+from lightning_avgpipe.state.objects import OF_EVERY_MODULE, Variable, same_items
 from lightning_avgpipe.state.outside import outside
 from lightning_avgpipe.state.parcel import Packer, Parcel
 from lightning_avgpipe.state.snapshot import Snapshot, assign, leading
@@ -25,10 +25,11 @@ from lightning_avgpipe.state.writes import Writes
 from lightning_avgpipe.strategy.metric_objects import metrics_of
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import is_overridden, pl
-from lightning_avgpipe.utils.names import joined, listed
+from lightning_avgpipe.utils.names import is_within, joined, listed
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.tensors import is_strided, tensor_bytes
+from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
 
 # Hooks of the LightningModule that look at what a step returned or collected, which only the last stage has.
 _HOOKS = tuple(
@@ -38,6 +39,8 @@ LARGEST = 2**20  # most bytes that are sent of an attribute that a step reads on
 _LARGE = 2**16  # most bytes that are sent of any other attribute, which may grow with every batch
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule())) - {"training"}
 _MISSING = object()
+# The registries of hooks that a module's forward and backward call.
+_CALLED = sorted(name for name in OF_EVERY_MODULE if name.startswith(("_forward_", "_backward_")))
 
 Key = tuple[str, str]  # path of a module, name of the attribute or buffer
 Packed = tuple[bytes, list[Tensor], list[bool]]  # a pickled value, its tensors, and whether each was on the host
@@ -91,11 +94,15 @@ class _Hooks:
     def _lead(self, name: str, hook: Callable[[], Any]) -> Any:
         """Run a hook, and tell the other processes what it has changed."""
         before, optimization = _Attributes(self._modules), _optimization(self._trainer)
+        consisted = _structure(self._modules)
         absent = [(full, p) for full, p in self._module.named_parameters() if p.is_meta]
         with Writes(self._module) as writes:
             result = hook()
         written = writes.written.union(full for full, p in absent if not p.is_meta)
         _check_writes(name, written & self._kept_elsewhere())
+        consists = _structure(self._modules)
+        changed = (part for part, of in consisted.items() if not same_items(of, consists.get(part)))
+        _check_structure(name, [part for part in changed if self._is_elsewhere(part)])
         news = before.news(name, self._needed_elsewhere(), writes.written)
         after = _optimization(self._trainer)
         stops = self._trainer.should_stop
@@ -107,6 +114,13 @@ class _Hooks:
         holdings = self._deployment.holdings
         owned = (name.rpartition(".") for name in filter(holdings.answered_elsewhere, holdings.answers))
         return self._deployment.pipeline.read_elsewhere() | {(path, name) for path, _, name in owned}
+
+    def _is_elsewhere(self, name: str) -> bool:
+        """Return whether other processes use a module, or a parameter, or something within it or around it."""
+        plan, ranks, here = self._deployment.plan, self._cluster.stage_map.ranks, (self._cluster.rank,)
+        assert plan is not None
+        used = (stages for part, stages in plan.stages_of.items() if is_within(part, name) or is_within(name, part))
+        return any(ranks(stage) != here for stages in used for stage in stages)
 
     def _kept_elsewhere(self) -> frozenset[str]:
         """Return the full names of parameters that other processes hold, and of buffers that their steps change."""
@@ -173,6 +187,42 @@ def _check_writes(hook: str, lost: Collection[str]) -> None:
         "processes hold, so that it would not change there. Change weights, and buffers that a step changes, in a "
         "hook that every process runs: on_train_batch_start, on_before_zero_grad, or one of a Callback"
     )
+
+
+def _structure(modules: Mapping[str, nn.Module]) -> dict[str, list[Any]]:
+    """Return what training depends on besides values, by full name of a module or parameter.
+
+    That is the object of this name, and what is called in the place of a module's forward, before and after it, and
+    with gradients.
+    """
+    found: dict[str, list[Any]] = {path: [] for path in modules}
+    for path, module in modules.items():
+        own = vars(module)
+        found[path] += own.get("forward"), *(hook for name in _CALLED for hook in own[name].values())
+        for name, child in module._modules.items():
+            found.setdefault(joined(path, name), []).append(child)
+        for name, parameter in module._parameters.items():
+            of = (getattr(parameter, hooks, None) or {} for hooks in GRADIENT_HOOKS)
+            found[joined(path, name)] = [parameter, *(hook for registry in of for hook in registry.values())]
+    return found
+
+
+def _check_structure(hook: str, lost: Sequence[str]) -> None:
+    """Check that a hook has replaced no modules or parameters, and registered no hooks, on rank 0 alone.
+
+    Args:
+        hook: name of the hook.
+        lost: full names of changed modules and parameters that other processes use.
+    Raises:
+        StepChangedError: there are such names.
+    """
+    if lost:
+        names = [repr(name) if name else "the LightningModule" for name in sorted(lost)]
+        raise StepChangedError(
+            f"{hook}() runs on rank 0 only and replaces, or puts a hook or another forward on, {listed(names)}, which "
+            "other processes use, and where it would stay as it was. Do so in a hook that every process runs: "
+            "on_train_batch_start, on_train_epoch_start, or one of a Callback"
+        )
 
 
 class _Gone:

@@ -276,6 +276,23 @@ class Branches(Logged):
         self.count += 1
 
 
+class Listens(Logged):
+    """A hook on gradients notes what the step reads from the third batch on."""
+
+    norm = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        next(self.parameters()).register_hook(self.note)
+
+    def note(self, gradient: Tensor) -> None:
+        self.norm = gradient.norm().item()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * self.norm if batch_idx > 1 else loss
+
+
 class Freezes(Logged):
     """A mode that the step sets from the third batch on, for a while."""
 
@@ -298,7 +315,7 @@ def test_a_mode_that_a_step_begins_to_set_late_ends_training() -> None:
         trained(Freezes())
 
 
-@pytest.mark.parametrize("model", [Clocks, Appends, Assigns, Branches, Decides])
+@pytest.mark.parametrize("model", [Clocks, Appends, Assigns, Branches, Listens, Decides])
 def test_what_leaves_something_behind_or_decides_runs_for_every_micro_batch(
     model: Any, followed: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:

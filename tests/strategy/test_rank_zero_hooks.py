@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_avgpipe import AvgPipeStrategy
 from tests import processes
@@ -144,6 +144,40 @@ def test_weights_that_a_hook_of_every_process_changes_are_right(tmp_path: Path) 
     expected = fitted(0, ClippedEverywhere, 1, 1)
     for state in processes.results(processes.run(2, fitted, ClippedEverywhere, 2, folder=tmp_path)):
         assert [name for name, tensor in state.items() if not torch.equal(tensor, expected[name])] == []
+
+
+class Rebuilds(Layers):
+    """A hook of rank 0 changes the first layer, which another process has, otherwise than by a value."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.through(batch[0]) - batch[1]).square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        self.a = nn.Linear(8, 8)
+
+
+class Hooks(Rebuilds):
+    def rebuild(self) -> None:
+        self.a.weight.register_hook(lambda gradient: gradient * 0.1)
+
+
+class Bypasses(Rebuilds):
+    def rebuild(self) -> None:
+        self.a.forward = lambda x: x  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "what"), [(Rebuilds, "a"), (Hooks, "a.weight"), (Bypasses, "a")])
+def test_a_module_of_another_process_that_a_hook_of_rank_0_rebuilds_is_an_error(
+    make: Any, what: str, tmp_path: Path
+) -> None:
+    outcomes = processes.run(2, fitted, make, 2, folder=tmp_path)
+    assert all(outcome.error for outcome in outcomes)
+    expected = f"on_train_epoch_end() runs on rank 0 only and replaces, or puts a hook or another forward on, '{what}'"
+    assert expected in (outcomes[0].error or "")
 
 
 class CallsOtherHooks(Layers):
