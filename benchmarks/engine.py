@@ -47,13 +47,7 @@ from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.planning import cut_at
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
-from lightning_avgpipe.schedule import (
-    StageCosts,
-    build,
-    first_advance,
-    simulate,
-    uneven_steps,
-)
+from lightning_avgpipe.schedule import StageCosts, build, first_advance, simulate, uneven_steps
 
 NUM_STAGES = 2
 ROUNDS, REPLAY_ROUNDS = 7, 30  # of all sides in two processes, and in one
