@@ -10,7 +10,6 @@ as the mean over an iteration of 8, of which one is followed and 7 are repeated;
 units compiled, where a C++ compiler works for minutes first.
 
     python benchmarks/engine.py                          # two to four minutes on two cores; limited links need root
-    python benchmarks/engine.py --json engine.json
     python benchmarks/engine.py --parts replay
 
 All sides take turns in the same processes, round by round, and a ratio is the median of the ratios of the rounds: what
@@ -19,9 +18,6 @@ disturbs the machine for longer than a round disturbs all sides alike. One threa
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import sys
 import time
@@ -34,47 +30,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import network
-from benchmarks.harness import TIMEOUT, add_options, connected, in_turns, launch, loaded, write
+from benchmarks.harness import connected, in_turns, launch, parser, table, write
 from benchmarks.models import SIZES, HandWritten, LanguageModel, Size, begin, by_hand, example, loss_of, make_model
+from benchmarks.one_pipeline import STEP, OnePipeline, TorchPipeline
 from benchmarks.partition import leaves
+from benchmarks.stages_alone import StagesAlone, thread_seconds
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.tracer import intercepting, uncompiled
-from lightning_avgpipe.comm.cluster import Cluster, Process
-from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.process_groups import ProcessGroups
-from lightning_avgpipe.comm.topology import StageMap
+from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.execution import Compiler, Execution
 from lightning_avgpipe.engine.microbatch import split
-from lightning_avgpipe.engine.pipeline import run_together
-from lightning_avgpipe.engine.stage import Stage
-from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import cut_at
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
-from lightning_avgpipe.planning.program import stage_programs
-from lightning_avgpipe.schedule import (
-    BACKWARD,
-    FORWARD,
-    Action,
-    Schedule,
-    StageCosts,
-    build,
-    first_advance,
-    simulate,
-    uneven_steps,
-)
-from lightning_avgpipe.utils.random_streams import RandomKey
-from lightning_avgpipe.weights.tied import TiedParameters
+from lightning_avgpipe.schedule import StageCosts, build, first_advance, simulate, uneven_steps
 
 NUM_STAGES = 2
-STEP = "training_step"
+ROUNDS, REPLAY_ROUNDS = 7, 30  # of all sides in two processes, and in one
+MEGABITS = 100  # per second, of the limited links
 PARTS = ["replay", "compiled", "free", "limited"]  # two in one process; in two on free links, and on limited ones
-_DEFAULT = ["replay", "free", "limited"]
 _PROBES = 7
 _CLOSE = 1e-4  # relative; losses of two engines that add in another order
 
@@ -92,38 +70,23 @@ def replay_overhead(
         compiled: whether units are compiled.
     """
     model, batch = make_model(size), example(size, 1)
-    first, last = replaying(model, batch, f"blocks.{size.layers // 2}", fine, compiled)
-    several = range(num_microbatches)
-    task = Task(
-        lambda i, *args: model.training_step(*args), [(batch, 0) for _ in several], lambda i, loss: loss,
-        around=lambda i: nullcontext(),
-    )  # fmt: skip
+    alone = replaying(model, batch, f"blocks.{size.layers // 2}", fine, compiled, num_microbatches)
     with intercepting(), nullcontext() if compiled else uncompiled():  # as an iteration does
-        received = [first.perform(Action(FORWARD, i), task, None) for i in several]
-        first.clear()
-        assert received[0] is not None
-        hidden = received[0].tensors[0]
-        assert hidden is not None
+        alone.forward()
+        hidden = alone.hidden(1)
         gradient = torch.randn_like(hidden)
-        gradients = [Message(i, (gradient,)) for i in several]
-
-        def replay(stage: Stage, values: Sequence[Message | None], gradients: Sequence[Message | None]) -> None:
-            stage.begin(())
-            for i in several:
-                stage.perform(Action(FORWARD, i), task, values[i])
-                stage.perform(Action(BACKWARD, i), task, gradients[i])
-            stage.clear()
-
-        nothing = [None for _ in several]
-        sides = (
-            (partial(replay, first, nothing, gradients), HandWritten(by_hand(model, 0), False), batch[0], gradient),
-            (partial(replay, last, received, nothing), HandWritten(by_hand(model, 1), True), hidden, batch[1]),
-        )
-        return [
-            {"stage": stage, **compared(model, ours, partial(repeated, written, x, y, num_microbatches), rounds,
-                                        num_microbatches)}
-            for stage, (ours, written, x, y) in enumerate(sides)
-        ]  # fmt: skip
+        rows = []
+        for stage, given, other, sent in ((0, batch[0], gradient, gradient), (1, hidden, batch[1], None)):
+            written = HandWritten(by_hand(model, stage), stage == 1)
+            sides: dict[str, Callable[[], None]] = {
+                "replayed": partial(alone.iterate, stage, sent),
+                "written": partial(repeated, written, given, other, num_microbatches),
+            }
+            seconds = thread_seconds(model, sides, rounds, warming=2)
+            ratios = (a / b for a, b in zip(seconds["replayed"], seconds["written"], strict=True))
+            medians = {f"{side}_s": statistics.median(seconds[side]) / num_microbatches for side in sides}
+            rows.append({"stage": stage, **medians, "overhead": statistics.median(ratios) - 1})
+        return rows
 
 
 def repeated(written: HandWritten, given: Tensor, other: Tensor, times: int) -> None:
@@ -133,8 +96,9 @@ def repeated(written: HandWritten, given: Tensor, other: Tensor, times: int) -> 
 
 
 def replaying(
-    model: LanguageModel, batch: tuple[Tensor, Tensor], split_point: str, fine: bool, compiled: bool
-) -> tuple[Stage, Stage]:
+    model: LanguageModel, batch: tuple[Tensor, Tensor], split_point: str, fine: bool, compiled: bool,
+    num_microbatches: int,
+) -> StagesAlone:  # fmt: skip
     """Both stages of the model, in this process."""
     units = leaves(model)
     graph = capture(STEP, model.training_step, (batch, 0), model, units)
@@ -144,85 +108,11 @@ def replaying(
             Step(STEP, model.training_step, (batch, 0)), units
         )
         graph, cut = plan.graph, plan.cuts
-    device = torch.device("cpu")
-    process = Process(0, device, TIMEOUT.total_seconds(), ProcessGroups(0, device, TIMEOUT))
-    cluster = Cluster(StageMap(NUM_STAGES), process)
     execution = Execution(compiler=Compiler({}) if compiled else None)
-    first, last = (
-        Stage(program, model, cluster.device, TiedParameters(model, cluster, {}), execution)
-        for program in stage_programs(graph, cut)
-    )
-    return first, last
-
-
-def compared(
-    model: LanguageModel, replayed: Callable[[], Any], written: Callable[[], Any], rounds: int, num_microbatches: int
-) -> dict[str, float]:
-    """Both in turns, seconds of a micro-batch; the first two rounds do not count."""
-    seconds: dict[Any, list[float]] = {replayed: [], written: []}
-    for i in range(rounds + 2):
-        for side in (replayed, written) if i % 2 else (written, replayed):
-            begin(model)
-            before = time.thread_time()
-            side()
-            if i >= 2:
-                seconds[side].append((time.thread_time() - before) / num_microbatches)
-    overhead = statistics.median(a / b for a, b in zip(seconds[replayed], seconds[written], strict=True)) - 1
-    replayed_s, written_s = (statistics.median(seconds[side]) for side in (replayed, written))
-    return {"replayed_s": replayed_s, "written_s": written_s, "overhead": overhead,
-            "difference_s": replayed_s - written_s}  # fmt: skip
+    return StagesAlone(model, batch, graph, cut, execution, num_microbatches)
 
 
 # -- two processes ---------------------------------------------------------------------------------------------------
-
-
-class Engine:
-    """This engine in one of the processes."""
-
-    def __init__(self, size: Size, cluster: Cluster) -> None:
-        self.model = make_model(size)
-        self.cluster = cluster
-        self.num_microbatches = size.num_microbatches
-        self.pipeline, _ = loaded(cluster, self.model, [f"blocks.{size.layers // 2}"], (example(size, 1), 0))
-        self.iterations = 0
-
-    def run(self, schedule: str, advance: int, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """One iteration; the losses of the micro-batches where the last stage is."""
-        parts = split(batch, self.num_microbatches)
-        self.iterations += 1
-        task = Task(
-            lambda i, *args: self.model.training_step(*args),
-            [(part.data, 0) for part in parts],
-            lambda i, loss: loss * parts[i].weight,
-            RandomKey(0, self.iterations),
-            around=lambda i: nullcontext(),  # operations are repeated, as in training
-        )
-        rows = build(schedule, NUM_STAGES, self.num_microbatches, advance)
-        return run_together([self.pipeline], STEP, [rows], [task])[0].results or []
-
-
-class Peer:
-    """torch.distributed.pipelining in one of the processes."""
-
-    def __init__(self, size: Size, cluster: Cluster) -> None:
-        self.model = make_model(size)
-        self.stage = cluster.rank
-        module = by_hand(self.model, self.stage)
-        self.schedules = {
-            name: schedule(
-                PipelineStage(module, self.stage, NUM_STAGES, cluster.device), size.num_microbatches, loss_fn=loss_of
-            )
-            for name, schedule in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B))
-        }
-
-    def run(self, name: str, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """One iteration; the losses of the micro-batches where the last stage is."""
-        losses: list[Tensor] = []
-        if self.stage == 0:
-            self.schedules[name].step(batch[0])
-        else:
-            self.schedules[name].step(target=batch[1], losses=losses, return_outputs=False)
-        return losses
 
 
 class Costs:
@@ -257,30 +147,37 @@ class Costs:
             self.link_s.append((time.perf_counter() - before) / 2)
 
 
-def work(options: argparse.Namespace) -> None:
-    """What each process does; rank 0 writes the results."""
+def measure(size: Size, rounds: int) -> dict[str, Any]:
+    """In each process: seconds of each side in each round, and what the simulator makes of the costs."""
     with connected() as cluster:
-        result = measure(cluster, SIZES[options.size], options.rounds)
-    if cluster.rank == 0:
-        options.result.write_text(json.dumps(result))
+        return measured(cluster, size, rounds)
 
 
-def measure(cluster: Cluster, size: Size, rounds: int) -> dict[str, Any]:
-    """Seconds of each side in each round, and what the simulator makes of the costs."""
-    batch = example(size, size.num_microbatches)
-    engine, peer, costs = Engine(size, cluster), Peer(size, cluster), Costs(size, cluster)
-    models = (engine.model, peer.model, costs.model)
+def measured(cluster: Cluster, size: Size, rounds: int) -> dict[str, Any]:
+    """Return the same, on every rank."""
+    batch, written, costs = example(size, size.num_microbatches), make_model(size), Costs(size, cluster)
+    parts = split(batch, size.num_microbatches)
+    engine = OnePipeline(
+        cluster, make_model(size), [f"blocks.{size.layers // 2}"], [(part.data, 0) for part in parts],
+        lambda i, loss: loss * parts[i].weight,
+    )  # fmt: skip
+    own = {cluster.rank: by_hand(written, cluster.rank)}
+    models = (engine.model, written, costs.model)
     costs.probe()
     probed = _stage_costs(cluster, costs, [costs.run(batch, size.num_microbatches)])
     advance = first_advance(uneven_steps(probed), size.num_microbatches, probed)
-    sides: dict[str, Callable[[], list[Tensor]]] = {
-        "avgpipe afab": partial(engine.run, "afab", 0, batch),
-        "avgpipe 1f1b": partial(engine.run, "1f1b", 0, batch),
-        "torch gpipe": partial(peer.run, "gpipe", batch),
-        "torch 1f1b": partial(peer.run, "1f1b", batch),
-    }
-    if advance:  # 0 would be 1f1b
-        sides["avgpipe advance_forward"] = partial(engine.run, "advance_forward", advance, batch)
+    names = ["afab", "1f1b", *(["advance_forward"] if advance else [])]  # 0 would be 1f1b
+
+    def iterate(name: str) -> list[Tensor]:
+        """Run an iteration of this engine, which begins with the whole batch, as torch's do."""
+        engine.args = [(part.data, 0) for part in split(batch, size.num_microbatches)]
+        return engine.run(build(name, NUM_STAGES, size.num_microbatches, advance))
+
+    sides: dict[str, Callable[[], list[Tensor]]] = {f"avgpipe {name}": partial(iterate, name) for name in names}
+    for name, peer in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)):
+        sides[f"torch {name}"] = partial(TorchPipeline(cluster, peer, own, size.num_microbatches, loss_of).run, *batch)
+    kinds = {side: {"gpipe": "afab"}.get(side.split()[1], side.split()[1]) for side in sides}
+    order_of = {side: build(kind, NUM_STAGES, size.num_microbatches, advance) for side, kind in kinds.items()}
     for model in models:
         model.eval()  # without dropout all compute the same
     losses = {name: _gathered(cluster, side()) for name, side in sides.items()}
@@ -303,20 +200,14 @@ def measure(cluster: Cluster, size: Size, rounds: int) -> dict[str, Any]:
             times[name].append((time.perf_counter() - before, time.process_time() - cpu))
     gathered = _from_all(cluster, times)
     bounds = [_stage_costs(cluster, costs, [unit]) for unit in units]
-    schedules = {name: _schedule_of(name, advance, size.num_microbatches) for name in sides}
     return {
         "advance": advance,
         "costs": [{"forward_s": x.forward_s, "backward_s": x.backward_s, "send_s": x.send_forward_s} for x in bounds],
-        "bounds_s": {name: [simulate(rows, x).iteration_s for x in bounds] for name, rows in schedules.items()},
+        "bounds_s": {name: [simulate(rows, x).iteration_s for x in bounds] for name, rows in order_of.items()},
         # all processes begin together, so the iteration ends with the last of them
         "seconds": {name: [max(t[name][i][0] for t in gathered) for i in range(rounds)] for name in sides},
         "cpu_s": {name: [sum(t[name][i][1] for t in gathered) for i in range(rounds)] for name in sides},
     }
-
-
-def _schedule_of(side: str, advance: int, num_microbatches: int) -> Schedule:
-    name = {"gpipe": "afab"}.get(side.split()[1], side.split()[1])
-    return build(name, NUM_STAGES, num_microbatches, advance)
 
 
 def _gathered(cluster: Cluster, losses: list[Tensor]) -> list[float]:
@@ -366,78 +257,60 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     return {"best_peer": best, "rows": rows}
 
 
-def table(found: dict[str, Any]) -> str:
+def timed(found: dict[str, Any]) -> str:
     """One line per side."""
-    lines = [f"side                        median    CPU both   over {found['best_peer']}   of its bound"]
-    for row in found["rows"]:
-        lines.append(
-            f"{row['side']:24s} {row['median_s']:7.3f} s {row['cpu_s']:9.3f} s {row['over_best_peer']:15.3f}x"
-            f"{row['of_bound']:14.3f}"
-        )
-    return "\n".join(lines)
+    head = ["side", "median", "CPU of both", f"over {found['best_peer']}", "of its bound"]
+    return table(
+        head,
+        [
+            (row["side"], f"{row['median_s']:.3f} s", f"{row['cpu_s']:.3f} s", f"{row['over_best_peer']:.3f}x",
+             f"{row['of_bound']:.3f}")
+            for row in found["rows"]
+        ],
+    )  # fmt: skip
 
 
-def replay_table(rows: Sequence[dict[str, Any]]) -> str:
-    """One line per stage; CPU time of a micro-batch, forward and backward."""
-    lines = ["model  units    of   stage   by hand     ours        more      overhead"]
-    for row in rows:
-        lines.append(
-            f"{row['size']:6s} {row['units']:8s} {row['of']:2d} {row['stage']:4d}   {row['written_s'] * 1e3:9.2f} ms "
-            f"{row['replayed_s'] * 1e3:9.2f} ms {row['difference_s'] * 1e3:7.2f} ms {row['overhead']:+8.1%}"
-        )
-    return "\n".join(lines)
+def replayed(sizes: Sequence[str], units: str, counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Measure each model with units that are "planned", "leaves" or "compiled", in iterations of so many micro-batches.
+
+    Prints one line per stage; CPU time of a micro-batch, forward and backward.
+    """
+    rows = [
+        {"size": size, "units": units, "of": count, **row}
+        for size in sizes
+        for count in counts
+        for row in replay_overhead(SIZES[size], units == "leaves", rounds, count, units == "compiled")
+    ]
+    lines = [
+        (*(row[name] for name in ("size", "units", "of", "stage")),
+         *(f"{row[name] * 1e3:.2f} ms" for name in ("written_s", "replayed_s")),
+         f"{(row['replayed_s'] - row['written_s']) * 1e3:.2f} ms", f"{row['overhead']:+.1%}")
+        for row in rows
+    ]  # fmt: skip
+    head = ["model", "units", "micro-batches", "stage", "by hand", "ours", "more", "overhead"]
+    print(f"CPU time per micro-batch in one process\n{table(head, lines)}\n", flush=True)
+    return rows
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    result.add_argument("--size", choices=list(SIZES), default="large", help="of the model in two processes")
-    result.add_argument("--rounds", type=int, default=7, help="of all sides, in two processes")
-    result.add_argument("--megabits", type=int, default=100, help="per second, of the limited links")
-    result.add_argument("--replay-rounds", type=int, default=30)
-    result.add_argument("--parts", choices=PARTS, nargs="+", default=_DEFAULT, help="what to measure")
-    result.add_argument("--quick", action="store_true", help="the small model, and few rounds")
-    add_options(result, 600.0, "pair of processes")
-    return result
-
-
-def main(arguments: Sequence[str]) -> None:
-    options = parser().parse_args(arguments)
-    if options.quick:
-        options.size, options.rounds, options.replay_rounds = "small", 2, 3
-        arguments = [*arguments, "--size", "small", "--rounds", "2"]
-    if options.result is not None:
-        work(options)
-        return
-    found: dict[str, Any] = {"cores": os.cpu_count(), "torch": torch.__version__, "size": options.size}
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--parts", choices=PARTS, nargs="+", default=[part for part in PARTS if part != "compiled"])
+    arguments.add_argument("--quick", action="store_true", help="the small model, and few rounds")
+    options = arguments.parse_args()
+    sizes, rounds, replays = (["small"], 2, 3) if options.quick else ([*SIZES], ROUNDS, REPLAY_ROUNDS)
     torch.set_num_threads(1)
+    found: dict[str, Any] = {}
     if "replay" in options.parts:
-        found["replay"] = [
-            {"size": size, "units": "leaves" if fine else "planned", "of": number, **row}
-            for size in (["small"] if options.quick else SIZES)
-            for fine in (False, True)
-            for number in (1, SIZES[size].num_microbatches)
-            for row in replay_overhead(SIZES[size], fine, options.replay_rounds, number)
-        ]
-        print(f"replay in one process, CPU time per micro-batch\n{replay_table(found['replay'])}", flush=True)
+        found["replay"] = [row for units in ("planned", "leaves") for row in replayed(sizes, units, (1, 8), replays)]
     if "compiled" in options.parts:
-        found["compiled"] = [
-            {"size": size, "units": "compiled", "of": 1, **row}
-            for size in (["small"] if options.quick else SIZES)
-            for row in replay_overhead(SIZES[size], False, options.replay_rounds, compiled=True)
-        ]
-        print(f"the same with compiled units\n{replay_table(found['compiled'])}", flush=True)
-    for part, megabits in (("free", None), ("limited", options.megabits)):
-        if part not in options.parts:
-            continue
-        if megabits is not None and not network.available():
-            print("limited links are left out: network namespaces need root, ip and tc")
-            continue
-        result = launch(__file__, arguments, NUM_STAGES, megabits, options.limit_s)
-        found[part] = {"megabits": megabits, **result, **summary(result)}
-        links = "free links" if megabits is None else f"links of {megabits} Mbit/s"
-        print(f"\n{links}, two processes, {options.size} model\n{table(found[part])}", flush=True)
+        found["compiled"] = replayed(sizes, "compiled", (1,), replays)
+    for part, megabits in (("free", None), ("limited", MEGABITS)):
+        if part in options.parts:
+            result = launch(measure, (SIZES[sizes[0]], rounds), NUM_STAGES, megabits)[0]
+            found[part] = {"megabits": megabits, **result, **summary(result)}
+            print(f"{part} links, two processes, {sizes[0]} model\n{timed(found[part])}\n", flush=True)
     write(options, found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -13,12 +13,10 @@ On real devices FSDP2 waits longer: a device computes a hundred times as fast as
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,8 +34,7 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import network
-from benchmarks.harness import MIB, Resident, add_options, begin, in_turns, launch, quiet_trainer, write
+from benchmarks.harness import MIB, Resident, in_turns, launch, parser, quiet_trainer, table, write
 from lightning_avgpipe import AvgPipeStrategy
 
 BATCH = 8
@@ -98,6 +95,7 @@ class Steps(L.Callback):
     def __init__(self, base_mib: Callable[[], float]) -> None:
         self.ends: list[float] = []
         self.losses: list[float] = []
+        self.of_stages: dict[str, Any] = {}
         self._base = base_mib
         self._before, self._during = 0.0, Resident()
 
@@ -111,6 +109,9 @@ class Steps(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
         self.ended(float(outputs["loss"]) if outputs else float("nan"))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.of_stages = self.found(module)  # before the strategy gives all weights back
 
     def found(self, module: nn.Module) -> dict[str, Any]:
         """What was measured; ``held`` are MiB of weights of this process, ``peak`` of all that it had in a step."""
@@ -160,22 +161,9 @@ def by_stages(size: Size, count: int) -> dict[str, Any]:
     steps = Steps(resident.now)
     module = FineTuning(size)
     strategy = AvgPipeStrategy(costs_cache=None, verify=False)
-    trainer = quiet_trainer(strategy=strategy, devices=2, callbacks=[_Held(steps)], max_steps=count, max_epochs=-1)
+    trainer = quiet_trainer(strategy=strategy, devices=2, callbacks=[steps], max_steps=count, max_epochs=-1)
     trainer.fit(module, DataLoader(batches(size, count), batch_size=None))
-    return trainer.callbacks[0].found  # type: ignore[attr-defined,no-any-return]
-
-
-class _Held(L.Callback):
-    """Passes on the steps, and looks at the weights before the strategy gives all of them back."""
-
-    def __init__(self, steps: Steps) -> None:
-        self.steps, self.found = steps, dict[str, Any]()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.steps.on_train_batch_end(*args)
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.found = self.steps.found(module)
+    return steps.of_stages
 
 
 SIDES: dict[str, Callable[[Size, int], dict[str, Any]]] = {
@@ -185,32 +173,23 @@ SIDES: dict[str, Callable[[Size, int], dict[str, Any]]] = {
 }
 
 
-def work(options: argparse.Namespace) -> None:
-    """What each process does; rank 0 writes the figures of all of them."""
-    rank, world_size = begin()
-    found = SIDES[options.side](QUICK if options.quick else Size(), options.steps + _EDGE)
-    begun = options.result.with_suffix(f".{rank}.part")
-    begun.write_text(json.dumps(found))
-    begun.rename(options.result.with_suffix(f".{rank}"))  # the file is there only if it is whole
-    if rank == 0:
-        others = [options.result.with_suffix(f".{other}") for other in range(world_size)]
-        deadline = time.monotonic() + options.limit_s
-        while not all(other.exists() for other in others) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        options.result.write_text(json.dumps([json.loads(other.read_text()) for other in others]))
+def measure(side: str, size: Size, steps: int) -> dict[str, Any]:
+    """In each process: train as one of the sides does."""
+    return SIDES[side](size, steps + _EDGE)
 
 
-def table(found: dict[str, dict[str, list[Any]]]) -> str:
+def compared(found: dict[str, dict[str, list[Any]]]) -> str:
     """One line per side and link."""
-    lines = ["Mbit/s   trained by   weights, MiB   peak, MiB   seconds a step   times as fast as FSDP2"]
+    rows = []
     for link, sides in found.items():
         medians = {side: statistics.median(run[0]["step_s"] for run in runs) for side, runs in sides.items()}
         for side, runs in sides.items():
-            ranks = runs[-1]
-            weights, peaks = ("/".join(f"{rank[what]:.0f}" for rank in ranks) for what in ("held", "peak"))
-            ratio = medians["fsdp2"] / medians[side]
-            lines.append(f"{link:>6s}   {side:10s} {weights:>14s} {peaks:>11s} {medians[side]:16.2f} {ratio:20.2f}x")
-    return "\n".join(lines)
+            weights, peaks = ("/".join(f"{rank[what]:.0f}" for rank in runs[-1]) for what in ("held", "peak"))
+            ratio = f"{medians['fsdp2'] / medians[side]:.2f}x"
+            rows.append((link, side, weights, peaks, f"{medians[side]:.2f}", ratio))
+    return table(
+        ["Mbit/s", "trained by", "weights, MiB", "peak, MiB", "seconds a step", "times as fast as FSDP2"], rows
+    )
 
 
 def check(sides: dict[str, list[Any]]) -> None:
@@ -226,31 +205,22 @@ def check(sides: dict[str, list[Any]]) -> None:
             raise SystemExit(f"{side} and ddp do not compute the same: {values}, {base}")
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--links", nargs="+", type=int, default=[1000, 100], help="Mbit/s; 0: free")
-    parser.add_argument("--steps", type=int, default=3, help="that are timed")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="a model of two small layers")
-    parser.add_argument("--side", choices=list(SIDES), help=argparse.SUPPRESS)
-    add_options(parser, 600.0, "side")
-    options = parser.parse_args(arguments)
-    if options.side is not None:
-        return work(options)
-    if any(options.links) and not network.available():
-        raise SystemExit("limited links are network namespaces, which need root, ip and tc; or use --links 0")
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--quick", action="store_true", help="a model of two small layers on free links, once")
+    options = arguments.parse_args()
+    size, links, steps, rounds = (QUICK, [0], 1, 1) if options.quick else (Size(), [1000, 100], 3, 3)
     found: dict[str, dict[str, list[Any]]] = {}
-    for link in options.links:
+    for link in links:
         sides = found[str(link)] = {side: [] for side in SIDES}
-        for side in in_turns(list(SIDES), options.rounds):
-            given = ["--side", side, "--steps", str(options.steps), *["--quick"] * options.quick]
-            sides[side].append(launch(__file__, given, 2, link or None, options.limit_s))
+        for side in in_turns(list(SIDES), rounds):
+            sides[side].append(launch(measure, (side, size, steps), 2, link or None))
             ranks = [{name: value for name, value in rank.items() if name != "losses"} for rank in sides[side][-1]]
             print(f"{link} Mbit/s, {side}: {ranks}", flush=True)
         check(sides)
-    print(table(found))
+    print(compared(found))
     write(options, found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import logging
-import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import lightning as L
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from benchmarks import network
 from lightning_avgpipe.comm.cluster import Cluster, Process
@@ -30,16 +32,9 @@ from lightning_avgpipe.comm.probe import offset_in
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from lightning_avgpipe.engine.observer import Observers
-from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.engine.recording import Recorder, assemble
-from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.plan import Plan
-from lightning_avgpipe.planning.planner import Planner
 from lightning_avgpipe.schedule import Timeline
 from lightning_avgpipe.schedule.kinds import Placement
-
-if TYPE_CHECKING:
-    import lightning as L
 
 TIMEOUT = timedelta(minutes=3)
 MIB = 2**20
@@ -48,16 +43,11 @@ _EVERY_S = 0.002  # between two looks at the memory
 Side = TypeVar("Side")
 
 
-def add_options(parser: argparse.ArgumentParser, limit_s: float, each: str) -> None:
-    """Options of every script that :func:`launch` runs.
-
-    Args:
-        limit_s: longest time of the processes, by default.
-        each: for what this is.
-    """
-    parser.add_argument("--limit-s", type=float, default=limit_s, help=f"for each {each}")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with what all scripts take; the help shows the docstring of the script."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, help="file for the results")
+    return made
 
 
 def write(options: argparse.Namespace, found: Any) -> None:
@@ -66,24 +56,36 @@ def write(options: argparse.Namespace, found: Any) -> None:
         options.json.write_text(json.dumps(found, indent=1))
 
 
+def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
 def launch(
-    script: str, arguments: Sequence[str], world_size: int, megabits: network.Megabits | None, limit_s: float
-) -> Any:
-    """Run a script once per rank; ends with all of them.
+    function: Callable[..., Any], arguments: Sequence[Any] = (), world_size: int = 1,
+    megabits: network.Megabits | None = None, limit_s: float = 900.0,
+) -> list[Any]:  # fmt: skip
+    """Call a function in a process for each rank, with ``rank.py``, and return the results by rank.
+
+    The function, its arguments and its results are pickled.
 
     Args:
-        script: path of the script; rank 0 writes its result, as JSON, to the path that follows ``--result``.
-        arguments: for every rank.
+        function: a function of a module, or of the script that runs.
+        arguments: the same for every rank.
         world_size: number of ranks.
         megabits: rate of each link per second, or of each two, between network namespaces; None: loopback.
         limit_s: longest time in seconds.
     Raises:
-        SystemExit: a rank failed.
+        SystemExit: a rank failed, or nobody may limit links here.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
-    with tempfile.TemporaryDirectory() as folder, _ranks(world_size, megabits) as (before, environments):
-        result = Path(folder) / "result.json"
-        command = [sys.executable, script, *arguments, "--result", str(result)]
+    if megabits is not None and not network.available():
+        raise SystemExit("links of a limited rate are network namespaces, which need root, ip and tc")
+    script = getattr(sys.modules["__main__"], "__file__", None) if function.__module__ == "__main__" else None
+    ranks = _ranks(world_size, megabits)
+    with _exiting_at_sigterm(), tempfile.TemporaryDirectory() as folder, ranks as (before, environments):
+        Path(folder, "call").write_bytes(pickle.dumps((function, tuple(arguments))))
+        command = [sys.executable, str(Path(__file__).with_name("rank.py")), folder, script or ""]
         processes = [
             subprocess.Popen([*prefix, *command], env=environment)
             for prefix, environment in zip(before, environments, strict=True)
@@ -95,8 +97,25 @@ def launch(
                 process.kill()
                 process.wait()
         if any(codes):
-            raise SystemExit(f"{Path(script).name}: the {world_size} processes ended with {codes}")
-        return json.loads(result.read_text())
+            raise SystemExit(f"{function.__qualname__}: the {world_size} processes ended with {codes}")
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
+
+
+@contextlib.contextmanager
+def _exiting_at_sigterm() -> Iterator[None]:
+    """Exit at a SIGTERM within this context, so that nothing is left behind."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def be_quiet() -> None:
+    """Let this process compute with one thread, and say nothing of what Lightning and warnings would."""
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
 
 
 @contextlib.contextmanager
@@ -104,7 +123,6 @@ def connected(
     network: type[ProcessGroups] = ProcessGroups, each: int = 1, placement: Placement = "loop"
 ) -> Iterator[Cluster]:
     """In a rank: an open cluster of all ranks with so many stages on each, which is closed when all are done."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     world_size = dist.get_world_size()
     rank, device = dist.get_rank(), torch.device("cpu")
@@ -117,17 +135,7 @@ def connected(
     dist.destroy_process_group()
 
 
-def begin() -> tuple[int, int]:
-    """In a rank: be what torchrun would have started, quiet and with one thread; gives the rank and how many."""
-    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    os.environ |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "benchmark"}
-    torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    return int(rank), int(size)
-
-
-def free_port() -> int:
+def _free_port() -> int:
     """A port that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -139,84 +147,39 @@ def _ranks(
     world_size: int, megabits: network.Megabits | None
 ) -> Iterator[tuple[list[list[str]], list[dict[str, str]]]]:
     """For each rank what to put before its command, and its environment."""
-    base = {**os.environ, "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    size = str(world_size)
+    base = {**os.environ, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": "1"}
+    base |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "benchmark"}  # so that Lightning starts no processes
+    ranks = [{**base, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
     if megabits is None:
-        local = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-        yield [[]] * world_size, [{**base, **local, "RANK": str(rank)} for rank in range(world_size)]
+        local = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+        yield [[]] * world_size, [rank | local for rank in ranks]
         return
     with network.namespaces(world_size, megabits) as spaces:
         shared = {"MASTER_ADDR": spaces.master, "MASTER_PORT": "29511"}
-        apart = [
-            {**base, **shared, "RANK": str(rank), "GLOO_SOCKET_IFNAME": spaces.interface(rank)}
-            for rank in range(world_size)
-        ]
+        apart = [rank | shared | {"GLOO_SOCKET_IFNAME": spaces.interface(i)} for i, rank in enumerate(ranks)]
         yield [spaces.command(rank) for rank in range(world_size)], apart
 
 
-def spawned(work: Callable[..., Any], arguments: Sequence[Sequence[Any]], limit_s: float = 500.0) -> list[Any]:
-    """Run a function in a spawned process for each entry of arguments, and return the results.
+class Clock(L.Callback):
+    """A record of when each step ended."""
 
-    The processes are ranks of one run if there are several.
+    def __init__(self) -> None:
+        self.ends: list[float] = []
 
-    Raises:
-        SystemExit: a process failed.
-    """
-    context, port, pipes, processes = multiprocessing.get_context("spawn"), free_port(), [], []
-    for rank, given in enumerate(arguments):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_spawned, args=(work, rank, len(arguments), port, given, sender))
-        process.start()
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
-    try:
-        if not all(pipe.poll(limit_s) for pipe in pipes):
-            raise SystemExit(f"{work.__name__} took more than {limit_s:g} s")
-        return [pipe.recv() for pipe in pipes]
-    except EOFError:
-        raise SystemExit(f"{work.__name__} failed in a process") from None
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ends.append(time.perf_counter())
 
-
-def _spawned(work: Callable[..., Any], rank: int, size: int, port: int, given: Sequence[Any], sender: Any) -> None:
-    if size > 1:
-        os.environ |= {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank), "NODE_RANK": "0",
-            "WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo",
-        }  # fmt: skip
-    torch.set_num_threads(1)
-    sender.send(work(*given))
-    os._exit(0)
+    def seconds(self, first: int, last: int = 0) -> list[float]:
+        """Return what each step took, but for so many first and last ones of the record."""
+        counted = self.ends[first - 1 : len(self.ends) - last]
+        return [end - begin for begin, end in itertools.pairwise(counted)]
 
 
 def quiet_trainer(**options: Any) -> L.Trainer:
     """Make a Trainer on CPUs for one epoch that only trains: without logger, checkpoints and texts."""
-    import lightning as L
-
     quiet: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False}
     return L.Trainer(**quiet | {"enable_progress_bar": False, "enable_model_summary": False} | options)
-
-
-def loaded(
-    cluster: Cluster, model: nn.Module, points: Sequence[str], args: tuple[Any, ...], relays: Sequence[int] = ()
-) -> tuple[Pipeline, Plan]:
-    """Return the pipeline of a model that is divided at these points, and its plan.
-
-    Args:
-        cluster: open cluster.
-        model: the same model on every rank.
-        points: units at which stages begin, except the first.
-        args: arguments of its ``training_step`` for one micro-batch.
-        relays: stages that relay what they receive.
-    """
-    step: Any = model.training_step
-    plan = Planner(Divisible(model), len(points) + 1, list(points)).plan(Step("training_step", step, args))
-    pipeline = Pipeline(cluster, model)
-    pipeline.load(plan.graph, plan.cuts, relays=list(relays))
-    return pipeline, plan
 
 
 def in_turns(sides: Sequence[Side], rounds: int) -> Iterator[Side]:

@@ -4,15 +4,13 @@ Writes a random Llama to files in bfloat16, and validates it in two (or more) pr
 asked for: read by transformers, so that every process begins with the whole model, and by
 ``lightning_avgpipe.from_pretrained``. Prints MiB above what the process held before the model was built, without pages
 of mapped files; ``share`` is what the process holds in the end, ``largest`` its largest tensor. ``build`` and ``fill``
-are seconds, and ``once`` are those in which one process reads and keeps all of the files. ``saving`` is what
-``save_pretrained`` takes of memory besides ``share``, in files of at most 100 MB, and ``write`` its seconds.
+are seconds, and ``once`` are those in which one process reads and keeps all of the files.
 
     python benchmarks/loading.py --megabytes 1000 --processes 2 --dtype float32
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -25,10 +23,11 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import MIB, Resident, quiet_trainer, spawned
+from benchmarks import harness
+from benchmarks.harness import MIB, Resident, launch, quiet_trainer, table
 
 LAYER_MIB = 24.0  # of the weights of a layer in bfloat16
-COLUMNS = ("share", "largest", "peak", "build", "fill", "once", "saving", "write")
+COLUMNS = ("share", "largest", "peak", "build", "fill", "once")
 
 
 def write(folder: str, megabytes: int) -> None:
@@ -85,7 +84,7 @@ def measure(processes: int, folder: str, stagewise: bool, dtype: torch.dtype) ->
     """Run one process, and return its figures."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from lightning_avgpipe import AvgPipeStrategy, save_pretrained
+    from lightning_avgpipe import AvgPipeStrategy
     from lightning_avgpipe.weights.on_demand import OnDemandGather
 
     small = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
@@ -100,18 +99,12 @@ def measure(processes: int, folder: str, stagewise: bool, dtype: torch.dtype) ->
     OnDemandGather.fill = timed  # type: ignore[method-assign]
     resident = Resident()
     look = Look()
-    trainer = quiet_trainer(
-        devices=processes,
-        strategy=AvgPipeStrategy(num_microbatches=2),
-        callbacks=[look],
-    )
+    trainer = quiet_trainer(devices=processes, strategy=AvgPipeStrategy(num_microbatches=2), callbacks=[look])
     model = Loaded(folder, stagewise, dtype)
     trainer.validate(model, DataLoader(torch.randint(0, 64, (4, 16)), batch_size=2), verbose=False)
-    peak, saving, began = resident.peak(), Resident(), time.perf_counter()
-    save_pretrained(model.model, f"{folder}/saved", trainer, max_shard_size="100MB")
     return {
-        "share": sum(look.held), "largest": max(look.held), "peak": peak, "build": model.build_s, "fill": seconds[0],
-        "saving": saving.peak(), "write": time.perf_counter() - began,
+        "share": sum(look.held), "largest": max(look.held), "peak": resident.peak(), "build": model.build_s,
+        "fill": seconds[0],
     }  # fmt: skip
 
 
@@ -127,23 +120,22 @@ def once(folder: str) -> float:
 
 def main() -> None:
     """Measure both ways and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=1000, help="size of the files in MiB (default: 1000)")
-    parser.add_argument("--processes", type=int, default=2, help="number of processes, and of stages (default: 2)")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model (default: bfloat16)"
-    )
-    options = parser.parse_args()
+    arguments = harness.parser(__doc__)
+    arguments.add_argument("--megabytes", type=int, default=1000, help="size of the files in MiB")
+    arguments.add_argument("--processes", type=int, default=2, help="number of processes, and of stages")
+    arguments.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model")
+    options = arguments.parse_args()
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         write(folder, options.megabytes)
-        print(f"{'read by':16s} {'rank':>4s}" + "".join(f"{name:>9s}" for name in COLUMNS) + "  peak/share")
-        for stagewise in (False, True):
+        for name, stagewise in (("transformers", False), ("from_pretrained", True)):
             seconds, given = once(folder), (options.processes, folder, stagewise, getattr(torch, options.dtype))
-            for rank, found in enumerate(spawned(measure, [given] * options.processes)):
-                row = {**found, "once": seconds}
-                numbers = "".join(f"{row[name]:9.{0 if row[name] > 20 else 2}f}" for name in COLUMNS)
-                name = "from_pretrained" if stagewise else "transformers"
-                print(f"{name:16s} {rank:4d}{numbers}  {row['peak'] / row['share']:.2f}")
+            for rank, found in enumerate(launch(measure, given, options.processes)):
+                numbers = {**found, "once": seconds}
+                shown = (f"{numbers[column]:.{0 if numbers[column] > 20 else 2}f}" for column in COLUMNS)
+                rows.append((name, rank, *shown, f"{found['peak'] / found['share']:.2f}"))
+    print(table(["read by", "rank", *COLUMNS, "peak/share"], rows))
+    harness.write(options, rows)
 
 
 if __name__ == "__main__":

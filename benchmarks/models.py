@@ -133,13 +133,13 @@ class HandWritten:
         """One micro-batch.
 
         Args:
-            given: tokens, or what the first stage made of them.
-            other: targets of the last stage; gradients for the first.
+            given: tokens, or what the stage before made of them.
+            other: targets of the last stage; gradients for others.
         Returns:
             Seconds of the forward and of the backward, by the wall clock.
         """
         before = time.perf_counter()
-        output = self.module(given.detach().requires_grad_() if self.is_last else given)
+        output = self.module(given.detach().requires_grad_() if given.is_floating_point() else given)
         if self.is_last:
             output = loss_of(output, other)
         between = time.perf_counter()
@@ -186,3 +186,14 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x.mean()
+
+
+class TwoLayers(nn.Module):
+    """A layer for each of two stages."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.second(self.first(x)).square().mean()

@@ -25,11 +25,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import in_turns, quiet_trainer, write
+from benchmarks.harness import in_turns, parser, quiet_trainer, table, write
 from benchmarks.models import Block, loss_of
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.utils.device import port_of
 
+ROUNDS = 3
 WARM, COUNT = 10, 10  # steps that are not counted (in the first eight ignored targets are looked for), and that are
 PARTS = 8  # micro-batches of a step
 SIDES: dict[str, dict[str, Any] | None] = {
@@ -110,33 +111,33 @@ def run(side: dict[str, Any] | None, size: str, options: argparse.Namespace) -> 
     return clock.host_s / COUNT / PARTS, clock.total_s / COUNT / PARTS, weights
 
 
+def compared(found: dict[str, list[tuple[float, float, bool]]]) -> str:
+    """A row for each side."""
+    plain, rows = [total_s for total_s, _, _ in found["Lightning"]], []
+    for name, rounds in found.items():
+        ratio = statistics.median(total_s / other_s for (total_s, _, _), other_s in zip(rounds, plain, strict=True))
+        total_s, host = statistics.median(r[0] for r in rounds), statistics.median(r[1] / r[0] for r in rounds)
+        same = "equal" if all(is_equal for _, _, is_equal in rounds) else "differ"
+        rows.append((name, f"{total_s * 1e3:.2f}", f"{ratio:.3f}", f"{host:.2f}", same))
+    return table(["side", "ms", "ratio", "host", "weights"], rows)
+
+
 def main() -> None:
-    """See above."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--accelerator", default="cpu", help="as in the Trainer")
-    parser.add_argument("--precision", default="32-true", help="as in the Trainer")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["launch-bound", "medium", "1B"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="the tiny size, once")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    sizes, rounds = (["tiny"], 1) if options.quick else (options.sizes, options.rounds)
-    found: dict[str, dict[str, list[tuple[float, float, bool]]]] = {
-        size: {name: [] for name in SIDES} for size in sizes
-    }
-    print(f"{'size':14}{'side':12}{'ms':>9}{'ratio':>8}{'host':>7}  weights")
+    arguments = parser(__doc__)
+    arguments.add_argument("--accelerator", default="cpu", help="as in the Trainer")
+    arguments.add_argument("--precision", default="32-true", help="as in the Trainer")
+    arguments.add_argument("--quick", action="store_true", help="the tiny size, once")
+    options = arguments.parse_args()
+    sizes, rounds = (["tiny"], 1) if options.quick else ([size for size in SIZES if size != "tiny"], ROUNDS)
+    found: dict[str, dict[str, list[tuple[float, float, bool]]]] = {}
     for size in sizes:
+        sides = found[size] = {name: [] for name in SIDES}
         weights: dict[str, Tensor] = {}
         for name in in_turns(list(SIDES), rounds):
             host_s, total_s, now = run(SIDES[name], size, options)
             weights = weights or now
-            found[size][name].append((total_s, host_s, all(torch.equal(now[key], weights[key]) for key in weights)))
-        plain = [total_s for total_s, _, _ in found[size]["Lightning"]]
-        for name, rows in found[size].items():
-            ratio = statistics.median(total_s / other_s for (total_s, _, _), other_s in zip(rows, plain, strict=True))
-            total_s, host = statistics.median(r[0] for r in rows), statistics.median(r[1] / r[0] for r in rows)
-            same = "equal" if all(row[2] for row in rows) else "differ"
-            print(f"{size:14}{name:12}{total_s * 1e3:9.2f}{ratio:8.3f}{host:7.2f}  {same}", flush=True)
+            sides[name].append((total_s, host_s, all(torch.equal(now[key], weights[key]) for key in weights)))
+        print(f"{size}\n\n{compared(sides)}\n", flush=True)
     write(options, found)
 
 

@@ -9,15 +9,13 @@ All are judged by the same costs, which are the medians of further measurements 
 finest granularity: the time of the slowest stage, forward plus backward of one micro-batch.
 
     python benchmarks/partition.py                  # two to three minutes on two cores
-    python benchmarks/partition.py --models resnet gpt --stages 4 --json partition.json
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.harness import write
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import parser, table, write
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure
@@ -40,6 +40,7 @@ from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
 
 STEP = "training_step"
+STAGES, RUNS = (2, 3, 4), 5  # RUNS: measurements whose median judges the splits
 
 # -- models, uneven on purpose ---------------------------------------------------------------------------------------
 
@@ -205,9 +206,9 @@ def equal_parameters(module: nn.Module, layers: Sequence[str], num_stages: int) 
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
-def median_costs(graph: CallGraph, module: Any, args: Sequence[Any], runs: int) -> Costs:
+def median_costs(graph: CallGraph, module: Any, args: Sequence[Any]) -> Costs:
     """The median of several independent measurements."""
-    found = [measure(graph, module.training_step, args, module) for _ in range(runs)]
+    found = [measure(graph, module.training_step, args, module) for _ in range(RUNS)]
     return Costs(
         tuple(statistics.median(column) for column in zip(*(costs.forward for costs in found), strict=True)),
         tuple(statistics.median(column) for column in zip(*(costs.backward for costs in found), strict=True)),
@@ -216,26 +217,26 @@ def median_costs(graph: CallGraph, module: Any, args: Sequence[Any], runs: int) 
     )
 
 
-def compare(name: str, stages: Sequence[int], runs: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def compare(name: str) -> list[dict[str, Any]]:
     """All splits of one model; one row for each number of stages."""
     torch.manual_seed(0)
     module = MODELS[name]()
     args = (module.batch(), 0)
     plans: dict[int, Plan] = {}
     seconds: dict[int, float] = {}
-    for num_stages in stages:
+    for num_stages in STAGES:
         begin = time.perf_counter()
         planner = Planner(Divisible(module), num_stages, costing=Costing("measured"))
         conditions = Conditions(build("1f1b", num_stages, 4 * num_stages))
         plans[num_stages] = planner.plan(Step(STEP, module.training_step, args), conditions=conditions)
         seconds[num_stages] = time.perf_counter() - begin
-        say(f"{name}, {num_stages} stages, planned in {seconds[num_stages]:.1f} s:\n{plans[num_stages]}\n")
+        print(f"{name}, planned in {seconds[num_stages]:.1f} s:\n{plans[num_stages]}\n", flush=True)
     graph = capture(STEP, module.training_step, args, module, leaves(module))
-    costs = median_costs(graph, module, args, runs)
+    costs = median_costs(graph, module, args)
     called = capture(STEP, module.training_step, args, module, Divisible(module).units()).nodes
     layers = list(dict.fromkeys(node.name for node in called if node.kind != "glue"))
     rows = []
-    for num_stages in stages:
+    for num_stages in STAGES:
         splits = {
             "plan": cut_at(graph, begins([stage.units for stage in plans[num_stages].stages]), num_stages),
             "layers": cut_at(graph, equal_layers(layers, num_stages), num_stages),
@@ -249,39 +250,23 @@ def compare(name: str, stages: Sequence[int], runs: int, say: Callable[[str], No
     return rows
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: milliseconds of the slowest stage, and how much slower than the best the others are."""
+def compared(rows: Sequence[dict[str, Any]]) -> str:
+    """Milliseconds of the slowest stage, and how much slower than the best the others are."""
+    head = ["model", "stages", "best, ms", "plan / best", "equal layers / best", "equal parameters / best"]
     lines = [
-        "| model | stages | best, ms | plan / best | equal layers / best | equal parameters / best |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in rows:
-        ratios = " | ".join(f"{row[f'{kind}_s'] / row['best_s']:.2f}" for kind in ("plan", "layers", "parameters"))
-        lines.append(f"| {row['model']} | {row['stages']} | {row['best_s'] * 1e3:.1f} | {ratios} |")
-    return "\n".join(lines)
+        (row["model"], row["stages"], f"{row['best_s'] * 1e3:.1f}",
+         *(f"{row[f'{kind}_s'] / row['best_s']:.2f}" for kind in ("plan", "layers", "parameters")))
+        for row in rows
+    ]  # fmt: skip
+    return table(head, lines)
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Run the comparison; returns its rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--stages", nargs="+", type=int, default=[2, 3, 4])
-    parser.add_argument("--runs", type=int, default=5, help="measurements whose median judges the splits")
-    parser.add_argument("--threads", type=int, default=1, help="of torch")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file, with the machine's description")
-    parser.add_argument("--quiet", action="store_true", help="print the table only, not the plans")
-    options = parser.parse_args(argv)
-    torch.set_num_threads(options.threads)
-
-    def say(text: str) -> None:
-        if not options.quiet:
-            print(text, flush=True)
-
-    rows = [row for name in options.models for row in compare(name, options.stages, options.runs, say)]
-    print(table(rows))
-    about = {"torch": torch.__version__, "machine": platform.machine(), "threads": options.threads}
-    write(options, {"about": about, "rows": rows})
-    return rows
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    torch.set_num_threads(1)
+    rows = [row for name in MODELS for row in compare(name)]
+    print(compared(rows))
+    write(options, rows)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,11 @@ Each way runs in a process of its own, in turns; medians over the rounds. Prints
 backwards at most (the stash), the peak of the process's memory above that before the model was made (on CUDA of the
 device's), and the time of a batch beside the plain run's.
 
-    python benchmarks/recompute.py --layers 8 --microbatches 8 --json recompute.json
+    python benchmarks/recompute.py --schedule afab
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -28,22 +26,24 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import MIB, Resident, quiet_trainer, spawned
+from benchmarks.harness import MIB, Resident, launch, parser, quiet_trainer, table, write
 from lightning_avgpipe import AvgPipeStrategy
 
+LAYERS, WIDTH, LENGTH = 8, 128, 64
+BATCH, MICROBATCHES, BATCHES, ROUNDS = 64, 8, 4, 3
 WAYS: dict[str, Any] = {"plain": False, "blocks": ["blocks.*"], "stages": True}
 
 
 class Transformer(L.LightningModule):
     """Blocks that torch brings along."""
 
-    def __init__(self, layers: int, width: int, dropout: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(100, width)
+        self.embed = nn.Embedding(100, WIDTH)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout, batch_first=True) for _ in range(layers)
-        )
-        self.head = nn.Linear(width, 100)
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(LAYERS)
+        )  # without dropout: on CPUs drawing is a large part of a forward
+        self.head = nn.Linear(WIDTH, 100)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Predict tokens."""
@@ -97,64 +97,47 @@ def peak_of(run: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - base) / MIB if on_device else of_process
 
 
-def fit(way: str, options: argparse.Namespace, batches: int, **callbacks: Any) -> list[float]:
+def fit(way: str, schedule: str, batches: int) -> list[float]:
     """Train; seconds between batches."""
     torch.manual_seed(0)
     strategy = AvgPipeStrategy(
-        num_stages=2, num_microbatches=options.microbatches, schedule=options.schedule, recompute=WAYS[way],
-        costs="flops", split_points=[f"blocks.{options.layers // 2}"],
+        num_stages=2, num_microbatches=MICROBATCHES, schedule=schedule, recompute=WAYS[way], costs="flops",
+        split_points=[f"blocks.{LAYERS // 2}"],
     )  # fmt: skip
     times: list[float] = []
     clock = L.pytorch.callbacks.LambdaCallback(
         on_train_batch_start=lambda *_: times.append(-time.perf_counter()),
         on_train_batch_end=lambda *_: times.append(times.pop() + time.perf_counter()),
     )
-    tokens = torch.randint(0, 100, (batches * options.batch, options.length))
-    trainer = quiet_trainer(
-        strategy=strategy,
-        devices=1,
-        accelerator="auto",
-        callbacks=[clock],
-    )
-    trainer.fit(
-        Transformer(options.layers, options.width, options.dropout),
-        DataLoader(TensorDataset(tokens, tokens), batch_size=options.batch),
-    )
+    tokens = torch.randint(0, 100, (batches * BATCH, LENGTH))
+    trainer = quiet_trainer(strategy=strategy, devices=1, accelerator="auto", callbacks=[clock])
+    trainer.fit(Transformer(), DataLoader(TensorDataset(tokens, tokens), batch_size=BATCH))
     return times
 
 
-def measure(way: str, options: argparse.Namespace) -> dict[str, float]:
-    """The figures of one way."""
-    peak = peak_of(lambda: fit(way, options, 2))
-    seconds = statistics.median(fit(way, options, options.batches)[1:])
+def measure(way: str, schedule: str) -> dict[str, float]:
+    """In a process: the figures of one way."""
+    peak = peak_of(lambda: fit(way, schedule, 2))
+    seconds = statistics.median(fit(way, schedule, BATCHES)[1:])
     stash = Stash()
     with saved_tensors_hooks(stash.pack, lambda kept: kept):
-        fit(way, options, 2)
+        fit(way, schedule, 2)
     return {"stash": stash.largest / MIB, "peak": peak, "seconds": seconds}
 
 
 def main() -> None:
     """Measure all ways and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (
-        ("layers", 8), ("width", 128), ("length", 64), ("batch", 64), ("microbatches", 8), ("batches", 4),
-        ("rounds", 3),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dropout", type=float, default=0.0, help="on CPUs drawing is a large part of a forward")
-    parser.add_argument("--schedule", choices=["afab", "1f1b"], default="1f1b")
-    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
-    options = parser.parse_args()
-    rounds = [{way: spawned(measure, [(way, options)])[0] for way in WAYS} for _ in range(options.rounds)]
+    arguments = parser(__doc__)
+    arguments.add_argument("--schedule", choices=["afab", "1f1b"], default="1f1b")
+    options = arguments.parse_args()
+    rounds = [{way: launch(measure, (way, options.schedule))[0] for way in WAYS} for _ in range(ROUNDS)]
     rows = []
-    print(f"{'recompute':10s} {'stash':>10s} {'peak':>10s} {'batch':>9s} {'time':>7s}")
     for way in WAYS:
-        row = {key: statistics.median(found[way][key] for found in rounds) for key in ("stash", "peak", "seconds")}
+        stash, peak, seconds = (statistics.median(r[way][key] for r in rounds) for key in ("stash", "peak", "seconds"))
         ratio = statistics.median(found[way]["seconds"] / found["plain"]["seconds"] for found in rounds)
-        rows.append({"way": way, **row, "ratio": ratio})
-        print(f"{way:10s} {row['stash']:6.1f} MiB {row['peak']:6.1f} MiB {row['seconds']:7.3f} s {ratio:6.2f}x")
-    if options.json:
-        options.json.write_text(json.dumps({"unit": "MiB", "rows": rows}, indent=2))
+        rows.append((way, f"{stash:.1f} MiB", f"{peak:.1f} MiB", f"{seconds:.3f} s", f"{ratio:.2f}x"))
+    print(table(["recompute", "stash", "peak", "batch", "time"], rows))
+    write(options, rounds)
 
 
 if __name__ == "__main__":

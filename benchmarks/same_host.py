@@ -9,42 +9,38 @@ A pair of processes has mailboxes, and another one lines; each has torch beside 
 
     python benchmarks/same_host.py                       # a minute
     python benchmarks/same_host.py --forward-ms 5
-    python benchmarks/same_host.py --rests               # actions sleep, so that the cores are free for the engine
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import Schedule1F1B
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import add_options, connected, in_turns, launch, loaded, write
+from benchmarks.harness import connected, in_turns, launch, parser, table, write
+from benchmarks.models import TwoLayers
+from benchmarks.one_pipeline import OnePipeline, TorchPipeline
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import Edge
-from lightning_avgpipe.engine.pipeline import run_together
-from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.schedule import build
-from lightning_avgpipe.utils.random_streams import RandomKey
 
-STEP = "training_step"
+MICROBATCHES, ROUNDS = 16, 41
 _SIZES = (8, 64 * 1024)
 _ROWS, _WIDTH = 16, 1024  # of a micro-batch's values: 64 kB in float32
 _TRIPS = 500
@@ -121,16 +117,13 @@ class Work(torch.autograd.Function):
 class Layer(nn.Module):
     """A stage's work."""
 
-    def __init__(self, rests: bool) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.rests, self.seconds = rests, 0.0
+        self.seconds = seconds
         self.weight = nn.Parameter(torch.ones(_WIDTH))
         self.matrix = [torch.randn(48, 48)]  # no parameter
 
     def work(self) -> None:
-        if self.rests:
-            time.sleep(self.seconds)
-            return
         end, (matrix,) = time.perf_counter() + self.seconds, self.matrix
         while time.perf_counter() < end:
             torch.mm(matrix, matrix)
@@ -140,115 +133,80 @@ class Layer(nn.Module):
         return result
 
 
-class Model(nn.Module):
-    """A stage of one layer on each process."""
-
-    def __init__(self, rests: bool) -> None:
-        super().__init__()
-        self.first, self.second = Layer(rests), Layer(rests)
-
-    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
-        return self.second(self.first(x)).square().mean()  # type: ignore[no-any-return]
-
-
-def iterations(cluster: Cluster, options: argparse.Namespace) -> dict[str, list[float]]:
+def iterations(cluster: Cluster, action_s: float) -> dict[str, list[float]]:
     """Seconds of an iteration in each round, by side."""
     torch.manual_seed(0)
-    count, stage = options.microbatches, cluster.rank  # torch's stage; ours is the other one
-    mine, theirs = Model(options.rests), Model(options.rests)
-    parts = [(torch.randn(_ROWS, _WIDTH), i) for i in range(count)]
-    pipeline, _ = loaded(cluster, mine, ["second"], parts[0])
-    module = theirs.second if stage else theirs.first
-    peer = Schedule1F1B(
-        PipelineStage(module, stage, 2, cluster.device), count, loss_fn=lambda y, target: y.square().mean()
-    )
+    mine, theirs = (TwoLayers(Layer(0.0), Layer(0.0)) for _ in range(2))
+    parts = [(torch.randn(_ROWS, _WIDTH), i) for i in range(MICROBATCHES)]
+    ours = OnePipeline(cluster, mine, ["second"], parts)
+    own = {cluster.rank: theirs.second if cluster.rank else theirs.first}  # torch's stage; ours is the other one
+    peer = TorchPipeline(cluster, Schedule1F1B, own, MICROBATCHES, lambda y, target: y.square().mean())
     for layer in (mine.first, mine.second, theirs.first, theirs.second):
-        layer.seconds = options.forward_ms / 1e3
-    batch, schedule = torch.cat([x for x, _ in parts]), build("1f1b", 2, count)
-
-    def ours(i: int) -> None:
-        task = Task(
-            lambda _, *args: mine.training_step(*args), parts, lambda _, loss: loss, RandomKey(0, i),
-            around=lambda _: nullcontext(),
-        )  # fmt: skip
-        run_together([pipeline], STEP, [schedule], [task])
-
-    def torchs(i: int) -> None:
-        if stage:
-            peer.step(target=torch.zeros(len(batch)), losses=[], return_outputs=False)
-        else:
-            peer.step(batch)
-
-    sides: dict[str, Callable[[int], None]] = {"ours": ours, "torch": torchs}
+        layer.seconds = action_s
+    batch, schedule = torch.cat([x for x, _ in parts]), build("1f1b", 2, MICROBATCHES)
+    sides: dict[str, Callable[[], object]] = {
+        "ours": partial(ours.run, schedule),
+        "torch": partial(peer.run, batch, torch.zeros(len(batch))),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for i, name in enumerate(in_turns([*sides], 1 + options.rounds)):
+    for i, name in enumerate(in_turns([*sides], 1 + ROUNDS)):
         mine.zero_grad()
         theirs.zero_grad()
         with intercepting() if name == "ours" else nullcontext():
             cluster.group.barrier()
             before = time.perf_counter()
-            sides[name](i)
+            sides[name]()
             took = time.perf_counter() - before
         if i >= len(sides):  # the first round does not count
             seconds[name].append(took)
     return seconds
 
 
-def measure(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Both parts, on rank 0."""
-    found = cluster.group.gather_objects((latencies(cluster), iterations(cluster, options)))
-    if cluster.rank:
-        return None
-    (one, seconds), (other, others) = found
+def measure(network: type[ProcessGroups], action_s: float) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """In each process: both parts."""
+    with connected(network) as cluster:
+        return latencies(cluster), iterations(cluster, action_s)
+
+
+# -- the parent --------------------------------------------------------------------------------------------------------
+
+
+def of_both(ranks: list[Any]) -> dict[str, Any]:
+    """Put together what both processes have measured."""
+    (one, seconds), (other, others) = ranks
     return {
         "latency": {name: (us, cpu + other[name][1]) for name, (us, cpu) in one.items()},
         "seconds": {name: [max(pair) for pair in zip(seconds[name], others[name], strict=True)] for name in seconds},
     }
 
 
-# -- the parent --------------------------------------------------------------------------------------------------------
-
-
-def table(found: dict[str, Any]) -> str:
+def tables(found: dict[str, Any]) -> str:
     """Latencies, then iterations."""
-    lines = ["message                            one way    CPU, both ends"]
+    messages, rows = [], []
     for network in NETWORKS:
         for name, (us, cpu) in found[network]["latency"].items():
-            lines.append(f"{f'{network}: {name}':30s} {us:8.0f} us {cpu:14.0f} us")
-    lines.append("1F1B, median of an iteration         ours       torch   as fast as torch's")
-    for network in NETWORKS:
+            messages.append((f"{network}: {name}", f"{us:.0f} us", f"{cpu:.0f} us"))
         ours, torchs = (found[network]["seconds"][name] for name in ("ours", "torch"))
         ratio = statistics.median(b / a for a, b in zip(ours, torchs, strict=True))
-        medians = statistics.median(ours) * 1e3, statistics.median(torchs) * 1e3
-        lines.append(f"{network:30s} {medians[0]:8.1f} ms {medians[1]:8.1f} ms {ratio:14.2f}x")
-    return "\n".join(lines)
+        medians = (f"{statistics.median(seconds) * 1e3:.1f} ms" for seconds in (ours, torchs))
+        rows.append((network, *medians, f"{ratio:.2f}x"))
+    return "\n\n".join(
+        (
+            table(["message", "one way", "CPU, both ends"], messages),
+            table(["1F1B, median of an iteration", "ours", "torch", "as fast as torch's"], rows),
+        )
+    )
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    result.add_argument("--forward-ms", type=float, default=1.0, help="of a forward, and of a backward")
-    result.add_argument("--rests", action="store_true", help="actions sleep")
-    result.add_argument("--microbatches", type=int, default=16)
-    result.add_argument("--rounds", type=int, default=41)
-    result.add_argument("--network", choices=[*NETWORKS], help=argparse.SUPPRESS)
-    add_options(result, 300.0, "pair of processes")
-    return result
-
-
-def main(arguments: Sequence[str]) -> None:
-    options = parser().parse_args(arguments)
-    if options.result is not None:
-        with connected(NETWORKS[options.network]) as cluster:
-            found = measure(cluster, options)
-        if found is not None:
-            options.result.write_text(json.dumps(found))
-        return
-    all_found: dict[str, Any] = {
-        network: launch(__file__, [*arguments, "--network", network], 2, None, options.limit_s) for network in NETWORKS
-    }
-    print(f"{options.forward_ms:g} ms of an action, {options.microbatches} micro-batches\n{table(all_found)}")
-    write(options, all_found | {"cores": os.cpu_count(), "torch": torch.__version__})
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--forward-ms", type=float, default=1.0, help="of a forward, and of a backward")
+    options = arguments.parse_args()
+    given = options.forward_ms / 1e3
+    found = {name: of_both(launch(measure, (network, given), 2)) for name, network in NETWORKS.items()}
+    print(f"{options.forward_ms:g} ms of an action\n\n{tables(found)}")
+    write(options, found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

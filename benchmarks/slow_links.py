@@ -4,7 +4,7 @@ Four processes in network namespaces: 1 Gbit/s inside a group, less between the 
 of processes. The workload is the language model of ``workloads.py``, twice as wide (0.5 M parameters), with Adam.
 A step takes 32 samples: ddp 8 in each of four processes, each group 16 in its pipeline.
 
-Two cores stand for four devices: each computes, and then sleeps until that has taken ``--slowness`` times its CPU time
+Two cores stand for four devices: each computes, and then sleeps until that has taken four times its CPU time
 (``paper/slowed.py``). Links, messages and rounding are real. Samples to the goal are counted in runs of their own
 without limits: a group of one stage for each group, which trains with the same numbers, and one process for ddp.
 
@@ -13,10 +13,7 @@ without limits: a group of one stage for each group, which trains with the same 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import math
 import os
 import re
 import statistics
@@ -37,15 +34,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import network
-from benchmarks.harness import add_options, begin, launch, quiet_trainer
-from benchmarks.paper.results import Results
+from benchmarks import harness, network
+from benchmarks.harness import launch, quiet_trainer
 from benchmarks.paper.slowed import SlowDevice
+from benchmarks.results import Results
 from benchmarks.workloads import WORKLOADS, ByteTransformer
 from lightning_avgpipe import Averaging, AvgPipeStrategy
 
 WIDTH, BATCH, MICROBATCHES = 128, 32, 8  # of the model; samples of a step of all processes; of a group's batch
 INSIDE, LINKS = 1000, (100, 20)  # Mbit/s, in a group and between two
+RATE, GOAL = 0.002, 1.8  # of Adam, where samples are counted; loss on validation samples
+STEPS = 40  # that are timed; a third with averaging after each step
+SLOWNESS = 4.0  # of a device, as a multiple of a core's time
+ROUNDS, SEEDS = 3, 3  # of seconds; of samples
 _EVALUATED, _LIMIT, _EDGE = 256, 1500, 3  # samples for the goal; most steps; steps that are not timed
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -58,7 +59,7 @@ SIDES: dict[str, dict[str, Any] | None] = {
     "every 20, late, int8": {**DILOCO, "delay": 10, "fragments": 2, "wire": "int8"},
 }
 COLUMNS = "KB a step", "idle", "seconds a step", "samples to the goal", "seconds to it"
-OUTER = {"mean": {"outer_lr": 1.0}, "sum": {"outer_lr": 2.0}, "nesterov": {"outer_optimizer": NESTEROV}}
+OUTER = {"mean": {"outer_lr": 1.0}, "nesterov": {"outer_optimizer": NESTEROV}}
 
 
 class Language(L.LightningModule):
@@ -111,7 +112,15 @@ def crossed() -> int:
     return total
 
 
-def timed(options: argparse.Namespace, side: str, rank: int, device: SlowDevice) -> dict[str, Any]:
+def seconds(sides: Sequence[str], outer: str, seed: int) -> list[dict[str, Any]]:
+    """In each of four processes: what :func:`timed` says of each side."""
+    device = SlowDevice(SLOWNESS)
+    device.take_optimizers()
+    device.take_engine()
+    return [timed(side, outer, device) for side in sides]
+
+
+def timed(side: str, outer: str, device: SlowDevice) -> dict[str, Any]:
     """In each of four processes: seconds, idle share of this device, and bytes, of a step."""
     torch.manual_seed(0)
     strategy: Any
@@ -120,22 +129,22 @@ def timed(options: argparse.Namespace, side: str, rank: int, device: SlowDevice)
     else:
         strategy, size = AvgPipeStrategy(
             num_stages=2, num_microbatches=MICROBATCHES, split_points=["model.blocks.1"], costs="flops", timeout=120,
-            averaging=averaging(side, options.outer), verify=False,
+            averaging=averaging(side, outer), verify=False,
         ), BATCH // 2  # fmt: skip
-    steps = options.steps if "every" in (SIDES[side] or {}) else options.steps // 3
-    clock = Clock(device, (_EDGE, _EDGE + steps) if rank == 0 else ())
+    steps = STEPS if "every" in (SIDES[side] or {}) else STEPS // 3
+    clock = Clock(device, (_EDGE, _EDGE + steps) if os.environ["RANK"] == "0" else ())
     trainer = quiet_trainer(strategy=strategy, devices=4, callbacks=[clock], max_steps=steps + _EDGE + 1)
     trainer.fit(Language(0.001), loader(size, 0))
     first, last = clock.at[_EDGE], clock.at[-1]
-    seconds, busy, sent = (b - a for a, b in zip(first, last, strict=True))
-    return {"step_s": seconds / steps, "idle": 1 - busy / seconds, "bytes": sent / steps / 2}
+    took, busy, sent = (b - a for a, b in zip(first, last, strict=True))
+    return {"step_s": took / steps, "idle": 1 - busy / took, "bytes": sent / steps / 2}
 
 
 class Goal(L.Callback):
     """Ends training when the loss on validation samples is at the goal."""
 
-    def __init__(self, goal: float, every: int) -> None:
-        self.goal, self.every = goal, every
+    def __init__(self, every: int) -> None:
+        self.every = every
         self.losses: list[float] = []
         self.steps: int | None = None
         _, (self.inputs, self.targets) = WORKLOADS["language"].data()
@@ -148,105 +157,78 @@ class Goal(L.Callback):
         with strategy.reference() if isinstance(strategy, AvgPipeStrategy) else contextlib.nullcontext():
             outputs = module.model(self.inputs[:_EVALUATED])
         self.losses.append(F.cross_entropy(outputs, self.targets[:_EVALUATED]).item())
-        if self.losses[-1] <= self.goal:
+        if self.losses[-1] <= GOAL:
             self.steps, trainer.should_stop = trainer.global_step, True
 
 
-def learned(options: argparse.Namespace, side: str, size: int) -> dict[str, Any]:
+def samples(sides: Sequence[str], outer: str, seed: int) -> list[dict[str, Any]]:
+    """In each process: what :func:`learned` says of each side."""
+    return [learned(side, outer, seed, int(os.environ["WORLD_SIZE"])) for side in sides]
+
+
+def learned(side: str, outer: str, seed: int, size: int) -> dict[str, Any]:
     """In each process: samples until the goal; None if it is not reached."""
-    torch.manual_seed(options.seed)
-    goal, module = Goal(options.goal, 10), Language(options.lr)
+    torch.manual_seed(seed)
+    goal, module = Goal(10), Language(RATE)
     strategy: Any = "auto"
     if size > 1:
-        given = averaging(side, options.outer)
+        given = averaging(side, outer)
         strategy = AvgPipeStrategy(num_stages=1, num_microbatches=1, costs="flops", averaging=given, verify=False)
     trainer = quiet_trainer(strategy=strategy, devices=size, callbacks=[goal], max_steps=_LIMIT, max_epochs=-1)
-    trainer.fit(module, loader(BATCH // size, options.seed))
+    trainer.fit(module, loader(BATCH // size, seed))
     return {"samples": goal.steps and goal.steps * BATCH, "losses": goal.losses}
 
 
-def measure(options: argparse.Namespace, results: Results) -> None:
+def measure(results: Results, outer: str) -> None:
     """Measure what the results do not have."""
 
-    def run(sides: Sequence[str], link: int | None, turn: int, what: str, size: int, megabits: Any) -> None:
-        if not (missing := [side for side in sides if results.find(what, link, side, turn) is None]):
+    def run(sides: Sequence[str], link: int | None, turn: int, what: Any, size: int, megabits: Any) -> None:
+        if not (missing := [side for side in sides if results.find(what.__name__, link, side, turn) is None]):
             return
-        print(f"{what}, {', '.join(missing)}, {link or ''}, {turn}", flush=True)
-        given = [f"--{name}={getattr(options, name)}" for name in ("outer", "slowness", "steps", "lr", "goal")]
-        given += ["--work", what, "--sides", json.dumps(missing), "--seed", str(turn)]
-        found = launch(__file__, given, size, megabits, options.limit_s)
+        print(f"{what.__name__}, {', '.join(missing)}, {link or ''}, {turn}", flush=True)
+        found = launch(what, (missing, outer, turn), size, megabits)[0]
         for side, record in zip(missing, found, strict=True):
-            results.add(what, link, side, turn, record)
+            results.add(what.__name__, link, side, turn, record)
 
-    for turn in range(options.rounds):
+    for turn in range(ROUNDS):
         for link in LINKS:
             between = [[INSIDE if a // 2 == b // 2 else link for b in range(4)] for a in range(4)]
-            run(["ddp"], link, turn, "seconds", 4, between)
-            run([*SIDES][1:], link, turn, "seconds", 4, between)
-    for seed in range(options.seeds):
-        run(["ddp"], None, seed, "samples", 1, None)
-        run([*SIDES][1:], None, seed, "samples", 2, None)
+            run(["ddp"], link, turn, seconds, 4, between)
+            run([*SIDES][1:], link, turn, seconds, 4, between)
+    for seed in range(SEEDS):
+        run(["ddp"], None, seed, samples, 1, None)
+        run([*SIDES][1:], None, seed, samples, 2, None)
 
 
-def table(results: Results, options: argparse.Namespace) -> str:
-    """Medians, as a table of a page."""
+def table(results: Results) -> str:
+    """Medians, as a table of a page for each link."""
 
-    def median(what: str, link: int | None, side: str, name: str, turns: int) -> float:
-        values = [(results.find(what, link, side, turn) or {}).get(name) for turn in range(turns)]
-        return statistics.median([math.inf if value is None else value for value in values] or [math.nan])
+    def median(link: int, side: str, name: str) -> float:
+        return statistics.median((results.find("seconds", link, side, turn) or {})[name] for turn in range(ROUNDS))
 
-    lines = []
+    tables = []
     for link in LINKS:
-        lines += [f"| {link} Mbit/s | {' | '.join(COLUMNS)} |", "| --- " * (1 + len(COLUMNS)) + "|"]
+        rows = []
         base: tuple[float, float] | None = None
         for side in SIDES:
-            names = "step_s", "idle", "bytes"
-            step_s, idle, sent = (median("seconds", link, side, name, options.rounds) for name in names)
-            needed = median("samples", None, side, "samples", options.seeds)
-            seconds = step_s * needed / BATCH
-            base = base or (needed, seconds)
-            lines.append(
-                f"| {side} | {sent / 1e3:.1f} | {idle:.0%} | {step_s:.3f} | {needed / base[0]:.2f}x | {seconds:.0f} "
-                f"({base[1] / seconds:.1f}x sooner) |"
-            )
-        lines.append("")
-    return "\n".join(lines)
+            step_s, idle, sent = (median(link, side, name) for name in ("step_s", "idle", "bytes"))
+            needed = statistics.median(results.samples("samples", side, SEEDS))
+            goal_s = step_s * needed / BATCH
+            base = base or (needed, goal_s)
+            ratios = f"{needed / base[0]:.2f}x", f"{goal_s:.0f} ({base[1] / goal_s:.1f}x sooner)"
+            rows.append((side, f"{sent / 1e3:.1f}", f"{idle:.0%}", f"{step_s:.3f}", *ratios))
+        tables.append(harness.table([f"{link} Mbit/s", *COLUMNS], rows))
+    return "\n\n".join(tables)
 
 
-def work(options: argparse.Namespace) -> None:
-    """What each process does, as torchrun would start it; rank 0 writes the results."""
-    (rank, size), device = begin(), SlowDevice(options.slowness)
-    if options.work == "seconds":
-        device.take_optimizers()
-        device.take_engine()
-        found = [timed(options, side, rank, device) for side in options.sides]
-    else:
-        found = [learned(options, side, size) for side in options.sides]
-    if rank == 0:
-        options.result.write_text(json.dumps(found))
-
-
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="of seconds")
-    parser.add_argument("--seeds", type=int, default=3, help="of samples")
-    parser.add_argument("--lr", type=float, default=0.002, help="of Adam")
-    parser.add_argument("--goal", type=float, default=1.8, help="loss on validation samples")
-    parser.add_argument("--steps", type=int, default=40, help="that are timed; a third with averaging after each step")
-    parser.add_argument("--slowness", type=float, default=4.0, help="of a device, as a multiple of a core's time")
-    parser.add_argument("--outer", choices=list(OUTER), default="mean", help="step of the reference")
-    for name, kind in {"work": str, "sides": json.loads, "seed": int}.items():
-        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
-    add_options(parser, 600.0, "run")
-    options = parser.parse_args(arguments)
-    if options.work is not None:
-        return work(options)
-    if not network.available():
-        raise SystemExit("limited links are network namespaces, which need root, ip and tc")
+def main() -> None:
+    arguments = harness.parser(__doc__)
+    arguments.add_argument("--outer", choices=list(OUTER), default="mean", help="step of the reference")
+    options = arguments.parse_args()
     results = Results(options.json, resume=True)
-    measure(options, results)
-    print(table(results, options))
+    measure(results, options.outer)
+    print(table(results))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

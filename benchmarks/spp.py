@@ -1,9 +1,8 @@
 """Plans for unequal links: SPP's beside PipeDream's, equal layers, straight pipelines and ddp; and how long they take.
 
-    python benchmarks/spp.py --json spp.json              # as root: a quarter of an hour on a quiet machine
-    python benchmarks/spp.py --quick                      # one network, few steps
+    python benchmarks/spp.py                              # as root: a quarter of an hour on a quiet machine
     python benchmarks/spp.py --quick --parts networks --picture docs/replicas.png    # an iteration of SPP's plan there
-    python benchmarks/spp.py --parts replicas,planning    # beside ddp on free links; planning times: no root needed
+    python benchmarks/spp.py --parts replicas planning    # beside ddp on free links; planning times: no root needed
 
 Four processes train with a Trainer. What a unit computes is a sleep for each sample, so that four devices have room on
 two cores; messages, all-reduces and everything around them are real. All plans of a network take turns in the same
@@ -12,8 +11,6 @@ processes. Predictions know the measured times of one unit and the rates of link
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import random
@@ -34,17 +31,19 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import network, pipedream
-from benchmarks.harness import add_options, begin, launch, quiet_trainer
+from benchmarks import pipedream
+from benchmarks.harness import Clock, launch, parser, quiet_trainer, table, write
+from benchmarks.models import Sleep
 from lightning_avgpipe import AvgPipeStrategy, PipelineTimeline
 from lightning_avgpipe.comm.probe import measure_bandwidth
 from lightning_avgpipe.planning.costs import UnitCosts
-from lightning_avgpipe.schedule import build, with_replicas
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, build, with_replicas
 from lightning_avgpipe.systems.spp.partition import plan
 from lightning_avgpipe.systems.spp.placement import plan_in_turns, seconds_in_turns
 from lightning_avgpipe.systems.spp.problem import Network, PlacedStage, Problem
 from lightning_avgpipe.training.gradient_sums import BUCKET_BYTES
 
+PARTS = ["networks", "replicas", "planning"]
 DEVICES = 4
 UNITS = 8
 FORWARD_S, BACKWARD_S = 0.02, 0.04  # of a unit, for each sample
@@ -140,23 +139,8 @@ def predicted_s(
 # -- in a process ----------------------------------------------------------------------------------------------------
 
 
-class Sleep(torch.autograd.Function):
-    """Takes a while for each sample, in both directions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        time.sleep(FORWARD_S * len(x) * factor)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(BACKWARD_S * len(gradients[0]) * ctx.factor)
-        return gradients[0], None
-
-
 class Unit(nn.Module):
-    """Sleeps, and has parameters to all-reduce."""
+    """Sleeps a while for each sample, in both directions, and has parameters to all-reduce."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -164,7 +148,8 @@ class Unit(nn.Module):
         self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(x + self.weight.mean(), self.factor)
+        times = {FORWARD: FORWARD_S * len(x) * self.factor, BACKWARD: BACKWARD_S * len(x) * self.factor}
+        return Sleep.apply(x + self.weight.mean(), times)
 
 
 def measured() -> UnitCosts:
@@ -208,30 +193,16 @@ class Computing(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class Clock(L.Callback):
-    """When each step ended."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.ends.append(time.perf_counter())
-
-    def seconds(self) -> float:
-        return statistics.median(b - a for a, b in zip(self.ends[_EDGE - 1 :], self.ends[_EDGE:], strict=False))
-
-
 def fit(
     model: L.LightningModule, batches: Tensor, batch_size: int, strategy: Any, callbacks: Sequence[L.Callback] = ()
-) -> Clock:
+) -> float:
+    """Train on the batches; return the median of the seconds of a step."""
     clock = Clock()
     trainer = quiet_trainer(
-        strategy=strategy,
-        devices=int(os.environ["WORLD_SIZE"]),
-        callbacks=[clock, *callbacks],
-    )
+        strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), callbacks=[clock, *callbacks]
+    )  # fmt: skip
     trainer.fit(model, DataLoader(batches, batch_size))  # type: ignore[arg-type]
-    return clock
+    return statistics.median(clock.seconds(_EDGE))
 
 
 def on_network(setting: Setting, steps: int, rounds: int, pictures: str) -> dict[str, Any]:
@@ -251,8 +222,8 @@ def on_network(setting: Setting, steps: int, rounds: int, pictures: str) -> dict
             batches = torch.ones((steps + _EDGE) * MICROBATCHES, 1)
             model = Sleeping(2.0 if rank == setting.slow else 1.0)
             draws = [PipelineTimeline(steps + _EDGE, pictures)] if pictures and name == "spp" else []
-            clock = fit(model, batches, MICROBATCHES // DEVICES if whole else MICROBATCHES, strategy, draws)
-            seconds.setdefault(name, []).append(clock.seconds())
+            size = MICROBATCHES // DEVICES if whole else MICROBATCHES
+            seconds.setdefault(name, []).append(fit(model, batches, size, strategy, draws))
             if name in found:
                 continue
             if name == "spp":
@@ -277,20 +248,11 @@ def beside_ddp(steps: int, rounds: int) -> dict[str, Any]:
         for name in sorted(sides, reverse=bool(number % 2)):
             torch.manual_seed(5)
             model = Computing()
-            found.setdefault(name, []).append(fit(model, batches, 64, sides[name]).seconds())
+            found.setdefault(name, []).append(fit(model, batches, 64, sides[name]))
             weights[name] = [p.detach().clone() for p in model.parameters()]
     apart = max(float((a - b).abs().max()) for a, b in zip(*weights.values(), strict=True))
     ratios = [ours / theirs for ours, theirs in zip(found["replicas=2"], found["ddp"], strict=True)]
     return {"seconds": found, "ratio": statistics.median(ratios), "largest_difference": apart}
-
-
-def work(options: argparse.Namespace) -> None:
-    """What each process does, as torchrun would start it; rank 0 writes the result."""
-    rank, _ = begin()
-    name, steps, rounds, pictures = json.loads(options.work)
-    found = on_network(SETTINGS[name], steps, rounds, pictures) if name else beside_ddp(steps, rounds)
-    if rank == 0:
-        options.result.write_text(json.dumps(found))
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
@@ -324,57 +286,49 @@ def show(name: str, found: dict[str, Any]) -> None:
     """Print a network."""
     setting, plans = SETTINGS[name], found["plans"]
     best = min(entry["seconds"] for entry in plans.values())
-    print(f"\n{name}: seconds of an iteration, predicted, measured over predicted, over the best, stages")
+    rows = []
     for title, entry in plans.items():
-        stages = " | ".join(
+        stages = "; ".join(
             f"{b}- @{','.join(map(str, r))}" for b, r in zip(entry["begins"], entry["ranks"], strict=True)
         )
         took, said = entry["seconds"], entry["predicted_s"]
-        print(f"  {title:20s} {took:7.3f} {said:7.3f} {took / said - 1:+7.1%} {took / best:6.2f}x  {stages}")
+        rows.append((title, f"{took:.3f}", f"{said:.3f}", f"{took / said - 1:+.1%}", f"{took / best:.2f}x", stages))
+    head = [f"{name}: seconds of an iteration", "measured", "predicted", "off", "over the best", "stages"]
+    print(f"\n{table(head, rows)}\n")
     off = [
         found["links"][u][v] / speed - 1
         for u, row in enumerate(bandwidth(setting))
         for v, speed in enumerate(row)
         if u != v
     ]
-    print(f"  links measured at {min(off):+.1%} to {max(off):+.1%} of their rates")
+    print(f"links measured at {min(off):+.1%} to {max(off):+.1%} of their rates")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--parts", default="networks,replicas,planning")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--picture", type=Path, help="of an iteration of SPP's plan on the first network")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
-    add_options(parser, 600.0, "network")
-    options = parser.parse_args()
-    if options.work:
-        work(options)
-        return
+    arguments = parser(__doc__)
+    arguments.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    arguments.add_argument("--quick", action="store_true", help="one network, few steps")
+    arguments.add_argument("--picture", type=Path, help="of an iteration of SPP's plan on the first network")
+    options = arguments.parse_args()
     result: dict[str, Any] = {}
-    parts, steps, rounds = options.parts.split(","), *((2, 1) if options.quick else (5, options.rounds))
-    if "networks" in parts:
-        if not network.available():
-            raise SystemExit("links of a limited rate are network namespaces, which need root, ip and tc")
-        for number, name in enumerate(list(SETTINGS)[: 1 if options.quick else None]):
+    names, steps, rounds = (list(SETTINGS)[:1], 2, 1) if options.quick else (list(SETTINGS), 5, 2)
+    if "networks" in options.parts:
+        for name in names:
             with tempfile.TemporaryDirectory() as pictures:
-                drawn = pictures if options.picture and number == 0 else ""
-                arguments = ["--work", json.dumps([name, steps, rounds, drawn])]
-                result[name] = launch(__file__, arguments, DEVICES, SETTINGS[name].megabits, options.limit_s)
+                drawn = pictures if options.picture and name == names[0] else ""
+                given = SETTINGS[name], steps, rounds, drawn
+                result[name] = launch(on_network, given, DEVICES, SETTINGS[name].megabits)[0]
                 for path in Path(pictures).glob("*.png"):
                     shutil.copyfile(path, options.picture)
             show(name, result[name])
-    if "replicas" in parts:
-        arguments = ["--work", json.dumps(["", 10 * steps, 2 * rounds + 1, ""])]
-        found = result["replicas"] = launch(__file__, arguments, 2, None, options.limit_s)
+    if "replicas" in options.parts:
+        found = result["replicas"] = launch(beside_ddp, (10 * steps, 2 * rounds + 1), 2)[0]
         print(f"\nreplicas=2 over ddp on free links: {found['ratio']:.3f} of its time, weights apart by at most "
               f"{found['largest_difference']:.1e}")  # fmt: skip
-    if "planning" in parts:
+    if "planning" in options.parts:
         print("\nseconds of the processor to plan")
         result["planning"] = planning((12, 100, 1000), (4, 16) if options.quick else (4, 16, 64))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+    write(options, result)
 
 
 if __name__ == "__main__":

@@ -8,31 +8,28 @@ three optimizers, and N = 2 and 4 parallel models:
 - groups: and with each model in a group of its own, which meets the others an iteration late (``--without-barrier``);
 - independent: N models that never meet; the mean of their weights is judged.
 
-Each with the learning rate that is best for a single model; single ones, and elastic ones with 1 and N, also with half
-of it. Judged is the reference model, or what takes its place, on validation samples; counted are samples, of all models
-together, until the loss is down to the goal. They are divided by the median of ``single``: 1.0 means that N models
-learn as much from a sample as one does, N that they take N times the epochs. What happens in an iteration does not
-depend on pipelines (the tests of the package say so), so the models take turns here in one process, and of the package
-only the averaging step is involved.
+Each with the learning rate that is best for a single model. Judged is the reference model, or what takes its place, on
+validation samples; counted are samples, of all models together, until the loss is down to the goal. They are divided by
+the median of ``single``: 1.0 means that N models learn as much from a sample as one does, N that they take N times the
+epochs. What happens in an iteration does not depend on pipelines (the tests of the package say so), so the models take
+turns here in one process, and of the package only the averaging step is involved.
 
-    python benchmarks/statistical_efficiency.py --json efficiency.json --picture efficiency.png   # about 40 minutes
-    python benchmarks/statistical_efficiency.py --workloads digits --seeds 2
+    python benchmarks/statistical_efficiency.py --picture docs/statistical_efficiency.png   # about 40 minutes
+    python benchmarks/statistical_efficiency.py --without-barrier rolling groups --workloads digits pairs --seeds 2
     python benchmarks/statistical_efficiency.py --tune   # the single model at other learning rates, see workloads.py
+
+With ``--json`` each training is in the file as soon as it is done, and a later run goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
-import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +39,14 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import harness
+from benchmarks.results import Key, Results
 from benchmarks.workloads import WORKLOADS, Samples, Workload
 from lightning_avgpipe.averaging.averaging_step import average
 from lightning_avgpipe.averaging.staggered import StaggeredAveraging
 
+OPTIMIZERS = ("sgd", "momentum", "adam")
+LIMIT = 40_000  # samples for a single model, at most
 EVALUATIONS = 8  # in an epoch; of the large data sets, more often
 EVERY = 1_000  # samples between evaluations, at most
 WITHOUT_BARRIER = ("rolling", "groups")
@@ -78,6 +79,16 @@ class Trial:
         outer = f", outer_lr={self.outer_lr:.3g}" if self.method in ("elastic", *WITHOUT_BARRIER) else ""
         return f"{name}{outer}{'' if self.rate == 1 else f', lr x {self.rate:g}'}"
 
+    @property
+    def training(self) -> str:
+        """Workload and optimizer."""
+        return f"{self.workload}, {self.optimizer}"
+
+    @property
+    def key(self) -> Key:
+        """The key of its record."""
+        return self.training, None, self.label, self.seed
+
 
 def optimizer(name: str, model: nn.Module, lr: float, looks_ahead: bool = False) -> Optimizer:
     """Return an optimizer of all parameters by its name.
@@ -109,8 +120,8 @@ def batches(samples: Samples, size: int, seed: int) -> Iterator[Samples]:
                 yield tuple(tensor[chosen] for tensor in samples)
 
 
-def train(trial: Trial, limit: int) -> int | None:
-    """Samples until the goal is reached, interpolated between evaluations; None if that takes more than the limit."""
+def train(trial: Trial, limit: int) -> dict[str, Any]:
+    """Train until the goal; ``samples`` are interpolated between evaluations, None if the limit is passed."""
     torch.set_num_threads(1)
     torch.manual_seed(trial.seed)
     workload = WORKLOADS[trial.workload]
@@ -146,7 +157,8 @@ def train(trial: Trial, limit: int) -> int | None:
             one.catch_up()
         return judge(workload, reference, held_out)
 
-    return samples_to_goal(workload, iterate, loss, len(samples[-1]), limit)
+    needed = samples_to_goal(workload, iterate, loss, len(samples[-1]), limit)
+    return {"samples": needed, "torch": torch.__version__}
 
 
 def samples_to_goal(
@@ -234,110 +246,73 @@ def judge(workload: Workload, model: nn.Module, samples: Samples) -> float:
 
 
 def trials(workload: str, name: str, sizes: Sequence[int], seed: int, methods: Sequence[str]) -> Iterator[Trial]:
-    """Everything but the single model at its best rate, which decides how long the others may take.
+    """Everything but the single model, which decides how long the others may take.
 
     With methods without a barrier: they, and the elastic ones that they are compared with.
     """
-    if methods:
-        for size in sizes:
-            for outer_lr in (1.0, math.sqrt(size), float(size)):
-                for method in ("elastic", *methods):
-                    yield Trial(workload, name, method, size, outer_lr, 1.0, seed)
-        return
-    yield Trial(workload, name, "single", 1, 1.0, 0.5, seed)
     for size in sizes:
-        yield Trial(workload, name, "large", size, 1.0, 1.0, seed)
-        yield Trial(workload, name, "independent", size, 1.0, 1.0, seed)
-        yield Trial(workload, name, "elastic", size, math.sqrt(size), 1.0, seed)
-        for outer_lr in (1.0, float(size)):
-            for rate in (1.0, 0.5):
-                yield Trial(workload, name, "elastic", size, outer_lr, rate, seed)
+        for method in ("elastic", *methods):
+            for outer_lr in (1.0, math.sqrt(size), float(size)):
+                yield Trial(workload, name, method, size, outer_lr, 1.0, seed)
+        for method in () if methods else ("large", "independent"):
+            yield Trial(workload, name, method, size, 1.0, 1.0, seed)
 
 
-def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row per trial: its fields, and ``samples``."""
-    rows: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        pairs = [(workload, name) for workload in args.workloads for name in args.optimizers]
-        singles = {
-            pool.submit(train, Trial(*pair, "single", 1, 1.0, 1.0, seed), args.limit): (pair, seed)
-            for pair in pairs
-            for seed in range(args.seeds)
-        }
-        found: dict[tuple[str, str], list[int]] = {pair: [] for pair in pairs}
-        for done in as_completed(singles):
-            pair, seed = singles[done]
-            rows.append({**asdict(Trial(*pair, "single", 1, 1.0, 1.0, seed)), "samples": done.result()})
-            if done.result() is not None:
-                found[pair].append(done.result())
-            _say(rows, args.json)
-        others = {
-            pool.submit(train, trial, round(PATIENCE * statistics.median(found[pair]))): trial
-            for pair in pairs
-            if found[pair]
-            for seed in range(args.seeds)
-            for trial in trials(*pair, args.models, seed, args.without_barrier)
-        }
-        for done in as_completed(others):
-            rows.append({**asdict(others[done]), "samples": done.result()})
-            _say(rows, args.json)
-    return rows
+def train_all(results: Results, singles: Sequence[Trial], others: Sequence[Trial]) -> None:
+    """Train what the results do not have: single models, then others, up to a multiple of the samples of those."""
+    results.complete(train, {trial.key: (trial, LIMIT) for trial in singles})
+    needed: dict[str, list[int]] = {}
+    for trial in singles:
+        found = (results.find(*trial.key) or {})["samples"]
+        needed.setdefault(trial.training, []).extend([] if found is None else [found])
+    results.complete(
+        train,
+        {
+            trial.key: (trial, round(PATIENCE * statistics.median(needed[trial.training])))
+            for trial in others
+            if needed[trial.training]
+        },
+    )
 
 
-def tune(args: argparse.Namespace) -> str:
+def tune(results: Results, options: argparse.Namespace) -> str:
     """Samples to the goal of a single model at powers of two around its learning rate: one line per optimizer."""
-    powers = range(-3, 4)
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        found = {
-            (workload, name): [
-                [
-                    pool.submit(train, Trial(workload, name, "single", 1, 1.0, 2.0**power, seed), args.limit)
-                    for power in powers
-                ]
-                for seed in range(args.seeds)
-            ]
-            for workload in args.workloads
-            for name in args.optimizers
-        }
-        lines = [f"{'times':24}" + "".join(f"{2.0**power:>10g}" for power in powers)]
-        for (workload, name), seeds in found.items():
-            samples = [[run.result() or math.inf for run in seed] for seed in seeds]
-            medians = [statistics.median(column) for column in zip(*samples, strict=True)]
-            rate = WORKLOADS[workload].rates[name]
-            lines.append(f"{f'{workload}, {name} {rate:g}':24}" + "".join(f"{median:>10.0f}" for median in medians))
-    return "\n".join(lines)
+    rates = [2.0**power for power in range(-3, 4)]
+    lines = []
+    for workload in options.workloads:
+        for name in OPTIMIZERS:
+            trials = [Trial(workload, name, "single", 1, 1.0, r, seed) for r in rates for seed in range(options.seeds)]
+            results.complete(train, {trial.key: (trial, LIMIT) for trial in trials})
+            labels = dict.fromkeys(trial.label for trial in trials)
+            samples = (results.samples(trials[0].training, label, options.seeds) for label in labels)
+            medians = (f"{statistics.median(each):.0f}" for each in samples)
+            lines.append((f"{workload}, {name} {WORKLOADS[workload].rates[name]:g}", *medians))
+    return harness.table(["times", *rates], lines)
 
 
-def _say(rows: Sequence[dict[str, Any]], path: Path | None) -> None:
-    if path is not None:  # each time, so that a run that is broken off has not been for nothing
-        path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1))
-    print(f"\r{len(rows)} trainings", end="", file=sys.stderr, flush=True)
+def relative(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[float]]:
+    """(training, label) -> samples of each seed as multiples of the single model's median; inf: given up."""
+    grouped: dict[tuple[str, str], list[float]] = {}
+    for record in records:
+        samples = math.inf if record["samples"] is None else float(record["samples"])
+        grouped.setdefault((record["workload"], record["system"]), []).append(samples)
+    units = {
+        training: statistics.median(samples) for (training, label), samples in grouped.items() if label == "single"
+    }
+    return {
+        (training, label): sorted(value / units[training] for value in samples)
+        for (training, label), samples in grouped.items()
+        if label != "single"
+    }
 
 
-def relative(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], list[float]]:
-    """(workload, optimizer, label) -> samples of each seed as multiples of the single model's median; inf: given up."""
-    grouped: dict[tuple[str, str, str], list[float]] = {}
-    for row in rows:
-        trial = Trial(**{key: value for key, value in row.items() if key != "samples"})
-        samples = math.inf if row["samples"] is None else float(row["samples"])
-        grouped.setdefault((trial.workload, trial.optimizer, trial.label), []).append(samples)
-    for (workload, name, label), samples in grouped.items():
-        if label != "single":
-            unit = statistics.median(grouped[workload, name, "single"])
-            grouped[workload, name, label] = [value / unit for value in samples]
-    return {key: sorted(value) for key, value in grouped.items() if key[2] != "single"}
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a row per method, a column per workload and optimizer, medians with the range of the seeds."""
-    ratios = relative(rows)
-    columns = sorted({key[:2] for key in ratios})
-    labels = sorted({key[2] for key in ratios}, key=lambda label: (label.split(",")[0], label))
-    lines = ["| | " + " | ".join(f"{w}, {o}" for w, o in columns) + " |", "| --- |" + " --- |" * len(columns)]
-    for label in labels:
-        cells = [_cell(ratios.get((*column, label), [])) for column in columns]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: a row per method, a column per training, medians with the range of the seeds."""
+    ratios = relative(records)
+    columns = sorted({training for training, _ in ratios})
+    labels = sorted({label for _, label in ratios}, key=lambda label: (label.split(",")[0], label))
+    rows = [(label, *(_cell(ratios.get((column, label), [])) for column in columns)) for label in labels]
+    return harness.table(["", *columns], rows)
 
 
 def _cell(values: Sequence[float]) -> str:
@@ -348,60 +323,57 @@ def _cell(values: Sequence[float]) -> str:
     return f"{shown[0]} ({shown[1]} - {shown[2]})"
 
 
-def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Points: seeds; bars: medians. A panel per workload and optimizer."""
-    import matplotlib
+def picture(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Points: seeds; bars: medians. A panel per training."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    ratios = relative(rows)
-    workloads, optimizers = (sorted({key[i] for key in ratios}) for i in (0, 1))
-    labels = sorted({key[2] for key in ratios if "lr x" not in key[2]})
-    figure, axes = pyplot.subplots(
-        len(workloads), len(optimizers), figsize=(4.2 * len(optimizers), 2.6 * len(workloads)), squeeze=False,
-        sharex=True, sharey=True, layout="constrained",
-    )  # fmt: skip
+    ratios = relative(records)
+    trainings = sorted({training for training, _ in ratios})
+    columns = len({training.split(", ")[1] for training in trainings})
+    labels = sorted({label for _, label in ratios})
+    rows = math.ceil(len(trainings) / columns)
+    figure = Figure(figsize=(4.2 * columns, 2.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     colours = {"large": "#9aa5b1", "independent": "#d9a441", "elastic": "#2f6fb2"}
-    for i, workload in enumerate(workloads):
-        for j, name in enumerate(optimizers):
-            axis = axes[i][j]
-            for y, label in enumerate(labels):
-                values = [min(value, PATIENCE) for value in ratios.get((workload, name, label), [])]
-                if values:
-                    axis.barh(y, statistics.median(values), color=colours.get(label.split()[0], "#5fa65a"), height=0.7)
-                    axis.plot(values, [y] * len(values), "k.", markersize=4)
-            axis.axvline(1.0, color="black", linewidth=0.8)
-            axis.set_title(f"{workload}, {name}", fontsize=9)
-            axis.set_yticks(range(len(labels)), labels, fontsize=7)
-            axis.invert_yaxis()
+    for axis, training in zip(axes.flat, trainings, strict=False):
+        for y, label in enumerate(labels):
+            values = [min(value, PATIENCE) for value in ratios.get((training, label), [])]
+            if values:
+                axis.barh(y, statistics.median(values), color=colours.get(label.split()[0], "#5fa65a"), height=0.7)
+                axis.plot(values, [y] * len(values), "k.", markersize=4)
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set_title(training, fontsize=9)
+        axis.set_yticks(range(len(labels)), labels, fontsize=7)
+    axes[0][0].invert_yaxis()
     figure.supxlabel("samples to the goal, as multiples of a single model's", fontsize=9)
     figure.savefig(path, dpi=110)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument(
-        "--optimizers", nargs="+", choices=("sgd", "momentum", "adam"), default=["sgd", "momentum", "adam"]
-    )
-    parser.add_argument("--models", nargs="+", type=int, default=[2, 4], help="N")
-    parser.add_argument("--without-barrier", nargs="+", choices=WITHOUT_BARRIER, default=[])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="trainings at a time, one thread each")
-    parser.add_argument("--limit", type=int, default=40_000, help="samples for a single model, at most")
-    parser.add_argument("--json", type=Path, help="write all trainings to this file")
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--tune", action="store_true", help="try learning rates on the single model instead")
-    args = parser.parse_args()
-    if args.tune:
-        print(tune(args))
+    arguments = harness.parser(__doc__)
+    arguments.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    arguments.add_argument("--models", nargs="+", type=int, default=[2, 4], help="N")
+    arguments.add_argument("--without-barrier", nargs="+", choices=WITHOUT_BARRIER, default=[])
+    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--picture", type=Path)
+    arguments.add_argument("--tune", action="store_true", help="try learning rates on the single model instead")
+    arguments.add_argument("--quick", action="store_true", help="one training, two models, one seed")
+    options = arguments.parse_args()
+    optimizers: Sequence[str] = OPTIMIZERS
+    if options.quick:
+        options.workloads, options.models, options.seeds, optimizers = ["digits"], [2], 1, ["adam"]
+    results = Results(options.json, resume=True)
+    if options.tune:
+        print(tune(results, options))
         return
-    rows = run_all(args)
-    print(f"\nsamples to the goal, as multiples of a single model's: median of {args.seeds} seeds (range)\n")
-    print(table(rows))
-    if args.picture:
-        picture(rows, args.picture)
+    seeded = [(w, name, seed) for w in options.workloads for name in optimizers for seed in range(options.seeds)]
+    singles = [Trial(workload, name, "single", 1, 1.0, 1.0, seed) for workload, name, seed in seeded]
+    others = [t for w, name, seed in seeded for t in trials(w, name, options.models, seed, options.without_barrier)]
+    train_all(results, singles, others)
+    print(f"samples to the goal, as multiples of a single model's: median of {options.seeds} seeds (range)\n")
+    print(table(results.records))
+    if options.picture:
+        picture(results.records, options.picture)
 
 
 if __name__ == "__main__":

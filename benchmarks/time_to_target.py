@@ -1,6 +1,7 @@
 """How much sooner does elastic averaging reach a goal? Seconds per batch times samples, beside GPipe and 1F1B.
 
-    python benchmarks/time_to_target.py --json target.json --picture docs/time_to_target.png --resume   # as root
+    python benchmarks/time_to_target.py --json target.json --picture docs/time_to_target.png   # as root
+    python benchmarks/time_to_target.py --message-bytes 250000                    # a pipeline idle for less of the time
     python benchmarks/time_to_target.py --quick                                   # one training, one short round
 
 Two measurements, whose product is the time to the goal:
@@ -12,36 +13,28 @@ Two measurements, whose product is the time to the goal:
   the default rule without a barrier, the others with one; ``outer_lr`` is the default, the square root of N.
 
 Memory is not part of it: N models hold N times the weights, optimizer states and stashed micro-batches. Each
-measurement is in the results file as soon as it is made, and ``--resume`` goes on from there.
+measurement is in the file of ``--json`` as soon as it is made, and a later run goes on from there.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lightning_avgpipe import Averaging
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import trained
-from benchmarks.paper.results import Results
-from benchmarks.statistical_efficiency import PATIENCE, Trial, train
+from benchmarks import harness, trained
+from benchmarks.results import Results
+from benchmarks.statistical_efficiency import OPTIMIZERS, Trial, train_all
 from benchmarks.workloads import WORKLOADS
+from lightning_avgpipe import Averaging
 from lightning_avgpipe.schedule import first_advance, uneven_steps
 
-OPTIMIZERS = ("sgd", "momentum", "adam")
-FIRST_LIMIT = 40_000  # samples of one model, at most
+MEGABITS = 100  # per second, of the links
 ONE = ("GPipe", "1F1B", "advance")
 
 
@@ -67,36 +60,20 @@ def trial_of(side: str, workload: str, optimizer: str, seed: int) -> Trial:
 
 
 def measure_samples(
-    results: Results, sides: Sequence[str], options: argparse.Namespace
+    results: Results, sides: Sequence[str], trainings: Sequence[tuple[str, str]], seeds: int
 ) -> dict[tuple[str, str], dict[str, list[float]]]:
     """Of each training and side, by seed, as multiples of the median of one model; infinite if it was given up."""
-    trainings = [(workload, optimizer) for workload in options.workloads for optimizer in options.optimizers]
-    seeds = range(options.seeds)
-
-    def known(training: tuple[str, str], side: str) -> list[float]:
-        records = [results.find(", ".join(training), None, trial_of(side, *training, s).label, s) or {} for s in seeds]
-        return [math.inf if record["samples"] is None else float(record["samples"]) for record in records]
-
-    def all_of(trials: Mapping[Trial, int]) -> None:
-        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-            runs = {
-                pool.submit(train, trial, limit): trial for trial, limit in trials.items()
-                if results.find(f"{trial.workload}, {trial.optimizer}", None, trial.label, trial.seed) is None
-            }  # fmt: skip
-            for run in as_completed(runs):
-                name, found = f"{runs[run].workload}, {runs[run].optimizer}", {"samples": run.result()}
-                results.add(name, None, runs[run].label, runs[run].seed, {**found, "torch": torch.__version__})
-
-    all_of({trial_of("1F1B", *training, seed): FIRST_LIMIT for training in trainings for seed in seeds})
-    unit = {training: statistics.median(known(training, "1F1B")) for training in trainings}
-    all_of(
-        {trial_of(side, *training, seed): round(PATIENCE * unit[training])
-         for side in sides if side not in ONE for training in trainings for seed in seeds}
-    )  # fmt: skip
-    return {
-        training: {side: [value / unit[training] for value in known(training, side)] for side in sides}
-        for training in trainings
-    }
+    trials = {(*training, side, s): trial_of(side, *training, s)
+              for training in trainings for side in sides for s in range(seeds)}  # fmt: skip
+    singles = {trial.key: trial for (*_, side, _), trial in trials.items() if side in ONE}
+    train_all(results, list(singles.values()), [trial for (*_, side, _), trial in trials.items() if side not in ONE])
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for training in trainings:
+        of = {side: trials[*training, side, 0] for side in sides}
+        samples = {side: results.samples(trial.training, trial.label, seeds) for side, trial in of.items()}
+        unit = statistics.median(samples["1F1B"])
+        found[training] = {side: [value / unit for value in each] for side, each in samples.items()}
+    return found
 
 
 def sooner(
@@ -114,19 +91,16 @@ def table(
     simulated: Mapping[str, float],
     samples: Mapping[tuple[str, str], Mapping[str, list[float]]],
 ) -> str:
-    """Markdown: a column for each side; the last two rows of a training are what its elastic sides gain at best."""
+    """Markdown: a column for each side."""
     ratios, sides = sooner(seconds, samples), list(seconds)
-    lines = [
-        f"| | {' | '.join(sides)} |",
-        "| --- |" + " --- |" * len(sides),
-        "| seconds a batch (simulated) | "
-        + " | ".join(f"{seconds[side]:.3f} ({simulated[side]:.3f})" for side in sides) + " |",
-        "| as fast as 1F1B | " + " | ".join(f"{seconds['1F1B'] / seconds[side]:.2f}x" for side in sides) + " |",
-    ]  # fmt: skip
+    rows: list[list[str]] = [
+        ["seconds a batch (simulated)", *(f"{seconds[side]:.3f} ({simulated[side]:.3f})" for side in sides)],
+        ["as fast as 1F1B", *(f"{seconds['1F1B'] / seconds[side]:.2f}x" for side in sides)],
+    ]
     for training, needed in samples.items():
         cells = (f"{ratios[training][side]:.2f}x ({min(needed[side]):.2f} - {max(needed[side]):.2f})" for side in sides)
-        lines.append(f"| {', '.join(training)}: sooner (samples) | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([f"{', '.join(training)}: sooner (samples)", *cells])
+    return harness.table(["", *sides], rows)
 
 
 def best(ratios: Mapping[tuple[str, str], Mapping[str, float]]) -> str:
@@ -144,14 +118,12 @@ def best(ratios: Mapping[tuple[str, str], Mapping[str, float]]) -> str:
 
 def picture(ratios: Mapping[tuple[str, str], Mapping[str, float]], path: Path, title: str) -> None:
     """Bars: how many times sooner than 1F1B, a group for each training."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
     sides = [side for side in next(iter(ratios.values())) if side != "1F1B"]
-    figure, axis = pyplot.subplots(figsize=(1.3 * len(ratios) + 2, 3.4), layout="constrained")
-    width, colours = 0.8 / len(sides), pyplot.get_cmap("viridis")
+    figure = Figure(figsize=(1.3 * len(ratios) + 2, 3.4), layout="constrained")
+    axis, width, colours = figure.subplots(), 0.8 / len(sides), colormaps["viridis"]
     for i, side in enumerate(sides):
         heights = [of_sides[side] for of_sides in ratios.values()]
         places = [x + (i - (len(sides) - 1) / 2) * width for x in range(len(ratios))]
@@ -164,46 +136,23 @@ def picture(ratios: Mapping[tuple[str, str], Mapping[str, float]], path: Path, t
     figure.savefig(path, dpi=110)
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    result.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
-    result.add_argument("--pipelines", nargs="+", type=int, default=[2, 3], help="N")
-    result.add_argument("--seeds", type=int, default=3)
-    result.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="trainings at a time")
-    result.add_argument("--stages", type=int, default=2, help="K, a process for each")
-    result.add_argument("--microbatches", type=int, default=2, help="M")
-    result.add_argument("--megabits", type=int, default=100, help="per second, of the links")
-    result.add_argument("--forward-ms", type=float, default=20.0)
-    result.add_argument("--backward-ms", type=float, default=40.0)
-    result.add_argument("--message-bytes", type=int, default=500_000, help="of a micro-batch")
-    result.add_argument("--steps", type=int, default=28, help="of an epoch that is timed")
-    result.add_argument("--rounds", type=int, default=3, help="of all sides; medians count")
-    result.add_argument("--limit-s", type=float, default=900.0, help="for each round")
-    result.add_argument("--quick", action="store_true", help="one training, one short round")
-    result.add_argument("--json", type=Path, help="results file")
-    result.add_argument("--resume", action="store_true", help="measure what the results file does not have")
-    result.add_argument("--picture", type=Path)
-    return result
-
-
-def main(arguments: Sequence[str]) -> None:
-    options = parser().parse_args(arguments)
+def main() -> None:
+    arguments = harness.parser(__doc__)
+    arguments.add_argument("--message-bytes", type=int, default=500_000, help="of a micro-batch")
+    arguments.add_argument("--quick", action="store_true", help="one training, one short round")
+    arguments.add_argument("--picture", type=Path)
+    options = arguments.parse_args()
+    costs = trained.Costs(2, 2, 20.0, 40.0, options.message_bytes, 28)
+    trainings, counts, seeds, rounds = [(w, name) for w in WORKLOADS for name in OPTIMIZERS], [2, 3], 3, 3
     if options.quick:
-        options.workloads, options.optimizers, options.pipelines = ["digits"], ["adam"], [2]
-        options.seeds, options.rounds, options.steps = 1, 1, 12
-        options.forward_ms, options.backward_ms, options.message_bytes = 10.0, 20.0, 60_000
-    results = Results(options.json, options.resume)
-    costs = trained.Costs(
-        options.stages, options.microbatches, options.forward_ms, options.backward_ms, options.message_bytes,
-        options.steps,
-    )  # fmt: skip
-    sides = strategies(costs, options.megabits, options.pipelines)
-    links = [options.megabits]
-    (seconds,) = trained.medians(results, costs, links, sides, options.rounds, options.limit_s).values()
-    simulated = {side: trained.simulated(costs, options.megabits, strategy) for side, strategy in sides.items()}
-    samples = measure_samples(results, list(sides), options)
-    title = f"{options.stages} stages, {options.microbatches} micro-batches, links of {options.megabits} Mbit/s"
+        costs = trained.Costs(2, 2, 10.0, 20.0, 60_000, 12)
+        trainings, counts, seeds, rounds = [("digits", "adam")], [2], 1, 1
+    results = Results(options.json, resume=True)
+    sides = strategies(costs, MEGABITS, counts)
+    seconds = trained.medians(results, costs, [MEGABITS], sides, rounds)[MEGABITS]
+    simulated = {side: trained.simulated(costs, MEGABITS, strategy) for side, strategy in sides.items()}
+    samples = measure_samples(results, list(sides), trainings, seeds)
+    title = f"{costs.stages} stages, {costs.microbatches} micro-batches, links of {MEGABITS} Mbit/s"
     ratios = sooner(seconds, samples)
     print(f"{title}\n\n{table(seconds, simulated, samples)}\n\n{best(ratios)}")
     if options.picture is not None:
@@ -211,4 +160,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -6,14 +6,9 @@ benchmarks launch this script; beside its numbers they put the simulator's.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -21,13 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks import network
-from benchmarks.harness import add_options, begin, launch, quiet_trainer
+from benchmarks.harness import Clock, launch, quiet_trainer
 from benchmarks.models import Blocks
-from benchmarks.paper.results import Results
-from lightning_avgpipe import Averaging, AvgPipeStrategy, PipeOptim
+from benchmarks.results import Results
+from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, StageCosts, build, simulate
 
 __all__ = ["Costs", "measure", "medians", "simulated"]
@@ -74,26 +66,14 @@ def simulated(costs: Costs, megabits: int, strategy: dict[str, Any]) -> float:
     return simulate([schedule] * count, of_stages).iteration_s / count
 
 
-def measure(costs: Costs, megabits: int, strategies: Sequence[dict[str, Any]], rounds: int, limit_s: float) -> Any:
-    """Seconds per batch of each strategy: medians over rounds, in which all take turns.
-
-    Raises:
-        SystemExit: a process failed, or nobody may limit links here.
-    """
-    if not network.available():
-        raise SystemExit("links of a limited rate are network namespaces, which need root, ip and tc")
-    work = json.dumps({"costs": vars(costs), "strategies": list(strategies), "rounds": rounds}, default=asdict)
-    found = launch(__file__, ["--work", work], costs.stages, megabits, limit_s)
+def measure(costs: Costs, megabits: int, strategies: Sequence[dict[str, Any]], rounds: int) -> list[float]:
+    """Seconds per batch of each strategy: medians over rounds, in which all take turns."""
+    found = launch(_measured, (costs, strategies, rounds), costs.stages, megabits)[0]
     return [statistics.median(seconds) for seconds in found]
 
 
 def medians(
-    results: Results,
-    costs: Costs,
-    links: Sequence[int],
-    sides: Mapping[str, dict[str, Any]],
-    rounds: int,
-    limit_s: float,
+    results: Results, costs: Costs, links: Sequence[int], sides: Mapping[str, dict[str, Any]], rounds: int
 ) -> dict[int, dict[str, float]]:
     """Seconds per batch on each link with each side's strategy: medians of the rounds, in which all take turns.
 
@@ -102,7 +82,7 @@ def medians(
     for turn in range(rounds):
         for link in links:
             missing = [side for side in sides if results.find(str(costs), link, side, turn) is None]
-            measured = measure(costs, link, [sides[side] for side in missing], 1, limit_s) if missing else []
+            measured = measure(costs, link, [sides[side] for side in missing], 1) if missing else []
             for side, seconds in zip(missing, measured, strict=True):
                 results.add(str(costs), link, side, turn, {"seconds": seconds, "torch": torch.__version__})
 
@@ -129,19 +109,9 @@ class _Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-6, momentum=0.9)
 
 
-class _Clock(L.Callback):
-    """When each step ended."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.ends.append(time.perf_counter())
-
-
 def _seconds(costs: Costs, strategy: dict[str, Any]) -> float:
     """Of a batch, in the middle of an epoch."""
-    clock, count = _Clock(), strategy.get("num_pipelines", 1)
+    clock, count = Clock(), strategy.get("num_pipelines", 1)
     batches = torch.ones(costs.steps * count * costs.microbatches, 1)
     points = [f"net.blocks.{k}" for k in range(1, costs.stages)]
     trainer = quiet_trainer(
@@ -156,29 +126,13 @@ def _seconds(costs: Costs, strategy: dict[str, Any]) -> float:
         callbacks=[clock],
     )
     trainer.fit(_Model(costs), DataLoader(batches, batch_size=costs.microbatches))  # type: ignore[arg-type]
-    ends = clock.ends[_EDGE:-_EDGE]
-    return (ends[-1] - ends[0]) / (len(ends) - 1) / count
+    return statistics.mean(clock.seconds(_EDGE + 1, _EDGE)) / count
 
 
-def _work(options: argparse.Namespace) -> None:
-    """What each process does, as torchrun would start it; rank 0 writes the results."""
-    rank, _ = begin()
-    work = json.loads(options.work)
-    costs, found = Costs(**work["costs"]), [[] for _ in work["strategies"]]
-    for strategy in work["strategies"]:
-        if isinstance(policy := strategy.get("weight_policy"), dict):
-            strategy["weight_policy"] = PipeOptim(**policy)
-        if "averaging" in strategy:
-            strategy["averaging"] = Averaging(**strategy["averaging"])
-    for _ in range(work["rounds"]):
-        for seconds, strategy in zip(found, work["strategies"], strict=True):
+def _measured(costs: Costs, strategies: Sequence[dict[str, Any]], rounds: int) -> list[list[float]]:
+    """In each process: seconds per batch of each strategy in each round."""
+    found: list[list[float]] = [[] for _ in strategies]
+    for _ in range(rounds):
+        for seconds, strategy in zip(found, strategies, strict=True):
             seconds.append(_seconds(costs, strategy))
-    if rank == 0:
-        options.result.write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--work", help=argparse.SUPPRESS)
-    add_options(parser, 600.0, "setting")
-    _work(parser.parse_args())
+    return found

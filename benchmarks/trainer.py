@@ -16,12 +16,9 @@ the same processes, with one thread each; medians of the rounds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +29,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import add_options, begin, in_turns, launch, quiet_trainer, timeline_of, write
+from benchmarks.harness import in_turns, launch, parser, quiet_trainer, table, timeline_of, write
 from benchmarks.models import SIZES, LanguageModel, Size
 from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.engine.recording import Recorder
 from lightning_avgpipe.schedule import StageCosts, simulate
 
-PROCESSES = 2
+PROCESSES, N = 2, 2  # N: pipelines beside one
 EDGE = 4  # steps at the begin of an epoch that are not counted
 
 
@@ -92,13 +89,11 @@ class _Clock(L.Callback):
             self.simulated_s.append(again.iteration_s)
 
 
-def sides(microbatches: int, counts: Sequence[int]) -> dict[str, dict[str, Any] | None]:
+def sides(microbatches: int) -> dict[str, dict[str, Any] | None]:
     """Arguments of each side's strategy; None: ddp."""
-    found: dict[str, dict[str, Any] | None] = {"ddp": None, "N=1": {"num_microbatches": microbatches}}
-    for n in counts:
-        many = {"num_microbatches": microbatches, "num_pipelines": n}
-        found |= {f"N={n}": many, f"rolling N={n}": {**many, "averaging": Averaging(rolling=True)}}
-    return found
+    many = {"num_microbatches": microbatches, "num_pipelines": N}
+    rolling = {**many, "averaging": Averaging(rolling=True)}
+    return {"ddp": None, "N=1": {"num_microbatches": microbatches}, f"N={N}": many, f"rolling N={N}": rolling}
 
 
 def run(side: dict[str, Any] | None, size: Size, steps: int, records: bool) -> tuple[float, float | None]:
@@ -122,50 +117,37 @@ def run(side: dict[str, Any] | None, size: Size, steps: int, records: bool) -> t
     )
 
 
-def work(options: argparse.Namespace) -> None:
-    """What each process does, as torchrun would start it; rank 0 writes the results."""
-    rank, _ = begin()
-    size, all_sides = SIZES[options.size], sides(SIZES[options.size].num_microbatches, options.pipelines)
+def measure(size: Size, steps: int, rounds: int) -> dict[str, list[Any]]:
+    """In each process: seconds of a batch, and recorded and simulated ones, of each side in each round."""
+    all_sides = sides(size.num_microbatches)
     found: dict[str, list[Any]] = {name: [] for name in all_sides}
-    for name in in_turns(list(all_sides), options.rounds):
+    for name in in_turns(list(all_sides), rounds):
         side = all_sides[name]
-        seconds, _ = run(side, size, options.steps, records=False)
+        seconds, _ = run(side, size, steps, records=False)
         records = side is not None and not side.get("averaging", Averaging()).rolling
-        recorded, simulated = run(side, size, options.steps, records=True) if records else (None, None)
+        recorded, simulated = run(side, size, steps, records=True) if records else (None, None)
         found[name].append((seconds, recorded, simulated))
-    if rank == 0:
-        options.result.write_text(json.dumps(found))
+    return found
 
 
-def table(found: dict[str, list[Any]]) -> str:
-    """Markdown: a row per side, medians of the rounds' ratios."""
-    lines = ["| | seconds a batch | over ddp | over the simulator |", "| --- | --- | --- | --- |"]
+def compared(found: dict[str, list[Any]]) -> str:
+    """A row per side, medians of the rounds' ratios."""
+    rows = []
     for name, rounds in found.items():
         over = statistics.median(mine[0] / ddp[0] for mine, ddp in zip(rounds, found["ddp"], strict=True))
         ratios = [recorded / simulated for _, recorded, simulated in rounds if simulated]
         beside = f"{statistics.median(ratios):.3f}" if ratios else ""
-        lines.append(f"| {name} | {statistics.median(each[0] for each in rounds):.3f} | {over:.2f} | {beside} |")
-    return "\n".join(lines)
+        rows.append((name, f"{statistics.median(each[0] for each in rounds):.3f}", f"{over:.2f}", beside))
+    return table(["", "seconds a batch", "over ddp", "over the simulator"], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="large")
-    parser.add_argument("--pipelines", nargs="+", type=int, default=[2], help="N, beside one")
-    parser.add_argument("--steps", type=int, default=10, help="of each run")
-    parser.add_argument("--rounds", type=int, default=3, help="of all sides; medians count")
-    parser.add_argument("--quick", action="store_true", help="the small model, one round")
-    add_options(parser, 1500.0, "run")
-    options = parser.parse_args()
-    if options.quick:
-        options.size, options.rounds, options.steps = "small", 1, 8
-    if options.result is not None:
-        work(options)
-        return
-    arguments = ["--size", options.size, "--steps", str(options.steps), "--rounds", str(options.rounds)]
-    arguments += ["--pipelines", *map(str, options.pipelines)]
-    found = launch(__file__, arguments, PROCESSES, None, options.limit_s)
-    print(table(found))
+    arguments = parser(__doc__)
+    arguments.add_argument("--quick", action="store_true", help="the small model, one round")
+    options = arguments.parse_args()
+    given = (SIZES["small"], 8, 1) if options.quick else (SIZES["large"], 10, 3)
+    found = launch(measure, given, PROCESSES, limit_s=1500.0)[0]
+    print(compared(found))
     write(options, found)
 
 

@@ -1,8 +1,7 @@
 """Does the tuner find the fastest setting, and how much sooner than trying them all? Predictors and rules of thumb.
 
     python benchmarks/tuning.py                             # a quarter of an hour on two idle cores; links need root
-    python benchmarks/tuning.py --workloads lstm --megabits 0 --json lstm.json
-    python benchmarks/tuning.py --show lstm.json --picture lstm.png
+    python benchmarks/tuning.py --workloads lstm --megabits 0
 
 Three models, each trained in two processes over links of two rates. In one run, ``AvgPipeTuner`` first profiles as it
 always does. Then the traversal: every setting (M, N, advance) that fits the memory trains for about ten batches after
@@ -22,7 +21,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import random
 import statistics
 import sys
@@ -42,8 +40,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import network
-from benchmarks.harness import TIMEOUT, add_options, launch, quiet_trainer, write
+from benchmarks import harness
+from benchmarks.harness import TIMEOUT, launch, quiet_trainer
 from benchmarks.models import LanguageModel, Size, loss_of
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.tuning import PREDICTORS, Profile, Setting, candidates, search
@@ -52,6 +50,8 @@ from lightning_avgpipe.tuning.scaling import memory_at
 
 NUM_STAGES = 2
 FREE = 0  # megabits per second of loopback: no limit
+BATCH_SIZE = 32
+ADVANCES, ROUNDS = (0, 2), 2  # every h; visits of each setting
 _TRAVERSED = 10  # batches of each setting
 
 
@@ -244,10 +244,15 @@ class Traversal(Callback):
         tuning_s: from the beginning of training until its first batch.
         rounds_s: what each round took.
         visits: all of them.
+
+    Args:
+        tuner: the tuner.
+        rounds: how often each setting is visited.
+        settings: function that returns the settings for the tuner's profile.
     """
 
-    def __init__(self, tuner: AvgPipeTuner, options: argparse.Namespace) -> None:
-        self.tuner, self.options = tuner, options
+    def __init__(self, tuner: AvgPipeTuner, rounds: int, settings: Callable[[Profile], Sequence[Setting]]) -> None:
+        self.tuner, self.rounds, self.settings = tuner, rounds, settings
         self.tuning_s, self.rounds_s = math.nan, []  # type: ignore[var-annotated]
         self.visits: list[Visit] = []
         self._begin = 0.0
@@ -273,7 +278,7 @@ class Traversal(Callback):
         if not self._left:
             self.rounds_s.append(now - self._begin)
             self._begin = now
-            if len(self.rounds_s) > self.options.rounds:
+            if len(self.rounds_s) > self.rounds:
                 trainer.should_stop = True
                 return
             self._left = self._order()
@@ -285,29 +290,27 @@ class Traversal(Callback):
     def _order(self) -> list[Setting]:
         """The settings of a round, in an order of its own, which is the same on every rank."""
         assert self.tuner.result is not None
-        profile = self.tuner.result.profile
-        settings = candidates(profile, self.options.pipelines, self.options.microbatches, self.options.advances)
-        fitting = within(profile, settings, self.options.memory_share)
-        return random.Random(len(self.rounds_s)).sample(fitting, len(fitting))
+        settings = self.settings(self.tuner.result.profile)
+        return random.Random(len(self.rounds_s)).sample(settings, len(settings))
 
 
-def work(options: argparse.Namespace) -> None:
-    """What each process does; rank 0 writes the results."""
-    torch.set_num_threads(1)
-    os.environ |= {"LOCAL_RANK": os.environ["RANK"], "TORCHELASTIC_RUN_ID": "benchmark"}  # who starts processes: not us
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """In each process: tune and traverse the settings of a workload; on rank 0 what was found."""
     torch.manual_seed(0)
-    workload = WORKLOADS[options.workloads[0]]
+    workload, batch_size, rounds = WORKLOADS[name], *((4, 1) if options.quick else (BATCH_SIZE, ROUNDS))
+
+    def settings(profile: Profile) -> list[Setting]:
+        advances = (0,) if options.quick else ADVANCES
+        every = candidates(profile, options.pipelines, options.microbatches, advances)
+        return within(profile, every, options.memory_share)
+
     with tempfile.TemporaryDirectory() as folder:
         tuner = AvgPipeTuner(options.pipelines, options.microbatches, samples_factor=1, dirpath=folder)
-        traversal = Traversal(tuner, options)
-        trainer = quiet_trainer(
-            devices=NUM_STAGES,
-            callbacks=[tuner, traversal],
-            strategy=AvgPipeStrategy(split_points=[f"model.{workload.split_point}"], timeout=TIMEOUT),
-        )
-        trainer.fit(Module(workload), DataLoader(Repeated(workload, options.batch_size), batch_size=None))
-    if trainer.global_rank == 0:
-        options.result.write_text(json.dumps(found_by(traversal)))
+        traversal = Traversal(tuner, rounds, settings)
+        strategy = AvgPipeStrategy(split_points=[f"model.{workload.split_point}"], timeout=TIMEOUT)
+        trainer = quiet_trainer(devices=NUM_STAGES, callbacks=[tuner, traversal], strategy=strategy)
+        trainer.fit(Module(workload), DataLoader(Repeated(workload, batch_size), batch_size=None))
+    return found_by(traversal) if trainer.global_rank == 0 else None
 
 
 def found_by(traversal: Traversal) -> dict[str, Any]:
@@ -330,31 +333,26 @@ def found_by(traversal: Traversal) -> dict[str, Any]:
 # -- the parent ------------------------------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line per workload and link, then a line per choice."""
-    lines = []
-    for row in rows:
-        best = min(row["settings"], key=lambda s: s["per_batch_s"])
-        link = f"{row['megabits']} Mbit/s" if row["megabits"] != FREE else "free links"
-        lines.append(
-            f"{row['workload']}, {link}: best of {len(row['settings'])} {_name(best)} with "
-            f"{best['per_batch_s'] * 1e3:.1f} ms a batch; traversal {row['traversal_s']:.0f} s, "
-            f"tuning {row['tuning_s']:.1f} s ({row['tuning_s'] / row['traversal_s']:.1%})"
-        )
-        lines.append("  chosen by                        M  N  h   regret   rank correlation   error   search")
-        for choice in row["choices"]:
-            setting = choice["setting"]
-            lines.append(
-                f"  {choice['by']:31s} {setting['num_microbatches']:2d} {setting['num_pipelines']:2d} "
-                f"{setting['advance']:2d} {choice['regret']:8.1%}" + _quality(choice)
-            )
-    return "\n".join(lines)
+def described(row: dict[str, Any]) -> str:
+    """What was found of a workload on a link, with a line per choice."""
+    best, seconds = min(row["settings"], key=lambda s: s["per_batch_s"]), row["traversal_s"]
+    link = f"{row['megabits']} Mbit/s" if row["megabits"] != FREE else "free links"
+    title = (
+        f"{row['workload']}, {link}: best of {len(row['settings'])} {_name(best)} with "
+        f"{best['per_batch_s'] * 1e3:.1f} ms a batch; traversal {seconds:.0f} s, tuning {row['tuning_s']:.1f} s "
+        f"({row['tuning_s'] / seconds:.1%})"
+    )
+    lines = [
+        (choice["by"], _name(choice["setting"]), f"{choice['regret']:.1%}", _shown(choice["rank_correlation"], "+.2f"),
+         _shown(choice["mean_error"], ".0%"), _shown(choice["search_s"], ".2f"))
+        for choice in row["choices"]
+    ]  # fmt: skip
+    head = ["chosen by", "setting", "regret", "rank correlation", "error", "search, s"]
+    return f"{title}\n\n{harness.table(head, lines)}\n"
 
 
-def _quality(choice: dict[str, Any]) -> str:
-    if choice["rank_correlation"] is None:
-        return ""
-    return f"{choice['rank_correlation']:+19.2f} {choice['mean_error']:7.0%} {choice['search_s']:6.2f} s"
+def _shown(value: float | None, how: str) -> str:
+    return "" if value is None else format(value, how)
 
 
 def _name(setting: dict[str, Any]) -> str:
@@ -363,93 +361,35 @@ def _name(setting: dict[str, Any]) -> str:
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """Over all workloads and links."""
-    lines = ["over all                         mean regret    worst   mean rank correlation"]
+    lines = []
     for by in dict.fromkeys(choice["by"] for row in rows for choice in row["choices"]):
         here = [choice for row in rows for choice in row["choices"] if choice["by"] == by]
         regrets = [choice["regret"] for choice in here]
         known = [choice["rank_correlation"] for choice in here if choice["rank_correlation"] is not None]
-        correlation = f"{statistics.mean(known):+23.2f}" if known else ""
-        lines.append(f"{by:31s} {statistics.mean(regrets):12.1%} {max(regrets):8.1%} {correlation}")
+        correlation = _shown(statistics.mean(known) if known else None, "+.2f")
+        lines.append((by, f"{statistics.mean(regrets):.1%}", f"{max(regrets):.1%}", correlation))
     shares = [row["tuning_s"] / row["traversal_s"] for row in rows]
-    lines.append(f"tuning takes {min(shares):.1%} to {max(shares):.1%} of a traversal")
-    return "\n".join(lines)
+    found = harness.table(["over all", "mean regret", "worst", "mean rank correlation"], lines)
+    return f"{found}\n\ntuning takes {min(shares):.1%} to {max(shares):.1%} of a traversal"
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """A panel per workload and link: predicted over measured milliseconds per batch, and what was chosen."""
-    from matplotlib.figure import Figure
-
-    columns = min(len(rows), 3)
-    height = math.ceil(len(rows) / columns)
-    figure = Figure(figsize=(4.2 * columns, 3.8 * height), layout="constrained")
-    for axes, row in zip(figure.subplots(height, columns, squeeze=False).flat, rows, strict=False):
-        profile = Profile.from_json(json.dumps(row["profile"]))
-        measured = {_setting(s): s["per_batch_s"] * 1e3 for s in row["settings"]}
-        for name, colour in (("paper", "#c0504d"), ("corrected", "#5fa65a"), ("simulator", "#4c84c4")):
-            known = calibrated(PREDICTORS[name], profile)
-            predicted = [known.predict(profile, s).per_batch_s * 1e3 for s in measured]
-            axes.scatter(measured.values(), predicted, s=9, color=colour, label=name, alpha=0.7)
-        for choice, marker in (("max-num", "^"), ("max-size", "v")):
-            (found,) = (c["setting"] for c in row["choices"] if c["by"] == choice)
-            axes.axvline(measured[_setting(found)], color="grey", linewidth=0.8, linestyle=":")
-            axes.plot(measured[_setting(found)], axes.get_ylim()[0], marker, color="grey", label=choice)
-        axes.axline((min(measured.values()),) * 2, slope=1, color="black", linewidth=0.6)
-        axes.set_title(f"{row['workload']}, {row['megabits'] or 'free'}{' Mbit/s' * bool(row['megabits'])}")
-        axes.set_xlabel("measured ms per batch")
-        axes.set_ylabel("predicted ms per batch")
-        axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path)
-
-
-def _setting(row: dict[str, Any]) -> Setting:
-    return Setting(**{name: row[name] for name in ("num_microbatches", "num_pipelines", "advance", "schedule")})
-
-
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    result.add_argument("--workloads", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS))
-    result.add_argument("--megabits", type=int, nargs="+", default=[FREE, 100], help="of each link; 0: not limited")
-    result.add_argument("--batch-size", type=int, default=32)
-    result.add_argument("--pipelines", type=int, default=4, help="largest N")
-    result.add_argument("--microbatches", type=int, nargs="+", help="every M; default: as the tuner's")
-    result.add_argument("--advances", type=int, nargs="+", default=[0, 2], help="every h")
-    result.add_argument("--memory-share", type=float, default=0.3, help="of what the hungriest setting needs")
-    result.add_argument("--rounds", type=int, default=2, help="visits of each setting")
-    result.add_argument("--show", type=Path, nargs="+", metavar="JSON", help="measure nothing: results of earlier runs")
-    result.add_argument("--picture", type=Path)
-    add_options(result, 900.0, "workload and link")
-    return result
-
-
-def main(arguments: Sequence[str]) -> None:
-    options = parser().parse_args(arguments)
-    if options.result is not None:
-        work(options)
-        return
-    if options.show is not None:
-        rows = [row for path in options.show for row in json.loads(path.read_text())["rows"]]
-        print(table(rows))
-    else:
-        rows = measure(arguments, options)
-    print(summary(rows))
-    if options.picture is not None:
-        draw(rows, options.picture)
-
-
-def measure(arguments: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row per workload and link."""
-    if any(megabits != FREE for megabits in options.megabits) and not network.available():
-        raise SystemExit("slow links are network namespaces, which need root, ip and tc; --megabits 0 goes without")
+def main() -> None:
+    arguments = harness.parser(__doc__)
+    arguments.add_argument("--workloads", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS))
+    arguments.add_argument("--megabits", type=int, nargs="+", default=[FREE, 100], help="of each link; 0: not limited")
+    arguments.add_argument("--pipelines", type=int, default=4, help="largest N")
+    arguments.add_argument("--microbatches", type=int, nargs="+", help="every M; default: as the tuner's")
+    arguments.add_argument("--memory-share", type=float, default=0.3, help="of what the hungriest setting needs")
+    arguments.add_argument("--quick", action="store_true", help="batches of four samples, no advance, one round")
+    options = arguments.parse_args()
     rows = []
     for workload, megabits in itertools.product(options.workloads, options.megabits):
-        more = ["--workloads", workload]
-        found = launch(__file__, [*arguments, *more], NUM_STAGES, megabits or None, options.limit_s)
+        found = launch(measure, (workload, options), NUM_STAGES, megabits or None)[0]
         rows.append({"workload": workload, "megabits": megabits, **found})
-        print(table(rows[-1:]), flush=True)
-        about = {"cores": os.cpu_count(), "torch": torch.__version__, "batch_size": options.batch_size}
-        write(options, {**about, "rows": rows})
-    return rows
+        print(described(rows[-1]), flush=True)
+        harness.write(options, {"rows": rows})
+    print(summary(rows))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

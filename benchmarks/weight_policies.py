@@ -23,15 +23,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import logging
 import math
-import os
 import statistics
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +37,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import trained
+from benchmarks import harness, trained
 from benchmarks.harness import quiet_trainer
-from benchmarks.paper.results import Results
-from benchmarks.statistical_efficiency import batches, judge, optimizer
+from benchmarks.results import Key, Results
+from benchmarks.statistical_efficiency import LIMIT, batches, judge, optimizer
 from benchmarks.workloads import WORKLOADS, Samples, Workload
 from lightning_avgpipe import Averaging, AvgPipeStrategy, PipeOptim
 
 STAGES = 4
 PATIENCE = 6  # times the samples of flush, after which a training is given up
 EVERY = 160  # samples between evaluations
-FIRST_LIMIT = 40_000
 PARTS = ["time", "samples"]
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -126,65 +120,49 @@ class _Judge(L.Callback):
         trainer.should_stop = self.samples is not None or self._seen >= self.limit or not math.isfinite(now)
 
 
-def train(side: str, workload: str, kind: str, microbatches: int, seed: int, limit: int) -> int | None:
-    """Samples to the goal."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
+def train(side: str, workload: str, kind: str, microbatches: int, seed: int, limit: int) -> dict[str, Any]:
+    """Train until the goal; ``samples`` are those that it took, None if more than the limit are needed."""
+    harness.be_quiet()
     torch.manual_seed(seed)
     goal = WORKLOADS[workload]
     samples, held_out = goal.data()
     looks = _Judge(goal, held_out, limit, SIDES[side].get("num_pipelines", 1))
     strategy = AvgPipeStrategy(num_stages=STAGES, num_microbatches=microbatches, costs="flops", **SIDES[side])
-    trainer = quiet_trainer(
-        strategy=strategy,
-        devices=1,
-        callbacks=[looks],
-    )
-    trainer.fit(
-        _Model(goal, kind, side == "nesterov"), DataLoader(_Batches(samples, goal.batch_size, seed), batch_size=None)
-    )
-    return looks.samples
+    trainer = quiet_trainer(strategy=strategy, devices=1, callbacks=[looks])
+    data = DataLoader(_Batches(samples, goal.batch_size, seed), batch_size=None)
+    trainer.fit(_Model(goal, kind, side == "nesterov"), data)
+    return {"samples": looks.samples, "limit": limit, "torch": torch.__version__}
 
 
-def measure_samples(results: Results, options: argparse.Namespace) -> dict[str, list[float]]:
+def measure_samples(results: Results, sides: Sequence[str], options: argparse.Namespace) -> dict[str, list[float]]:
     """Of each side, by seed; infinite if it was given up."""
     what = f"{options.workload}, {options.optimizer}, {options.microbatches} micro-batches"
     common = options.workload, options.optimizer, options.microbatches
 
-    def all_seeds(sides: Sequence[str], limit: int) -> None:
-        seeds = range(options.seeds)
-        trials = [(side, seed) for side in sides for seed in seeds if results.find(what, None, side, seed) is None]
-        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-            runs = {pool.submit(train, side, *common, seed, limit): (side, seed) for side, seed in trials}
-            for run in as_completed(runs):
-                results.add(
-                    what, None, *runs[run], {"samples": run.result(), "limit": limit, "torch": torch.__version__}
-                )
+    def complete(sides: Sequence[str], limit: int) -> None:
+        trials: dict[Key, tuple[Any, ...]] = {
+            (what, None, side, seed): (side, *common, seed, limit) for side in sides for seed in range(options.seeds)
+        }
+        results.complete(train, trials)
 
-    def known(side: str) -> list[float]:
-        found = [(results.find(what, None, side, seed) or {})["samples"] for seed in range(options.seeds)]
-        return [math.inf if samples is None else float(samples) for samples in found]
-
-    all_seeds(["flush"], FIRST_LIMIT)
-    limit = round(PATIENCE * statistics.median(known("flush")))
-    all_seeds([side for side in options.sides if side not in ("flush", "advance")], limit)
+    complete(["flush"], LIMIT)
+    limit = round(PATIENCE * statistics.median(results.samples(what, "flush", options.seeds)))
+    complete([side for side in sides if side not in ("flush", "advance")], limit)
     # advance has the same weights, bit for bit
-    return {side: known("flush" if side == "advance" else side) for side in options.sides}
+    same = {side: "flush" if side == "advance" else side for side in sides}
+    return {side: results.samples(what, system, options.seeds) for side, system in same.items()}
 
 
 # -- both --------------------------------------------------------------------------------------------------------------
 
 
-def measure_time(results: Results, options: argparse.Namespace) -> dict[int, dict[str, tuple[float, float]]]:
+def measure_time(
+    results: Results, costs: trained.Costs, links: Sequence[int], sides: Sequence[str], rounds: int
+) -> dict[int, dict[str, tuple[float, float]]]:
     """Of each link and side seconds per batch: medians of the rounds, in which all take turns, and simulated."""
-    costs = trained.Costs(
-        STAGES, options.microbatches, options.forward_ms, options.backward_ms, options.message_bytes, options.steps
-    )
-    sides = {side: SIDES[side] for side in options.sides}
-    seconds = trained.medians(results, costs, options.megabits, sides, options.rounds, options.limit_s)
+    seconds = trained.medians(results, costs, links, {side: SIDES[side] for side in sides}, rounds)
     return {
-        link: {side: (found, trained.simulated(costs, link, sides[side])) for side, found in of_sides.items()}
+        link: {side: (found, trained.simulated(costs, link, SIDES[side])) for side, found in of_sides.items()}
         for link, of_sides in seconds.items()
     }
 
@@ -211,38 +189,32 @@ def rows_of(
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown."""
+    head = ["link", "", "seconds a batch (simulated)", "faster", "samples (seeds)", "time to the goal"]
     lines = [
-        "| link | | seconds a batch (simulated) | faster | samples (seeds) | time to the goal |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in rows:
-        seeds = f"{min(row['seeds']):.2f} - {max(row['seeds']):.2f}"
-        lines.append(
-            f"| {row['megabits']} Mbit/s | {row['side']} | {row['seconds']:.3f} ({row['simulated_s']:.3f}) | "
-            f"{row['faster']:.2f}x | {row['samples']:.2f} ({seeds}) | {row['over_flush']:.2f}x sooner |"
-        )
-    return "\n".join(lines)
+        (f"{row['megabits']} Mbit/s", row["side"], f"{row['seconds']:.3f} ({row['simulated_s']:.3f})",
+         f"{row['faster']:.2f}x", f"{row['samples']:.2f} ({min(row['seeds']):.2f} - {max(row['seeds']):.2f})",
+         f"{row['over_flush']:.2f}x sooner")
+        for row in rows
+    ]  # fmt: skip
+    return harness.table(head, lines)
 
 
 def needed(samples: dict[str, list[float]]) -> str:
     """Markdown: samples to the goal as multiples of the median of flush."""
-    flush = statistics.median(samples["flush"])
-    lines = ["| | samples (seeds) |", "| --- | --- |"]
+    flush, rows = statistics.median(samples["flush"]), []
     for side, values in samples.items():
         low, middle, high = (value / flush for value in (min(values), statistics.median(values), max(values)))
-        lines.append(f"| {side} | {middle:.2f} ({low:.2f} - {high:.2f}) |")
-    return "\n".join(lines)
+        rows.append((side, f"{middle:.2f} ({low:.2f} - {high:.2f})"))
+    return harness.table(["", "samples (seeds)"], rows)
 
 
 def picture(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Time to the goal as a multiple of that of flush: a panel per link."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     links = list(dict.fromkeys(row["megabits"] for row in rows))
-    figure, axes = pyplot.subplots(1, len(links), figsize=(5 * len(links), 3.2), sharey=True, squeeze=False)
+    figure = Figure(figsize=(5 * len(links), 3.2), layout="tight")
+    axes = figure.subplots(1, len(links), sharey=True, squeeze=False)
     for axis, megabits in zip(axes[0], links, strict=True):
         here = [row for row in rows if row["megabits"] == megabits]
         for y, row in enumerate(here):
@@ -254,53 +226,40 @@ def picture(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         axis.set_title(f"links of {megabits} Mbit/s", fontsize=10)
     axes[0][0].invert_yaxis()
     figure.supxlabel(f"time to the goal, as a multiple of that of flush\n{title}; lines: seeds", fontsize=9)
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    result.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    result.add_argument("--workload", choices=WORKLOADS, default="digits")
-    result.add_argument("--optimizer", choices=("momentum", "adam", "adamw"), default="momentum")
-    result.add_argument("--seeds", type=int, default=3)
-    result.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="trainings at a time")
-    result.add_argument("--microbatches", type=int, default=STAGES, help="M; 2bw needs as many as there are stages")
-    result.add_argument("--megabits", type=int, nargs="+", default=[100, 1000], help="per second, of the links")
-    result.add_argument("--forward-ms", type=float, default=20.0)
-    result.add_argument("--backward-ms", type=float, default=40.0)
-    result.add_argument("--message-bytes", type=int, default=250_000, help="of a micro-batch")
-    result.add_argument("--steps", type=int, default=28, help="of an epoch that is timed")
-    result.add_argument("--rounds", type=int, default=3, help="of all sides; medians count")
-    result.add_argument("--limit-s", type=float, default=900.0, help="for each link and round")
-    result.add_argument("--quick", action="store_true", help="one seed, one link, one short round")
-    result.add_argument("--json", type=Path, help="results file")
-    result.add_argument("--resume", action="store_true", help="measure what the results file does not have")
-    result.add_argument("--picture", type=Path)
-    return result
-
-
-def main(arguments: Sequence[str]) -> None:
-    options = parser().parse_args(arguments)
-    options.sides = list(dict.fromkeys(["flush", *options.sides]))
+def main() -> None:
+    arguments = harness.parser(__doc__)
+    arguments.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    arguments.add_argument("--workload", choices=WORKLOADS, default="digits")
+    arguments.add_argument("--optimizer", choices=("momentum", "adam", "adamw"), default="momentum")
+    arguments.add_argument("--microbatches", type=int, default=STAGES, help="M; 2bw needs as many as there are stages")
+    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--quick", action="store_true", help="one seed, one link, one short round")
+    arguments.add_argument("--resume", action="store_true", help="measure what the results file does not have")
+    arguments.add_argument("--picture", type=Path)
+    options = arguments.parse_args()
+    costs = trained.Costs(STAGES, options.microbatches, 20.0, 40.0, 250_000, 28)
+    links, rounds = [100, 1000], 3
     if options.quick:
-        options.seeds, options.rounds, options.steps, options.megabits = 1, 1, 12, options.megabits[:1]
-        options.forward_ms, options.backward_ms, options.message_bytes = 10.0, 20.0, 60_000
-    if options.microbatches < STAGES:
-        options.sides = [side for side in options.sides if side != "2bw"]  # it would need more versions
+        options.seeds, links, rounds = 1, [100], 1
+        costs = trained.Costs(STAGES, options.microbatches, 10.0, 20.0, 60_000, 12)
+    # with fewer micro-batches 2bw would need more versions
+    sides = [side for side in SIDES if side != "2bw" or options.microbatches >= STAGES]
     results = Results(options.json, options.resume)
-    seconds = measure_time(results, options) if "time" in options.parts else {}
-    samples = measure_samples(results, options) if "samples" in options.parts else {}
-    print(f"{options.workload}, {options.optimizer}, {STAGES} stages, {options.microbatches} micro-batches\n")
+    seconds = measure_time(results, costs, links, sides, rounds) if "time" in options.parts else {}
+    samples = measure_samples(results, sides, options) if "samples" in options.parts else {}
+    title = f"{options.workload}, {options.optimizer}"
+    print(f"{title}, {STAGES} stages, {options.microbatches} micro-batches\n")
     if not samples or not seconds:
         print(needed(samples) if samples else seconds)
         return
     rows = rows_of(samples, seconds)
     print(table(rows))
     if options.picture is not None:
-        picture(rows, options.picture, f"{options.workload}, {options.optimizer}")
+        picture(rows, options.picture, title)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

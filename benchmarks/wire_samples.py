@@ -10,13 +10,9 @@ precision, as evaluation is.
 
 from __future__ import annotations
 
-import argparse
-import math
 import statistics
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +21,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import write
-from benchmarks.statistical_efficiency import batches, judge, optimizer, samples_to_goal
+from benchmarks import harness
+from benchmarks.results import Key, Results
+from benchmarks.statistical_efficiency import OPTIMIZERS, batches, judge, optimizer, samples_to_goal
 from benchmarks.workloads import WORKLOADS
 from lightning_avgpipe.capture.wire_format import FORMATS, Format
 from lightning_avgpipe.comm.message import Message, compressed, decompressed
@@ -55,15 +52,14 @@ def _travelled(tensor: Tensor, wire: Format | None, key: RandomKey, name: str) -
     return arrived
 
 
-def samples(trial: tuple[str, str, Format | None, int]) -> int | None:
-    """Samples until the goal is reached, interpolated between evaluations; None if that takes more than the limit."""
-    name, steps_by, wire, seed = trial
+def train(name: str, steps_by: str, wire: Format | None, seed: int) -> dict[str, int | None]:
+    """Train until the goal; ``samples`` are interpolated between evaluations, None if the limit is passed."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     workload = WORKLOADS[name]
-    (train, held_out), model = workload.data(), workload.model()
+    (samples, held_out), model = workload.data(), workload.model()
     steps = optimizer(steps_by, model, workload.rates[steps_by])
-    source = batches(train, workload.batch_size, seed)
+    source = batches(samples, workload.batch_size, seed)
 
     def iterate(seen: int) -> int:
         def hop(layer: nn.Module, given: Any, x: Tensor) -> Tensor:
@@ -79,42 +75,37 @@ def samples(trial: tuple[str, str, Format | None, int]) -> int | None:
         steps.step()
         return workload.batch_size
 
-    return samples_to_goal(workload, iterate, lambda: judge(workload, model, held_out), len(train[-1]), _LIMIT)
+    needed = samples_to_goal(workload, iterate, lambda: judge(workload, model, held_out), len(samples[-1]), _LIMIT)
+    return {"samples": needed}
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def compared(results: Results, trainings: Sequence[str], seeds: int) -> str:
     """One line per workload and optimizer."""
-    lines = ["workload  optimizer        None" + "".join(f"  {wire:>22s}" for wire in FORMATS)]
-    found = {(r["workload"], r["optimizer"], r["wire"], r["seed"]): r["samples"] for r in rows}
-    seeds = sorted({row["seed"] for row in rows})
-    for key in dict.fromkeys((row["workload"], row["optimizer"]) for row in rows):
-        full = [found[*key, None, seed] or math.inf for seed in seeds]
-        line = f"{key[0]:9s} {key[1]:9s} {statistics.median(full):11.0f}"
+    rows = []
+    for training in trainings:
+        full = results.samples(training, "None", seeds)
+        cells = []
         for wire in FORMATS:
-            ratios = [(found[*key, wire, seed] or math.inf) / n for n, seed in zip(full, seeds, strict=True)]
-            line += f"  {statistics.median(ratios):5.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        lines.append(line)
-    return "\n".join(lines)
+            ratios = [n / of_full for n, of_full in zip(results.samples(training, wire, seeds), full, strict=True)]
+            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        rows.append((training, f"{statistics.median(full):.0f}", *cells))
+    return harness.table(["", "samples in full precision", *FORMATS], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--optimizers", nargs="+", choices=["sgd", "momentum", "adam"], default=["adam"])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    trials = [
-        (workload, steps_by, wire, seed)
+    arguments = harness.parser(__doc__)
+    arguments.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    arguments.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["adam"])
+    arguments.add_argument("--seeds", type=int, default=3)
+    options = arguments.parse_args()
+    trials: dict[Key, tuple[Any, ...]] = {
+        (f"{workload}, {steps_by}", None, str(wire), seed): (workload, steps_by, wire, seed)
         for workload in options.workloads for steps_by in options.optimizers for seed in range(options.seeds)
         for wire in (None, *FORMATS)
-    ]  # fmt: skip
-    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        found = list(pool.map(samples, trials))
-    names = ("workload", "optimizer", "wire", "seed")
-    rows = [dict(zip(names, trial, strict=True)) | {"samples": n} for trial, n in zip(trials, found, strict=True)]
-    print(table(rows))
-    write(options, rows)
+    }  # fmt: skip
+    results = Results(options.json, resume=False)
+    results.complete(train, trials)
+    print(compared(results, list(dict.fromkeys(training for training, *_ in trials)), options.seeds))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from benchmarks import (
     depth,
-    parallel_pipelines,
+    network,
     spp,
     statistical_efficiency,
     time_to_target,
@@ -21,21 +22,47 @@ from benchmarks import (
     weight_policies,
 )
 from benchmarks.engine import summary
-from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Span, StageCosts, Timeline, Transfer, build, simulate
+from benchmarks.harness import launch
+from benchmarks.results import Results
+from lightning_avgpipe.schedule import StageCosts, build, simulate
 from lightning_avgpipe.tuning import Profile, Setting, Simulator, candidates
 from tests.commands import ROOT, run
 from tests.profiles import random_profile
 
+LIMITED_LINKS = pytest.mark.skipif(not network.available(), reason="limited links need root, ip and tc")
 
+
+def measured(folder: Path, script: str, *arguments: object) -> Any:
+    """What a benchmark writes as JSON."""
+    run(folder, ROOT / "benchmarks" / script, *arguments, "--quick", "--json", folder / "found.json")
+    return json.loads((folder / "found.json").read_text())
+
+
+def test_each_rank_returns_its_result() -> None:
+    assert launch(os.getenv, ("RANK",), 2) == ["0", "1"]
+
+
+def test_a_rank_that_fails_ends_the_run() -> None:
+    with pytest.raises(SystemExit, match=r"int: the 2 processes ended with \[1, 1\]"):
+        launch(int, ("no number",), 2)
+
+
+def test_only_what_the_results_do_not_have_is_measured(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json", resume=True)
+    results.add("digits, adam", None, "single", 0, {"samples": None})
+    results.complete(samples, {("digits, adam", None, "single", seed): (seed,) for seed in range(3)})
+    assert Results(tmp_path / "results.json", resume=True).samples("digits, adam", "single", 2) == [math.inf, 100]
+    assert results.find("digits, adam", None, "single", 2) is None
+
+
+def samples(seed: int) -> dict[str, Any] | None:
+    return {"samples": 100 * seed} if seed < 2 else None
+
+
+@LIMITED_LINKS
 @pytest.mark.slow
-def test_the_schedules_are_measured_without_root(tmp_path: Path) -> None:
-    arguments = [
-        ROOT / "benchmarks" / "schedules.py", "--stages", "2", "--ratios", "0.5", "--links",
-        "throttled", "--microbatches", "4", "--forward-ms", "10", "--backward-ms", "20", "--iterations", "1",
-        "--parts", "links", "--limit-s", "90", "--json", tmp_path / "rows.json", "--picture", tmp_path / "picture.png",
-    ]  # fmt: skip
-    run(tmp_path, *arguments)
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+def test_the_schedules_are_measured(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "schedules.py", "--parts", "links", "--picture", tmp_path / "picture.png")["rows"]
     assert [row["schedule"] for row in rows] == ["afab", "1f1b", "advance_forward"]
     # no action is shorter than its sleep, and none of them overlap on a stage
     assert all(row["seconds"] > 4 * 0.030 for row in rows)
@@ -88,11 +115,7 @@ def test_the_engines_table_compares_round_by_round() -> None:
 @pytest.mark.slow
 def test_the_engine_is_measured_beside_torchs_pipelining(tmp_path: Path) -> None:
     # it fails if the sides do not compute the same losses
-    run(
-        tmp_path, ROOT / "benchmarks" / "engine.py", "--quick", "--parts", "replay", "free", "--limit-s", "90",
-        "--json", tmp_path / "engine.json",
-    )  # fmt: skip
-    found = json.loads((tmp_path / "engine.json").read_text())
+    found = measured(tmp_path, "engine.py", "--parts", "replay", "free")
     assert {row["units"] for row in found["replay"]} == {"planned", "leaves"}
     sides = {row["side"] for row in found["free"]["rows"]}
     assert sides >= {"avgpipe afab", "avgpipe 1f1b", "torch gpipe", "torch 1f1b"}
@@ -103,47 +126,18 @@ def test_depth_measures_three_sides_of_two_stages() -> None:
     found = depth.rows(1, rounds=1)
     assert [row["stage"] for row in found] == ["middle", "last"]
     assert all(row[side] > 0 for row in found for side in ("by_hand", "followed", "repeated"))
-    assert len(depth.table(found).splitlines()) == 3
+    assert len(depth.compared(found).splitlines()) == 4
 
 
-def test_time_is_lost_where_some_pipeline_could_have_gone_on() -> None:
-    f0, b0 = Action(FORWARD, 0), Action(BACKWARD, 0)
-    spans = (
-        Span(0, f0, 0, 1), Span(0, f0, 1, 2, 1), Span(0, b0, 8, 10),
-        Span(1, f0, 3, 4), Span(1, b0, 4, 6), Span(1, f0, 6.5, 7.5, 1),
-    )  # fmt: skip
-    transfers = (
-        Transfer(0, "forward", 0, 1, 2, 2.25),
-        Transfer(0, "forward", 0, 2, 3, 5, 1),
-        Transfer(0, "backward", 0, 6, 7, 8),
-    )
-    # stage 0 waits for its gradient; stage 1 begins late with pipeline 0, which was there from 2.25 on, and with 1
-    assert parallel_pipelines.lost_s(Timeline(2, spans, transfers, (2, 2))) == 0.75 + 0.5
-
-
-def measure_parallel(folder: Path, *arguments: object) -> dict[str, Any]:
-    script, path = ROOT / "benchmarks" / "parallel_pipelines.py", folder / "parallel.json"
-    run(folder, script, "--quick", "--links", "throttled", "--limit-s", "90", "--json", path, *arguments)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
-
-
+@LIMITED_LINKS
 @pytest.mark.slow
-def test_parallel_pipelines_and_their_memory_are_measured_without_root(tmp_path: Path) -> None:
-    found = measure_parallel(tmp_path, "--parts", "time", "memory", "--pictures", tmp_path / "pictures")
-    rows, memory = found["rows"], found["memory"]
+def test_parallel_pipelines_are_measured(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "parallel_pipelines.py", "--microbatches", "2", "4")["rows"]
     assert [(row["microbatches"], row["pipelines"]) for row in rows] == [(2, 1), (2, 2), (4, 1), (4, 2)]
     for row in rows:  # no action is shorter than its sleep, and none of them overlap on a stage
         assert row["seconds"] > row["pipelines"] * row["microbatches"] * 0.015
         assert len(row["rounds_s"]) == 2
-        assert 0 <= row["lost"] < 1
         assert 0 < row["bubble"] < 1
-    assert len(list((tmp_path / "pictures").iterdir())) == 4
-    assert [(row["rank"], row["pipelines"]) for row in memory] == [(0, 1), (0, 2), (1, 1), (1, 2)]
-    for one, two in zip(memory[::2], memory[1::2], strict=True):
-        assert two["models"] == 2 * one["models"]
-        assert two["peak"] > one["peak"] > 0
-        assert one["reference"] == 0 < two["reference"]
 
 
 def test_predictors_and_rules_are_judged_by_what_was_measured() -> None:
@@ -175,12 +169,10 @@ def test_rules_of_thumb_keep_within_the_memory() -> None:
 
 @pytest.mark.slow
 def test_the_tuner_is_measured_beside_a_traversal(tmp_path: Path) -> None:
-    run(
-        tmp_path, ROOT / "benchmarks" / "tuning.py", "--workloads", "convolution", "--megabits", "0", "--batch-size",
-        "4", "--pipelines", "2", "--microbatches", "2", "4", "--advances", "0", "--rounds", "1", "--memory-share", "1",
-        "--limit-s", "90", "--json", tmp_path / "tuning.json", "--picture", tmp_path / "tuning.png",
-    )  # fmt: skip
-    (row,) = json.loads((tmp_path / "tuning.json").read_text())["rows"]
+    (row,) = measured(
+        tmp_path, "tuning.py", "--workloads", "convolution", "--megabits", "0", "--pipelines", "2", "--microbatches",
+        "2", "4", "--memory-share", "1",
+    )["rows"]  # fmt: skip
     assert {(s["num_microbatches"], s["num_pipelines"]) for s in row["settings"]} == {(2, 1), (2, 2), (4, 1), (4, 2)}
     assert all(s["per_batch_s"] > 0 and len(s["rounds_s"]) == 1 for s in row["settings"])
     # the traversal trains ten batches with each setting, and one iteration more
@@ -189,48 +181,29 @@ def test_the_tuner_is_measured_beside_a_traversal(tmp_path: Path) -> None:
     assert Profile.from_json(json.dumps(row["profile"])).batch_size == 4
     assert [choice["by"] for choice in row["choices"]][-2:] == ["max-num", "max-size"]
     assert min(choice["regret"] for choice in row["choices"]) >= 0
-    assert (tmp_path / "tuning.png").exists()
 
 
 def test_samples_to_a_goal_are_multiples_of_the_single_models_median() -> None:
-    trial = {
-        "workload": "digits",
-        "optimizer": "adam",
-        "num_models": 1,
-        "outer_lr": 1.0,
-        "rate": 1.0,
-    }
-    rows = [{**trial, "method": "single", "seed": seed, "samples": n} for seed, n in enumerate((900, 1000, 5000))]
-    rows += [
-        {
-            **trial,
-            "method": "elastic",
-            "num_models": 2,
-            "outer_lr": 2.0,
-            "seed": seed,
-            "samples": n,
-        }
-        for seed, n in enumerate((1500, None, 1250))
+    label = statistical_efficiency.Trial("digits", "adam", "elastic", 2, 2.0, 1.0, 0).label
+    needed = {"single": (900, 1000, 5000), label: (1500, None, 1250)}
+    records = [
+        {"workload": "digits, adam", "system": system, "seed": seed, "samples": n}
+        for system, each in needed.items()
+        for seed, n in enumerate(each)
     ]
-    assert statistical_efficiency.relative(rows) == {
-        ("digits", "adam", "elastic N=2, outer_lr=2"): [1.25, 1.5, math.inf]
-    }
-    assert statistical_efficiency.table(rows).splitlines()[-1] == "| elastic N=2, outer_lr=2 | 1.50 (1.25 - > 5) |"
+    assert statistical_efficiency.relative(records) == {("digits, adam", label): [1.25, 1.5, math.inf]}
+    assert statistical_efficiency.table(records).splitlines()[-1] == "| elastic N=2, outer_lr=2 | 1.50 (1.25 - > 5) |"
 
 
 @pytest.mark.slow
 def test_parallel_models_learn_about_as_much_from_a_sample_as_one_also_without_a_barrier(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    run(
-        tmp_path, ROOT / "benchmarks" / "statistical_efficiency.py", "--workloads", "digits", "--optimizers", "adam",
-        "--models", "2", "--seeds", "1", "--jobs", "1", "--limit", "10000", "--json", path, "--without-barrier",
-        "rolling", "groups", "--picture", tmp_path / "p.png",
-    )  # fmt: skip
-    rows = json.loads(path.read_text())["rows"]
-    samples = {(row["method"], row["outer_lr"]): row["samples"] for row in rows if row["rate"] == 1.0}
-    assert samples["elastic", 2.0] < 2 * samples["single", 1.0]
+    records = measured(
+        tmp_path, "statistical_efficiency.py", "--without-barrier", "rolling", "groups", "--picture", tmp_path / "p.png"
+    )["records"]
+    samples = {record["system"]: record["samples"] for record in records}
+    assert samples["elastic N=2, outer_lr=2"] < 2 * samples["single"]
     for rule in ("rolling", "groups"):
-        assert samples[rule, 1.0] < 1.5 * samples["elastic", 1.0]
+        assert samples[f"{rule} N=2, outer_lr=1"] < 1.5 * samples["elastic N=2, outer_lr=1"]
     assert (tmp_path / "p.png").exists()
 
 
@@ -271,15 +244,15 @@ def test_every_side_is_simulated() -> None:
 
 @pytest.mark.slow
 def test_a_policy_trains_to_the_goal_and_stops_there() -> None:
-    found = [weight_policies.train(side, "digits", "momentum", 4, 0, 6_000) for side in ("flush", "stash")]
+    sides = ("flush", "stash")
+    found = [weight_policies.train(side, "digits", "momentum", 4, 0, 6_000)["samples"] for side in sides]
     assert all(samples is not None and 500 < samples < 6_000 for samples in found)
     assert found[0] != found[1]
 
 
 @pytest.mark.slow
 def test_a_trainer_is_measured_beside_ddp_and_the_simulator(tmp_path: Path) -> None:
-    run(tmp_path, ROOT / "benchmarks" / "trainer.py", "--quick", "--limit-s", "120", "--json", tmp_path / "t.json")
-    found = json.loads((tmp_path / "t.json").read_text())
+    found = measured(tmp_path, "trainer.py")
     assert [*found] == ["ddp", "N=1", "N=2", "rolling N=2"]
     for name, ((seconds, recorded, simulated),) in found.items():
         assert seconds > 0
@@ -289,8 +262,7 @@ def test_a_trainer_is_measured_beside_ddp_and_the_simulator(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_divided_model_trains_on_one_device_as_an_undivided_one(tmp_path: Path) -> None:
-    run(tmp_path, ROOT / "benchmarks" / "one_device.py", "--quick", "--json", tmp_path / "o.json")
-    found = json.loads((tmp_path / "o.json").read_text())["tiny"]
+    found = measured(tmp_path, "one_device.py")["tiny"]
     assert [*found] == ["Lightning", "1 stage", "4 stages", "4, 1f1b"]
     for ((total_s, host_s, is_equal),) in found.values():
         assert total_s >= host_s > 0
@@ -300,8 +272,6 @@ def test_a_divided_model_trains_on_one_device_as_an_undivided_one(tmp_path: Path
 @pytest.mark.slow
 def test_a_llama_is_tuned_alike_by_ddp_fsdp_and_stages(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    arguments = ["--quick", "--links", "0", "--rounds", "1", "--steps", "1", "--json", tmp_path / "f.json"]
-    run(tmp_path, ROOT / "benchmarks" / "finetune.py", *arguments)  # which compares the losses
-    sides = json.loads((tmp_path / "f.json").read_text())["0"]
+    sides = measured(tmp_path, "finetune.py")["0"]  # which compares the losses
     whole, *halves = (sum(rank["held"] for rank in sides[side][0]) for side in ("ddp", "fsdp2", "avgpipe"))
     assert all(half == pytest.approx(whole / 2, rel=0.05) for half in halves)

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from benchmarks.paper import report
-from benchmarks.paper.__main__ import QUICK, parsed
 from benchmarks.paper.learning import algorithm_of, epochs_to
-from benchmarks.paper.results import Results
 from benchmarks.paper.settings import fitting, memory_of
 from benchmarks.paper.slowed import SlowDevice
 from benchmarks.paper.stages import blocks, cut, tensors
 from benchmarks.paper.workloads import WORKLOADS, awd_lstm, bert, gnmt
+from benchmarks.results import Results
 from lightning_avgpipe.tuning.scaling import memory_at
 from tests.profiles import random_profile
 
@@ -108,11 +107,6 @@ def test_the_target_is_one_that_half_of_the_seeds_reach() -> None:
 
     assert target("gnmt", [3.0, 2.0]) == 3.0 and target("gnmt", [4.0, 3.0, 2.0]) == 3.0
     assert target("bert", [0.7, 0.8]) == 0.7 and target("bert", [0.7, 0.8, 0.9]) == 0.8
-
-
-def test_quick_gives_way_to_what_is_said() -> None:
-    options = parsed(["--quick", "--steps", "2"])
-    assert (options.steps, options.seeds, options.links) == (2, QUICK["seeds"], QUICK["links"])
 
 
 def test_a_slow_device_takes_its_factor_of_the_time_of_a_core() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, default_collate
 
 from lightning_avgpipe.utils.lightning import pl
 
-__all__ = ["STEPS", "Case", "Example", "Source", "example", "loader_of", "loss_of"]
+__all__ = [
+    "STEPS", "Case", "Example", "Source", "WithLoss", "classified", "example", "first", "loader_of", "loss_of",
+]  # fmt: skip
 
 STEPS, RATE = 3, 0.05
 
@@ -51,14 +53,19 @@ class Case:
     candidates: Sequence[Callable[[], Example]]
 
 
-class Source(Protocol):
-    """A library."""
+@dataclass(frozen=True)
+class Source:
+    """A library.
+
+    Attributes:
+        name: name of the library.
+        version: its version.
+        cases: all that is tried, in order.
+    """
 
     name: str
     version: str
-
-    def cases(self) -> Iterator[Case]:
-        """All that is tried, in order."""
+    cases: Iterable[Case]
 
 
 def loss_of(output: Any) -> Any:
@@ -81,6 +88,35 @@ class Subject(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=RATE, momentum=0.9)
+
+
+class WithLoss(nn.Module):
+    """A network that returns its loss.
+
+    Args:
+        net: the network.
+        loss: function of the network and a batch by name.
+    """
+
+    def __init__(self, net: nn.Module, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.net, self.loss = net, loss
+
+    def forward(self, **batch: Any) -> tuple[Tensor]:
+        """The loss."""
+        return (self.loss(self.net, **batch),)
+
+
+def first(output: Any) -> Tensor:
+    """The first tensor of an output."""
+    while not isinstance(output, Tensor):
+        output = next(iter(output.values())) if isinstance(output, dict) else output[0]
+    return output
+
+
+def classified(net: nn.Module, image: Tensor, label: Tensor) -> Tensor:
+    """The loss of logits for images."""
+    return nn.functional.cross_entropy(first(net(image)), label)
 
 
 def example(

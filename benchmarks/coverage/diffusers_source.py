@@ -10,7 +10,7 @@ import diffusers
 import torch
 from torch import nn
 
-from benchmarks.coverage.case import Case, Example, example
+from benchmarks.coverage.case import Case, Example, Source, WithLoss, example
 
 BATCH, IMAGE, WIDTH = 4, 16, 32
 _IMAGE, _TIME = ("sample", (4, IMAGE, IMAGE)), ("timestep", ())
@@ -98,29 +98,16 @@ TINY: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
 }  # fmt: skip
 
 
-class Source:
-    """diffusers."""
-
-    name = "diffusers"
-    version = diffusers.__version__
-
-    def cases(self) -> Iterator[Case]:
-        """All that have a configuration here."""
-        for name in TINY:
-            kind = "autoencoder" if name.startswith(("Auto", "VQ")) else "UNet" if "UNet" in name else "transformer"
-            yield Case(name, kind, True, [partial(made, name)])
+def _cases() -> Iterator[Case]:
+    """All that have a configuration here."""
+    for name in TINY:
+        kind = "autoencoder" if name.startswith(("Auto", "VQ")) else "UNet" if "UNet" in name else "transformer"
+        yield Case(name, kind, True, [partial(made, name)])
 
 
-class Denoiser(nn.Module):
-    """A model that finds the noise."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, noise: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor]:
-        """The loss."""
-        return (nn.functional.mse_loss(self.net(**inputs)[0], noise),)
+def denoised(net: nn.Module, noise: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    """The loss of a model that finds the noise."""
+    return nn.functional.mse_loss(net(**inputs)[0], noise)
 
 
 def made(name: str) -> Example:
@@ -130,10 +117,15 @@ def made(name: str) -> Example:
     batch = {key: _input(key, shape) for key, shape in shapes.items()}
     with torch.no_grad():
         noise = torch.randn_like(model(**batch)[0])
-    return example(Denoiser(model), {"noise": noise, **batch})
+    return example(WithLoss(model, denoised), {"noise": noise, **batch})
 
 
 def _input(key: str, shape: tuple[int, ...]) -> torch.Tensor:
     if shape == ():
         return torch.randint(10, (BATCH,))
     return torch.randn(BATCH, *shape)
+
+
+def of_diffusers() -> Source:
+    """All that is tried of diffusers."""
+    return Source("diffusers", diffusers.__version__, _cases())

@@ -16,23 +16,17 @@ from torch_geometric.loader import DataLoader
 from torch_geometric.nn import conv, global_mean_pool
 from torch_geometric.nn.models import basic_gnn
 
-from benchmarks.coverage.case import STEPS, Case, Example
+from benchmarks.coverage.case import STEPS, Case, Example, Source
 
 GRAPHS, NODES, FEATURES, WIDTH = 6, 8, 5, 16
 
 
-class Source:
-    """torch_geometric."""
-
-    name = "torch_geometric"
-    version = torch_geometric.__version__
-
-    def cases(self) -> Iterator[Case]:
-        """All basic networks, and all convolutions that take sizes of inputs and outputs and edges."""
-        for name in basic_gnn.__all__:
-            yield Case(name, "network", True, [partial(made, name, basic_gnn)])
-        for name in sorted(set(conv.__all__) - {"MessagePassing"}):
-            yield Case(name, "convolution", True, [partial(made, name, conv)])
+def _cases() -> Iterator[Case]:
+    """All basic networks, and all convolutions that take sizes of inputs and outputs and edges."""
+    for name in basic_gnn.__all__:
+        yield Case(name, "network", True, [partial(made, name, basic_gnn)])
+    for name in sorted(set(conv.__all__) - {"MessagePassing"}):
+        yield Case(name, "convolution", True, [partial(made, name, conv)])
 
 
 class Convolutions(nn.Module):
@@ -81,3 +75,8 @@ def made(name: str, module: Any) -> Example:
         for _ in range(GRAPHS)
     ]
     return Example(GraphClassifier(net), lambda size: DataLoader(graphs * STEPS, batch_size=size), GRAPHS, 1)
+
+
+def of_geometric() -> Source:
+    """All that is tried of geometric."""
+    return Source("torch_geometric", torch_geometric.__version__, _cases())

@@ -21,6 +21,8 @@ from benchmarks.coverage.comparison import compare
 
 __all__ = ["Results", "run"]
 
+WORKERS = 2  # processes at a time
+
 
 class Results:
     """What was found: a line of JSON for each case and number of stages, appended as it is found; the last one counts.
@@ -38,10 +40,9 @@ class Results:
     def _keep(self, row: dict[str, Any]) -> None:
         self.rows[row["source"], row["name"], row["stages"]] = row
 
-    def wanted(self, source: str, name: str, stages: Sequence[int], again: Sequence[str]) -> list[int]:
+    def wanted(self, source: str, name: str, stages: Sequence[int]) -> list[int]:
         """The numbers of stages with which a case is still to be tried."""
-        rows = {number: self.rows.get((source, name, number)) for number in stages}
-        return [number for number, row in rows.items() if row is None or "all" in again or row["status"] in again]
+        return [number for number in stages if (source, name, number) not in self.rows]
 
     def add(self, source: Source, case: Case, stages: int, found: dict[str, Any]) -> None:
         """Write down what became of a case."""
@@ -66,32 +67,22 @@ class _Worker:
     since: float
 
 
-def run(
-    source: Source,
-    cases: Sequence[tuple[Case, list[int]]],
-    results: Results,
-    costs: str,
-    accelerator: str,
-    workers: int,
-    limit_s: float,
-) -> None:
-    """Try the cases.
+def run(source: Source, cases: Sequence[tuple[Case, list[int]]], results: Results, costs: str, limit_s: float) -> None:
+    """Try the cases, two at a time.
 
     Args:
         cases: each with the numbers of stages that it is tried with.
         costs: as in the strategy.
-        accelerator: as in the Trainer.
-        workers: processes at a time.
         limit_s: a process that has computed for so many seconds without an answer is ended, and its case is ``slow``;
             other work on the machine does not count. After five times as long a process that waits is ended as well.
     """
     context = multiprocessing.get_context("fork")  # everything is imported already
     queue, running, done = list(cases)[::-1], dict[Connection, _Worker](), 0
     while queue or running:
-        while queue and len(running) < workers:
+        while queue and len(running) < WORKERS:
             case, stages = queue.pop()
             mine, other = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(case, stages, costs, accelerator, limit_s, other))
+            process = context.Process(target=_work, args=(case, stages, costs, limit_s, other))
             process.start()
             other.close()
             running[mine] = _Worker(case, process, list(stages), time.monotonic())
@@ -130,16 +121,14 @@ def _line(found: dict[str, Any]) -> str:
     return f"{found['status']} {found.get('reason', '')[:150]}"
 
 
-def _work(
-    case: Case, stages: Sequence[int], costs: str, accelerator: str, limit_s: float, connection: Connection
-) -> None:
+def _work(case: Case, stages: Sequence[int], costs: str, limit_s: float, connection: Connection) -> None:
     os.nice(1)
     torch.set_num_threads(1)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
     _allow(limit_s)
-    for number, found in compare(case, stages, costs, accelerator):
+    for number, found in compare(case, stages, costs):
         connection.send((number, found))
         _allow(limit_s)
     connection.close()

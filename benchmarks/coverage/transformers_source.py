@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from benchmarks.coverage.case import Case, Example, example
+from benchmarks.coverage.case import Case, Example, Source, example
 
 BATCH, LENGTH, VOCABULARY, LABELS, IMAGE, SECONDS = 4, 16, 128, 3, 32, 4000
 
@@ -41,26 +41,20 @@ KINDS = {
 }
 
 
-class Source:
-    """transformers."""
-
-    name = "transformers"
-    version = transformers.__version__
-
-    def cases(self) -> Iterator[Case]:
-        """All heads, each class once."""
-        seen: set[str] = set()
-        bodies: set[str] = set()
-        for kind, key in KINDS.items():
-            mapping = getattr(modeling_auto, f"MODEL_FOR_{key}_MAPPING_NAMES")
-            for model_type, names in mapping.items():
-                for name in (names,) if isinstance(names, str) else names:
-                    if name not in seen and model_type in configuration_auto.CONFIG_MAPPING_NAMES:
-                        seen.add(name)
-                        rules = [(rule, variant) for variant in (False, True) for rule in (scaled, fixed, shallow)]
-                        first = model_type not in bodies
-                        bodies.add(model_type)
-                        yield Case(name, kind, first, [partial(made, name, kind, *rule) for rule in rules])
+def _cases() -> Iterator[Case]:
+    """All heads, each class once."""
+    seen: set[str] = set()
+    bodies: set[str] = set()
+    for kind, key in KINDS.items():
+        mapping = getattr(modeling_auto, f"MODEL_FOR_{key}_MAPPING_NAMES")
+        for model_type, names in mapping.items():
+            for name in (names,) if isinstance(names, str) else names:
+                if name not in seen and model_type in configuration_auto.CONFIG_MAPPING_NAMES:
+                    seen.add(name)
+                    rules = [(rule, variant) for variant in (False, True) for rule in (scaled, fixed, shallow)]
+                    first = model_type not in bodies
+                    bodies.add(model_type)
+                    yield Case(name, kind, first, [partial(made, name, kind, *rule) for rule in rules])
 
 
 def made(name: str, kind: str, rule: Callable[[Any], None], variant: bool) -> Example:
@@ -368,3 +362,8 @@ def image_and_text(model: Any, tokens: Tensor) -> dict[str, Any]:
     count = features.numel() // features.shape[-1] // BATCH
     images = torch.full((BATCH, count), token)
     return {"input_ids": torch.cat([tokens[:, :2], images, tokens[:, 2:]], dim=1), "pixel_values": pixels}
+
+
+def of_transformers() -> Source:
+    """All that is tried of transformers."""
+    return Source("transformers", transformers.__version__, _cases())

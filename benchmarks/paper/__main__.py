@@ -2,8 +2,7 @@
 
     python -m benchmarks.paper --json paper.json --pictures docs --resume    # as root: hours; goes on where it was
     python -m benchmarks.paper --devices 6 --minutes 30 --json six.json --resume   # six slowed devices, a piece of it
-    python -m benchmarks.paper --quick                                       # one link, one seed: some twenty minutes
-    python -m benchmarks.paper --quick --workloads awd_lstm                  # needs no corpus
+    python -m benchmarks.paper --quick --workloads awd_lstm                  # one link, one seed; needs no corpus
 
 Processes on rate-limited links (network namespaces, which need root) train the examples' models with real
 arithmetic: with Lightning's ddp, torch.distributed.pipelining, DeepSpeed's pipeline, and this engine as GPipe, 1F1B,
@@ -11,9 +10,8 @@ PipeDream, PipeDream-2BW and AvgPipe. In each round, one for each seed, all of t
 its own. Time to the target is time per epoch times epochs to the target, which are counted in one process, since they
 depend on no link (see ``learning.py``). The target is what plain training has reached after two thirds of its epochs.
 
-With six devices each is slowed: what it computes takes ``--slowness`` times as long as on a core of its own
-(``slowed.py``), so that a machine with two cores stands for six devices. Models have more layers, batches more samples,
-and all other pipelines run with each number of micro-batches of ``--microbatches``, of which the best counts.
+With six devices each is slowed: what it computes takes six times as long as on a core of its own (``slowed.py``), so
+that a machine with two cores stands for six devices. Models have more layers, and batches more samples.
 
 AvgPipe is what the tuner takes from its profile on the link, with ``rolling="auto"``, within the memory of the system
 that it is compared with, as in the paper's Figures 11 and 12; memory is counted in the same way for both (see
@@ -25,51 +23,79 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from benchmarks import network
+from benchmarks import harness
 from benchmarks.paper import learning, report, timing
 from benchmarks.paper.peers import PEERS
-from benchmarks.paper.results import Record, Results
-from benchmarks.paper.settings import MICROBATCHES, label, settings_within
+from benchmarks.paper.settings import label, settings_within
 from benchmarks.paper.workloads import WORKLOADS, Workload, prepare, workloads
+from benchmarks.results import Key, Record, Results
 from lightning_avgpipe.tuning import Setting
 
-SYSTEMS = ["ddp", *PEERS, *timing.OURS]
-QUICK = {"links": [100], "seeds": 1, "lines": 2400, "epochs": 2, "steps": 8}
+SYSTEMS = ["ddp", *PEERS, *timing.OURS]  # beside AvgPipe
+SLOWNESS = {2: 1.0, 6: 6.0}  # number of devices -> how many times as slow as a core each is
+MOST_PIPELINES = 2  # of AvgPipe
+DATA, WORK = Path("data"), Path("build/paper")  # folders of the corpora, and of the parts of them
+LIMIT_S = 300.0  # for each system
 
 
-def measure_time(
-    results: Results, chosen: Sequence[Workload], folders: dict[str, Path], options: argparse.Namespace
-) -> None:
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured.
+
+    Attributes:
+        links: megabits per second.
+        seeds: number of seeds.
+        lines: of training, for each workload.
+        epochs: of plain training.
+        steps: that are timed.
+    """
+
+    links: tuple[int, ...] = (1000, 100)
+    seeds: int = 3
+    lines: int = 16_000
+    epochs: int = 6
+    steps: int = 16
+
+
+QUICK = Extent((100,), 1, 2400, 2, 8)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this run measures.
+
+    Attributes:
+        results: what is known, and becomes known.
+        chosen: workloads.
+        folders: of their data, by name.
+        extent: how much.
+        ends: after which nothing more is begun, a value of ``time.monotonic``.
+    """
+
+    results: Results
+    chosen: Sequence[Workload]
+    folders: dict[str, Path]
+    extent: Extent
+    ends: float
+
+
+def measure_time(piece: Piece) -> None:
     """Everything that is not measured yet, round by round."""
-    for seed in range(options.seeds):
-        for workload in chosen:
-            for link in options.links:
-                timed = functools.partial(_timed, results, workload, folders[workload.name], link, options)
-                profile = timed(timing.TUNING, None, 0)
-                settings = _settings(profile, workload)
-                for system, setting in [*((name, None) for name in _names(options)), *settings.items()]:
+    for seed in range(piece.extent.seeds):
+        for workload in piece.chosen:
+            for link in piece.extent.links:
+                timed = functools.partial(_timed, piece, workload, link)
+                settings = _settings(timed(timing.TUNING, None, 0), workload)
+                for system, setting in [*((name, None) for name in SYSTEMS), *settings.items()]:
                     timed(system, setting, seed)
-
-
-def _names(options: argparse.Namespace) -> list[str]:
-    """Return the systems beside AvgPipe, those with micro-batches with each number of them."""
-    return [
-        name if name == "ddp" or count == MICROBATCHES else f"{name} M={count}"
-        for name in options.systems
-        for count in ([MICROBATCHES] if name == "ddp" else options.microbatches)
-    ]
 
 
 class _Ended(Exception):
@@ -83,123 +109,80 @@ def _settings(profile: Record, workload: Workload) -> dict[str, Setting]:
     return {label(setting): setting for setting in settings_within(profile, workload).values()}
 
 
-def _timed(
-    results: Results, workload: Workload, folder: Path, link: int, options: argparse.Namespace,
-    system: str, setting: Setting | None, seed: int,
-) -> Record:  # fmt: skip
+def _timed(piece: Piece, workload: Workload, link: int, system: str, setting: Setting | None, seed: int) -> Record:
     key = workload.name, link, system, seed
-    if (known := results.find(*key)) is not None:
+    if (known := piece.results.find(*key)) is not None:
         return known
-    if time.monotonic() > options.ends:
+    if time.monotonic() > piece.ends:
         raise _Ended
-    limit = link if options.namespaces else None
+    case = timing.Case(
+        workload.name, workload.devices, workload.slowness, "avgpipe" if setting is not None else system,
+        piece.folders[workload.name], piece.extent.steps, seed, setting,
+    )  # fmt: skip
     try:
-        case = timing.Case.of(workload, system, setting, folder, options.steps, seed)
-        found = timing.measure(case, limit, options.limit_s)
+        found = timing.measure(case, link, LIMIT_S)
     except SystemExit as error:
         if not isinstance(error.code, str):  # this process is told to end
             raise
         found = {"failed": str(error)}
     except subprocess.TimeoutExpired:
-        found = {"failed": f"not done within {options.limit_s:g} s"}
+        found = {"failed": f"not done within {LIMIT_S:g} s"}
     if "profile" in found:
-        found["most"] = options.pipelines
+        found["most"] = MOST_PIPELINES
     said = {name: value for name, value in found.items() if name != "profile"}
     print(f"{workload.name}, {link} Mbit/s, {system}, seed {seed}: {said}", flush=True)
-    return results.add(*key, found)
+    return piece.results.add(*key, found)
 
 
-def measure_learning(
-    results: Results, chosen: Sequence[Workload], folders: dict[str, Path], options: argparse.Namespace
-) -> None:
+def measure_learning(piece: Piece) -> None:
     """A curve for each algorithm that was timed, and each seed: first those that say what the target is."""
     for plain in (True, False):
-        trials = [
-            trial
-            for trial in _trials(results, chosen, options)
-            if (trial[1] == learning.SYNCHRONOUS) == plain and results.find(trial[0], None, *trial[1:]) is None
-        ]
-        targets = {w.name: None if plain else report.target_of(w.name, results.records) for w in chosen}
-        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-            runs = {
-                pool.submit(
-                    learning.begun_before,
-                    options.ends,
-                    *trial,
-                    folders[trial[0]],
-                    options.epochs,
-                    targets[trial[0]],
-                    options.devices,
-                ): trial
-                for trial in trials
-            }
-            for done in as_completed(runs):
-                if done.result() is None:
-                    continue
-                name, algorithm, seed = runs[done]
-                record = results.add(name, None, algorithm, seed, done.result())
-                print(f"{name}, {algorithm}, seed {seed}: {record.get('curve', record)}", flush=True)
+        targets = {w.name: None if plain else report.target_of(w.name, piece.results.records) for w in piece.chosen}
+        trials: dict[Key, tuple[Any, ...]] = {
+            (w.name, None, algorithm, seed): (
+                piece.ends, w.name, algorithm, seed, piece.folders[w.name], piece.extent.epochs, targets[w.name],
+                w.devices,
+            )
+            for w, algorithm, seed in _trials(piece)
+            if (algorithm == learning.SYNCHRONOUS) == plain
+        }  # fmt: skip
+        piece.results.complete(learning.begun_before, trials)
 
 
-def _trials(
-    results: Results, chosen: Sequence[Workload], options: argparse.Namespace
-) -> Iterator[tuple[str, str, int]]:
-    for workload in chosen:
-        timed = [r["system"] for r in results.records if r["workload"] == workload.name and "batch_s" in r]
+def _trials(piece: Piece) -> Iterator[tuple[Workload, str, int]]:
+    for workload in piece.chosen:
+        timed = [r["system"] for r in piece.results.records if r["workload"] == workload.name and "batch_s" in r]
         for algorithm in dict.fromkeys([learning.SYNCHRONOUS, *map(learning.algorithm_of, timed)]):
-            for seed in range(options.seeds):
-                yield workload.name, algorithm, seed
+            for seed in range(piece.extent.seeds):
+                yield workload, algorithm, seed
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--workloads", nargs="+", choices=WORKLOADS)
-    result.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="beside AvgPipe")
-    result.add_argument("--links", nargs="+", type=int, default=[1000, 100], help="megabits per second")
-    result.add_argument("--devices", type=int, choices=[2, 6], default=2)
-    result.add_argument("--slowness", type=float, help="of a device over a core; default: 1 of two, 6 of six")
-    result.add_argument("--microbatches", nargs="+", type=int, default=[MICROBATCHES], help="of other pipelines")
+    result = harness.parser(__doc__)
+    result.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    result.add_argument("--devices", type=int, choices=SLOWNESS, default=2)
     result.add_argument("--minutes", type=float, default=float("inf"), help="after which nothing more is begun")
-    result.add_argument("--seeds", type=int, default=3)
-    result.add_argument("--lines", type=int, default=16_000, help="of training, for each workload")
-    result.add_argument("--epochs", type=int, default=6)
-    result.add_argument("--steps", type=int, default=16, help="that are timed")
-    result.add_argument("--pipelines", type=int, default=2, help="of AvgPipe, at most")
-    result.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="trainings at a time that count epochs")
-    result.add_argument("--limit-s", type=float, default=300.0, help="for each system")
-    result.add_argument("--free", dest="namespaces", action="store_false", help="links without a limit: a trial")
-    result.add_argument("--quick", action="store_true", help=f"{QUICK}, where nothing else is said")
+    result.add_argument("--quick", action="store_true", help=str(QUICK))
     result.add_argument("--resume", action="store_true", help="measure what the results file does not have")
-    result.add_argument("--data", type=Path, default=Path("data"), help="folder of the corpora")
-    result.add_argument("--work", type=Path, default=Path("build/paper"), help="folder of the parts of them")
-    result.add_argument("--json", type=Path, help="results file")
     result.add_argument("--pictures", type=Path, help="folder")
     return result
 
 
-def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    made = parser()
-    if "--quick" in arguments:
-        made.set_defaults(**QUICK)
-    return made.parse_args(arguments)
-
-
 def main(arguments: Sequence[str]) -> None:
     """See above."""
-    options = parsed(arguments)
-    if options.namespaces and not network.available():
-        raise SystemExit("links of a limited rate are network namespaces, which need root, ip and tc; or give --free")
-    options.ends = time.monotonic() + 60 * options.minutes
-    slowness = options.slowness or {2: 1.0, 6: 6.0}[options.devices]
-    made = workloads(options.devices, slowness)
-    results, chosen = Results(options.json, options.resume), [made[name] for name in options.workloads or made]
-    folders: dict[str, Any] = {w.name: prepare(w, options.data, options.work.resolve(), options.lines) for w in chosen}
+    options = parser().parse_args(arguments)
+    ends, extent = time.monotonic() + 60 * options.minutes, QUICK if options.quick else Extent()
+    made = workloads(options.devices, SLOWNESS[options.devices])
+    chosen = [made[name] for name in options.workloads]
+    folders = {w.name: prepare(w, DATA, WORK.resolve(), extent.lines) for w in chosen}
+    piece = Piece(Results(options.json, options.resume), chosen, folders, extent, ends)
     with contextlib.suppress(_Ended):
-        measure_time(results, chosen, folders, options)
-    measure_learning(results, chosen, folders, options)
-    print(f"\n{report.summary(results.records)}")
+        measure_time(piece)
+    measure_learning(piece)
+    records = piece.results.records
+    print(f"\n{report.summary(records)}")
     if options.pictures is not None:
-        report.pictures(report.rows(results.records), results.records, options.pictures)
+        report.picture(report.rows(records), options.pictures / "paper_time.png")
 
 
 if __name__ == "__main__":

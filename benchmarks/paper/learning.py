@@ -9,16 +9,14 @@ Plain training ends when it has what makes it the target, all others when they h
 
 from __future__ import annotations
 
-import logging
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 
+from benchmarks.harness import be_quiet, quiet_trainer
 from benchmarks.paper.settings import MICROBATCHES
 from benchmarks.paper.timing import OURS
 from benchmarks.paper.workloads import Workload, workloads
@@ -37,8 +35,7 @@ def algorithm_of(system: str) -> str:
     if system.startswith("avgpipe"):
         _, _, models, _, *rolling = system.split()
         return SYNCHRONOUS if models == "N=1" else " ".join([models, *rolling])
-    name = system.partition(" M=")[0]
-    return name if name in ("pipedream", "2bw") else SYNCHRONOUS
+    return system if system in ("pipedream", "2bw") else SYNCHRONOUS
 
 
 class _Curve(L.Callback):
@@ -71,9 +68,7 @@ def train(
         target: metric at which it ends; None: plain training, which ends after ``REACHED_AFTER`` of the epochs.
         devices: number of stages.
     """
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
+    be_quiet()
     L.seed_everything(seed, verbose=False)
     workload, models = workloads(devices)[name], int(algorithm.split()[0][2:]) if algorithm.startswith("N=") else 1
     data = workload.data(folder, workload.batch_size, models)
@@ -81,19 +76,13 @@ def train(
     strategy: Any = "auto"
     if algorithm != SYNCHRONOUS:
         strategy = AvgPipeStrategy(
-            num_stages=devices,
-            num_microbatches=MICROBATCHES,
-            num_pipelines=models,
-            averaging=Averaging(rolling=algorithm.endswith(" rolling")),
-            costs="flops",
-            **workload.options,
-            **OURS.get(algorithm, {}),
-        )
+            num_stages=devices, num_microbatches=MICROBATCHES, num_pipelines=models, costs="flops",
+            averaging=Averaging(rolling=algorithm.endswith(" rolling")), **workload.options, **OURS.get(algorithm, {}),
+        )  # fmt: skip
     with tempfile.TemporaryDirectory() as made:
-        trainer = L.Trainer(
-            strategy=strategy, accelerator="cpu", devices=1, max_epochs=epochs, val_check_interval=1 / CHECKS,
-            gradient_clip_val=workload.clip, num_sanity_val_steps=0, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=[curve], default_root_dir=made,
+        trainer = quiet_trainer(
+            strategy=strategy, devices=1, max_epochs=epochs, val_check_interval=1 / CHECKS,
+            gradient_clip_val=workload.clip, num_sanity_val_steps=0, callbacks=[curve], default_root_dir=made,
         )  # fmt: skip
         try:
             trainer.fit(workload.module(models), data)

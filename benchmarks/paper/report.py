@@ -1,4 +1,4 @@
-"""Say what was measured: a table beside the paper's claims, and pictures like its Figures 11 to 14."""
+"""Say what was measured: a table beside the paper's claims, and a picture of the times to the target."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from benchmarks import harness
 from benchmarks.paper.learning import REACHED_AFTER, SYNCHRONOUS, algorithm_of, epochs_to
 from benchmarks.paper.peers import PEERS
-from benchmarks.paper.results import Record
 from benchmarks.paper.settings import BOUNDS, MICROBATCHES, UNLIMITED, label, settings_within
 from benchmarks.paper.timing import OURS, TUNING
-from benchmarks.paper.workloads import WORKLOADS, Workload, workloads
+from benchmarks.paper.workloads import WORKLOADS, workloads
+from benchmarks.results import Record
 
-__all__ = ["Row", "claims", "pictures", "rows", "table", "target_of"]
+__all__ = ["Row", "claims", "picture", "rows", "summary", "table", "target_of"]
 
 # What is compared within the memory of what: the other engines' pipelines stash what ours do.
 BOUND_OF = {"torch gpipe": "gpipe", "torch 1f1b": "1f1b", "deepspeed": "1f1b"} | {
@@ -47,11 +47,6 @@ class Row:
     within: str = ""
     freely: str = ""
     busy: float | None = None
-
-    @property
-    def base(self) -> str:
-        """The name of the system without its number of micro-batches."""
-        return self.system.partition(" M=")[0]
 
     @property
     def target_s(self) -> float | None:
@@ -102,32 +97,17 @@ def rows(records: Sequence[Record]) -> list[Row]:
             )
         )  # fmt: skip
     order = {system: i for i, system in enumerate(["ddp", *PEERS, *OURS])}
-    count = {row.system: int(row.system.partition(" M=")[2] or MICROBATCHES) for row in made if row.base in order}
     names = list(WORKLOADS)
-    return sorted(
-        made,
-        key=lambda row: (
-            names.index(row.workload),
-            -row.link,
-            order.get(row.base, len(order)),
-            count.get(row.system, 0),
-        ),
-    )
+    return sorted(made, key=lambda row: (names.index(row.workload), -row.link, order.get(row.system, len(order))))
 
 
 def _within(workload: str, link: int, system: str, records: Sequence[Record]) -> str:
     profile = next((r for r in records if (r["workload"], r["link"], r["system"]) == (workload, link, TUNING)), None)
-    bound = BOUND_OF.get(system.partition(" M=")[0])
+    bound = BOUND_OF.get(system)
     if profile is None or bound is None:
         return ""
-    given = _workload(records, workload)
-    return label(settings_within(profile, given)[bound])
-
-
-def _workload(records: Sequence[Record], name: str) -> Workload:
-    """Return a workload of the number of devices of the records."""
     devices = next((len(r["memory"]) for r in records if "memory" in r), 2)
-    return workloads(devices)[name]
+    return label(settings_within(profile, workloads(devices)[workload])[bound])
 
 
 def table(found: Sequence[Row]) -> str:
@@ -136,7 +116,7 @@ def table(found: Sequence[Row]) -> str:
         "workload", "link", "", "epoch", "memory", "epochs to target", "time to target", "AvgPipe in its memory",
         "epoch over AvgPipe's", "target over AvgPipe's", "target over AvgPipe's in any memory", "busy",
     ]  # fmt: skip
-    lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
+    lines = []
     for row in found:
         ours, free = _rival(row, found, row.within), _rival(row, found, row.freely if row.within else "")
         cells = [
@@ -146,8 +126,8 @@ def table(found: Sequence[Row]) -> str:
             _ratio(row.target_s, ours and ours.target_s), _ratio(row.target_s, free and free.target_s),
             _shown(row.busy, "{:.0%}"),
         ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return harness.table(names, lines)
 
 
 def notes(found: Sequence[Row]) -> str:
@@ -164,34 +144,18 @@ PAPER = {
 
 
 def claims(found: Sequence[Row]) -> str:
-    """Return Markdown: how much sooner AvgPipe reaches the target, over all workloads and links, beside the paper.
-
-    Of a system with several numbers of micro-batches the fastest counts.
-    """
-    lines = [
-        "| AvgPipe over | its memory | paper, on average | here, geometric mean | least | largest |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    """Return Markdown: how much sooner AvgPipe reaches the target, over all workloads and links, beside the paper."""
+    lines = []
     for group, (claimed, systems) in PAPER.items():
-        best = fastest([row for row in found if row.base in systems])
         for memory, setting in (("as theirs", "within"), ("any", "freely")):
-            pairs = [(row.target_s, _rival(row, found, getattr(row, setting))) for row in best]
+            theirs = [row for row in found if row.system in systems]
+            pairs = [(row.target_s, _rival(row, found, getattr(row, setting))) for row in theirs]
             ratios = [a / b.target_s for a, b in pairs if a and b is not None and b.target_s]
             finite = [ratio for ratio in ratios if 0 < ratio < float("inf")]
             values = (statistics.geometric_mean(finite), min(finite), max(finite)) if finite else ()
-            cells = [f"{value:.2f}x" for value in values] or ["-"] * 3
-            lines.append(f"| {group} | {memory} | {claimed} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def fastest(found: Sequence[Row]) -> list[Row]:
-    """Return of each system, workload and link the row with the shortest epoch."""
-    best: dict[tuple[str, int, str], Row] = {}
-    for row in found:
-        key = row.workload, row.link, row.base
-        if row.epoch_s is not None and (key not in best or row.epoch_s < (best[key].epoch_s or float("inf"))):
-            best[key] = row
-    return list(best.values())
+            lines.append((group, memory, claimed, *([f"{value:.2f}x" for value in values] or ["-"] * 3)))
+    head = ["AvgPipe over", "its memory", "paper, on average", "here, geometric mean", "least", "largest"]
+    return harness.table(head, lines)
 
 
 def _rival(row: Row, found: Sequence[Row], setting: str) -> Row | None:
@@ -211,77 +175,24 @@ def _ratio(theirs: float | None, ours: float | None) -> str:
     return f"{theirs / ours:.2f}x"
 
 
-# -- pictures ----------------------------------------------------------------------------------------------------------
+def picture(found: Sequence[Row], path: Path) -> None:
+    """Bars: the time to the target over that of ddp, a panel for each workload and link."""
+    from matplotlib.figure import Figure
 
-
-def pictures(found: Sequence[Row], records: Sequence[Record], folder: Path) -> None:
-    """``paper_time.png`` and ``paper_memory.png``, bars; ``paper_curves.png``, metric against hours."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    folder.mkdir(parents=True, exist_ok=True)
-    _bars(found, "target_s", "time to the target, over that of ddp", folder / "paper_time.png", relative=True)
-    _bars(found, "memory", "memory of the fullest process, MiB", folder / "paper_memory.png", relative=False)
-    _curves(found, records, folder / "paper_curves.png")
-
-
-def _panels(found: Sequence[Row]) -> tuple[list[str], list[int]]:
-    return list(dict.fromkeys(row.workload for row in found)), sorted({row.link for row in found})
-
-
-def _figure(found: Sequence[Row]) -> tuple[Any, Any, list[tuple[int, int, list[Row]]]]:
-    from matplotlib import pyplot
-
-    workloads, links = _panels(found)
-    figure, axes = pyplot.subplots(
-        len(links),
-        len(workloads),
-        figsize=(4.4 * len(workloads), 2.9 * len(links)),
-        squeeze=False,
-        layout="constrained",
-    )
-    panels = [
-        (i, j, [row for row in found if (row.workload, row.link) == (workload, link)])
-        for i, link in enumerate(links)
-        for j, workload in enumerate(workloads)
-    ]
-    for i, j, _ in panels:
-        axes[i][j].set_title(f"{workloads[j]}, {links[i]} Mbit/s", fontsize=9)
-    return figure, axes, panels
-
-
-def _bars(found: Sequence[Row], name: str, title: str, path: Path, relative: bool) -> None:
-    figure, axes, panels = _figure(found)
-    for i, j, here in panels:
-        base = next((getattr(row, name) for row in here if row.system == "ddp"), None) if relative else 1.0
-        drawn = [(row.system, getattr(row, name)) for row in here if getattr(row, name) not in (None, float("inf"))]
-        for y, (system, value) in enumerate(drawn):
+    names, links = list(dict.fromkeys(row.workload for row in found)), sorted({row.link for row in found})
+    figure = Figure(figsize=(4.4 * len(names), 2.9 * len(links)), layout="constrained")
+    panels = [(link, workload) for link in links for workload in names]
+    for axis, (link, workload) in zip(figure.subplots(len(links), len(names), squeeze=False).flat, panels, strict=True):
+        times = {r.system: r.target_s for r in found if (r.workload, r.link) == (workload, link)}
+        drawn = {system: target_s for system, target_s in times.items() if target_s not in (None, float("inf"))}
+        for y, (system, target_s) in enumerate(drawn.items()):
             colour = "#2f6fb2" if system.startswith("avgpipe") else "#9aa5b1"
-            axes[i][j].barh(y, value / (base or 1.0), color=colour, height=0.7)
-        axes[i][j].set_yticks(range(len(drawn)), [system for system, _ in drawn], fontsize=7)
-        axes[i][j].invert_yaxis()
-    figure.supxlabel(title, fontsize=9)
-    figure.savefig(path, dpi=110)
-
-
-def _curves(found: Sequence[Row], records: Sequence[Record], path: Path) -> None:
-    figure, axes, panels = _figure(found)
-    for i, j, here in panels:
-        for row in here:
-            curve = next(
-                (r["curve"] for r in records
-                 if (r["workload"], r["system"]) == (row.workload, algorithm_of(row.system)) and "curve" in r), None
-            )  # fmt: skip
-            if curve is None or row.epoch_s is None:
-                continue
-            ours = row.system.startswith("avgpipe")
-            axes[i][j].plot(
-                [epoch * row.epoch_s / 60 for epoch, _ in curve], [value for _, value in curve], label=row.system,
-                linewidth=2 if ours else 1,
-            )  # fmt: skip
-        axes[i][j].set_ylabel(WORKLOADS[here[0].workload].metric if here else "", fontsize=8)
-        axes[i][j].legend(fontsize=5)
-    figure.supxlabel("minutes", fontsize=9)
+            axis.barh(y, (target_s or 0.0) / (times.get("ddp") or 1.0), color=colour, height=0.7)
+        axis.set_title(f"{workload}, {link} Mbit/s", fontsize=9)
+        axis.set_yticks(range(len(drawn)), list(drawn), fontsize=7)
+        axis.invert_yaxis()
+    figure.supxlabel("time to the target, over that of ddp", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 

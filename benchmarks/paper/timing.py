@@ -1,29 +1,19 @@
-"""Measure seconds of a batch and memory of a process for one system on one link, with a process for each stage.
-
-``python -m benchmarks.paper`` launches this file once for each process.
-"""
+"""Measure seconds of a batch and memory of a process for one system on one link, with a process for each stage."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from benchmarks.harness import TIMEOUT, Resident, add_options, begin, launch
+from benchmarks.harness import Clock, Resident, launch, quiet_trainer
 from benchmarks.paper.peers import PEERS, NotPossible
 from benchmarks.paper.settings import MICROBATCHES
 from benchmarks.paper.slowed import SlowDevice
@@ -56,37 +46,25 @@ class Case:
         folder: folder of the data.
         steps: number of steps that are timed.
         seed: seed of weights and data.
-        num_microbatches: M of all systems but AvgPipe.
-        setting: fields of AvgPipe's setting; None: another system.
+        setting: of AvgPipe; None: another system.
     """
 
     workload: str
     devices: int
     slowness: float
     system: str
-    folder: str
+    folder: Path
     steps: int
     seed: int
-    num_microbatches: int = MICROBATCHES
-    setting: dict[str, Any] | None = None
-
-    @classmethod
-    def of(cls, workload: Workload, system: str, setting: Setting | None, folder: Path, steps: int, seed: int) -> Case:
-        """Return the case of a system by its name in results, which may end with its number of micro-batches."""
-        name, _, count = system.partition(" M=")
-        given = (setting, MICROBATCHES) if setting is not None else (None, int(count or MICROBATCHES))
-        return cls(
-            workload.name, workload.devices, workload.slowness, "avgpipe" if setting is not None else name, str(folder),
-            steps, seed, given[1], None if given[0] is None else asdict(given[0]),
-        )  # fmt: skip
+    setting: Setting | None = None
 
 
-def measure(case: Case, link: int | None, limit_s: float) -> dict[str, Any]:
+def measure(case: Case, link: int, limit_s: float) -> dict[str, Any]:
     """Measure a system in processes of their own.
 
     Args:
         case: what is measured.
-        link: megabits per second; None: no limit.
+        link: megabits per second.
         limit_s: longest time.
     Returns:
         ``batch_s``, ``memory`` in MiB of each process above what it held before the model was built, and ``busy``, the
@@ -95,28 +73,31 @@ def measure(case: Case, link: int | None, limit_s: float) -> dict[str, Any]:
     Raises:
         SystemExit: a process failed.
     """
-    return launch(__file__, ["--work", json.dumps(asdict(case))], case.devices, link, limit_s)
+    ranks = launch(_measured, (case,), case.devices, link, limit_s)
+    return {**ranks[0], **{name: [found[name] for found in ranks] for name in ("memory", "busy") if name in ranks[0]}}
 
 
-class _Clock(L.Callback):
+class _Clock(Clock):
     """A record of when each step ended, and for how long the device had computed until then."""
 
     def __init__(self, device: SlowDevice) -> None:
+        super().__init__()
         self._device = device
-        self._ends: list[tuple[float, float]] = []
+        self._busy_s: list[float] = []
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self._ends.append((time.perf_counter(), self._device.busy_s))
+        super().on_train_batch_end()
+        self._busy_s.append(self._device.busy_s)
 
     def found(self, models: int) -> dict[str, Any]:
         """Return seconds of a batch of one model, and the share of time for which the device computed."""
-        ends = self._ends[_EDGE:-_EDGE]
-        seconds, busy_s = (last - first for first, last in zip(ends[0], ends[-1], strict=True))
-        found = {"batch_s": seconds / (len(ends) - 1) / models}
+        steps = self.seconds(_EDGE + 1, _EDGE)
+        seconds, busy_s = sum(steps), self._busy_s[-_EDGE - 1] - self._busy_s[_EDGE]
+        found = {"batch_s": seconds / len(steps) / models}
         return found if self._device.factor == 1 else {**found, "busy": busy_s / seconds}
 
 
-def _strategy(workload: Workload, case: Case, setting: Setting | None, device: SlowDevice) -> Any:
+def _strategy(workload: Workload, case: Case, device: SlowDevice) -> Any:
     if case.system == "ddp":
         slowed = {} if device.factor == 1 else device.take_ddp()
         return DDPStrategy(broadcast_buffers=False, **slowed)  # hidden states are each process's own
@@ -125,8 +106,8 @@ def _strategy(workload: Workload, case: Case, setting: Setting | None, device: S
     common: dict[str, Any] = {**workload.options, "timeout": 120, "costs_cache": None, "verify": False}
     if case.system == TUNING:
         return AvgPipeStrategy(**common, averaging=Averaging(rolling="auto"))
-    common["num_microbatches"] = case.num_microbatches
-    if setting is not None:
+    common["num_microbatches"] = MICROBATCHES
+    if (setting := case.setting) is not None:
         common |= {
             "num_microbatches": setting.num_microbatches, "num_pipelines": setting.num_pipelines,
             "advance": setting.advance, "averaging": Averaging(rolling=setting.rolling),
@@ -136,18 +117,16 @@ def _strategy(workload: Workload, case: Case, setting: Setting | None, device: S
 
 def _fit(workload: Workload, case: Case, device: SlowDevice) -> dict[str, Any]:
     """Train with a Trainer."""
-    setting = None if case.setting is None else Setting(**case.setting)
-    models = 1 if setting is None else setting.num_pipelines
+    models = 1 if case.setting is None else case.setting.num_pipelines
     share = case.devices if case.system == "ddp" else 1
-    loader = _loader(workload, Path(case.folder), workload.batch_size // share, models)
+    loader = _loader(workload, case.folder, workload.batch_size // share, models)
     above, clock = Resident(), _Clock(device)
     with tempfile.TemporaryDirectory() as made:
         # several models are looked at, but cost so much that one is taken, for which the data is
         tuners = [AvgPipeTuner(2, samples_factor=100.0, dirpath=made)] if case.system == TUNING else []
-        trainer = L.Trainer(
-            strategy=_strategy(workload, case, setting, device), accelerator="cpu", devices=case.devices, max_epochs=-1,
-            max_steps=1 if tuners else case.steps + 2 * _EDGE + 1, gradient_clip_val=workload.clip, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        trainer = quiet_trainer(
+            strategy=_strategy(workload, case, device), devices=case.devices, max_epochs=-1,
+            max_steps=1 if tuners else case.steps + 2 * _EDGE + 1, gradient_clip_val=workload.clip,
             callbacks=[clock, *tuners],
         )  # fmt: skip
         trainer.fit(workload.module(models), loader)
@@ -166,25 +145,23 @@ def _loader(workload: Workload, folder: Path, batch_size: int, models: int) -> A
 
 def _run_peer(workload: Workload, case: Case, device: SlowDevice) -> dict[str, Any]:
     """Train with the stages written by hand."""
-    loader = _loader(workload, Path(case.folder), workload.batch_size, 1)
+    loader = _loader(workload, case.folder, workload.batch_size, 1)
     above, clock = Resident(), _Clock(device)
     model = workload.module(1)
-    step = PEERS[case.system](workload, model, next(iter(loader)), case.num_microbatches, device)
+    step = PEERS[case.system](workload, model, next(iter(loader)), MICROBATCHES, device)
     for batch in islice(_again(loader), case.steps + 2 * _EDGE + 1):
         step(batch)
         clock.on_train_batch_end()
     return {**clock.found(1), "memory": above.peak()}
 
 
-def _again(loader: Any) -> Any:
+def _again(loader: Any) -> Iterator[Any]:
     while True:
         yield from loader
 
 
-def _work(options: argparse.Namespace) -> None:
-    """Measure in each process, as torchrun would start it; rank 0 writes the result."""
-    rank, size = begin()
-    case = Case(**json.loads(options.work))
+def _measured(case: Case) -> dict[str, Any]:
+    """In each process: what this one has measured."""
     workload = workloads(case.devices, case.slowness)[case.workload]
     torch.manual_seed(case.seed)
     device = SlowDevice(case.slowness)
@@ -194,30 +171,6 @@ def _work(options: argparse.Namespace) -> None:
         found = (_run_peer if case.system in PEERS else _fit)(workload, case, device)
     except (AvgPipeError, NotPossible) as error:
         found = {"refused": str(error).split("\n")[0]}
-    if "memory" in found:
-        for name in ("memory", "busy"):
-            if name in found:
-                found[name] = _gathered(rank, size, name, found[name])
     if dist.is_initialized():
         dist.destroy_process_group()
-    if rank == 0:
-        options.result.write_text(json.dumps(found))
-
-
-def _gathered(rank: int, size: int, name: str, value: float) -> list[float]:
-    """Return what each process has, on rank 0, by a store of its own: engines close their process groups or do not."""
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1 + (name == "busy")
-    store = dist.TCPStore(*place, size, is_master=rank == 0, timeout=TIMEOUT)  # waits until all are there
-    store.set(str(rank), str(value))
-    values = [float(store.get(str(r))) for r in range(size)]
-    store.add("read", 1)
-    while rank == 0 and store.add("read", 0) < size:  # it serves the others until they have read
-        time.sleep(0.01)
-    return values
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--work", help=argparse.SUPPRESS)
-    add_options(parser, 300.0, "system")
-    _work(parser.parse_args())
+    return found

@@ -24,7 +24,7 @@ MEASURED_SAMPLES: Mapping[int, float] = {1: 1.0, 2: 1.2, 4: 1.7}
 
 ROLLING_SAMPLES: Mapping[int, float] = {1: 1.0, 2: 1.0, 4: 1.14}
 """The additional factors of rolling pipelines by N: medians of six trainings of two seeds each, from
-``python benchmarks/statistical_efficiency.py --rules scaled``, see docs/parallel_pipelines.md."""
+``python benchmarks/statistical_efficiency.py --without-barrier rolling``, see docs/parallel_pipelines.md."""
 
 SamplesFactor = float | Mapping[int, float] | None
 

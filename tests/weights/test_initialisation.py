@@ -264,11 +264,10 @@ def test_resuming_goes_on_where_training_stopped(runs: Any) -> None:
 
 @pytest.mark.slow
 def test_no_process_ever_holds_more_than_its_share_and_one_unit() -> None:
-    layers, unit = 100, 4.0  # MiB
-    rows = memory.run(2, layers, meta=True, train=False)
-    for row in rows:
+    layers, unit = memory.LAYERS, 4.0  # MiB
+    for row in memory.run(meta=True):
         assert row["before"] < 10
         assert row["peak"] < row["share"] * 1.3 + unit
-    for row in memory.run(2, layers, meta=False, train=False):
+    for row in memory.run(meta=False):
         assert row["before"] > layers * unit * 0.95
         assert row["after"] < row["share"] * 1.1 + unit
