@@ -52,6 +52,7 @@ _OPEN = (
     "typing",
     "lightning.fabric.utilities.data.AttributeDict", "lightning_fabric.utilities.data.AttributeDict",
 )  # fmt: skip
+_VALUES = (*(kind for kind in ATOMS if kind is not type(None)), tuple, frozenset)  # and types derived from these
 _CHOICES = {"generators": objects.is_generator, "iterators": objects.is_iterator}
 
 
@@ -223,12 +224,17 @@ def leading(held: Mapping[K, Any], chosen: Collection[int], opaque: Opaque = Tru
 
 
 def assign(obj: Any, other: Any) -> bool:
-    """Set an object to the state of another one of its type; return whether this is possible."""
-    if type(obj) is not type(other) or type(obj) in ATOMS | FIXED or not is_open(type(obj)):
+    """Set an object to the state of another one of its type; return whether this is possible.
+
+    It is not for objects whose state is not known, or cannot be changed, such as numbers of NumPy and named tuples.
+    """
+    if type(obj) is not type(other) or type(obj) in FIXED or not is_open(type(obj)):
         return False
-    if objects.is_restorable(obj):
+    state = state_of(other)
+    is_known = state.items is not None or state.attributes or hasattr(obj, "__dict__")
+    if not is_known or isinstance(obj, _VALUES) or objects.is_restorable(obj):
         return False
-    put_state(obj, state_of(other))
+    put_state(obj, state)
     return True
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import StepChangedError
-from lightning_avgpipe.state.objects import OF_EVERY_MODULE, Variable, same_items
+from lightning_avgpipe.state.objects import ATOMS, OF_EVERY_MODULE, Variable
 from lightning_avgpipe.state.outside import outside
 from lightning_avgpipe.state.parcel import Packer, Parcel
 from lightning_avgpipe.state.snapshot import Snapshot, assign, leading
@@ -29,7 +29,7 @@ from lightning_avgpipe.utils.names import is_within, joined, listed
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.tensors import is_strided, tensor_bytes
-from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
+from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS, version_of
 
 # Hooks of the LightningModule that look at what a step returned or collected, which only the last stage has.
 _HOOKS = tuple(
@@ -39,6 +39,7 @@ LARGEST = 2**20  # most bytes that are sent of an attribute that a step reads on
 _LARGE = 2**16  # most bytes that are sent of any other attribute, which may grow with every batch
 _OF_LIGHTNING = frozenset(vars(pl.LightningModule())) - {"training"}
 _MISSING = object()
+_OPTIMIZER = "optimizer"
 # The registries of hooks that a module's forward and backward call.
 _CALLED = sorted(name for name in OF_EVERY_MODULE if name.startswith(("_forward_", "_backward_")))
 
@@ -93,21 +94,25 @@ class _Hooks:
 
     def _lead(self, name: str, hook: Callable[[], Any]) -> Any:
         """Run a hook, and tell the other processes what it has changed."""
-        before, optimization = _Attributes(self._modules), _optimization(self._trainer)
-        consisted = _structure(self._modules)
+        before, optimization, settings = _Attributes(self._modules), _optimization(self._trainer), self._settings()
+        consisted = _structure(self._modules, self._trainer.optimizers)
         absent = [(full, p) for full, p in self._module.named_parameters() if p.is_meta]
         with Writes(self._module) as writes:
             result = hook()
         written = writes.written.union(full for full, p in absent if not p.is_meta)
         _check_writes(name, written & self._kept_elsewhere())
-        consists = _structure(self._modules)
-        changed = (part for part, of in consisted.items() if not same_items(of, consists.get(part)))
+        consists = _structure(self._modules, self._trainer.optimizers)
+        changed = (part for part, of in consisted.items() if not _is_same(of, consists.get(part, [])))
         _check_structure(name, [part for part in changed if self._is_elsewhere(part)])
         news = before.news(name, self._needed_elsewhere(), writes.written)
         after = _optimization(self._trainer)
-        stops = self._trainer.should_stop
-        self._cluster.control.publish((news, after if after != optimization else None, stops))
+        asked = {name: value for name, value in self._settings().items() if settings.get(name, _MISSING) != value}
+        self._cluster.control.publish((news, after if after != optimization else None, asked))
         return result
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the attributes of the trainer that are plain values, such as ``should_stop``."""
+        return {name: value for name, value in vars(self._trainer).items() if type(value) in ATOMS}
 
     def _needed_elsewhere(self) -> frozenset[Key]:
         """Return the attributes that steps read on other processes, and the buffers there."""
@@ -117,6 +122,8 @@ class _Hooks:
 
     def _is_elsewhere(self, name: str) -> bool:
         """Return whether other processes use a module, or a parameter, or something within it or around it."""
+        if name.startswith(f"{_OPTIMIZER} "):
+            return True
         plan, ranks, here = self._deployment.plan, self._cluster.stage_map.ranks, (self._cluster.rank,)
         assert plan is not None
         used = (stages for part, stages in plan.stages_of.items() if is_within(part, name) or is_within(name, part))
@@ -135,7 +142,8 @@ class _Hooks:
     def _follow(self) -> None:
         """Apply the changes that rank 0's hook has made."""
         told: Any = self._cluster.control.publish()
-        news, optimization, self._trainer.should_stop = told
+        news, optimization, asked = told
+        vars(self._trainer).update(asked)
         for (path, attribute), content, tensors, on_host in news:
             here = [t if of_host else t.to(self._cluster.device) for t, of_host in zip(tensors, on_host, strict=True)]
             value = self._packer.unpack(Parcel(content, ()), here, Snapshot(()))
@@ -189,13 +197,14 @@ def _check_writes(hook: str, lost: Collection[str]) -> None:
     )
 
 
-def _structure(modules: Mapping[str, nn.Module]) -> dict[str, list[Any]]:
+def _structure(modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, list[Any]]:
     """Return what training depends on besides values, by full name of a module or parameter.
 
-    That is the object of this name, and what is called in the place of a module's forward, before and after it, and
-    with gradients.
+    That is the object of this name, what is called in the place of a module's forward, before and after it, and with
+    gradients, and the groups and state of the optimizers.
     """
-    found: dict[str, list[Any]] = {path: [] for path in modules}
+    found = {f"{_OPTIMIZER} {i}": _kept_by(optimizer) for i, optimizer in enumerate(optimizers)}
+    found |= {path: [] for path in modules}
     for path, module in modules.items():
         own = vars(module)
         found[path] += own.get("forward"), *(hook for name in _CALLED for hook in own[name].values())
@@ -205,6 +214,21 @@ def _structure(modules: Mapping[str, nn.Module]) -> dict[str, list[Any]]:
             of = (getattr(parameter, hooks, None) or {} for hooks in GRADIENT_HOOKS)
             found[joined(path, name)] = [parameter, *(hook for registry in of for hook in registry.values())]
     return found
+
+
+def _kept_by(optimizer: Optimizer) -> list[Any]:
+    """Return the parameters of an optimizer, and what it keeps of them, which changes in place too."""
+    found: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for kept in optimizer.state.values():
+        for value in kept.values() if isinstance(kept, dict) else (kept,):
+            found += (value, version_of(value)) if isinstance(value, Tensor) else (value,)
+    return found
+
+
+def _is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return whether two lists hold the same objects, and equal numbers."""
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(a is b or (type(a) is int and a == b) for a, b in pairs)
 
 
 def _check_structure(hook: str, lost: Sequence[str]) -> None:
@@ -219,9 +243,9 @@ def _check_structure(hook: str, lost: Sequence[str]) -> None:
     if lost:
         names = [repr(name) if name else "the LightningModule" for name in sorted(lost)]
         raise StepChangedError(
-            f"{hook}() runs on rank 0 only and replaces, or puts a hook or another forward on, {listed(names)}, which "
-            "other processes use, and where it would stay as it was. Do so in a hook that every process runs: "
-            "on_train_batch_start, on_train_epoch_start, or one of a Callback"
+            f"{hook}() runs on rank 0 only and changes what other processes use, and would go on to use as it was: "
+            f"{listed(names)} (replaced, or by a hook, another forward, or an optimizer's groups or states). Do so in "
+            "a hook that every process runs: on_train_batch_start, on_train_epoch_start, or one of a Callback"
         )
 
 
@@ -318,19 +342,21 @@ _TRAINED, _FROZEN = _Flag(True), _Flag(False)
 
 
 def _optimization(trainer: pl.Trainer) -> bytes:
-    """Return the hyper-parameters of optimizers and the states of schedulers, pickled."""
+    """Return the hyper-parameters of optimizers, their plain attributes, and the states of schedulers, pickled."""
     groups = [
         [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         for optimizer in trainer.optimizers
     ]
-    return pickle.dumps((groups, [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]))
+    own = [{name: value for name, value in vars(one).items() if type(value) in ATOMS} for one in trainer.optimizers]
+    return pickle.dumps((groups, own, [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]))
 
 
 def _accept_optimization(trainer: pl.Trainer, content: bytes) -> None:
-    groups, schedulers = pickle.loads(content)
+    groups, attributes, schedulers = pickle.loads(content)
     optimizer: Optimizer
-    for optimizer, values in zip(trainer.optimizers, groups, strict=True):
-        for group, own in zip(optimizer.param_groups, values, strict=True):
-            group.update(own)
+    for optimizer, values, own in zip(trainer.optimizers, groups, attributes, strict=True):
+        vars(optimizer).update(own)
+        for group, value in zip(optimizer.param_groups, values, strict=True):
+            group.update(value)
     for config, state in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
         config.scheduler.load_state_dict(state)
