@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.events import attributes_of
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.state.objects import ATOMS, ObjectState
+from lightning_avgpipe.state.objects import ATOMS, ObjectState, Variable, is_generator
 from lightning_avgpipe.state.outside import outside, variable
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils.names import joined, nearest
@@ -119,6 +119,65 @@ class SharedObjects:
             name for name, value in {**held, **outside(self._module)}.items() if Snapshot([value]).reach({id(obj)})
         )
         return f"an object in '{next(found, 'an attribute')}'"
+
+
+class LateChanges:
+    """The objects of code between units that the captured step did not change, and that this stage must not change.
+
+    ::
+
+        training_step    if late: self.seen.append(x)  | units ... | if late: self.bank[0] = y
+        stage 0          reads self.bank, appends      |
+        stage 1          appends once more in the same process     | stage 0 in another process does not see it
+
+    Args:
+        program: program of the stage.
+        module: the whole module.
+        repeats: whether an earlier stage of this process has run the code before this stage's part.
+    """
+
+    def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
+        graph = program.graph
+        changed = {*graph.attributes, *graph.of_units, *graph.written, *_leads(program)}
+        self._program, self._module, self._repeats = program, module, repeats
+        self._known = [variable(module, *key) for key in changed]
+        if repeats:
+            between = {path: m for path, m in module.named_modules() if not nearest(path, set(graph.units))}
+            keys = {*attributes_of(between), *(("", name) for name in outside(module))}
+        else:
+            keys = {key for key, position in graph.reads if position < program.start}
+        self._roots = {key: variable(module, *key) for key in sorted(keys - changed) if program.start}
+        self._before: Snapshot | None = None
+
+    def begin(self) -> None:
+        """Note the present contents of the objects."""
+        self._before = Snapshot(self._roots.values(), opaque=True) if self._roots else None
+
+    def begin_own(self) -> str | None:
+        """Begin this stage's part; return a description of what was changed once more before it; None: nothing was."""
+        if self._repeats:
+            return self._changed("each stage in this process would do again")
+        self.begin()  # what code before has changed, every process has
+        return None
+
+    def changed(self) -> str | None:
+        """Return a description of a change in this stage's part that an earlier stage would not see; None: none."""
+        return None if self._repeats else self._changed("an earlier stage would not see")
+
+    def _changed(self, why: str) -> str | None:
+        before, self._before = self._before, None
+        if before is None:
+            return None
+        kept = [obj for obj, old, now in before.modified() if not (is_generator(obj) or _only_grew(old, now))]
+        found = {id(obj) for obj in (*kept, *before.written()) if not isinstance(obj, Variable)}
+        found -= Snapshot(self._known, opaque=True).reached() if found else set()
+        for (path, name), held in self._roots.items() if found else ():
+            if Snapshot([held], opaque=True).reach(found):
+                return (
+                    f"changes what '{joined(path, name)}' holds, which it did not do when it was captured, and which "
+                    f"{why} (stage {self._program.stage}). {_ADVICE}"
+                )
+        return None
 
 
 def _leads(program: StageProgram) -> Iterator[tuple[str, str]]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.capture.graph import GeneratorUse, Node
 from lightning_avgpipe.capture.operation import Operation
-from lightning_avgpipe.engine.late_effects import LateAssignments, SharedObjects
+from lightning_avgpipe.engine.late_effects import LateAssignments, LateChanges, SharedObjects
 from lightning_avgpipe.engine.tensor_use import places
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
@@ -63,6 +63,7 @@ class Unforeseen:
         self._repeats = repeats
         self._late = LateAssignments(program, module, repeats)
         self._shared = SharedObjects(program, module)
+        self._between = LateChanges(program, module, repeats)
         self._is_first = True  # whether no forward has ended: the first one does what is done once, as when captured
         self._generators = _Generators(program, module)
         self._constants: dict[str, tuple[dict[str, Any], str]] = {}  # buffers outside of units, register and name
@@ -72,11 +73,17 @@ class Unforeseen:
             for some in (program.nodes, (*nodes[: program.start], *nodes[program.end :]))
         )
         self._called = here & there  # units that other stages call too
+        read = () if repeats else program.graph.buffers_read  # in one process all stages have the same buffers
+        self._read_before = {name for name, position in read if position < program.start}
         names = [
             name
             for name, _ in module.named_buffers()
             if name not in program.graph.changed
-            and (self._is_shared(name) or not (program.is_last or any(is_within(name, unit) for unit in units)))
+            and (
+                self._is_shared(name)
+                or name in self._read_before
+                or not (program.is_last or any(is_within(name, unit) for unit in units))
+            )
         ]
         self._constants = dict(zip(names, places(module, names), strict=True))
         elsewhere = [name for name, _ in module.named_buffers() if name in program.buffers_elsewhere]
@@ -98,11 +105,13 @@ class Unforeseen:
         self._absent = {id(register.get(leaf)): name for name, (register, leaf) in self._elsewhere.items()}
         iterators = self._iterators()
         self._late.begin()
+        self._between.begin()
         given = [leaf for leaf in tree.leaves(tuple(args)) if is_generator(leaf)]
         generators = Snapshot(given, opaque="generators").restored() if given else _NOTHING
         with self.sharing(), self._generators.watched(), generators:
             yield
-        if (late := self._late.found()) is not None and not self._is_first:
+        late = self._late.found() or self._between.changed()
+        if late is not None and not self._is_first:
             raise self._changed(late)
         self._is_first = False
         if iterators is not None and (taken := iterators.advanced()):
@@ -160,8 +169,11 @@ class Unforeseen:
 
     def node(self, operation: Operation, node: Node) -> contextlib.AbstractContextManager[None]:
         """Run a node of this stage within this context, and check its draws."""
-        if node.index == self._program.start and not self._repeats:
-            self._shared.begin()  # what code before this stage's part has changed, every stage has
+        if node.index == self._program.start:
+            if not self._repeats:
+                self._shared.begin()  # what code before this stage's part has changed, every stage has
+            if (again := self._between.begin_own()) is not None and not self._is_first:
+                raise self._changed(again)
         return self._generators.node(operation, node)
 
     def held(self) -> Snapshot:
@@ -192,8 +204,9 @@ class Unforeseen:
                 f"call too (stage {self._program.stage}). Let the first batch change it too, so that no cut lies "
                 "between these calls, or keep them on one stage with split_points"
             )
+        why = "an earlier stage would not see it" if name in self._read_before else "each stage would do it"
         return self._changed(
-            f"changes the buffer '{name}', which it did not do when it was captured, and each stage would do it (stage "
+            f"changes the buffer '{name}', which it did not do when it was captured, and {why} (stage "
             f"{self._program.stage}). Change it in a hook such as on_train_batch_end, within a submodule, or with "
             "every micro-batch (by nothing, if need be)"
         )

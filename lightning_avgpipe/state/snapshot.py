@@ -150,9 +150,13 @@ class Snapshot:
         """Return pairs of each object and the items in its snapshot; None for objects without items."""
         return ((obj, state.items) for obj, state in self._states)
 
+    def reached(self) -> set[int]:
+        """Return the ids of the objects and tensors that are reached."""
+        return {id(obj) for obj in (*(obj for obj, _ in self._states), *self.tensors)}
+
     def reach(self, others: Collection[int]) -> bool:
         """Return whether an object or tensor with one of these ids is among the reached ones."""
-        return any(id(obj) in others for obj in (*(obj for obj, _ in self._states), *self.tensors))
+        return not self.reached().isdisjoint(others)
 
     # -- restore ------------------------------------------------------------------------------------------------------
 
