@@ -97,13 +97,6 @@ def test_sums_begin_within_the_last_backward_once_the_first_step_has_shown_which
     assert run.replicas.begun == [[5], [3], [2]]  # as backwards reach them
 
 
-def test_a_bucket_takes_parameters_of_one_type_up_to_its_size() -> None:
-    run = Run(bucket_bytes=1000)
-    run.iterate()
-    run.iterate()
-    assert run.replicas.begun == [[5], [3, 2]]
-
-
 @pytest.mark.parametrize(("used", "begun_early"), [((0, 1), 0), ((1, 2), 2)])
 def test_what_gets_no_gradient_this_time_holds_up_what_follows_and_keeps_none(used: Any, begun_early: int) -> None:
     run = Run()
@@ -127,20 +120,3 @@ def test_a_gradient_that_changes_after_it_was_sent_is_summed_as_it_is_then() -> 
     assert run.replicas.begun == [[5], [3], [2], [2, 3]]
     begun, mine, summed = run.iterate()  # they are not sent early any more
     assert begun[-1] == 1 and summed == doubled(mine)
-
-
-def test_other_parameters_than_those_of_the_step_before_are_summed_after_the_backward() -> None:
-    run = Run()
-    run.iterate()
-    run.model.layers.append(torch.ones(4))
-    begun, mine, summed = run.iterate((0, 1, 2, 3))
-    assert begun[-1] == 0 and summed == doubled(mine)
-
-
-def test_sums_of_an_iteration_that_failed_are_forgotten() -> None:
-    run = Run()
-    run.iterate()
-    run.sums.watch(dict(run.model.named_parameters()), {0: ROW})
-    run.sums.perform(Work(0, 0, ROW[-1]), lambda: run.model.backward())  # type: ignore[arg-type,func-returns-value]
-    begun, mine, summed = run.iterate()
-    assert begun[-1] == 3 and summed == doubled(mine)
