@@ -354,6 +354,16 @@ def test_what_does_not_fit_while_profiling_is_not_chosen(stage: int, error: Any,
     assert tuner.result.choice.setting == Setting(4)
 
 
+def test_what_does_not_fit_when_it_is_tried_is_not_chosen(liking: Any, tmp_path: Path) -> None:
+    liking(Setting(2), Setting(8))
+    tuner = AvgPipeTuner(1, [2, 8], profile_batches=4, refine=2, dirpath=tmp_path)  # so few that 2 is not profiled
+    with ScarceStage(1, 2):
+        mlp(tuner)
+    assert {c.setting.num_microbatches for c in tuner.result.candidates} == {2, 8}
+    assert set(tuner.measured) == {Setting(8)}
+    assert tuner.result.choice.setting == Setting(8)
+
+
 def test_profiling_goes_on_with_more_micro_batches_where_the_first_do_not_fit(liking: Any, tmp_path: Path) -> None:
     tuner = AvgPipeTuner(1, [4, 16, 32], profile_batches=6, dirpath=tmp_path)
     torch.manual_seed(0)
@@ -562,6 +572,25 @@ def test_loggers_hear_of_no_trial(tmp_path: Path) -> None:
 
     tuner = AvgPipeTuner(1, [4], profile_batches=4, dirpath=tmp_path)
     assert rows("tuned", [tuner]) == rows("by hand", [], **by_hand(tuner.result.choice.setting))
+
+
+def test_another_fit_goes_on_with_the_choice(tmp_path: Path) -> None:
+    tuner = AvgPipeTuner(1, [2, 4], profile_batches=4, dirpath=tmp_path)
+    _, runner = mlp(tuner)
+    chosen = tuner.result
+    runner.fit_loop.max_epochs = 2
+    runner.fit(MLP(), loader(MLP, 32, 8))
+    mlp(tuner)
+    assert tuner.result is chosen
+
+
+def test_a_choice_for_another_number_of_stages_is_made_anew(tmp_path: Path) -> None:
+    tuner = AvgPipeTuner(1, [2, 4], profile_batches=4, dirpath=tmp_path)
+    mlp(tuner)
+    again = AvgPipeTuner(1, [4], profile_batches=4, dirpath=tmp_path)
+    again.load_state_dict(tuner.state_dict())
+    pipeline(3, callbacks=[again], max_epochs=1).fit(MLP(), loader(MLP, 32, 8))
+    assert again.result.profile.num_stages == 3
 
 
 class Annealed(MLP):

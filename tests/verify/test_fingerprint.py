@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from lightning_avgpipe.verify.fingerprint import fingerprint, first_difference, how_different, usual_size
@@ -26,3 +28,20 @@ def test_a_multiple_is_told() -> None:
     tensor = torch.randn(64)
     text = how_different(fingerprint(tensor), fingerprint(tensor / 2))
     assert text == "it is 0.5 times that of the plain run"
+
+
+def test_one_other_element_is_another_fingerprint_wherever_it_is() -> None:
+    tensor = torch.randn(1 << 21)
+    digests = {fingerprint(tensor).digest}
+    for position in (0, 1, 1 << 20, (1 << 21) - 1):
+        other = tensor.clone()
+        other[position] = torch.nextafter(other[position], torch.tensor(math.inf))
+        digests.add(fingerprint(other).digest)
+    swapped = tensor.clone()
+    swapped[[0, 1]] = tensor[[1, 0]]
+    assert len(digests | {fingerprint(swapped).digest}) == 6
+
+
+def test_zeros_of_both_signs_and_all_nan_are_equal() -> None:
+    one, other = torch.tensor([0.0, math.nan]), torch.tensor([-0.0, -math.nan])
+    assert how_different(fingerprint(one), fingerprint(other)) is None
