@@ -175,6 +175,14 @@ class TinyTransformer(Regression):
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
 
 
+class TiedTransformer(TinyTransformer):
+    """Its first and its last layer use the same parameter."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.head.weight = self.embed.weight
+
+
 class Transposing(Regression):
     """Values lie in memory in another order than their dimensions: recurrence, attention, channels in the middle."""
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +18,7 @@ from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
 from lightning_avgpipe.errors import AvgPipeError, BatchError, ConfigurationError, PartitionError
 from lightning_avgpipe.strategy import checks
 from tests.models import MLP, loader
-from tests.trainers import pipeline, trainer
+from tests.trainers import pipeline
 
 
 @pytest.mark.parametrize(
@@ -217,27 +216,6 @@ def test_a_validation_step_that_goes_back_to_an_earlier_stage_is_refused() -> No
         )
 
 
-def test_lightning_cli_builds_the_strategy() -> None:
-    cli = LightningCLI(
-        MLP,
-        run=False,
-        save_config_callback=None,
-        args={
-            "trainer": {
-                "accelerator": "cpu",
-                "devices": 1,
-                "logger": False,
-                "strategy": {
-                    "class_path": "lightning_avgpipe.AvgPipeStrategy",
-                    "init_args": {"num_stages": 2, "num_microbatches": 4, "split_points": ["layers.4"]},
-                },
-            },
-        },
-    )
-    assert isinstance(cli.trainer.strategy, AvgPipeStrategy)
-    assert cli.trainer.strategy.num_stages == 2
-
-
 def test_ranks_that_load_different_checkpoints_are_an_error() -> None:
     checks.same_everywhere([("", {}), ("", {})])
     checks.same_everywhere([("a.ckpt", {}), ("a.ckpt", {})])
@@ -245,10 +223,6 @@ def test_ranks_that_load_different_checkpoints_are_an_error() -> None:
         ConfigurationError, match=r"rank 0 has loaded last\.ckpt, rank 1 no checkpoint; put checkpoints"
     ):
         checks.same_everywhere([("last.ckpt", {}), ("", {})])
-
-
-def test_without_errors_nothing_is_refused() -> None:
-    trainer(strategy=AvgPipeStrategy(num_stages=2, advance=2), max_steps=1).fit(MLP(), loader(MLP, 8, 8))
 
 
 def test_a_backend_that_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,15 +13,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.trainer.connectors import signal_connector
-from torch import Tensor, nn
 
 from lightning_avgpipe.comm.collectives import Collectives
 from tests import faults, processes
-from tests.driver import Engine
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 
-# an error while connecting or in an action is tested on threads as well
+# an error while connecting is tested on threads as well
 FAST = [
     ("raise", "last", "capture"), ("SIGKILL", "last", "backward"), ("SIGTERM", "first", "backward"),
     ("SIGINT", "middle", "validation"),
@@ -44,43 +42,6 @@ ALL = [*FAST, ("SIGKILL", "first", "averaging"), ("SIGSTOP", "last", "first iter
 )
 def test_a_fault_of_one_process_ends_all_and_is_named(kind: str, stage: str, phase: str, tmp_path: Path) -> None:
     faults.check(faults.Fault(kind, faults.STAGES[stage], phase), tmp_path)
-
-
-class Fuse(nn.Module):
-    """Passes its input on, until it has been called for real so often."""
-
-    def __init__(self, calls: int) -> None:
-        super().__init__()
-        self.calls = calls
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls -= 1
-        if self.calls < 0:
-            raise ValueError("the fuse has blown")
-        return x * self.weight
-
-
-class Fused(MLP):
-    """Five layers, and then a fuse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fuse = Fuse(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fuse(self.layers(x))
-
-
-def test_an_error_in_user_code_names_stage_and_action() -> None:
-    model = Fused()
-    model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    engine = Engine(model, 2, MLP.example(8), num_microbatches=8)
-    with pytest.raises(ValueError, match="the fuse has blown") as caught:
-        engine.train(MLP.example(8))
-    assert caught.value.__notes__ == ["stage 1 of 2 (rank 0) failed in F4"]
-    model.fuse.calls = 100
-    engine.train(MLP.example(8))  # and nothing of the failed iteration is left
 
 
 class Requeueing(LightningEnvironment, SLURMEnvironment):

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.demos.transformer import LightningTransformer
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_avgpipe import AvgPipeStrategy
 from tests.driver import accumulate, assert_same_parameters
 from tests.models import MLP, ConvNet, Regression, TinyTransformer, loader
+from tests.strategy.twins import twins
 from tests.trainers import pipeline, trainer
-
-
-def twins(model: type[Regression], **options: Any) -> tuple[Regression, Regression]:
-    torch.manual_seed(3)
-    one = model(**options)
-    return one, copy.deepcopy(one)
 
 
 @pytest.mark.parametrize("model", [ConvNet, TinyTransformer])
@@ -56,75 +47,6 @@ def test_validate_test_and_predict_equal_single_device() -> None:
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, found, strict=True))
 
 
-def test_logged_rows_and_best_checkpoint_equal_single_device(tmp_path: Path) -> None:
-    piped, plain = twins(MLP)
-    rows, best = [], []
-    for name, module, make in (("plain", plain, trainer), ("piped", piped, pipeline)):
-        checkpoint = ModelCheckpoint(tmp_path / name, monitor="val_loss", filename="{epoch}-{step}-{val_loss:.3f}")
-        runner = make(
-            logger=CSVLogger(tmp_path / name, name="logs", version=0),
-            callbacks=[checkpoint],
-            enable_checkpointing=True,
-            log_every_n_steps=1,
-            max_epochs=3,
-        )
-        runner.fit(module, loader(MLP, 20, 8, shuffle=False), loader(MLP, 8, 4, seed=1))
-        rows.append((tmp_path / name / "logs" / "version_0" / "metrics.csv").read_text().splitlines())
-        best.append(Path(checkpoint.best_model_path).name)
-    assert best[0] == best[1]
-    assert rows[0][0] == rows[1][0]
-    for expected, found in zip(rows[0][1:], rows[1][1:], strict=True):
-        for a, b in zip(expected.split(","), found.split(","), strict=True):
-            assert (a == b == "") or float(b) == pytest.approx(float(a), abs=1e-6)
-
-
-def test_early_stopping_stops() -> None:
-    model = MLP()
-    runner = pipeline(2, max_epochs=10, callbacks=[EarlyStopping("val_loss", patience=1, stopping_threshold=1e9)])
-    runner.fit(model, loader(MLP, 8, 4), loader(MLP, 8, 4))
-    assert runner.current_epoch == 1
-
-
-def test_a_metric_object_accumulates_over_micro_batches() -> None:
-    class Classifier(ConvNet):
-        def __init__(self) -> None:
-            super().__init__()
-            self.accuracy = MulticlassAccuracy(5, average="micro")
-            self.updated = MulticlassAccuracy(5, average="micro")
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            logits = self(batch["image"])
-            self.log("accuracy", self.accuracy(logits, batch["label"]) * 1.0)
-            self.updated.update(logits, batch["label"])
-            self.log("updated", self.updated, on_step=False, on_epoch=True)
-
-    torch.manual_seed(3)
-    plain = Classifier()
-    piped = copy.deepcopy(plain)
-    data = loader(ConvNet, 23, 8)
-    expected = trainer().validate(plain, data, verbose=False)[0]
-    found = pipeline(3).validate(piped, data, verbose=False)[0]
-    assert found == pytest.approx(expected, abs=1e-6)
-    assert 0 < expected["updated"] < 1
-
-
-def test_reduce_fx_of_micro_batches_is_that_of_the_batch() -> None:
-    class Logs(MLP):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, _ = batch
-            for name in ("sum", "min", "max", "mean"):
-                value = {"sum": x.sum(), "min": x.min(), "max": x.max(), "mean": x.mean()}[name]
-                self.log(name, value, reduce_fx=name, on_step=True, on_epoch=False)
-            return super().training_step(batch, batch_idx)
-
-    found = []
-    for make in (trainer, pipeline):
-        runner = make(max_epochs=1)
-        runner.fit(Logs(), loader(MLP, 7, 7))
-        found.append({name: runner.callback_metrics[name].item() for name in ("sum", "min", "max", "mean")})
-    assert found[1] == pytest.approx(found[0], abs=1e-5)
-
-
 def test_outputs_of_a_step_are_those_of_the_whole_batch() -> None:
     class Outputs(MLP):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -141,20 +63,6 @@ def test_outputs_of_a_step_are_those_of_the_whole_batch() -> None:
     assert not watch.outputs["prediction"].requires_grad
     expected = (watch.outputs["prediction"] - watch.batch[1]).square().mean()
     torch.testing.assert_close(watch.outputs["loss"], expected)
-
-
-def test_accumulated_batches_equal_one_larger_batch() -> None:
-    piped, plain = twins(MLP)
-    trainer(max_epochs=1).fit(plain, loader(MLP, 16, 8))
-    pipeline(2, max_epochs=1, accumulate_grad_batches=2).fit(piped, loader(MLP, 16, 4))
-    assert_same_parameters(plain, piped, exact=False)
-
-
-def test_clipping_equals_single_device() -> None:
-    piped, plain = twins(MLP)
-    for module, runner in ((plain, trainer(gradient_clip_val=0.05)), (piped, pipeline(2, gradient_clip_val=0.05))):
-        runner.fit(module, loader(MLP, 16, 8))
-    assert_same_parameters(plain, piped, exact=False)
 
 
 def test_a_sum_loss_adds_up_over_micro_batches() -> None:

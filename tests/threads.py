@@ -19,7 +19,6 @@ from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.topology import Party, Route, StageMap
 from lightning_avgpipe.comm.transfer import Arrivals
-from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.errors import PeerError
 from tests.processes import left_behind
 
@@ -32,10 +31,6 @@ class Blown(ValueError):
     """What an injected fault raises in the code of a process."""
 
 
-class Killed(BaseException):
-    """A process ends without a word."""
-
-
 class Injector:
     """Lets things happen to processes when they come to do something."""
 
@@ -43,7 +38,7 @@ class Injector:
         self._faults: dict[tuple[int, str], BaseException] = {}
 
     def fail_at(self, rank: int, action: str, error: BaseException | None = None) -> Injector:
-        """The process fails when it comes to an action, as ``F1``, ``connect forward 0`` or ``join world``."""
+        """The process fails when it comes to an action, as ``connect forward 0`` or ``join world``."""
         self._faults[rank, action] = error or Blown("the fuse has blown")
         return self
 
@@ -51,20 +46,6 @@ class Injector:
         """A process comes to an action."""
         if (error := self._faults.pop((rank, action), None)) is not None:
             raise error
-
-    def observer(self, rank: int) -> Observer:
-        """Lets it happen to the actions of stages."""
-        return _Injecting(self, rank)
-
-
-class _Injecting(Observer):
-    def __init__(self, injector: Injector, rank: int) -> None:
-        self._injector = injector
-        self._rank = rank
-
-    def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
-        self._injector.reach(self._rank, str(work.action))
-        return do()
 
 
 # -- a network in memory ---------------------------------------------------------------------------------------------
@@ -283,7 +264,6 @@ def run(
     work: Callable[[Cluster], Any],
     injector: Injector | None = None,
     timeout: timedelta = TIMEOUT,
-    runs: int = 1,
 ) -> list[Any]:
     """Call ``work(cluster)`` in a thread for each rank, while the cluster is open.
 
@@ -292,9 +272,8 @@ def run(
         work: of a process.
         injector: of faults.
         timeout: of the cluster.
-        runs: so often the cluster is opened, worked with and closed.
     Returns:
-        What the last call returned, or the error that a process ended with, by rank.
+        What the call returned, or the error that a process ended with, by rank.
     """
     hub = Hub(injector or Injector())
     outcomes: list[Any] = [None] * stage_map.world_size
@@ -303,14 +282,9 @@ def run(
         process = Process(rank, CPU, timeout.total_seconds(), MemoryNetwork(hub, rank))
         cluster = Cluster(stage_map, process)
         try:
-            for _ in range(runs):
-                cluster.open(hub.store)
-                outcomes[rank] = work(cluster)
-                cluster.close()
-        except Killed as error:
-            outcomes[rank] = error
-            hub.leave(rank)
-            cluster.watch.close()
+            cluster.open(hub.store)
+            outcomes[rank] = work(cluster)
+            cluster.close()
         except Exception as error:  # handed to the test
             outcomes[rank] = error
             cluster.watch.report(error)

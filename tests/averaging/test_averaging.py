@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,11 +10,6 @@ from lightning_avgpipe.averaging import averaging_step
 from lightning_avgpipe.averaging.averaging_step import AveragingStep, average
 
 SHAPES = ((3, 5), (7,), (2, 2, 2))
-OUTER = {
-    "sgd": partial(torch.optim.SGD, lr=1.0),
-    "nesterov": partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
-    "adam": partial(torch.optim.Adam, lr=0.01),
-}
 
 Model = list[Tensor]
 
@@ -42,45 +34,6 @@ def update(made: list[Model], active: int, seed: int) -> list[Model]:
     return mean(updates)
 
 
-@pytest.mark.parametrize("active", [4, 3])
-@pytest.mark.parametrize("alpha", [0.0, 0.25, 1.0])
-@pytest.mark.parametrize("outer", [0.5, 4.0, *OUTER])
-def test_the_reference_stays_the_mean_of_the_models(outer: Any, alpha: float, active: int) -> None:
-    made, reference = models(4)
-    optimizer = OUTER[outer](reference) if outer in OUTER else None
-    for i in range(30):
-        update(made, active, i)
-        if optimizer is None:
-            average(made, reference, alpha, outer, active)
-        else:
-            AveragingStep(made, reference, active).end_with(optimizer, alpha)
-        for found, expected in zip(reference, mean(made), strict=True):
-            assert (found - expected).abs().max() <= 1e-6 * max(1.0, expected.abs().max().item())
-
-
-@pytest.mark.parametrize("active", [4, 1, 3])
-@pytest.mark.parametrize("outer_lr", [0.5, 1.0, 4.0])
-def test_the_reference_moves_by_the_mean_update_of_those_that_had_a_batch(outer_lr: float, active: int) -> None:
-    made, reference = models(4, torch.float64)
-    before = [t.clone() for t in reference]
-    expected = update(made, active, 0)
-    average(made, reference, 0.25, outer_lr, active)
-    for new, old, change in zip(reference, before, expected, strict=True):
-        torch.testing.assert_close(new, old + outer_lr * change, rtol=0, atol=1e-14)
-
-
-def test_the_formula_is_that_of_the_documentation() -> None:
-    made, reference = models(3, torch.float64)
-    update(made, 3, 0)
-    y, z = torch.stack([m[0] for m in made]), reference[0].clone()
-    alpha, outer_lr = 0.3, 1.7
-    centre = z + outer_lr * (y.mean(0) - z)
-    expected = centre + (1 - alpha) * (y - y.mean(0))
-    average(made, reference, alpha, outer_lr, 3)
-    torch.testing.assert_close(reference[0], centre, rtol=0, atol=1e-14)
-    torch.testing.assert_close(torch.stack([m[0] for m in made]), expected, rtol=0, atol=1e-14)
-
-
 def test_an_outer_sgd_is_an_outer_lr() -> None:
     results = []
     for use in (
@@ -93,22 +46,6 @@ def test_an_outer_sgd_is_an_outer_lr() -> None:
         results.append([*reference, *(t for m in made for t in m)])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
-
-
-def test_without_attraction_and_with_the_mean_update_models_keep_their_bits() -> None:
-    made, reference = models(4)
-    update(made, 4, 0)
-    before = [[t.clone() for t in m] for m in made]
-    average(made, reference, 0.0, 1.0, 4)
-    assert all(torch.equal(new, old) for a, b in zip(made, before, strict=True) for new, old in zip(a, b, strict=True))
-
-
-def test_full_attraction_makes_all_models_the_reference() -> None:
-    made, reference = models(3)
-    update(made, 3, 0)
-    average(made, reference, 1.0, 3.0, 3)
-    for model in made:
-        assert all(torch.equal(new, centre) for new, centre in zip(model, reference, strict=True))
 
 
 def test_half_precision_is_averaged_in_single() -> None:

@@ -15,16 +15,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy
-from lightning_avgpipe.averaging.averager import Averager
-from lightning_avgpipe.averaging.models import Models as ParallelModels
-from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.utils.random_streams import RandomKey
 from tests import processes
 from tests.averaging.models import Models, Net, assert_equal, state, train
 from tests.averaging.test_equations import doubled, of
 from tests.averaging.test_groups import share, trained
-from tests.averaging.test_meeting import Twins
 from tests.commands import run
 from tests.models import MLP, loader
 from tests.strategy.test_resume import ResumableLoader
@@ -139,39 +134,6 @@ def test_models_and_reference_are_those_of_diloco_by_hand(options: dict[str, Any
         torch.testing.assert_close(module.get_parameter(name).detach(), tensor, rtol=0, atol=1e-12)
 
 
-# -- when ------------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_awaited_before_its_delay_is_over() -> None:
-    torch.manual_seed(0)
-    module, twins = Net(), Twins()
-    models = ParallelModels(module, replica_group=twins)  # type: ignore[arg-type]
-    averager = Averager(models, Averaging(every=4, delay=2, fragments=2, groups=2), twins)  # type: ignore[arg-type]
-    new = dict(module.named_parameters())
-    models.train(new)
-    averager.follow(new)
-    ended = []
-    for _ in range(6):  # sent after steps 2 and 4, averaged after 4 and 6
-        averager.finish()
-        before = twins.ended
-        averager.stepped(1)
-        averager.finish()
-        ended.append(twins.ended - before)
-    assert [bool(count) for count in ended] == [False, False, False, True, False, True]
-
-
-def test_fragments_are_of_about_equal_size() -> None:
-    models = ParallelModels(module := MLP(depth=9))
-    averager = Averager(models, Averaging(every=3, fragments=3), None)
-    new = dict(module.named_parameters())
-    models.train(new)
-    averager.follow(new)
-    sizes = [0, 0, 0]
-    for name, fragment in averager.fragment_of.items():
-        sizes[fragment] += new[name].numel()
-    assert max(sizes) - min(sizes) <= 72
-
-
 # -- checkpoints, and other stages -------------------------------------------------------------------------------------
 
 
@@ -282,39 +244,6 @@ class Connected:
 
     def wait_for(self, work: Any, what: str) -> None:
         work.wait()
-
-
-def sums(rank: int) -> list[dict[str, Tensor]]:
-    group: Any = ReplicaGroup(Connected(rank))  # type: ignore[arg-type]
-    found = []
-    for wire in ("bf16", "int8"):
-        for _ in range(2):
-            torch.manual_seed(rank)
-            tensors = {"a.weight": torch.randn(5, 33), "bias": torch.randn(7), "b": torch.randn(3, 4).double()}
-            group.begin_rounded_sum(tensors, wire, RandomKey(0, 1))()
-            found.append(tensors)
-    return found
-
-
-def test_rounded_sums_are_near_the_exact_ones_and_equal_everywhere(tmp_path: Path) -> None:
-    here, there = processes.results(processes.run(2, sums, folder=tmp_path))
-    exact: dict[str, Any] = {}
-    for rank in range(2):
-        torch.manual_seed(rank)
-        for name, tensor in (
-            ("a.weight", torch.randn(5, 33)),
-            ("bias", torch.randn(7)),
-            ("b", torch.randn(3, 4).double()),
-        ):
-            exact[name] = exact.get(name, 0) + tensor
-    for one, other in zip(here, there, strict=True):
-        assert_equal(one, other)
-    for one, other in (here[:2], here[2:]):
-        assert_equal(one, other)
-        assert torch.equal(one["bias"], exact["bias"])
-        for name in ("a.weight", "b"):
-            assert one[name].dtype == exact[name].dtype
-            assert 0 < (one[name] - exact[name]).abs().max() < 2 * 4 / 127
 
 
 class AsManager:

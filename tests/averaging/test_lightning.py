@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import (
     RichProgressBar,
     TQDMProgressBar,
 )
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_avgpipe import AvgPipeStrategy
@@ -23,6 +22,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from tests.averaging.models import Batches, Models, Net, assert_equal, state, train
 from tests.driver import assert_same_parameters
 from tests.models import MLP, Regression, loader
+from tests.strategy.test_precision import half_mixed
 from tests.trainers import pipeline, trainer
 
 HOOKS = ("on_validation_start", "on_validation_batch_start", "on_validation_epoch_end", "on_validation_end")
@@ -220,11 +220,6 @@ def test_progress_bars_show_as_many_iterations_as_there_will_be(kind: Any) -> No
     assert first == [(1, 16), (2, 9), (3, 9), (4, 7), (5, 7), (6, 7), (7, 7)]
     assert [done for done, _ in second] == list(range(1, found.trainer.num_training_batches + 1))
     assert second[-1][0] == second[-1][1]
-
-
-def half_mixed() -> MixedPrecision:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    return MixedPrecision("16-mixed", "cpu", scaler)
 
 
 class Explodes(Net):

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from lightning_avgpipe.averaging.averager import Averager
-from lightning_avgpipe.averaging.averaging_step import AveragingStep, average
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.comm.control import ControlChannel
@@ -70,17 +69,6 @@ def stepped(replica_group: Any, **options: Any) -> Ensemble:
     model.first[1].running_mean.add_(1.0)
     ensemble.averager.stepped(1)
     return ensemble
-
-
-def test_two_groups_average_as_one_with_all_models() -> None:
-    torch.manual_seed(0)
-    mine, reference = [[torch.randn(5)]], [torch.randn(5)]
-    both, centre = [[t.clone() for t in mine[0]] for _ in range(2)], [reference[0].clone()]
-    replica_group: Any = Twins()
-    AveragingStep(mine, reference, 1, replica_group).end(0.3, 2.0)
-    average(both, centre, 0.3, 2.0, 2)
-    assert torch.equal(reference[0], centre[0])
-    assert torch.equal(mine[0][0], both[0][0])
 
 
 @pytest.mark.parametrize(

@@ -80,16 +80,6 @@ def test_two_processes_on_each_of_two_devices_are_two_pipelines(tmp_path: Path) 
     assert_equal(state(found), state(expected))
 
 
-def test_two_processes_on_one_device_host_all_stages_each(tmp_path: Path) -> None:
-    expected, numbers, _ = fit(tmp_path / "one", 1, num_pipelines=4)
-    options = {"averaging": Averaging(processes_per_device=2), "num_pipelines": 2, "num_stages": 4}
-    found, logged, places = fit(tmp_path / "two", 1, start_method="fork", **options)
-    assert places == {0: [0, 0, 0, 1, 2, 3], 1: [1, 0, 0, 1, 2, 3]}
-    assert [row.keys() for row in logged] == [row.keys() for row in numbers]
-    for name, tensor in state(expected).items():  # sums of four numbers, in another order
-        torch.testing.assert_close(state(found)[name], tensor)
-
-
 @pytest.mark.parametrize(("local_rank", "device"), [(0, 0), (3, 1)])
 def test_a_local_rank_has_the_device_that_its_group_needs(
     local_rank: int, device: int, monkeypatch: pytest.MonkeyPatch

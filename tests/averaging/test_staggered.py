@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
 
 from lightning_avgpipe.averaging.staggered import StaggeredAveraging
-from lightning_avgpipe.errors import ScheduleError
 
 SHAPES = ((3, 5), (7,))
 
@@ -48,16 +43,6 @@ def train(outer_lr: float, made: list[Model], reference: Model, changes: list[li
             averaging.end(n)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("outer_lr", [1.0, 1.7])
-def test_the_reference_is_the_mean_of_the_models_when_all_have_ended(outer_lr: float, count: int) -> None:
-    made, reference = models(count)
-    for k in range(1, 30, 7):
-        train(outer_lr, made, reference, updates(count, k))
-        for found, expected in zip(reference, mean(made), strict=True):
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
 def test_the_formulas_are_those_of_the_documentation() -> None:
     alpha, rate, count = 1 / 3, 1.7, 3
     changes, (made, reference) = updates(count, 4), models(count)
@@ -72,21 +57,6 @@ def test_the_formulas_are_those_of_the_documentation() -> None:
     torch.testing.assert_close(torch.stack([m[0] for m in made]), torch.stack(x), rtol=0, atol=1e-12)
 
 
-def test_models_drift_no_further_apart_than_their_updates_take_them() -> None:
-    made, reference = models(4, torch.float32)
-    train(1.0, made, reference, updates(4, 300))
-    assert all((t - centre).abs().max() < 1.5 for m in made for t, centre in zip(m, reference, strict=True))
-    drift = [found - expected for found, expected in zip(reference, mean(made), strict=True)]
-    assert all(d.abs().max() < 1e-5 for d in drift)
-
-
-def test_models_end_in_turn() -> None:
-    made, reference = models(2)
-    averaging = StaggeredAveraging(made, reference, 0.5, 1.0)
-    with pytest.raises(ScheduleError, match="turn of model 0"):
-        averaging.end(1)
-
-
 def test_half_precision_is_mixed_in_single() -> None:
     made, reference = models(2, torch.bfloat16)
     made[0][0] += 1.0
@@ -99,49 +69,3 @@ def test_half_precision_is_mixed_in_single() -> None:
     other.end(0)
     for found, expected in zip([*reference, *made[0]], [*wide[1], *wide[0][0]], strict=True):
         assert torch.equal(found, expected.to(torch.bfloat16))
-
-
-class InTurns:
-    """Stands for the connection of a group to others, which take turns in this process."""
-
-    def __init__(self, sums: list[Model], count: int) -> None:
-        self.sums, self.count, self.begun = sums, count, 0
-
-    def begin_sum(self, tensors: Model) -> Callable[[], None]:
-        number, self.begun = self.begun, self.begun + 1
-        if number == len(self.sums):
-            self.sums.append([torch.zeros_like(t) for t in tensors])
-        torch._foreach_add_(self.sums[number], tensors)
-        return lambda: torch._foreach_copy_(tensors, self.sums[number])
-
-
-def grouped(made: list[Model], reference: Model, groups: int, alpha: float) -> tuple[list[StaggeredAveraging], Any]:
-    """The averaging of each group, and its reference."""
-    sums: list[Model] = []
-    centres = [[t.clone() for t in reference] for _ in range(groups)]
-    size = len(made) // groups
-    found: Any = [
-        StaggeredAveraging(made[g * size :][:size], centre, alpha, 1.7, InTurns(sums, groups))  # type: ignore[arg-type]
-        for g, centre in enumerate(centres)
-    ]
-    return found, centres
-
-
-@pytest.mark.parametrize(("groups", "size"), [(2, 1), (2, 2), (3, 1)])
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-def test_groups_have_one_reference_which_is_the_mean_of_all_models(groups: int, size: int, alpha: float) -> None:
-    count = groups * size
-    made, reference = models(count)
-    averaging, centres = grouped(made, reference, groups, alpha)
-    for t, iteration in enumerate(updates(count, 30)):
-        for n, update in enumerate(iteration):
-            step(made[n], update)
-            averaging[n // size].end(n % size)
-        if t % 7 == 3:  # which changes nothing of what follows
-            for one in averaging:
-                one.catch_up()
-            for found in centres:
-                for tensor, expected in zip(found, mean(made), strict=True):
-                    torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-12)
-    apart = max(float((t - centre).abs().max()) for m in made for t, centre in zip(m, centres[0], strict=True))
-    assert (apart < 1.0) == (alpha > 0)  # else as far as they began, and as updates took them

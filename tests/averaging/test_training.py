@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from lightning_avgpipe.engine.executor import Lane
 from lightning_avgpipe.training import parallel_pipelines
 from tests.averaging.models import Batches, Net, assert_equal, state, train
 from tests.models import MLP, loader
-from tests.trainers import pipeline, trainer
+from tests.trainers import pipeline
 from tests.weights.test_tied import TiedLanguageModel
 
 
@@ -56,18 +55,6 @@ def test_models_that_never_meet_are_independent_runs_bitwise(optimizer: str) -> 
         runner = pipeline(2, strategy={"num_microbatches": 2}, max_epochs=1, gradient_clip_val=0.5)
         runner.fit(alone, every(2, n))
         assert_equal(state(alone), model)
-
-
-def test_models_that_always_meet_are_one_run_with_larger_batches() -> None:
-    torch.manual_seed(3)
-    one = MLP().double()
-    many = copy.deepcopy(one)
-    small, large = loader(MLP, 48, 4), loader(MLP, 48, 16)
-    trainer(max_epochs=2, precision="64-true").fit(one, large)
-    strategy = {"averaging": Averaging(alpha=1.0, outer_lr=1.0), "num_pipelines": 4}
-    pipeline(2, strategy=strategy, max_epochs=2, precision="64-true").fit(many, small)
-    for name, parameter in one.named_parameters():
-        torch.testing.assert_close(many.get_parameter(name), parameter, rtol=0, atol=1e-12)
 
 
 def reference_is_mean(found: Any) -> None:
@@ -203,20 +190,6 @@ def test_a_fraction_of_the_batches_ends_within_an_iteration() -> None:
         assert found[-1].trainer.global_step == 6
     for one, other in zip(*(models.models for models in found), strict=True):
         assert_equal(one, other)
-
-
-def test_after_training_the_module_holds_what_was_learned_since_the_last_averaging() -> None:
-    torch.manual_seed(3)
-    model = MLP().double()
-    found = train(
-        model, loader(MLP, 64, 8), averaging=Averaging(every=3, outer_lr=1.5), trainer={"precision": "64-true"}
-    )
-    assert found.trainer.global_step == 4
-    for name, p in model.named_parameters():
-        mean = torch.stack([weights[name] for weights in found.models]).mean(0)
-        expected = found.reference[name] + 1.5 * (mean - found.reference[name])
-        torch.testing.assert_close(p.detach(), expected, rtol=0, atol=1e-12)
-        assert not torch.equal(p, found.reference[name])
 
 
 def test_a_step_that_the_user_skips_averages_nothing() -> None:

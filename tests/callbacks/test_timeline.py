@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +13,14 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_avgpipe import PipelineTimeline
-from lightning_avgpipe.comm.probe import ClockOffset, estimate_offset
-from lightning_avgpipe.comm.topology import Edge, Route
-from lightning_avgpipe.engine.recording import Recorder, Recording, assemble
-from lightning_avgpipe.errors import ConfigurationError, PeerError
-from lightning_avgpipe.schedule import Action, Activity, Span, Transfer, build, kinds
+from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.schedule import build
 from lightning_avgpipe.utils.device import DeviceClock, DevicePort, Moment
 from tests import processes
-from tests.driver import Engine
 from tests.models import MLP, loader
 from tests.trainers import pipeline, trainer
 
 CPU = torch.device("cpu")
-
-
-def test_the_quickest_round_says_how_far_a_clock_is_off() -> None:
-    # the other clock is 100 s ahead; one way takes 1 s, the other 3 s, in the second round 0.1 s each
-    offset = estimate_offset([(0.0, 101.0, 4.0), (10.0, 110.1, 10.2), (20.0, 125.0, 30.0)])
-    assert offset.offset_s == pytest.approx(100.0)
-    assert offset.error_s == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("there_s", [0.0, 0.3, 1.0])
-def test_the_error_of_an_offset_bounds_its_mistake(there_s: float) -> None:
-    offset = estimate_offset([(5.0, 5.0 + there_s + 7.0, 6.0)])
-    assert abs(offset.offset_s - 7.0) <= offset.error_s + 1e-12
-
-
-FORWARD = Edge(0, 0, "forward")
 
 
 class Event:
@@ -77,53 +56,6 @@ def test_events_are_placed_on_the_hosts_clock_by_their_distance_from_the_anchor(
     clock = DeviceClock(CPU)
     assert clock.seconds(Event(350.0)) == pytest.approx(7.25)  # type: ignore[arg-type]
     assert clock.seconds(3.5) == 3.5
-
-
-def test_recordings_are_shifted_to_one_clock_that_begins_with_the_first_action() -> None:
-    f0 = Action(kinds.FORWARD, 0)
-    first = Recording(
-        1, ClockOffset(-900.0, 0.001), (Span(0, f0, 1000.0, 1001.0),), (Activity(1, "wait", 1001.0, 1005.0, "B0"),),
-        {(FORWARD, 0): (1001.0, 1001.5)}, {},
-    )  # fmt: skip
-    last = Recording(0, ClockOffset(), (Span(1, f0, 102.0, 103.0),), (), {}, {(FORWARD, 0): 101.25})
-    timeline = assemble([last, first], replicas=((1,), (0,)))
-    assert timeline.spans == (Span(0, f0, 0.0, 1.0), Span(1, f0, 2.0, 3.0))
-    assert timeline.activities == (Activity(1, "wait", 1.0, 5.0, "B0"),)
-    # noticed only after it had arrived that sending had ended
-    assert timeline.transfers == (Transfer(0, "forward", 0, 1.0, 1.25, 1.25),)
-    assert timeline.devices == (1, 0)
-
-
-def test_a_recording_ends_when_the_last_message_has_left() -> None:
-    recorder = Recorder(0, CPU)
-    recorder.queued()
-    with pytest.raises(PeerError, match="rank 0 could not send 1 messages"):
-        recorder.finish(ClockOffset(), timeout_s=0.01)
-
-    def send() -> None:
-        with recorder.sending(Route(FORWARD, 1, 0), 3, None):
-            pass
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    begin, end = recorder.finish(ClockOffset(), timeout_s=10).sent[FORWARD, 3]
-    sender.join()
-    assert begin <= end
-
-
-def test_the_recorded_order_is_the_schedule() -> None:
-    batch = MLP.example(8)
-    engine = Engine(MLP(), 3, batch, num_microbatches=4)
-    recorder = Recorder(0, CPU)
-    engine.train(batch, "advance_forward", advance=1, observers=[recorder])
-    engine.train(batch, "advance_forward", advance=1)
-    timeline = assemble([recorder.finish(ClockOffset(), 1)], replicas=((0,), (0,), (0,)))
-    expected = build("advance_forward", 3, 4, advance=1)
-    assert timeline.schedule().rows == expected.rows
-    assert timeline.begin_s == 0
-    assert 0 <= timeline.bubble_fraction < 1
-    spans = sorted((span.begin_s, span.end_s) for span in timeline.spans)
-    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
 
 
 def actions(trace: dict[str, Any]) -> list[dict[str, Any]]:

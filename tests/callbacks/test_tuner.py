@@ -29,9 +29,10 @@ from lightning_avgpipe.strategy import profiler
 from lightning_avgpipe.tuning import Corrected, Prediction, Profile, Result, Setting
 from lightning_avgpipe.utils.device import DevicePort
 from tests import processes
+from tests.averaging.models import assert_equal
+from tests.averaging.models import state as weights_of
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline, trainer
-from tests.weights.test_tied import TiedLanguageModel
 
 
 class Liking:
@@ -158,21 +159,6 @@ def state(trainer: L.Trainer, module: Any, batch: Any = None) -> dict[str, Any]:
     return found
 
 
-def assert_same(one: Any, other: Any, where: str = "") -> None:
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for name in one:
-            assert_same(one[name], other[name], f"{where} {name}")
-    elif isinstance(one, (tuple, list)):
-        assert len(one) == len(other), where
-        for a, b in zip(one, other, strict=True):
-            assert_same(a, b, where)
-    elif isinstance(one, Tensor):
-        assert torch.equal(one, other), where
-    else:
-        assert one == other, where
-
-
 def fitted(callbacks: list[Any], data: Any, strategy: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     """Train an eventful model; what was there at each iteration and at the end."""
     torch.manual_seed(7), np.random.seed(7), random.seed(7)
@@ -215,7 +201,7 @@ def test_training_goes_on_as_if_the_choice_had_been_given_by_hand(
     found = fitted([tuner], data, **options)
     expected = fitted([], data, by_hand(tuner.result.choice.setting), **options)
     assert len(found["iterations"]) > 1
-    assert_same(found, expected)
+    assert_equal(found, expected)
 
 
 def test_rolling_iterations_begin_as_if_the_choice_had_been_given_by_hand(liking: Any, tmp_path: Path) -> None:
@@ -247,7 +233,7 @@ def test_the_tuner_chooses_whether_to_roll_where_that_is_open(rolls: bool, likin
     )
     assert tuner.result.choice.setting == setting and runner.strategy.rolls == rolls
     expected, _ = mlp(None, {"averaging": Averaging(rolling=rolls), **by_hand(setting)}, max_epochs=2)
-    assert_same(found.state_dict(), expected.state_dict())
+    assert_equal(found.state_dict(), expected.state_dict())
     # a run that goes on does as the one that was saved
     (saved,) = tmp_path.glob("*.ckpt")
     liking(Setting(2, 2, 0, rolling=not rolls))
@@ -387,12 +373,6 @@ def test_profiling_goes_on_with_more_micro_batches_where_the_first_do_not_fit(li
     assert {c.setting.num_microbatches for c in tuner.result.candidates} == {32}
 
 
-def test_another_error_while_profiling_is_raised_as_it_is(tmp_path: Path) -> None:
-    with ScarceStage(1, 8, RuntimeError), pytest.raises(RuntimeError, match="allocate") as raised:
-        mlp(AvgPipeTuner(1, [2, 4, 8], dirpath=tmp_path))
-    assert raised.value.__notes__ == ["stage 1 of 2 (rank 0) failed in F1"]
-
-
 def test_where_nothing_fits_the_error_says_where_and_what_would_help(tmp_path: Path) -> None:
     with ScarceStage(1, 8), pytest.raises(TuningError) as raised:
         mlp(AvgPipeTuner(1, [2, 4, 8], dirpath=tmp_path))
@@ -462,13 +442,6 @@ def test_the_profile_tells_times_sizes_and_memory(tmp_path: Path) -> None:
     assert (tmp_path / "avgpipe_tuning.png").stat().st_size > 1000
 
 
-def test_the_profile_tells_how_long_sums_over_tied_parameters_take(tmp_path: Path) -> None:
-    tuner, model = AvgPipeTuner(2, [2, 4], profile_batches=6, dirpath=tmp_path), TiedLanguageModel()
-    runner = pipeline(3, callbacks=[tuner], max_epochs=1)
-    runner.fit(model, loader(TiedLanguageModel, 28, 4))
-    assert runner.strategy.plan.copied and tuner.result.profile.tied_s > 0
-
-
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
@@ -480,28 +453,24 @@ def tuned(rank: int, folder: Path) -> dict[str, Any]:
     saving = ModelCheckpoint(folder, filename="half", every_n_train_steps=1, save_top_k=1)
     with ScarceStage(0, 2):
         model, runner = mlp(tuner, devices=2, callbacks=[saving], enable_checkpointing=True)
-    found["tuned"] = (weights(model), runner.global_step)
+    found["tuned"] = (weights_of(model), runner.global_step)
     found["result"] = tuner.result
     by = by_hand(tuner.result.choice.setting)
     model, runner = mlp(None, by, devices=2)
-    found["by hand"] = (weights(model), runner.global_step)
+    found["by hand"] = (weights_of(model), runner.global_step)
     again = AvgPipeTuner(2, [2, 4, 8], dirpath=folder / "again")
     model, runner = mlp(again, devices=2, ckpt_path=saving.best_model_path, max_epochs=2)
-    found["resumed"] = (weights(model), runner.global_step)
+    found["resumed"] = (weights_of(model), runner.global_step)
     found["reused"] = again.result
     model, runner = mlp(None, by, devices=2, ckpt_path=saving.best_model_path, max_epochs=2)
-    found["resumed by hand"] = (weights(model), runner.global_step)
+    found["resumed by hand"] = (weights_of(model), runner.global_step)
     tuner_module.PREDICTORS["corrected"] = Liking(Setting(4, 2, 1, rolling=True))
     for rolling, tuning in (("auto", AvgPipeTuner(2, [4], profile_batches=4, dirpath=folder)), (True, None)):
         model, runner = mlp(
             tuning, {"averaging": Averaging(rolling=rolling), **({} if tuning else by)}, devices=2, max_epochs=2
         )
-        found[f"rolling {rolling}"] = (weights(model), runner.strategy.rolls)
+        found[f"rolling {rolling}"] = (weights_of(model), runner.strategy.rolls)
     return found
-
-
-def weights(model: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.slow
@@ -512,11 +481,11 @@ def test_two_processes_tune_recover_from_lack_of_memory_and_train_as_by_hand(tmp
         setting = found["result"].choice.setting
         assert (setting.num_microbatches, setting.num_pipelines) == (4, 2)
         assert {c.setting.num_microbatches for c in found["result"].candidates} == {4, 8}
-        assert_same(found["tuned"], found["by hand"])
-        assert_same(found["resumed"], found["resumed by hand"])
+        assert_equal(found["tuned"], found["by hand"])
+        assert_equal(found["resumed"], found["resumed by hand"])
         assert found["resumed"][1] > found["tuned"][1]
         assert found["rolling auto"][1]
-        assert_same(found["rolling auto"], found["rolling True"])
+        assert_equal(found["rolling auto"], found["rolling True"])
     assert found["result"].profile.hops[0].forward.per_byte > 0
     assert found["result"].profile.devices == (1, 0)
     assert not (tmp_path / "again").exists()
@@ -641,7 +610,7 @@ def test_schedulers_and_plan_are_those_of_the_choice_given_by_hand(liking: Any, 
         runner = pipeline(2, strategy=strategy, callbacks=callbacks, max_epochs=2)
         runner.fit(model, loader(MLP, 48, 8))
         return (
-            weights(model),
+            weights_of(model),
             runner.global_step,
             runner.lr_scheduler_configs[0].scheduler.total_steps,
             runner.strategy.plan,
@@ -651,7 +620,7 @@ def test_schedulers_and_plan_are_those_of_the_choice_given_by_hand(liking: Any, 
     found = train([AvgPipeTuner(3, [2, 8], profile_batches=4, dirpath=tmp_path)], {})
     expected = train([], by_hand(TOGETHER))
     assert found[1:3] == (4, 4)
-    assert_same(found[:3], expected[:3])
+    assert_equal(found[:3], expected[:3])
     # by hand an advance is asked for, which in one process names another schedule in the last line
     assert str(found[3]).splitlines()[:-1] == str(expected[3]).splitlines()[:-1]
 
@@ -671,12 +640,3 @@ def test_a_callback_that_knows_one_model_is_refused_unless_there_is_one(tmp_path
     with pytest.raises(ConfigurationError, match="num_pipelines=2 trains parallel ones"):
         mlp(AvgPipeTuner(2, dirpath=tmp_path), callbacks=[averaging])
     mlp(AvgPipeTuner(1, [4], profile_batches=4, dirpath=tmp_path), callbacks=[averaging])
-
-
-def test_a_failed_run_leaves_no_tuner_behind(tmp_path: Path) -> None:
-    tuner = AvgPipeTuner(1, memory_limit=1000, dirpath=tmp_path)
-    runner = pipeline(2, callbacks=[tuner], max_epochs=1)
-    with pytest.raises(TuningError):
-        runner.fit(MLP(), loader(MLP, 32, 8))
-    assert runner.strategy.tuner is None
-    assert runner.callbacks.count(tuner) == 1

@@ -161,16 +161,3 @@ def test_what_is_only_added_to_is_not_read(step: Any) -> None:
 )
 def test_what_is_read_keeps_a_stage_up_to_its_last_change(step: Any) -> None:
     assert not {"cell", "head"} & set(legal(Keeps(step)))
-
-
-def test_a_tensor_like_a_parameter_is_free() -> None:
-    class Like(Recurrent):
-        def training_step(self, x: Tensor) -> Tensor:
-            weight = self.head.weight
-            start = weight.new_full((4,), 2.0) + torch.ones_like(weight) + weight.new_empty(4).zero_()
-            return self.head(self.cell(self.embed(x + start))).mean() + torch.rand_like(weight).mean()
-
-    module = Like()
-    graph = capture("training_step", module.training_step, (torch.randn(4, 4),), module, Divisible(module).units())
-    assert [node.name for node in graph.nodes][:4] == ["embed", "cell", "head", "mean"]
-    assert "rand_like" in [node.name for node in graph.nodes]

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.errors import CaptureError, PartitionError
-from lightning_avgpipe.planning.divisible import Divisible, Step
+from lightning_avgpipe.planning.divisible import Divisible
 
 
 class Two(nn.Module):
@@ -45,17 +40,6 @@ def test_nodes_are_calls_and_the_glue_on_their_values() -> None:
     assert "test_capturing.py" in graph.nodes[1].source
 
 
-def test_questions_about_shapes_are_no_nodes() -> None:
-    module = Two()
-
-    def step(x: Tensor) -> Tensor:
-        h = module.a(x)
-        assert h.shape == (3, 4) and h.size(0) == len(h) == 3 and h.dtype == torch.float32 and h.requires_grad
-        return module.b(h)
-
-    assert names(graph_of(module, step, torch.randn(3, 4))) == ["a", "b"]
-
-
 def test_only_what_is_needed_later_crosses_a_cut() -> None:
     module = Two()
 
@@ -71,23 +55,6 @@ def test_only_what_is_needed_later_crosses_a_cut() -> None:
     assert shapes == [[(3, 4)], [(3, 4), (3, 32)], [(3, 4), (3, 1)], [(3, 4), (3, 4)]]
     assert graph.boundary_bytes[1] == 3 * 4 * 4
     assert graph.boundary_bytes[3] == (12 + 3) * 4
-
-
-def test_values_that_share_memory_are_not_cut_before_a_write() -> None:
-    module = Two()
-
-    def step(x: Tensor) -> Tensor:
-        h = module.a(x)
-        left = h[:, :2]
-        y = module.b(h.clone())
-        left.zero_()
-        return (y + h).sum() + left.sum()
-
-    graph = graph_of(module, step, torch.randn(3, 4))
-    cut = names(graph).index("b")
-    assert "the results of 'a' and '__getitem__' share memory, which zero_() at test_capturing.py" in str(
-        graph.obstacles[cut]
-    )
 
 
 def test_a_buffer_that_is_changed_on_both_sides_of_a_cut_forbids_it() -> None:
@@ -148,26 +115,6 @@ def test_capture_puts_attributes_buffers_and_random_state_back() -> None:
     assert graph.drawing
 
 
-def test_a_training_step_without_loss_is_refused() -> None:
-    module = Two()
-    with pytest.raises(CaptureError, match="returned dict instead of a loss"):
-        capture("training_step", lambda x: {"value": module.a(x)}, (torch.randn(3, 4),), module, ["a"])
-
-
-def test_containers_are_opened_and_units_are_refined() -> None:
-    module = nn.Module()
-    module.blocks = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2))
-    module.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    units = Divisible(module).units()
-    assert units == ("blocks.0", "blocks.1", "head.0", "head.1")
-    finer = Divisible(module).refine(units, ["blocks.1", "head.0"])
-    assert finer[:3] == ("blocks.0", "blocks.1.self_attn", "blocks.1.linear1")
-    assert "head.0" in finer
-    assert Divisible(module).split(units, ["blocks.1.norm1"])[1] == "blocks.1.self_attn"
-    with pytest.raises(PartitionError, match=r"did you mean 'blocks\.1\.norm1'"):
-        Divisible(module).split(units, ["blocks.1.nrom1"])
-
-
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
@@ -209,86 +156,3 @@ def test_a_reentrantly_checkpointed_region_is_one_node_with_all_that_it_uses() -
     assert region.parameters == ("b.weight", "b.bias", "scale")
     assert region.inputs == (1, 0)  # relu's result, and h through the closure
     assert graph.live(2) == (0, 1)
-
-
-def test_a_reentrantly_checkpointed_region_may_call_a_module_that_is_no_submodule() -> None:
-    module, loose = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4))), nn.Tanh()
-    step = lambda x: checkpoint(lambda h: loose(h), module(x), use_reentrant=True).sum()  # noqa: E731
-    assert names(graph_of(module, step, torch.randn(3, 4))) == ["0", "1.0", "a function", "sum"]
-
-
-class Remembers(nn.Module):
-    """Two layers; it is known of what they gave whether anybody still has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.given: list[weakref.ref[Tensor]] = []
-
-    def training_step(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        y = self.b(h)
-        self.given = [weakref.ref(h), weakref.ref(y)]
-        return y.square().mean()
-
-
-def test_nothing_of_what_a_step_computed_stays_behind_not_even_for_the_garbage_collector() -> None:
-    module = Remembers()
-    gc.collect()
-    gc.disable()
-    try:
-        seen: list[weakref.ref[Tensor]] = []
-
-        def run(x: Tensor) -> Tensor:
-            loss = module.training_step(x)
-            seen.extend(module.given)
-            return loss
-
-        graph = capture("training_step", run, (torch.randn(3, 4),), module, ("a", "b"))
-        assert names(graph)[:2] == ["a", "b"] and len(seen) >= 2
-        assert [ref() for ref in seen] == [None] * len(seen)
-    finally:
-        gc.enable()
-
-
-def test_a_step_is_followed_to_its_end_when_another_is_followed_within_it() -> None:
-    outer, inner = Two(), Two()
-
-    def step(x: Tensor) -> Tensor:
-        h = outer.a(x)
-        assert names(graph_of(inner, lambda x: inner.b(inner.a(x)), torch.randn(3, 4))) == ["a", "b"]
-        return outer.b(h).sum()
-
-    assert names(graph_of(outer, step, torch.randn(3, 4))) == ["a", "b", "sum"]
-
-
-def test_a_later_capture_watches_from_the_beginning_what_an_earlier_one_saw_change() -> None:
-    module, runs = Two(), list[int]()
-    module.config = SimpleNamespace(kind=None)
-
-    def step(x: Tensor) -> Tensor:
-        runs.append(len(runs))
-        module.config.kind = module.config.kind or "regression"
-        return module.b(module.a(x)).sum()
-
-    subject, of_step = Divisible(module), Step("step", step, (torch.randn(3, 4),))
-    first, before = subject.capture(of_step), len(runs)
-    again = subject.capture(of_step)
-    assert (again.nodes, again.holders, again.reads) == (first.nodes, first.holders, first.reads)
-    assert 0 < len(runs) - before < before
-
-
-def test_operations_of_modules_within_units_are_counted() -> None:
-    module = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), nn.Linear(8, 4))
-    graph = graph_of(module, lambda x: module(x).sum(), torch.randn(3, 4), units=["0", "1"])
-    assert dict(graph.inner_flops) == {"0.0": 2 * 3 * 4 * 8, "0.1": 0}
-
-
-def test_operations_of_a_module_that_the_step_makes_count_once_in_the_one_that_makes_it() -> None:
-    class Makes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.Linear(4, 8, device=x.device)(x)
-
-    module = nn.Sequential(nn.Sequential(Makes(), nn.Linear(8, 4)))
-    graph = graph_of(module, lambda x: module(x).sum(), torch.randn(3, 4), units=["0"])
-    assert dict(graph.inner_flops) == {"0.0": 2 * 3 * 4 * 8, "0.1": 2 * 3 * 8 * 4}

@@ -3,51 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.errors import AvgPipeError, StepChangedError
 from tests.models import MLP, loader
 from tests.trainers import pipeline
-
-
-def numbers() -> Iterator[int]:
-    n = 0
-    while True:
-        yield n
-        n += 1
-
-
-MAKE = {
-    "count": itertools.count,
-    "cycle": lambda: itertools.cycle([1, 2]),
-    "list": lambda: iter([1, 2, 3, 4]),
-    "dict": lambda: iter({1: 2, 3: 4}),
-    "enumerate": lambda: enumerate([5, 5, 5]),
-    "zip": lambda: zip([5, 5, 5], [6, 6, 6], strict=True),
-    "map": lambda: map(abs, [5, 5, 5]),
-    "islice": lambda: itertools.islice(itertools.count(), 1, 9),
-    "generator": numbers,
-    "expression": lambda: (5 for _ in range(3)),
-    "loader": lambda: iter(DataLoader([1, 2, 3])),
-}
-
-
-@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
-def test_it_is_known_whether_an_iterator_was_advanced_and_looking_takes_nothing(make: Any) -> None:
-    one, other = make(), make()
-    held = {("layers.0", "others"): [1], ("layers.0", "items"): {"deep": [one]}}
-    iterators = Iterators(held)
-    assert iterators.advanced() == ""
-    first = next(one)
-    assert iterators.advanced() == "layers.0.items"
-    assert first == next(other)
 
 
 class Taking(MLP):

@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.measure import Samples, measure
+from lightning_avgpipe.capture.measure import measure
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.utils import tree
@@ -109,40 +108,6 @@ def test_forward_and_backward_seconds_are_those_of_each_unit(clock: Clock) -> No
     assert costs.measured
 
 
-def test_equal_calls_have_equal_costs_and_are_not_all_measured(clock: Clock) -> None:
-    module = Timed(*(Unit(clock, 1.0, 2.0) for _ in range(12)))
-    graph = graph_of(module, (torch.randn(2, 4), 0))
-    clock.calls.clear()
-    costs = measure(graph, module.training_step, (torch.randn(2, 4), 0), module, budget_s=1e6)
-    assert set(costs.forward[:12]) == {1.0}
-    # 5 runs of the step, each with a warm-up and 3 repetitions of 2 calls; the first run looks at what all 12 save
-    assert len(clock.calls) <= 5 * (12 + 2 * 4) + 12
-
-
-def test_the_warm_up_does_not_count(clock: Clock) -> None:
-    module = Timed(Unit(clock, 1.0, 1.0, first_s=100.0), Unit(clock, 2.0, 1.0))
-    _, costs = measured(module, (torch.randn(2, 4), 0), budget_s=1e9)
-    assert costs.forward[:2] == (1.0, 2.0)
-
-
-def test_slow_units_are_measured_once_when_the_time_is_up(clock: Clock) -> None:
-    module = Timed(Unit(clock, 50.0, 50.0), Unit(clock, 25.0, 75.0))
-    graph = graph_of(module, (torch.randn(2, 4), 0))
-    clock.calls.clear()
-    costs = measure(graph, module.training_step, (torch.randn(2, 4), 0), module, budget_s=30.0)
-    assert costs.forward[:2] == (50.0, 25.0) and costs.backward[:2] == (50.0, 75.0)
-    assert sorted(clock.calls) == [25.0, 25.0, 50.0, 50.0]  # once alone, once in the step
-
-
-def test_what_another_graph_has_in_common_is_not_measured_again(clock: Clock) -> None:
-    module = Timed(Unit(clock, 1.0, 2.0), Unit(clock, 0.5, 0.25))
-    args, samples = (torch.randn(2, 4), 0), Samples()
-    graph, first = measured(module, args, samples=samples, budget_s=1e6)
-    clock.calls.clear()
-    assert measure(graph, module.training_step, args, module, samples=samples, budget_s=1e6) == first
-    assert sorted(clock.calls) == [0.5, 0.5, 1.0, 1.0]
-
-
 def really_saved(module: Any, args: tuple[Any, ...]) -> int:
     """Bytes that a whole step keeps for its backward, without parameters, buffers and the batch."""
     kept: list[Tensor] = []
@@ -201,14 +166,6 @@ def test_nothing_of_a_measurement_remains() -> None:
     assert np.random.get_state()[1].tolist() == states[2]
 
 
-def test_without_gradients_there_is_no_backward_and_no_stash() -> None:
-    module = MODELS[0]()
-    args = (MODELS[0].example(4), 0)
-    with torch.no_grad():
-        _, costs = measured(module, args)
-    assert sum(costs.forward) > 0 and set(costs.backward) == {0.0} and set(costs.stash_bytes) == {0}
-
-
 def test_a_step_that_does_something_else_is_refused() -> None:
     class Fickle(MODELS[0]):  # type: ignore[misc, valid-type]
         turn = False
@@ -223,43 +180,6 @@ def test_a_step_that_does_something_else_is_refused() -> None:
     Fickle.turn = True
     with pytest.raises(StepChangedError, match=r"calls layers\.2 where it called layers\.0 when it was captured"):
         measure(graph, module.training_step, args, module)
-
-
-class Checkpointed(MODELS[0]):  # type: ignore[misc, valid-type]
-    """A region that is recomputed, in one piece or with its calls followed."""
-
-    reentrant = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[:2](x)
-        x = checkpoint(self.layers[2:6], x, use_reentrant=self.reentrant)
-        return self.layers[6:](x)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_regions_have_costs(reentrant: bool) -> None:
-    module = Checkpointed()
-    module.reentrant = reentrant
-    graph, costs = measured(module, (Checkpointed.example(4), 0))
-    regions = [node.index for node in graph.nodes if node.kind == "region"]
-    assert len(regions) == reentrant
-    for index in regions:
-        assert costs.backward[index] == pytest.approx(3 * costs.forward[index])
-    assert sum(costs.backward) > 0
-
-
-class Tangents(MODELS[0]):  # type: ignore[misc, valid-type]
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[:2](x)
-        value, tangent = torch.func.jvp(self.layers[2:], (x,), (torch.ones_like(x),))
-        return value + tangent
-
-
-def test_what_a_transform_of_torch_func_calls_has_costs() -> None:
-    torch.manual_seed(0)
-    graph, costs = measured(Tangents(), (Tangents.example(4), 0))
-    called = [node.index for node in graph.nodes if node.kind == "call"]
-    assert called and all(costs.forward[i] > 0 for i in called)
 
 
 class Store:

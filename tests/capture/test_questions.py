@@ -74,17 +74,3 @@ def test_a_unit_that_reads_numbers_is_opened_where_stages_would_be_too_uneven() 
 def test_a_cut_among_units_whose_calls_depend_on_numbers_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"'layers\.0' reads numbers of values and is divided between stages"):
         pipeline(max_epochs=1).fit(Mixture("a length", 1), torch.utils.data.DataLoader(torch.ones(24, 16), 8))
-
-
-def test_a_length_that_all_micro_batches_have_is_no_question() -> None:
-    class Counts(Mixture):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            for layer in self.layers:
-                hidden = layer.router(batch)
-                batch = batch + layer.experts[0](batch) * len(hidden) * hidden[0].numel() / hidden[:, 0].shape[0]
-            return batch.square().mean()
-
-    module = Counts("nothing", 3)
-    plan = Planner(Divisible(module), 2).plan(Step("training_step", module.training_step, (torch.randn(24, 16), 0)))
-    assert not any(node.reads_numbers for node in plan.graph.nodes)
-    assert set(plan.graph.deciding) == {None}

@@ -105,15 +105,6 @@ def test_what_is_changed_once_behind_the_last_unit_is_not_read_on_another_stage(
     assert legal(Counting(box(), "end", reader, once=True)) == expected
 
 
-def test_of_an_object_only_the_attribute_that_changes_matters() -> None:
-    class Apart(Counting):
-        def training_step(self, x: Tensor) -> Tensor:
-            return super().training_step(x * (1 + self.box.other))
-
-    assert legal(Apart(Box(), "end", None, once=True)) == ALL
-    assert "__getattribute__" not in vars(Box)
-
-
 GENERATORS: list[Callable[[], Any]] = [
     lambda: torch.Generator().manual_seed(1), lambda: random.Random(1), lambda: np.random.default_rng(1)
 ]  # fmt: skip

@@ -178,25 +178,6 @@ def test_parts_that_are_reached_in_any_way_are_divided(model: Callable[[], Base]
     assert all(len(found) in range(8 // num_stages - 1, 8 // num_stages + 3) for found in blocks), str(plan)
 
 
-def test_a_capture_stays_coarse_where_it_can() -> None:
-    module = BetweenCalls()
-    units = Divisible(module).units()
-    graph = capture("training_step", module.training_step, (torch.randn(4, 16), 0), module, units)
-    assert units == ("net", "norm", "head")
-    assert graph.units == ("norm", "head", *(f"net.blocks.{i}" for i in range(8)))
-    again = capture("training_step", module.training_step, (torch.randn(4, 16), 0), module, graph.units)
-    assert again == graph
-
-
-def test_what_is_called_in_parts_and_as_a_whole_is_a_unit_and_has_units() -> None:
-    module = Twice()
-    graph = capture("training_step", module.training_step, (torch.randn(4, 16), 0), module, ["net"])
-    assert graph.units == ("net", "net.blocks.0")
-    units = Divisible(module).refine(graph.units, ["net"])
-    finer = capture("training_step", module.training_step, (torch.randn(4, 16), 0), module, units)
-    assert finer.units == tuple(f"net.blocks.{i}" for i in range(8))
-
-
 def test_a_buffer_of_a_module_that_is_not_called_is_changed_on_one_stage() -> None:
     class Counts(ByMethod):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.units import neighbours
 from lightning_avgpipe.capture.ways import fullest
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.divisible import Divisible, Step
@@ -73,19 +72,6 @@ def test_the_plan_has_all_that_chance_may_leave_out(chance: Chance) -> None:
         assert [node.name for node in graph.nodes if node.kind == "call"] == [f"layers.{i}" for i in range(6)]
 
 
-@pytest.mark.parametrize("chance", CHANCES)
-def test_random_numbers_go_on_as_if_nothing_had_been_looked_for(chance: Chance) -> None:
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
-    net = Dropping(chance)
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    planned(net)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    assert np.random.get_state()[2] == states[2][2] and (np.random.get_state()[1] == states[2][1]).all()
-
-
 def test_what_never_runs_at_once_is_refused_by_name() -> None:
     with pytest.raises(PartitionError, match=r"training_step leaves out submodules by chance, .*: (one|other) did not"):
         planned(OneOf(random.random))
@@ -97,10 +83,6 @@ def test_what_never_runs_at_once_is_on_the_stage_of_its_neighbour_in_a_list() ->
     first, last = (set(stage.parameters) for stage in plan.stages)
     assert first == {f"layers.{i}.{name}" for i in (0, 1) for name in ("weight", "bias")}
     assert last >= {"layers.2.weight", "layers.5.weight"}
-
-
-def test_on_one_stage_nothing_is_refused() -> None:
-    planned(OneOf(random.random), 1)
 
 
 class Choosing(Dropping):
@@ -117,54 +99,3 @@ def test_a_step_without_such_chance_is_followed_once(net: Dropping) -> None:
 
     graph = planned(net)
     assert fullest(graph, net.training_step, net, torch.device("cpu"), fail).graph is graph
-
-
-class Experts(Dropping):
-    """Ends in a submodule that runs one of its experts, which no stage needs to divide."""
-
-    def __init__(self) -> None:
-        super().__init__(random.random)
-        self.mixture = Mixture()
-
-    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.mixture(x).sum()
-
-
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.experts[random.randrange(4)](x)
-
-
-def test_what_is_inside_of_a_unit_need_not_run_at_once() -> None:
-    graph = planned(Experts())
-    assert graph.nodes[-2].name == "mixture"
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs = nn.ModuleDict({"image": nn.Sequential(nn.Linear(2, 2)), "text": nn.Sequential(nn.Linear(2, 2))})
-        self.layers = nn.ModuleList(nn.ReLU() for _ in range(4))
-        self.spare = nn.Linear(2, 2)
-
-
-def test_the_one_before_comes_first_and_attributes_have_no_neighbours() -> None:
-    assert dict(neighbours(Net(), ["inputs.image", "inputs.image.0", "layers.1"])) == {
-        "inputs.text": "inputs.image",
-        "inputs.text.0": "inputs.image",
-        "inputs.text.0.weight": "inputs.image",
-        "inputs.text.0.bias": "inputs.image",
-        "layers.0": "layers.1",  # there is none before
-        "layers.2": "layers.1",
-        "layers.3": "layers.1",
-    }
-
-
-def test_a_container_of_which_nothing_is_called_places_nothing() -> None:
-    assert [*neighbours(Net(), ["spare"])] == []

@@ -40,17 +40,3 @@ def test_batches_do_not_wait_until_they_are_asked_for_and_no_receive_is_left() -
     source.close()
     sink.close()
     assert channel.posted == 0 and not channel.ready()
-
-
-def test_news_that_will_come_are_received_before_they_are_asked_for() -> None:
-    channel, cluster = Counted(), alone(1)
-    speaks = ControlChannel(0, cluster.waits, out=[channel])
-    hears = ControlChannel(1, cluster.waits, source=channel)
-    for i in range(3):
-        hears.expect()
-        assert channel.posted == 1
-        hears.expect()
-        for news in (i, i + 1)[: 1 + i % 2]:  # also those that nobody announced
-            speaks.publish(news)
-            assert hears.publish() == news
-        assert channel.posted == 0

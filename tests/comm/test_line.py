@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.comm.channel import MemoryChannel
 from lightning_avgpipe.comm.codec import CAPACITY, MOST_TAGS, Packet
 from lightning_avgpipe.comm.line import NetworkInbox, NetworkOutbox, Pair, Posted, Receiver, Sender, Wire
 from lightning_avgpipe.comm.message import Message
@@ -175,43 +174,6 @@ def test_who_waits_for_a_message_is_given_it_whatever_comes_before(size: int) ->
         assert [two.taken(channel).micro_batch for channel in (0, 1, 0)] == [1, 2, 3]
 
 
-class Noting(Observer):
-    """Notes what has arrived."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, int]] = []
-
-    def arrived(self, route: Route, micro_batch: int, stream: Any, at_s: float | None) -> None:
-        self.seen.append((str(route), micro_batch))
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_observers_see_what_came_before_it_was_expected(size: int) -> None:
-    noting = Noting()
-    with line() as two:
-        two.put(1, 1, size)
-        two.put(2, 2)
-        two.inboxes[2].expect(1)
-        two.taken(2)
-        two.inboxes[1].expect(1, [noting])
-        assert two.inboxes[1].ready() and noting.seen == [("forward 0 of pipeline 1", 1)]
-        two.taken(1)
-
-
-def test_a_message_may_be_expected_while_it_comes() -> None:
-    noting = Noting()
-    with line(may_send=1) as two:  # the frame
-        two.put(0, 1, CAPACITY)
-        two.inboxes[2].expect(1)
-        two.await_that(lambda: 1 in two.here.awaited)  # what follows the frame
-        two.inboxes[0].expect(1, [noting])
-        assert not two.inboxes[0].ready()
-        two.there.gate.release(1000)
-        assert two.taken(0).micro_batch == 1 and noting.seen == [("forward 0", 1)]
-        two.put(2, 2)
-        two.taken(2)
-
-
 def test_an_early_message_goes_on_in_its_turn() -> None:
     with line() as first, line() as second:
         for i in range(3):
@@ -224,36 +186,6 @@ def test_an_early_message_goes_on_in_its_turn() -> None:
         second.inboxes[0].expect(4)
         assert [second.taken(0).micro_batch for _ in range(4)] == [0, 1, 2, 3]
         assert [first.taken(0).micro_batch for _ in range(4)] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "transfers"),
-    [
-        ((), 1),
-        ((10, 20, 30), 1),
-        ((CAPACITY,), 2),
-        ((10, *[CAPACITY // 3] * 5), 2),
-        ((2 * 1024**2,), 3),
-    ],
-)
-def test_transfers_of_a_message_are_few(sizes: tuple[int, ...], transfers: int) -> None:
-    """A frame, one for all else that is small, and one for each megabyte of what is large."""
-    with line() as two:
-        two.inboxes[0].expect(4)
-        for i in range(4):
-            two.put(0, i, *sizes)
-            assert two.taken(0).micro_batch == i
-        two.await_that(lambda: len(two.there.sent) == 4 * transfers)
-
-
-def test_frames_are_awaited_before_they_come() -> None:
-    with line() as two:
-        two.inboxes[0].expect(2)
-        two.inboxes[1].expect(1)
-        assert two.here.awaited == [0, 0, 0]
-        for channel, i in ((1, 0), (0, 1), (0, 2)):
-            two.put(channel, i, 10)
-            two.taken(channel)
 
 
 class WithoutMemory(Wire):
@@ -275,15 +207,6 @@ def test_a_message_for_which_there_is_no_memory_breaks_no_connection() -> None:
 
 
 # -- what passes a process ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [10, 80_000])
-def test_what_waits_for_nothing_is_sent_by_whoever_puts_it(size: int) -> None:
-    with line(sends=Wire, routes=[FORWARD]) as two:
-        two.outboxes[0].put(message(0, size))
-        assert two.there.senders == {threading.get_ident()}
-        two.inboxes[0].expect(1)
-        assert torch.equal(two.came().tensors[0], message(0, size).tensors[0])
 
 
 def test_nothing_overtakes_what_is_still_to_be_sent() -> None:
@@ -357,22 +280,6 @@ def test_a_message_that_breaks_off_ends_who_waits_for_the_rest() -> None:
         first.hub.leave(1)
 
 
-def test_within_a_process_what_goes_on_is_a_copy_and_the_rest_stays() -> None:
-    first, second = MemoryChannel(), MemoryChannel()
-    first.put(Message(0, (torch.zeros(2),)))  # before anybody expects it
-    first.expect(2, onwards=second)
-    first.put(Message(1, (torch.zeros(2),)))
-    first.put(Message(2, (torch.zeros(2),)))  # of the next iteration
-    kept, passed = first.get().tensors[0], second.get().tensors[0]
-    assert kept is not None and passed is not None
-    kept += 1
-    assert passed.tolist() == [0, 0]
-    assert second.get().micro_batch == 1 and not second.ready()
-    first.get()
-    first.expect(1, onwards=second)
-    assert second.get().micro_batch == 2
-
-
 # -- what is received before it is announced --------------------------------------------------------------------------
 
 LARGE = CAPACITY // 4  # numbers, of four bytes
@@ -401,15 +308,6 @@ def test_a_structure_that_has_repeated_is_received_before_it_is_announced() -> N
             tensor, before = torch.full((LARGE,), float(i)), len(tags) + (1 if i < 2 else 2)
             assert torch.equal(passed(tensor, lambda before=before: len(tags) == before), tensor)
     assert tags == [0, 1, 0, 2, 0, 2, 0, 2]
-
-
-def test_where_structures_change_all_the_time_few_receives_hold_memory() -> None:
-    lengths = [*range(1, 9)] * 3
-    with channel() as (passed, tags):
-        for length in lengths:
-            assert len(passed(torch.zeros(length * LARGE))) == length * LARGE
-    came = sum(1 + -(-4 * length * LARGE // 1024**2) for length in lengths)  # a frame, and the parts of the rest
-    assert len(tags) <= came + 4 * 2
 
 
 @pytest.mark.parametrize("lengths", [(2, 2, 3, 2, 3, 3, 2), (3, 3, 2, 2, 3), (2, 2, 0, 2, 0, 0)])

@@ -20,13 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_avgpipe.comm.line import Wire
 from lightning_avgpipe.comm.mailbox import Mailbox, meet
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import Edge, Route
 from lightning_avgpipe.comm.transfer import Arrivals
-from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.errors import PeerError, UnsendableError
 from tests import processes
 from tests.comm.test_codec import TENSORS, assert_same
@@ -202,17 +200,6 @@ def test_a_message_larger_than_the_bound_keeps_its_place() -> None:
             assert found is not None and len(found) == size and (found == i).all()
 
 
-def test_places_are_used_again_by_messages_to_and_fro() -> None:
-    with two() as pair:
-        for i in range(400):
-            for route in (FORWARD, BACKWARD):
-                pair.into[route].expect(1)
-                pair.out[route].put(Message(i, (torch.full((1000,), float(i)),)))
-                (found,) = pair.came(route).tensors
-                assert found is not None and (found == i).all()
-        assert 0 < memory_bytes() <= 16384
-
-
 def test_what_was_not_taken_before_the_channels_were_closed_does_not_come_later() -> None:
     with two() as pair:
         for i in range(3):
@@ -224,47 +211,6 @@ def test_what_was_not_taken_before_the_channels_were_closed_does_not_come_later(
         pair.into[FORWARD].expect(1)
         pair.out[FORWARD].put(Message(7, (torch.ones(2),)))
         assert pair.came(FORWARD).micro_batch == 7
-
-
-def test_an_end_may_be_opened_again_before_the_other_one() -> None:
-    with two() as pair:
-        pair.out[FORWARD].put(Message(0, ()))
-        pair.into[BACKWARD].close(0.0)
-        for route in (FORWARD, NEWS):
-            pair.out[route].close(0.0)
-        outbox = pair.ends[0].outbox(FORWARD, Arrivals())
-        outbox.put(Message(1, ()))
-        pair.into[FORWARD].expect(1)
-        assert pair.came(FORWARD).micro_batch == 0
-        assert not pair.into[FORWARD].ready()
-        for end in (pair.out[BACKWARD], pair.into[FORWARD], pair.into[NEWS]):
-            end.close(0.0)
-        inbox = pair.ends[1].inbox(FORWARD, pair.arrivals[1])
-        inbox.expect(1)
-        assert pair.arrivals[1].wait_for(inbox.ready, LIMIT_S)
-        assert inbox.get().micro_batch == 1
-        for end in (outbox, inbox):
-            end.close(0.0)
-
-
-def test_messages_are_sent_on_and_observers_told_when_they_were_sent() -> None:
-    class Noting(Observer):
-        def __init__(self) -> None:
-            self.times: list[float | None] = []
-
-        def arrived(self, route: Route, micro_batch: int, stream: object, at_s: float | None) -> None:
-            self.times.append(at_s)
-
-    noting = Noting()
-    with two() as pair, two() as further:
-        for i in range(3):
-            pair.out[FORWARD].put(Message(i, (torch.full((2,), float(i)),)), [noting])
-        further.into[FORWARD].expect(3, [noting])
-        pair.into[FORWARD].expect(3, [noting], onwards=further.out[FORWARD])
-        for i in range(3):
-            assert pair.came(FORWARD).micro_batch == further.came(FORWARD).micro_batch == i
-    sent = [at_s for at_s in noting.times if at_s is not None]
-    assert len(sent) == 6 and sent[:3] != sent[3:]  # each hop has times of its own
 
 
 def test_a_lost_connection_fails_who_expects_and_who_sends() -> None:
@@ -302,10 +248,6 @@ def test_what_was_sent_before_the_other_end_went_arrives(sends: bool) -> None:
 # -- who has one -------------------------------------------------------------------------------------------------------
 
 
-def test_both_must_want_it() -> None:
-    assert both((True, False)) == both((False, True)) == both((False, False)) == [None, None]
-
-
 @pytest.mark.parametrize(("module", "name"), [(os, "memfd_create"), (socket.socket, "bind")])
 def test_without_memory_or_socket_there_is_a_line_and_a_log(
     module: Any, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -333,14 +275,6 @@ def test_processes_with_networks_of_their_own_share_no_memory() -> None:
     assert found == [None, None]
 
 
-class Slow(Wire):
-    """Takes its time."""
-
-
-class SlowGroups(ProcessGroups):
-    wire_type = Slow
-
-
 def exchange(rank: int, network: type[ProcessGroups], shared_memory: bool, dies: bool) -> tuple[list[str], str]:
     """A message to rank 1 over a network; returns the threads for it, and how the wait for another one ends."""
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=LIMIT)
@@ -362,14 +296,6 @@ def exchange(rank: int, network: type[ProcessGroups], shared_memory: bool, dies:
     if dies:
         assert arrivals.wait_for(lambda: arrivals.failure is not None, LIMIT_S)
     return names, str(arrivals.failure)
-
-
-@pytest.mark.parametrize(("network", "shared", "has_one"), [
-    (ProcessGroups, True, True), (ProcessGroups, False, False), (SlowGroups, True, False),
-])  # fmt: skip
-def test_threads_are_for_lines_only(network: type[ProcessGroups], shared: bool, has_one: bool, tmp_path: Path) -> None:
-    _, (names, _) = processes.results(processes.run(2, exchange, network, shared, False, folder=tmp_path))
-    assert names == ([] if has_one else ["avgpipe receive from rank 0"])
 
 
 def test_a_process_that_is_killed_is_noticed_at_once_and_leaves_nothing(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from lightning_avgpipe.comm.topology import (
     DeviceLayout,
     StageMap,
     all_parties,
-    control_routes,
     names,
     pairs,
     subsets,
@@ -33,20 +32,6 @@ ARRANGEMENTS = [
     for devices, nodes, sharing, num_stages in itertools.product((1, 2, 3, 4), (1, 2, 3), (1, 2, 3), (1, 2, 3, 4, 6, 8))
     if num_stages % (devices * nodes) == 0 or devices * nodes % num_stages == 0
 ]
-
-
-def test_groups_of_one_process_per_device_are_consecutive_ranks() -> None:
-    assert DeviceLayout(4).groups(4) == DeviceLayout(4).groups(8) == ((0, 1, 2, 3),)
-    assert DeviceLayout(4).groups(2) == ((0, 1), (2, 3))
-    assert DeviceLayout(2, nodes=2).groups(4) == ((0, 1, 2, 3),)
-    assert DeviceLayout(1).groups(4) == ((0,),)
-
-
-def test_processes_that_share_a_device_are_in_different_groups() -> None:
-    assert DeviceLayout(2, sharing=2).groups(2) == ((0, 1), (2, 3))
-    assert DeviceLayout(1, sharing=3).groups(2) == ((0,), (1,), (2,))
-    assert DeviceLayout(4, sharing=2).groups(2) == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert DeviceLayout(2, nodes=2, sharing=2).groups(4) == ((0, 1, 4, 5), (2, 3, 6, 7))
 
 
 def places(device_layout: DeviceLayout, ranks: Iterable[int]) -> list[tuple[int, int]]:
@@ -145,18 +130,6 @@ def test_every_stage_has_its_processes_and_every_process_its_stages(stage_map: S
     assert all(stage_map.layout[n][p] == rank for rank in ranks for n, p in [stage_map.position(rank)])
 
 
-def test_names_tell_stages_and_groups() -> None:
-    assert names(StageMap.on(DeviceLayout(2), 4))[1] == "rank 1 (stages 0, 2)"
-    assert names(StageMap.on(DeviceLayout(4), 2))[3] == "rank 3 (stage 0 of group 1)"
-
-
-def test_groups_of_a_team_are_replicas() -> None:
-    stage_map = StageMap.on(DeviceLayout(8, replicas=2), 2)
-    assert stage_map.layout == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert names(stage_map)[7] == "rank 7 (stage 0 of group 3, replica 1)"
-    assert names(StageMap.on(DeviceLayout(4, replicas=2), 2))[3] == "rank 3 (stage 0 of replica 1)"
-
-
 def test_replicas_take_devices_from_stages_and_not_from_each_other() -> None:
     assert StageMap.on(DeviceLayout(4, replicas=2), 4).layout == ((0, 1), (2, 3))  # two stages on each device
     assert StageMap.on(DeviceLayout(2, sharing=2, replicas=2), 2).layout == ((0, 1), (2, 3))
@@ -189,47 +162,16 @@ def test_replicas_of_stages_that_do_not_fit_are_refused(
         StageMap.on(DeviceLayout(devices, stage_replicas=replicas), num_stages)
 
 
-def test_a_map_is_a_value() -> None:
-    assert StageMap.on(DeviceLayout(2), 2) == StageMap(2, ((0, 1),))
-
-
-def test_a_number_of_stages_that_does_not_fit_the_devices_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"num_stages=3 on 2 devices: .* use num_stages=2"):
-        StageMap.on(DeviceLayout(2), 3)
-
-
 # -- who meets whom ----------------------------------------------------------------------------------------------------
 
 
 GROUPS = StageMap(2, ((0, 1), (2, 3)))
-REPLICAS = StageMap(2, ((0, 1), (2, 3)), replicas=2)
-
-
-def met(stage_map: StageMap) -> list[tuple[str, tuple[int, ...]]]:
-    return [(party.what, party.ranks) for party in all_parties(stage_map)]
-
-
-def test_teams_meet_position_by_position_to_average() -> None:
-    groups = [("world", (0, 1, 2, 3)), ("group", (0, 1)), ("group", (2, 3)), ("leaders", (0, 2))]
-    assert met(GROUPS) == [*groups, ("teams", (0, 2)), ("teams", (1, 3))]
-    assert met(REPLICAS) == [*groups, ("replicas", (0, 2)), ("replicas", (1, 3))]
 
 
 def test_processes_that_share_devices_meet_on_the_host() -> None:
     for shares in (False, True):
         found = [party for party in all_parties(replace(GROUPS, shares_devices=shares)) if party.what == "teams"]
         assert [(party.ranks, party.on_host) for party in found] == [((0, 2), shares), ((1, 3), shares)]
-
-
-def test_the_replicas_of_single_stages_meet() -> None:
-    assert met(StageMap(2, ((0, 1, 2),), stage_replicas=(2, 1))) == [("world", (0, 1, 2)), ("replicas", (1, 2))]
-
-
-def test_news_come_from_the_first_process_through_the_leaders() -> None:
-    found = {(str(route), route.source, route.target) for route in control_routes(GROUPS)}
-    own = {(what, a, b) for first in (0, 2) for what, a, b in (
-        ("news", first, first + 1), ("reports", first + 1, first), ("batches", first, first + 1))}  # fmt: skip
-    assert found == own | {("relay", 0, 2)}
 
 
 def test_replicas_are_numbered_as_they_meet() -> None:

@@ -81,20 +81,6 @@ def test_every_exception_reaches_the_other_process(reason: str, watching: Watchi
     assert len(told) < 200_000
 
 
-def test_bytes_of_a_stranger_in_the_store_end_the_run_with_an_error(watching: Watching) -> None:
-    store = dist.HashStore()
-    watch = watching(0, store)
-    store.set("failure", b"\xff\xfe\xfd")  # type: ignore[arg-type]
-    assert r"\xff\xfe\xfd" in failure_of(watch)
-
-
-def test_answers_of_a_stranger_are_shown(watching: Watching) -> None:
-    store = dist.HashStore()
-    watch = watching(0, store)
-    store.set("answer/1/1", b"\xff is no number")  # type: ignore[arg-type]
-    assert rf"{NAMES[1]} \xff is no number" in watch.account().text
-
-
 def test_a_watch_that_fails_itself_says_so(watching: Watching) -> None:
     class Broken(dist.HashStore):
         def __getattribute__(self, name: str) -> Any:
@@ -107,15 +93,6 @@ def test_who_does_not_answer_is_named(watching: Watching) -> None:
     account = watching(0, dist.HashStore()).account().text
     assert re.search(rf"{re.escape(NAMES[0])} is not in a step \(at test_watch.py:\d+ in test_who", account)
     assert re.search(rf"{re.escape(NAMES[1])} does not answer within 1\.5 s: it is gone, stopped or stuck", account)
-
-
-def test_questions_that_are_asked_at_the_same_time_are_all_answered(watching: Watching) -> None:
-    store = dist.HashStore()
-    questions = [store.add("questions", 1) for _ in range(2)]
-    watching(0, store)
-    deadline = time.monotonic() + LIMIT_S
-    while not store.check([f"answer/{question}/0" for question in questions]):
-        assert time.monotonic() < deadline
 
 
 def test_a_keeper_of_the_store_that_is_stopped_is_named_and_nobody_waits_for_it(watching: Watching) -> None:

@@ -120,18 +120,3 @@ def test_weights_that_change_meanwhile_and_layers_under_transforms_are_cast_as_e
     engine.train(batch)
     assert_same_gradients(module, plain)
     assert layer is Mapped or torch.equal(module.a.layer.weight, plain.a.layer.weight)
-
-
-def test_linear_layers_are_left_alone_after_a_forward_without_casts(batch: Tensor) -> None:
-    as_written, seen = nn.Linear.forward, list[bool]()
-
-    class Plain(Layers):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            seen.append(nn.Linear.forward is as_written)
-            return self.through(batch).square().mean()
-
-    engine = Engine(Plain(), 2, batch, NUM_MICROBATCHES)
-    seen.clear()
-    engine.train(batch)
-    assert not seen[0]
-    assert seen.count(False) * NUM_MICROBATCHES == len(seen)  # the first forward of each stage

@@ -130,13 +130,6 @@ class Mixing(Deciding):
         return share * losses[0] + (1 - share) * losses[1]
 
 
-class Dropped(Mixing):
-    """Units that give back their input, or not."""
-
-    inner = True
-    training_step = Regression.training_step
-
-
 def trained(model: Deciding, num_stages: int, **options: Any) -> tuple[Deciding, list[float]]:
     """A copy of the model after three steps, and the losses."""
     torch.manual_seed(3)
@@ -166,19 +159,6 @@ def test_all_stages_decide_alike_and_every_micro_batch_anew(kind: type[Deciding]
         staged, others = trained(model, num_stages, **options)
         assert others == losses
         assert_same_parameters(whole, staged, exact=False)
-
-
-@pytest.mark.parametrize(
-    ("chance", "points"),
-    [(of_torch, ["blocks.1"]), (of_python, ["blocks.1", "blocks.2"]), (of_numpy, ["blocks.1", "head"])],
-)
-def test_a_unit_may_give_back_its_input_or_not(chance: Chance, points: list[str]) -> None:
-    torch.manual_seed(0)
-    model = Dropped(chance)
-    whole, losses = trained(model, 1)
-    staged, others = trained(model, len(points) + 1, split_points=points)
-    assert others == losses
-    assert_same_parameters(whole, staged, exact=False)
 
 
 class LateUnit(Deciding):

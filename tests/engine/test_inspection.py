@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
-from lightning_avgpipe.engine.tensor_use import Inspection
 from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from tests.averaging.models import assert_equal, train
 from tests.models import MLP, Regression, loader
@@ -169,13 +168,3 @@ def test_what_begins_to_train_is_looked_at_then() -> None:
     train(Finetuned(), loader(MLP, 32, 8), trainer={"callbacks": [unfreezing]})
     with pytest.raises(ConfigurationError, match=r"used 'first.bias' \(at"):
         train(Finetuned(), loader(MLP, 32, 8), trainer={"callbacks": [unfreezing], "max_epochs": 2})
-
-
-def test_gradients_tell_of_what_no_operation_showed() -> None:
-    mine, theirs = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    hidden = (mine * theirs).sum()  # computed where no mode sees it
-    why = r"pipeline 3 ran, training_step used 'weight' \(at compiled code or"
-    with pytest.raises(ConfigurationError, match=why), Inspection({"weight": [theirs]}, 3) as inspection:
-        inspection.follow_gradients([hidden * 2])
-    with Inspection({"weight": [theirs]}, 3) as clean:
-        clean.follow_gradients([mine.sum()])

@@ -1,25 +1,16 @@
 """A batch is split into micro-batches, and their results are put together as if it had never been."""
 
-from collections import UserDict, namedtuple
-from dataclasses import dataclass
+from collections import namedtuple
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_sequence
+from torch import Tensor
 
-from lightning_avgpipe.engine.microbatch import MicroBatch, batch_size, fewest_samples, merge, split, split_with
+from lightning_avgpipe.engine.microbatch import MicroBatch, batch_size, merge, split, split_with
 from lightning_avgpipe.errors import BatchError
 
 Point = namedtuple("Point", ["x", "y"])
-
-
-@dataclass(frozen=True)
-class Sample:
-    x: Tensor
-    names: list[str]
-    scale: float = 1.0
 
 
 def samples(n: int, *shape: int) -> Tensor:
@@ -80,51 +71,6 @@ def test_sizes_are_those_of_tensor_split(count):
     assert [part.weight for part in parts] == [len(chunk) / 7 for chunk in expected]
 
 
-def test_a_batch_smaller_than_m_gives_fewer_micro_batches():
-    assert sizes(split(samples(3), 8)) == [1, 1, 1]
-
-
-@pytest.mark.parametrize("batch", [{"temperature": torch.tensor(1.0)}, None, "text", {"a": [1, 2], "b": [3]}], ids=str)
-def test_a_batch_without_samples_is_one_micro_batch(batch):
-    (part,) = split(batch, 4)
-    assert part.data == batch and part.weight == 1.0
-
-
-def test_nested_containers_are_split_leaf_by_leaf():
-    batch = {
-        "point": Point(samples(4), [samples(4, 2)]),
-        "sample": Sample(samples(4, 3), ["a", "b", "c", "d"]),
-        "encoding": UserDict(ids=samples(4)),
-        "temperature": torch.tensor(0.5),
-        "mode": "train",
-        "nothing": None,
-    }
-    first, second = data(split(batch, 2))
-    assert type(first["point"]) is Point and torch.equal(second["point"].y[0], samples(4, 2)[2:])
-    assert type(first["sample"]) is Sample and torch.equal(first["sample"].x, samples(4, 3)[:2])
-    assert (first["sample"].names, second["sample"].names) == (["a", "b"], ["c", "d"])
-    assert type(second["encoding"]) is UserDict and torch.equal(second["encoding"]["ids"], samples(4)[2:])
-    assert all(part["temperature"] is batch["temperature"] and part["mode"] == "train" for part in (first, second))
-    assert first["nothing"] is None
-
-
-def test_a_list_of_strings_is_split_with_the_tensors():
-    parts = split((samples(3), ["a", "b", "c"], (1, 2, 3)), 2)
-    assert [part.data[1:] for part in parts] == [(["a", "b"], (1, 2)), (["c"], (3,))]
-
-
-def test_a_list_of_another_length_is_repeated():
-    parts = split({"x": samples(4), "classes": ["cat", "dog"], "empty": []}, 2)
-    assert all(part["classes"] == ["cat", "dog"] and part["empty"] == [] for part in data(parts))
-
-
-def test_as_many_tuples_as_samples_of_that_length_are_an_error_that_names_them():
-    batch = {"x": samples(2), "meta": (["a", "b"], ["c", "d"])}
-    with pytest.raises(BatchError, match=r"batch\['meta'\] in a batch of 2 samples.*\(\['a', 'b'\], \['c', 'd'\]\)"):
-        split(batch, 2)
-    assert data(split(batch, 1))[0]["meta"] == batch["meta"], "one micro-batch needs no answer"
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_micro_batches_have_containers_of_their_own(count):
     batch = {"x": samples(2), "options": {"names": ["p", "q", "r"]}}
@@ -135,14 +81,6 @@ def test_micro_batches_have_containers_of_their_own(count):
     assert all("x" in part and part["options"]["names"] == ["p", "q", "r"] for part in parts[1:])
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_fewer_than_one_micro_batch_is_an_error(count):
-    with pytest.raises(BatchError, match=f"num_microbatches={count}"):
-        split(samples(2), count)
-    with pytest.raises(BatchError, match=f"num_microbatches={count}"):
-        split_with(lambda batch, m: [batch], samples(2), count)
-
-
 # -- the user's splitter ---------------------------------------------------------------------------------------------
 
 
@@ -150,12 +88,6 @@ def test_the_users_parts_are_weighted_by_their_sizes():
     parts = split_with(lambda batch, m: (batch[:1], batch[1:]), samples(4), 2)
     assert [(part.index, part.size, part.weight) for part in parts] == [(0, 1, 0.25), (1, 3, 0.75)]
     assert torch.equal(parts[1].data, samples(4)[1:])
-
-
-def test_the_users_parts_weigh_the_same_when_a_size_is_unknown():
-    packed = pack_sequence([samples(3), samples(2)])
-    parts = split_with(lambda batch, m: [packed, samples(7)], None, 2)
-    assert [(part.size, part.weight) for part in parts] == [(1, 0.5), (1, 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -177,11 +109,6 @@ def test_merge_undoes_split(count):
     assert torch.equal(merged["x"], batch["x"]) and torch.equal(merged["point"].x, batch["point"].x)
     assert type(merged["point"]) is Point and merged["point"].y == "text"
     assert merged["names"] == batch["names"] and merged["sample"] is None
-
-
-def test_one_part_is_returned_as_it_is():
-    output = {"loss": torch.tensor(0.1, dtype=torch.float16)}
-    assert merge([output], [3]) is output
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -208,27 +135,6 @@ def test_what_fits_no_rule_is_a_list_of_the_parts(parts):
     assert merge(parts, [2] * len(parts)) == parts
 
 
-def test_tensors_that_cannot_be_joined_are_a_list_of_the_parts():
-    short, long, counts = samples(2, 5), samples(2, 7), [torch.tensor(1), torch.tensor(2)]
-    merged = merge(
-        [{"ids": short, "n": counts[0], "k": samples(3)}, {"ids": long, "n": counts[1], "k": samples(4)}], [2, 2]
-    )
-    assert merged["ids"][0] is short and merged["ids"][1] is long
-    assert merged["n"] == counts
-    assert [len(k) for k in merged["k"]] == [3, 4]
-
-
-def test_outputs_and_sizes_must_be_as_many():
-    with pytest.raises(ValueError, match="2 outputs with 1 sizes"):
-        merge([1, 2], [3])
-
-
 def test_micro_batches_may_have_a_smallest_size() -> None:
     assert [part.size for part in split(torch.zeros(9, 1), 8, smallest=2)] == [3, 2, 2, 2]
     assert [part.size for part in split(torch.zeros(1, 1), 8, smallest=2)] == [1]
-
-
-def test_where_batches_are_normalised_a_sample_alone_cannot_train() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    assert fewest_samples(module) == 2
-    assert fewest_samples(module.eval()) == fewest_samples(nn.LayerNorm(2)) == 1

@@ -136,29 +136,6 @@ class Posterior(Net):
         return h.mean() - posterior.log_prob(x).mean()
 
 
-class Rating:
-    def __init__(self, weight: float) -> None:
-        self.weight = weight
-
-
-class Rates(Layer):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), Rating(2.0)
-
-
-class Ratings(Net):
-    """A unit returns an object without tensors, which the step changes on each stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1] = Rates(1)
-
-    def training_step(self, x: Tensor) -> Tensor:
-        h, rating = self.layers[1](self.layers[0](x))
-        rating.weight *= 2
-        return self.layers[3](self.layers[2](h)).square().mean() * rating.weight
-
-
 @dataclass
 class State:
     x: Tensor
@@ -356,16 +333,6 @@ class Layers(nn.Module):
         raise NotImplementedError
 
 
-class WritesIntoFreeTensors(Layers):
-    def training_step(self, x: Tensor) -> Tensor:
-        out = torch.zeros(len(x), 3, WIDTH)
-        out[:, 0] = self.a(x)
-        out[:, 1] = self.b(out[:, 0].clone())
-        middle = self.c(out[:, 1].clone())
-        out[:, 2] = middle
-        return self.d(out.sum(1)).square().mean()
-
-
 class FreeParameter(Layers):
     def __init__(self) -> None:
         super().__init__()
@@ -376,20 +343,6 @@ class FreeParameter(Layers):
         h = self.b(self.a(x * self.scale))
         self.steps += 1
         return self.d(self.c(h) + self.shift).square().mean() * self.steps.clamp(max=1)
-
-
-class Caches(Layers):
-    """Keeps a mask from the first batch on, as many models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask: Tensor | None = None
-
-    def training_step(self, x: Tensor) -> Tensor:
-        h = self.b(self.a(x))
-        if self.mask is None:
-            self.mask = torch.ones(4, 4).tril().mean(0)
-        return self.d(self.c(h * self.mask)).square().mean()
 
 
 class Double(torch.autograd.Function):
@@ -409,19 +362,9 @@ class CustomFunction(Layers):
         return self.d(h).square().mean()
 
 
-class Contexts(Layers):
-    def training_step(self, x: Tensor) -> Tensor:
-        with torch.device("cpu"), torch.autocast("cpu", enabled=False):
-            h = self.b(self.a(x) + torch.ones(4))
-        with torch.no_grad():
-            scale = h.abs().mean()
-        return self.d(self.c(h / scale)).square().mean()
-
-
 MODELS = [
     KeyValueSharing, HiddenStates, Penalties, Posterior, StateObject, StaticCache, ReadsCache, Lasting, Positions,
-    Scales, Biases, WritesIntoFreeTensors, FreeParameter, Caches, CustomFunction, Contexts,
-]  # fmt: skip
+    Scales, Biases, FreeParameter, CustomFunction, ]  # fmt: skip
 SAMPLES = [torch.randn(3, WIDTH) for _ in range(3)]
 
 
@@ -489,14 +432,6 @@ def test_only_what_is_read_travels() -> None:
     graph = graph_of(KeyValueSharing())
     layers = [node.index for node in graph.nodes if node.name.startswith("layers.")]
     assert [len(graph.live(p)) for p in layers[1:]] == [2, 3, 2]  # the last result, and keys that are still read
-
-
-def test_an_object_of_the_module_is_changed_once_for_each_micro_batch() -> None:
-    module: Any = Lasting()
-    graph = graph_of(module)
-    legal = [p for p in range(1, len(graph.nodes)) if graph.obstacles[p] is None and graph.nodes[p].kind == "call"]
-    trained(module, graph, tuple(legal), apart=False)
-    assert module.store.count == len(SAMPLES)
 
 
 def test_an_object_of_the_module_that_two_units_change_stays_on_one_stage() -> None:

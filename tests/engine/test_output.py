@@ -7,7 +7,6 @@ import io
 import logging
 import subprocess
 import sys
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.utils.output import muted
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline
 
@@ -143,18 +141,3 @@ def test_a_step_gets_what_it_prints_into_objects_of_its_own_and_what_it_records(
     before = module.layers[0].weight.detach().clone()
     assert heard(module)["first"] == 8
     assert not torch.equal(module.layers[0].weight, before)
-
-
-def test_other_threads_are_heard_and_nothing_stays_behind() -> None:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        streams = sys.stdout, sys.stderr, logging.Logger.handle
-        with muted():
-            held = sys.stdout
-            print("dropped")
-            thread = threading.Thread(target=print, args=("heard",))
-            thread.start()
-            thread.join(10)
-        assert (sys.stdout, sys.stderr, logging.Logger.handle) == streams
-        print("later", file=held)
-    assert out.getvalue() == "heard\nlater\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,8 @@ from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.planning import Memory
 from lightning_avgpipe.planning.memory import memory_of
-from lightning_avgpipe.planning.recompute_policy import Recompute, chosen, repeated
 from lightning_avgpipe.schedule import build
-from tests.driver import Engine, accumulate
+from tests.driver import Engine
 from tests.models import MLP, Regression, TinyTransformer, UNet, loader
 from tests.trainers import pipeline
 from tests.zoo.own_models import BatchNorms, CheckpointedReentrantDropout, Frozen, Hooked
@@ -118,20 +116,6 @@ def test_weights_buffers_and_logs_are_the_same_bitwise(
             assert a.calls == b.calls and a.seen == b.seen and len(a.seen) == a.calls
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", [True, ["blocks.*"]], ids=["stages", "units"])
-def test_autocast_clipping_and_single_micro_batches_are_the_same_bitwise(recompute: Any, tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    for options in ({"precision": "bf16-mixed", "gradient_clip_val": 0.1}, {"precision": "bf16-true"}):
-        for count in (1, 4):
-            strategy = {"num_microbatches": count, "num_stages": 3}
-            model = TinyTransformer(dropout=0.2)
-            plain, rows, _ = outcome(model, tmp_path, False, dict(strategy), **options)
-            again, other, _ = outcome(model, tmp_path, recompute, dict(strategy), **options)
-            assert rows == other
-            assert all(torch.equal(again[name], value) for name, value in plain.items())
-
-
 def gpt2() -> Regression:
     return HuggingFace(TRANSFORMERS["gpt2"][0]())
 
@@ -208,13 +192,6 @@ def test_units_keep_their_inputs_only() -> None:
     assert units < plain / 3
 
 
-def test_where_the_backward_follows_at_once_nothing_is_repeated() -> None:
-    rows = build("1f1b", 3, 4).rows
-    assert [repeated(row, k == 2) for k, row in enumerate(rows)] == [{0, 1, 2, 3}, {0, 1, 2, 3}, set()]
-    assert repeated(build("afab", 2, 3).rows[1], True) == {0, 1, 2}
-    assert repeated(build("forward", 2, 3).rows[0], False) == set()
-
-
 def test_the_plan_counts_repeated_forwards_and_one_stash() -> None:
     torch.manual_seed(1)
     batch = TinyTransformer.example(16)
@@ -231,15 +208,6 @@ def test_the_plan_counts_repeated_forwards_and_one_stash() -> None:
     assert memory.repeats == (True, True, False) and memory.in_flight == (3, 2, 1)
     assert [memory.stashes(k) for k in range(3)] == [1, 1, 1] and memory.flights(0) == 3
     assert Memory().is_repeated(0) is False
-
-
-def test_names_are_paths_or_patterns() -> None:
-    model = TinyTransformer()
-    assert chosen(model, ["blocks.*"]).modules == ("blocks.0", "blocks.1", "blocks.2")
-    assert chosen(model, ["blocks.1", "blocks.1.mlp"]).modules == ("blocks.1",)
-    assert chosen(model, True) == Recompute(stages=True)
-    with pytest.raises(ConfigurationError, match=r"'block.1' fits no submodule of TinyTransformer; did you mean"):
-        chosen(model, ["block.1"])
 
 
 @pytest.mark.parametrize("value", ["blocks", 1, [], [1], None])
@@ -276,23 +244,3 @@ class Accumulating(MLP):
 def test_what_cannot_be_undone_is_an_error() -> None:
     with pytest.raises(AvgPipeError, match=r"'total' of Tanh is a tensor that a forward changes in place"):
         pipeline(strategy={"recompute": True}).fit(Accumulating(), loader(MLP, 8, 8))
-
-
-def test_evaluation_keeps_nothing_to_repeat() -> None:
-    torch.manual_seed(1)
-    model = MLP()
-    batch = MLP.example(8)
-    expected = copy.deepcopy(model)
-    model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    expected.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    engine = Engine(model, 2, batch, 4, recompute=True)
-    engine.train(batch)
-    accumulate(expected, batch, 4)
-    for (name, a), b in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad), name
-    other = MLP.example(8)
-    kept = [weakref.ref(tensor) for tensor in other]
-    engine.evaluate(other)
-    del other
-    gc.collect()
-    assert not any(tensor() is not None for tensor in kept)

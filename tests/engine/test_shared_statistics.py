@@ -117,10 +117,3 @@ def test_one_sample_on_each_replica_is_enough_and_one_in_all_is_not() -> None:
     torch.testing.assert_close(torch.cat([first, second]), torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
     with pytest.raises(ValueError, match="more than one value per channel of all replicas together"):
         together(layers, [parts[0], torch.empty(0, 2)], [ones[0], torch.empty(0, 2)])
-
-
-def test_evaluation_does_not_take_part() -> None:
-    layer, x, found = nn.BatchNorm1d(3).eval(), torch.randn(4, 3), list[Tensor]()
-    shared = SharedStatistics(Meeting().member(0), on_host=True)  # nobody else is there
-    shared.perform(work(FORWARD), lambda: found.append(layer(x)))  # type: ignore[func-returns-value]
-    torch.testing.assert_close(found[0], layer(x))

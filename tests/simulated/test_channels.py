@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -133,43 +132,6 @@ def test_a_tensor_that_passes_a_device_arrives_on_both(simulated: Simulated, bet
     assert not errors
 
 
-def shared(order: str) -> list[float]:
-    """What arrives of messages of two pipelines, which are expected in another order than they were put in."""
-    hub, arrivals, party = Hub(Injector()), Arrivals(), Party("world", (0, 1))
-
-    def wire(rank: int) -> Wire:
-        group: Any = MemoryGroup(hub, Party("host", (0, 1)), rank)
-        between = Pair(Communicator(MemoryGroup(hub, party, rank), rank, 2), 1 - rank)
-        return Wire(1 - rank, Pair(group, 1 - rank), sim(rank), between, arrivals)
-
-    sender, receiver = Sender(wire(0)), Receiver(wire(1))
-    routes = [Route(Edge(pipeline, 0, "forward"), 0, 1) for pipeline in range(2)]
-    outboxes = [NetworkOutbox(route, sender) for route in routes]
-    inboxes = [receiver.inbox(route) for route in routes]
-    try:
-        for number, pipeline in enumerate(order):
-            outboxes[int(pipeline)].put(Message(0, (torch.full((4,), float(number), device=sim()),)))
-        for n in (1, 0):
-            inboxes[n].expect(order.count(str(n)))
-        found = []
-        for pipeline in order:
-            inbox = inboxes[int(pipeline)]
-            assert arrivals.wait_for(lambda i=inbox: i.ready() or arrivals.failure, LIMIT_S)
-            assert arrivals.failure is None, arrivals.failure
-            (tensor,) = inbox.get().tensors
-            assert tensor is not None
-            found.append(float(tensor.mean()))
-        return found
-    finally:
-        for end in (*outboxes, *inboxes):
-            end.close(LIMIT_S)
-
-
-@pytest.mark.parametrize("order", ["0101", "001011", "1000"])
-def test_pipelines_share_a_line(simulated: Simulated, order: str) -> None:
-    assert simulated(shared, order) == [float(number) for number in range(len(order))]
-
-
 def order_of_a_message() -> list[str]:
     """What a sender begins, one after the other."""
     hub, arrivals, party, order = Hub(Injector()), Arrivals(), Party("world", (0, 1)), []
@@ -230,23 +192,6 @@ def test_no_queue_of_a_device_is_held_by_the_end_of_a_send(simulated: Simulated)
     assert simulated(sent_to_each_other) == [[1], [2]]
 
 
-def waits_for(place: str) -> tuple[list[str], str]:
-    """Why threads wait for the device while a message is sent, and where it arrives."""
-    with channel() as (outbox, inbox, take):
-        tensor = torch.ones(4, device=place)
-        with device.reported() as report:
-            outbox.put(Message(0, (tensor,)))
-            inbox.expect(1)
-            arrived = take().tensors[0]
-            assert arrived is not None
-    return [wait.why for wait in report.waits], str(arrived.device)
-
-
-def test_what_is_on_the_host_waits_for_no_device(simulated: Simulated) -> None:
-    assert simulated(waits_for, "cpu") == ([], "cpu")
-    assert simulated(waits_for, "sim:0") == ([], "sim:1")
-
-
 def waits_over_the_host() -> tuple[list[float], int, list[str]]:
     """What arrives of a message with several tensors, how often threads wait for the device, and what was found."""
     with channel(between_devices=False) as (outbox, inbox, take), device.reported() as report:
@@ -261,46 +206,6 @@ def waits_over_the_host() -> tuple[list[float], int, list[str]]:
 
 def test_a_message_over_the_host_waits_once_for_the_device(simulated: Simulated) -> None:
     assert simulated(waits_over_the_host) == ([0, 1, 2, 3, 4, 5], 1, [])
-
-
-def current_devices() -> set[int]:
-    """Of the threads of a channel, when they work."""
-    found = set()
-    with channel() as (outbox, inbox, take):
-
-        class Look:
-            def queued(self) -> None: ...
-
-            @contextmanager
-            def sending(self, route: Route, micro_batch: int, stream: Any) -> Iterator[None]:
-                found.add((threading.current_thread().name, torch.get_device_module("sim").current_device()))
-                yield
-
-            def arrived(self, route: Route, micro_batch: int, stream: Any, at_s: float | None) -> None:
-                found.add((threading.current_thread().name, torch.get_device_module("sim").current_device()))
-
-        outbox.put(Message(0, (torch.ones(1),)), [Look()])
-        inbox.expect(1, [Look()])
-        take()
-    return {index for _, index in found}
-
-
-def test_each_thread_is_on_its_own_device(simulated: Simulated) -> None:
-    """On others a context would be made, which takes memory there."""
-    assert simulated(current_devices) == {0, 1}
-
-
-def streams_of_a_host_channel() -> bool:
-    before = torch.Stream(device=sim(1), priority=-1).stream_id
-    with channel(between_devices=False) as (outbox, inbox, take):
-        outbox.put(Message(0, (torch.ones(4),)))
-        inbox.expect(1)
-        take()
-    return torch.Stream(device=sim(1), priority=-1).stream_id == before + 1
-
-
-def test_what_moves_on_the_host_takes_no_stream(simulated: Simulated) -> None:
-    assert simulated(streams_of_a_host_channel)
 
 
 # -- waits -----------------------------------------------------------------------------------------------------------

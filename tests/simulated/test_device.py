@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.comm.topology import Party
-from lightning_avgpipe.utils.device import port_of
 from tests.simulated import device
 from tests.simulated.communicator import Communicator
 from tests.simulated.process import SimulatedProcess
-from tests.threads import LIMIT_S, Hub, Injector, MemoryGroup
+from tests.threads import Hub, Injector, MemoryGroup
 
 Simulated = Callable[..., Any]
 
@@ -66,19 +65,6 @@ def test_training_gives_the_hosts_bits(simulated: Simulated) -> None:
     assert not errors
 
 
-def draws() -> bool:
-    torch.manual_seed(3)
-    first = torch.rand(4, device=sim(1))
-    state = torch.get_device_module("sim").get_rng_state(1)
-    second = torch.rand(4, device=sim(1))
-    torch.get_device_module("sim").set_rng_state(state, 1)
-    return torch.equal(second.cpu(), torch.rand(4, device=sim(1)).cpu()) and not torch.equal(first.cpu(), second.cpu())
-
-
-def test_devices_have_generators(simulated: Simulated) -> None:
-    assert simulated(draws)
-
-
 # -- races -----------------------------------------------------------------------------------------------------------
 
 
@@ -118,25 +104,6 @@ def test_writing_what_another_stream_reads_is_a_race(simulated: Simulated) -> No
     assert simulated(written_while_read, False) == {"race"}
 
 
-def backward_on_a_stream(waits: bool) -> set[str]:
-    with device.reported() as report:
-        w = torch.ones(4, device=sim(), requires_grad=True)
-        stream = other_stream_after_now()
-        with stream:
-            (w * w).sum().backward()
-        if waits:
-            torch.accelerator.current_stream(sim()).wait_stream(stream)
-        assert w.grad is not None
-        w.grad + 1
-        torch.accelerator.synchronize(0)
-    return kinds(report)
-
-
-def test_autograds_threads_put_gradients_on_the_forwards_stream(simulated: Simulated) -> None:
-    assert simulated(backward_on_a_stream, True) == set()
-    assert simulated(backward_on_a_stream, False) == {"race"}
-
-
 def freed(how: str) -> tuple[set[str], bool]:
     with device.reported() as report:
         x = torch.ones(4, device=sim())
@@ -160,29 +127,6 @@ def test_memory_that_another_stream_uses_is_freed_early(simulated: Simulated) ->
     assert simulated(freed, "") == ({"freed early"}, True)
 
 
-def held_back(until_known: bool) -> tuple[int, int]:
-    """Peaks, as the project asks for them, of two tensors after each other: before, the first one was on a stream."""
-    port, stream = port_of(sim()), other_stream_after_now()
-    before = port.memory.allocated_bytes()
-    port.memory.reset_peak()
-    x = torch.ones(1024, device=sim())
-    stream.wait_event(torch.accelerator.current_stream(sim()).record_event())
-    with stream:
-        y = x + 1
-    x.record_stream(stream)
-    del x, y
-    first = port.memory.peak_bytes() - before
-    if until_known:
-        port.synchronize()
-    torch.ones(2048, device=sim())
-    return first, port.memory.peak_bytes() - before
-
-
-def test_memory_that_another_stream_uses_counts_until_the_host_knows_that_it_does_not(simulated: Simulated) -> None:
-    assert simulated(held_back, True) == (8192, 8192)
-    assert simulated(held_back, False) == (8192, 4096 + 8192)
-
-
 def copied_to_the_host(pinned: bool, waits: bool) -> tuple[bool, int]:
     x = torch.arange(4.0, device=sim())
     with device.reported() as report:
@@ -196,23 +140,6 @@ def test_what_is_copied_to_pinned_memory_is_there_after_a_wait(simulated: Simula
     assert simulated(copied_to_the_host, True, True) == (True, 1)
     assert simulated(copied_to_the_host, True, False) == (False, 0)
     assert simulated(copied_to_the_host, False, False) == (True, 1)  # other memory is waited for
-
-
-def changed_while_copied(waits: bool) -> set[str]:
-    with device.reported() as report:
-        x = torch.ones(4).pin_memory()
-        y = x.to(sim(), non_blocking=True)
-        if waits:
-            torch.accelerator.current_stream(sim()).synchronize()
-        x.zero_()
-        torch.accelerator.synchronize(0)
-        del y
-    return kinds(report)
-
-
-def test_pinned_memory_must_stay_until_it_is_copied(simulated: Simulated) -> None:
-    assert simulated(changed_while_copied, True) == set()
-    assert simulated(changed_while_copied, False) == {"race"}
 
 
 # -- waits of the host -----------------------------------------------------------------------------------------------
@@ -283,29 +210,6 @@ def test_what_is_received_must_be_waited_for(simulated: Simulated) -> None:
     assert found == {"race", "freed early"}  # nor does the sender wait before it lets go of the memory
 
 
-def crossed(streams: int) -> list[Any]:
-    """Both send first and receive then, with communicators for each direction."""
-
-    def work(rank: int, connect: Callable[[str], Communicator]) -> Any:
-        there, back = connect("0 to 1"), connect("1 to 0")
-        x, y = torch.full((4,), 1.0 + rank, device=sim(rank)), torch.empty(4, device=sim(rank))
-        there._stream = torch.Stream(device=sim(rank))
-        back._stream = there._stream if streams == 1 else torch.Stream(device=sim(rank))
-        sent = (back if rank else there).send([x], 1 - rank)
-        (there if rank else back).recv([y], 1 - rank).wait()
-        sent.wait()  # before the memory of x is let go
-        return float(y.sum())
-
-    return in_two_threads(work)
-
-
-@pytest.mark.slow  # it waits until the limit
-def test_transfers_that_wait_for_each_other_are_a_deadlock(simulated: SimulatedProcess) -> None:
-    assert simulated(crossed, 2) == [8.0, 4.0]
-    assert all("is stuck behind send" in error for error in simulated(crossed, 1))
-    simulated.restart()
-
-
 def queued(queues: int) -> list[Any]:
     """A device waits for a message on one stream, and sends on another what the other one waits for."""
 
@@ -334,40 +238,3 @@ def test_streams_that_share_a_queue_wait_for_what_holds_it(simulated: SimulatedP
     assert simulated(queued, 0) == [8.0, 4.0]
     assert all("is stuck behind recv" in error for error in simulated(queued, 1))
     simulated.restart()
-
-
-def used_by_two_threads() -> str:
-    """The error of a thread that begins a transfer while another begins one."""
-    hub = Hub(Injector())
-    begun, over = threading.Event(), threading.Event()
-
-    def meet() -> None:
-        begun.set()
-        assert over.wait(LIMIT_S)
-
-    communicator = Communicator(MemoryGroup(hub, Party("world", (0, 1)), 0), 0, 2, meet=meet)  # type: ignore[arg-type]
-    first = threading.Thread(target=communicator.send, args=([torch.ones(4, device=sim())], 1), name="first")
-    first.start()
-    assert begun.wait(LIMIT_S)
-    try:
-        communicator.send([torch.ones(4, device=sim())], 1)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        over.set()
-        first.join(LIMIT_S)
-        communicator.abort()
-    return ""
-
-
-def test_a_communicator_refuses_two_threads_at_the_same_time(simulated: Simulated) -> None:
-    assert simulated(used_by_two_threads) == "threads 'first' and 'MainThread' use one communicator at the same time"
-
-
-def aliases() -> tuple[int, bool]:
-    streams = [torch.Stream(device=sim()).stream_id for _ in range(33)]
-    return len(set(streams)), streams[0] == streams[32]
-
-
-def test_streams_come_from_a_pool_of_32(simulated: Simulated) -> None:
-    assert simulated(aliases) == (32, True)

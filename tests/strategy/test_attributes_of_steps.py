@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,19 +85,6 @@ class Momentum(Layers):
         return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long)) + self.through(query).square().mean()
 
 
-class Through(Layers):
-    """Gradients pass through weights that the next micro-batch changes before the backward of this one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Linear(8, 8).requires_grad_(False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            assigned(self.d, self.teacher)
-        return (self.d(self.teacher(self.c(self.b(self.a(batch[0]))))) - batch[1]).square().mean()
-
-
 class Clipped(Layers):
     """A critic, whose trained weights are clipped in the step; and one that shrinks every time."""
 
@@ -126,52 +111,6 @@ class WithinUnit(Layers):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         penalty = self.norm.running_mean.square().mean()
         return (self.d(self.c(self.norm(self.b(self.a(batch[0]))))) - batch[1]).square().mean() * (1 + penalty)
-
-
-class Deeper(nn.Module):
-    """A layer that counts its calls, and divides by their number."""
-
-    depth = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.depth += 1
-        return x + x.tanh() / self.depth
-
-
-class Repeated(Layers):
-    """Calls one layer several times, which counts, and sets its count back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.b = Deeper()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.b.depth = 0
-        return (self.d(self.b(self.c(self.b(self.b(self.a(batch[0])))))) - batch[1]).square().mean()
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.l1, self.norm, self.l2 = nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 8)
-
-    def encode(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.l1.weight, self.l1.bias)
-        self.norm.num_batches_tracked.add_(1)
-        factor = 1.0 / float(self.norm.num_batches_tracked)
-        y = F.batch_norm(y, self.norm.running_mean, self.norm.running_var, None, None, True, factor)
-        return self.l2(y.relu())
-
-
-class Uncalled(Layers):
-    """A normalisation that code counts, below a child that is not called itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Encoder()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return (self.d(self.c(self.encoder.encode(self.b(self.a(batch[0]))))) - batch[1]).square().mean()
 
 
 class Remembering(Layers):
@@ -281,14 +220,11 @@ def assert_same(module: nn.Module, other: nn.Module) -> None:
         (Momentum, 3, "measured"),
         (lambda: Momentum(foreach), 3, "flops"),
         (lambda: Momentum(loaded), 2, "measured"),
-        (Through, 3, "flops"),
         (Clipped, 3, "measured"),
         (WithinUnit, 2, "measured"),
-        (Uncalled, 3, "flops"),
         (Remembering, 3, "flops"),
         (Hooked, 3, "flops"),
         (Counting, 2, "measured"),
-        (Repeated, 2, "flops"),
     ],
 )
 def test_what_a_step_changes_is_what_one_process_makes_of_it(
@@ -459,44 +395,6 @@ def test_what_parallel_models_collect_comes_together() -> None:
     assert sum(map(len, module.by_size.values())) == 4 * NUM_MICROBATCHES
 
 
-class CountingLate(Layers):
-    """Counts at the end of the step what decides about its beginning."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = {"steps": 0}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = (self.through(batch[0] * (1 + 0.1 * self.count["steps"])) - batch[1]).square().mean()
-        self.count["steps"] += 1
-        return loss
-
-
-class Settings:
-    def __init__(self) -> None:
-        self.scale = 0.5
-        self.kind: str | None = None
-
-
-class SetWhenNeeded(Layers):
-    """Sets in an object what is missing, where it is first needed; stages before need other things of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.settings = Settings()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        y = self.b(self.a(batch[0]) * self.settings.scale)
-        y = self.d(self.c(y))
-        if self.settings.kind is None:
-            self.settings.kind = "regression"
-        return (y - batch[1]).square().mean() if self.settings.kind == "regression" else y.mean()
-
-
-def test_what_is_set_when_it_is_first_needed_keeps_no_stages_together() -> None:
-    assert_same(piped(SetWhenNeeded(), 4, costs="flops"), by_hand(SetWhenNeeded()))
-
-
 CALLS, TOTAL, SEEN = {"steps": 0}, 0, []
 
 
@@ -551,48 +449,6 @@ def test_variables_outside_of_modules_change_once_per_micro_batch() -> None:
     assert len(seen) == 4 * NUM_MICROBATCHES
 
 
-def made_late() -> float:
-    global LATE
-    if "LATE" not in globals():
-        LATE = 1.0
-    LATE *= 0.9
-    return LATE
-
-
-SCALE = ContextVar("scale", default=1.0)
-
-
-class Annealed(Layers):
-    """Multiplies by a number that gets smaller with each micro-batch, wherever it is kept."""
-
-    def __init__(self, kept: str) -> None:
-        super().__init__()
-        self.kept = kept
-        self.array = array("d", [1.0])
-
-    def scale(self) -> float:
-        if self.kept == "a global variable that the step makes":
-            return made_late()
-        if self.kept == "a context variable":
-            SCALE.set(SCALE.get() * 0.9)
-            return SCALE.get()
-        self.array[0] *= 0.9
-        return self.array[0]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return (self.through(batch[0] * self.scale()) - batch[1]).square().mean()
-
-
-@pytest.mark.parametrize("kept", ["a global variable that the step makes", "a context variable", "an array"])
-def test_a_number_changes_once_per_micro_batch_wherever_it_is_kept(kept: str) -> None:
-    def result(run: Callable[[Layers], nn.Module]) -> nn.Module:
-        globals().pop("LATE", None)
-        SCALE.set(1.0)
-        return run(Annealed(kept))
-
-    assert_same(result(lambda module: piped(module, 2, costs="flops")), result(by_hand))
-
-
 class OutsideLate(Layers):
     """Counts at the end of the step what its beginning reads."""
 
@@ -606,7 +462,6 @@ class OutsideLate(Layers):
     ("make", "name", "fit", "too_many"),
     [
         (Carried, "'state'", 3, 4),
-        (CountingLate, "'count'", 1, 2),
         (OutsideLate, r"'global tests\.strategy\.test_attributes_of_steps\.CALLS'", 1, 2),
     ],
 )
@@ -661,29 +516,6 @@ class Reversible(nn.Module):
         self.mean, self.deviation = x.mean(1, keepdim=True), x.std(1, keepdim=True) + self.scale.mean()
 
 
-class Smoothing(Reversible):
-    """Keeps the mean of what it has seen so far."""
-
-    def note(self, x: Tensor) -> None:
-        super().note(x)
-        before = getattr(self, "smooth", None)
-        self.smooth = self.mean = self.mean.detach() if before is None else 0.9 * before + 0.1 * self.mean.detach()
-
-
-class Moving(nn.Module):
-    """Each call replaces what the one before has left."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(8))
-        self.mean: Tensor | None = None
-
-    def forward(self, x: Tensor, mode: str) -> Tensor:
-        now = x.mean(1, keepdim=True).detach()
-        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
-        return x * self.scale + self.mean
-
-
 class Forecast(Layers):
     norm: Callable[[], nn.Module] = Reversible
 
@@ -701,12 +533,3 @@ def test_statistics_that_a_submodule_keeps_for_a_later_call_travel(num_stages: i
     plan = assert_defaults_equal_accumulation(Forecast(), torch.randn(8, 8), num_stages, recompute=recompute)
     homes = [stage.index for stage in plan.stages if "reversible" in stage.units]
     assert homes == [0, num_stages - 1]
-
-
-@pytest.mark.parametrize("kind", [Smoothing, Moving])
-def test_statistics_that_last_longer_than_a_step_keep_its_readers_on_one_stage(kind: type[nn.Module]) -> None:
-    model = type("Model", (Forecast,), {"norm": kind})()
-    with pytest.raises(PartitionError, match="reads an attribute of its own"):
-        trainer(strategy=AvgPipeStrategy(num_stages=2), max_steps=1).fit(
-            model, DataLoader([torch.randn(8, 8)], batch_size=None)
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.errors import BatchError
-from tests import processes
 from tests.driver import assert_same_parameters
 from tests.models import MLP, loader
 from tests.trainers import pipeline, trainer
@@ -142,24 +140,6 @@ def test_what_samples_share_is_repeated_or_keeps_the_batch_whole(weights: bool) 
 def test_a_first_batch_of_one_sample_says_that_the_stages_take_turns() -> None:
     with pytest.warns(UserWarning, match=r"first batch of the train data holds 1 sample.*wants 8.*take turns"):
         pipeline(2, max_epochs=1).fit(MLP(), loader(MLP, 2, 1))
-
-
-def fit_all(rank: int, devices: int = 2) -> list[dict[str, Tensor]]:
-    found = []
-    for model, data in ((TimeMajor, sequences(6)), (Detector, DataLoader(scenes(12), 4, collate_fn=columns))):
-        torch.manual_seed(3)
-        module: Any = model()
-        pipeline(2, devices).fit(module, data)
-        found.append(module.state_dict())
-    return found
-
-
-@pytest.mark.slow
-def test_all_processes_read_a_batch_alike(tmp_path: Path) -> None:
-    expected = fit_all(0, 1)
-    for found in processes.results(processes.run(2, fit_all, folder=tmp_path)):
-        for one, other in zip(expected, found, strict=True):
-            assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 class AllAtOnce(MLP):

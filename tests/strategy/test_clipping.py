@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -14,7 +13,6 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from lightning_avgpipe.strategy.lightning_changes import reports_over_stages
 from tests import processes
 from tests.driver import assert_same_parameters
 from tests.models import MLP, loader
@@ -120,33 +118,3 @@ def test_outside_of_the_hooks_torch_and_lightning_are_as_they_were() -> None:
     before = torch.nn.utils.clip_grad._get_total_norm, grad_norm.__code__, dict(vars(grad_norm))
     staged(gradient_clip_val=1.0).fit(InHook(), loader(MLP, 8, 8))
     assert before == (torch.nn.utils.clip_grad._get_total_norm, grad_norm.__code__, vars(grad_norm))
-
-
-class Halves:
-    """Two processes, of which the other one has the gradients that a module has in the end."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-
-    def exchange_objects(self, own: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        assert len(own) == 6  # five parameters, and the total
-        return [grad_norm_here(self.module, 2), own]
-
-
-grad_norm_here = FunctionType(grad_norm.__code__, grad_norm.__globals__, "grad_norm", grad_norm.__defaults__)
-
-
-def test_norms_that_are_logged_are_those_of_all_processes() -> None:
-    whole, first, second = MLP(), MLP(), MLP()
-    for number, (name, parameter) in enumerate(whole.named_parameters()):
-        parameter.grad = torch.randn_like(parameter)
-        (first if number % 2 else second).get_parameter(name).grad = parameter.grad
-    wanted = grad_norm(whole, 2)
-    cluster: Any = SimpleNamespace(group=Halves(second))
-    with reports_over_stages(cluster):
-        with reports_over_stages(cluster):  # a trainer within a trainer
-            pass
-        found = grad_norm(first, 2)
-    assert grad_norm(first, 2) == grad_norm_here(first, 2)
-    assert list(found) == list(wanted)
-    assert found == wanted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +16,8 @@ from torchmetrics import MeanMetric
 
 from lightning_avgpipe import AvgPipeStrategy
 from tests import processes
-from tests.models import MLP, loader
 from tests.strategy.test_attributes_of_steps import Layers, data
-from tests.trainers import pipeline, trainer
+from tests.trainers import trainer
 
 
 class Step(Layers):
@@ -339,23 +337,3 @@ def test_a_hook_that_needs_what_another_process_has_is_an_error_with_its_line(ki
     errors = [outcome.error for outcome in processes.run(2, refused, kind, folder=tmp_path) if outcome.error]
     assert len(errors) == 2
     assert any(re.search(REFUSED[kind], error) for error in errors), errors
-
-
-def test_generators_of_the_host_are_kept_as_often_whatever_the_number_of_micro_batches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def kept(count: int) -> int:
-        """How often their states are read in two iterations."""
-        reads, keep = list[int](), random.getstate
-
-        class Reads(L.Callback):
-            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-                if batch_idx == 2:
-                    monkeypatch.setattr(random, "getstate", lambda: (reads.append(1), keep())[1])
-
-        runner = pipeline(strategy={"num_microbatches": count, "verify": False}, callbacks=[Reads()], max_epochs=1)
-        runner.fit(MLP(), loader(MLP, 32, 8))
-        monkeypatch.undo()
-        return len(reads)
-
-    assert kept(2) == kept(8) > 0

@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import launch
-from lightning_avgpipe.utils.parent import fresh
 from tests import processes
 from tests.commands import LIMIT_S, Command, started
 from tests.models import MLP, loader
@@ -258,25 +256,6 @@ def test_processes_that_exist_are_not_started_again(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match="LightningEnvironment says that they exist already"):
         trainer(strategy="avgpipe_spawn", devices=2)
-
-
-def test_a_store_that_outlives_a_restart_gives_each_attempt_a_part_of_its_own() -> None:
-    store = dist.HashStore()
-    limit = timedelta(seconds=20)
-
-    def attempt() -> list[dist.Store]:
-        with ThreadPoolExecutor(3) as threads:
-            return list(threads.map(lambda rank: fresh(store, rank, 3, limit), range(3)))
-
-    first = attempt()
-    first[2].set("address", "of a process that was killed")
-    assert first[0].get("address") == first[1].get("address") == b"of a process that was killed"
-    second = attempt()
-    assert not any(part.check(["address"]) for part in second)
-    second[1].set("address", "new")
-    assert second[0].get("address") == second[2].get("address") == b"new"
-    with pytest.raises(dist.DistStoreError, match=r"ranks \[1, 2\] did not come in time"):
-        fresh(store, 0, 3, timedelta(milliseconds=100))
 
 
 _RESTARTED = """

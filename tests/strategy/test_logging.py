@@ -15,13 +15,12 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric, MetricCollection
+from torch import Tensor
+from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision, MulticlassRecall
 from torchmetrics.regression import PearsonCorrCoef
 
 from lightning_avgpipe.errors import AbsentValueError, ConfigurationError
-from lightning_avgpipe.strategy.metric_objects import tell_device
 from tests import processes
 from tests.models import MLP, ConvNet, loader
 from tests.trainers import pipeline, trainer
@@ -266,34 +265,6 @@ def test_a_hook_that_logs_what_has_no_number_here_is_told_so() -> None:
 
     with pytest.raises(AbsentValueError, match=r"self.log\('norms'\) in a hook is given a value without a number"):
         pipeline(2).fit(Logs(), loader(ConvNet, 8, 8))
-
-
-class Judge(Metric):
-    """A metric with weights, a buffer, a state and a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 1)
-        self.register_buffer("scale", torch.ones(1))
-        self.add_state("total", torch.zeros(1))
-        self.add_state("parts", [])
-
-    def update(self, x: Any) -> None:
-        self.parts.append(self.net(x) * self.scale)
-
-    def compute(self) -> Any:
-        return self.total
-
-
-def test_modules_and_states_of_metrics_are_told_their_device_and_weights_stay() -> None:
-    module, inner, judge = L.LightningModule(), L.LightningModule(), Judge()
-    module.inner, module.judge = inner, judge
-    judge.update(torch.ones(2, 4))
-    tell_device(module, torch.device("meta"))
-    assert {module.device.type, inner.device.type, judge.device.type} == {"meta"}
-    assert judge.total.is_meta and judge.parts[0].is_meta
-    assert not (judge.net.weight.is_meta or judge.scale.is_meta)
-    assert [name for name, _ in judge.named_parameters()] == ["net.weight", "net.bias"]
 
 
 class Counting(MLP):

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import inspect
 import pickle
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from lightning_avgpipe.errors import AvgPipeError, ConfigurationError, Partition
 from lightning_avgpipe.strategy.options import ALLOWED, Options
 from lightning_avgpipe.utils.allowed import duration
 from tests import processes
-from tests.commands import run
 from tests.models import MLP, loader
 from tests.strategy.test_cli import LIGHTNINGS
 from tests.trainers import pipeline, trainer
@@ -136,35 +134,12 @@ def test_options_without_effect_are_said_to_have_none(given: dict[str, Any], sai
     assert len(texts) == 1 and texts[0].startswith(f"AvgPipeStrategy: {said}")
 
 
-def test_options_that_ask_for_nothing_are_not_warned_of() -> None:
-    given = {"averaging": Averaging(rolling="auto"), "advance": 0, "num_microbatches": 4, "memory_limit": 1.0}
-    given |= {"costs": "flops", "costs_cache": None}
-    model = MLP()
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        pipeline(strategy=given, max_epochs=1).fit(model, loader(MLP, 8, 4))
-    assert [warning for warning in found if "AvgPipeStrategy" in str(warning.message)] == []
-
-
 def test_a_small_number_for_memory_is_said_to_be_bytes() -> None:
     with (
         pytest.warns(UserWarning, match=r"memory_limit=2 is a number of bytes.* Use a size such as '10GB'"),
         pytest.raises(PartitionError, match="memory_limit=2 B"),
     ):
         pipeline(strategy={"memory_limit": 2}).fit(MLP(), loader(MLP, 8, 4))
-
-
-def test_an_unknown_option_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match="no option 'micro_batches': did you mean 'num_microbatches'"):
-        AvgPipeStrategy(micro_batches=4)  # type: ignore[call-arg]
-    with pytest.raises(ConfigurationError, match="no option 'zzz': it has num_stages, num_microbatches, "):
-        AvgPipeStrategy(zzz=4)  # type: ignore[call-arg]
-
-
-@pytest.mark.slow
-def test_a_strange_mark_of_a_starter_is_none(tmp_path: Path) -> None:
-    printed = run(tmp_path, "-c", "import lightning_avgpipe; print('imported')", AVGPIPE_STARTER="nobody")
-    assert printed.startswith("imported")
 
 
 class Alone(Callback):

@@ -390,9 +390,6 @@ def test_a_buffer_that_changes_later_where_a_backward_needs_it_is_refused_by_nam
     assert all(torch.equal(p, plain.get_parameter(name)) for name, p in module.named_parameters())
 
 
-# -- compiled ----------------------------------------------------------------------------------------------------------
-
-
 def test_one_compiled_submodule_does_not_hide_what_the_step_assigns() -> None:
     module = Steps(goes_on_with_its_state)
     module.a.compile(backend="eager")

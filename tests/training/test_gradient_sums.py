@@ -97,13 +97,6 @@ def test_sums_begin_within_the_last_backward_once_the_first_step_has_shown_which
     assert run.replicas.begun == [[5], [3], [2]]  # as backwards reach them
 
 
-def test_a_bucket_takes_parameters_of_one_type_up_to_its_size() -> None:
-    run = Run(bucket_bytes=1000)
-    run.iterate()
-    run.iterate()
-    assert run.replicas.begun == [[5], [3, 2]]
-
-
 @pytest.mark.parametrize(("used", "begun_early"), [((0, 1), 0), ((1, 2), 2)])
 def test_what_gets_no_gradient_this_time_holds_up_what_follows_and_keeps_none(used: Any, begun_early: int) -> None:
     run = Run()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.training.stepping import check_separable, shards
+from lightning_avgpipe.training.stepping import check_separable
 from tests import processes
 from tests.averaging.models import Batches, assert_equal, state
 from tests.models import MLP, Regression, loader
@@ -107,11 +107,6 @@ def test_replicas_of_a_stage_share_its_states(tmp_path: Path) -> None:
         assert_equal(whole, divided)
         assert part <= held
     assert sum(part for _, (_, part, _) in results[1:]) == results[1][0][1]  # of the stage with two
-
-
-def test_states_are_divided_evenly() -> None:
-    assert shards([8, 64, 8, 64, 8], 2) == [0, 0, 1, 1, 0]
-    assert shards([5], 3) == [0]
 
 
 class Coupled(torch.optim.SGD):

@@ -17,7 +17,7 @@ from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from lightning_avgpipe.strategy import checks
 from tests import processes
 from tests.averaging.models import assert_equal
-from tests.models import MLP, Regression, TinyTransformer, loader
+from tests.models import MLP, Regression, TiedTransformer, loader
 from tests.trainers import pipeline
 
 Points = dict[int, Any]  # after so many batches: where stages begin, or how many there are
@@ -37,14 +37,6 @@ class Normed(Regression):
         return self.layers(x)
 
 
-class Tied(TinyTransformer):
-    """The first and the last stage use the same parameter."""
-
-    def __init__(self, optimizer: str = "sgd") -> None:
-        super().__init__(optimizer)
-        self.head.weight = self.embed.weight
-
-
 class Meta(MLP):
     """Begins without contents."""
 
@@ -54,11 +46,11 @@ class Meta(MLP):
 
 
 FIRST: dict[type[Regression], list[str]] = {
-    MLP: ["layers.4"], Meta: ["layers.4"], Normed: ["layers.2"], Tied: ["blocks.1"],
+    MLP: ["layers.4"], Meta: ["layers.4"], Normed: ["layers.2"], TiedTransformer: ["blocks.1"],
 }  # fmt: skip
 LATER: dict[type[Regression], Points] = {
     MLP: {1: ["layers.7"], 4: ["layers.2"]}, Meta: {1: ["layers.7"], 4: ["layers.2"]},
-    Normed: {1: ["layers.4"], 4: ["layers.1"]}, Tied: {1: ["blocks.2"], 4: ["blocks.0"]},
+    Normed: {1: ["layers.4"], 4: ["layers.1"]}, TiedTransformer: {1: ["blocks.2"], 4: ["blocks.0"]},
 }  # fmt: skip
 
 
@@ -127,7 +119,7 @@ def compare_in_two(cases: list[tuple[Any, Any, Any]], folder: Path) -> None:
     plans = processes.results(processes.run(2, several, cases, folder, folder=folder))
     assert plans == [[1 + len(LATER[model]) for model, _, _ in cases]] * 2
     for i, (model, strategy, options) in enumerate(cases):
-        fit(0, 1, model, LATER[model] if model is Tied else {}, folder / "one", dict(strategy), **options)
+        fit(0, 1, model, LATER[model] if model is TiedTransformer else {}, folder / "one", dict(strategy), **options)
         assert_same_training(folder / "one", folder / f"two{i}")
 
 
@@ -178,8 +170,8 @@ def test_weights_and_states_move_between_processes(tmp_path: Path) -> None:
 def test_whatever_is_trained_moves_between_processes(tmp_path: Path) -> None:
     momentum = {"averaging": Averaging(outer_optimizer=outer)}
     cases = [
-        (Tied, {}, {}),
-        (Tied, {"optimizer": "sgd", "num_pipelines": 2}, {}),
+        (TiedTransformer, {}, {}),
+        (TiedTransformer, {"optimizer": "sgd", "num_pipelines": 2}, {}),
         (Meta, {}, {}),
         (Meta, {"num_pipelines": 2}, {}),
         (Normed, {"num_pipelines": 2, **momentum}, {}),

@@ -62,40 +62,6 @@ def test_only_the_port_knows_kinds_of_devices() -> None:
     assert not {file: names for file, names in asking.items() if names}
 
 
-def test_on_the_host_work_is_done_when_a_call_returns() -> None:
-    port = port_of(HOST)
-    assert port.is_host and not port.runs_ahead and not port.memory.is_counted
-    port.enter_thread()
-    port.synchronize()
-    assert port.new_stream() is port.current_stream() is port.event() is None
-    with port.on_stream(None):
-        begin = port.moment()
-    end = port.moment()
-    assert has_passed(end)
-    assert seconds_between(begin, end) >= 0
-
-
-def test_the_hosts_memory_is_that_of_the_machine() -> None:
-    port = port_of(HOST)
-    assert 0 < port.memory.free_bytes() <= port.memory.total_bytes()
-    port.memory.reset_peak()
-    assert port.memory.allocated_bytes() == port.memory.peak_bytes() == port.memory.other_bytes() == 0
-    assert port.name
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_work_is_timed_with_its_result(threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        begin = time.perf_counter()
-        result, seconds = port_of(HOST).timed(lambda: sum(range(10_000)))
-        assert result == 49_995_000
-        assert 0 < seconds <= time.perf_counter() - begin
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only there it is known that a thread waits")
 def test_on_one_thread_work_that_waits_takes_as_long_as_it_waits() -> None:
     before = torch.get_num_threads()
@@ -104,11 +70,6 @@ def test_on_one_thread_work_that_waits_takes_as_long_as_it_waits() -> None:
         assert port_of(HOST).timed(lambda: time.sleep(0.01))[1] >= 0.01
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_host_does_not_tell_how_busy_it_is() -> None:
-    with pytest.raises(NotImplementedError, match="cpu"):
-        port_of(HOST).utilization()
 
 
 def test_transfers_between_cuda_devices_occupy_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:

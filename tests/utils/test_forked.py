@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_avgpipe.utils.forked import Child, ForkError, in_child, receive, send
+from lightning_avgpipe.utils.forked import ForkError, in_child
 
 
 class Odd(Exception):
@@ -74,26 +73,3 @@ def test_an_error_that_cannot_be_sent_is_named() -> None:
 def test_a_child_that_dies_is_noticed() -> None:
     with pytest.raises(ForkError, match="the child that dies has died"):
         in_child(lambda: os.kill(os.getpid(), signal.SIGKILL), "dies")
-
-
-def test_a_child_answers_what_it_is_asked_and_the_parent_waits_no_longer_than_it_wants() -> None:
-    def work(connection: object) -> None:
-        while True:
-            send(connection, receive(connection) + 1)
-
-    with Child(work, "counts") as child:
-        with pytest.raises(TimeoutError):
-            child.receive(0.0)
-        for number in (1, 2):
-            child.send(number)
-            assert child.receive() == number + 1
-
-
-def test_a_child_prints_and_warns_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    def work() -> None:
-        print("printed", flush=True)
-        os.write(1, b"written")
-        warnings.warn("warned", stacklevel=1)
-
-    in_child(work, "speaks")
-    assert capfd.readouterr() == ("", "")

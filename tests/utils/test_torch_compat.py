@@ -88,12 +88,6 @@ def test_what_is_missing_is_said_with_the_version_and_what_it_is_for() -> None:
         torch_compat.check_names([Private("torch._nowhere", "does something")], "torch", "2.99.0")
 
 
-def test_only_versions_that_have_a_name_are_asked_for_it() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        torch_compat.check_names([Private("torch._nowhere", "does something", versions="<2.9")], "torch", "2.99.0")
-
-
 def test_this_version_of_torch_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -105,21 +99,3 @@ def test_a_patch_of_what_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(AttributeError, match="_get_total_norm"), replaced(clip_grad, "_get_total_norm", None):
         pass
     assert not hasattr(clip_grad, "_get_total_norm")
-
-
-def test_versions_count_changes_also_through_views() -> None:
-    x = torch.zeros(3)
-    before = torch_compat.version_of(x)
-    x[0].add_(1)
-    assert torch_compat.version_of(x) == before + 1
-    with torch.inference_mode():
-        assert torch_compat.version_of(torch.zeros(3)) == 0
-    assert torch_compat.version_of(None) == 0
-
-
-def test_memory_is_told_apart_also_where_it_has_no_address() -> None:
-    x = torch.zeros(3)
-    empty, other = torch.zeros(0), torch.zeros(0)
-    assert torch_compat.address(x) == torch_compat.address(x[1:]) != torch_compat.address(x.clone())
-    assert torch_compat.address(empty) != torch_compat.address(other)
-    assert torch_compat.address(x.to_sparse())

@@ -73,21 +73,6 @@ class TwoTowers(Own):
         return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
 
 
-class MultiTask(Own):
-    """A trunk and three heads, each with a loss of its own; all are logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = mlp(3)
-        self.heads = nn.ModuleDict({name: mlp(1) for name in ("depth", "normal", "colour")})
-
-    def loss(self, batch: Any) -> Tensor:
-        features = self.trunk(batch[0])
-        losses = {name: F.mse_loss(head(features), batch[1]) for name, head in self.heads.items()}
-        self.log_dict({f"{name}_loss": loss for name, loss in losses.items()})
-        return torch.stack(list(losses.values())).sum()
-
-
 class EarlyLoss(Own):
     """The loss needs an activation of the first layers."""
 
@@ -391,46 +376,6 @@ class FrozenMiddle(Frozen):
         return self.head(self.backbone(self.adapter(x)))
 
 
-class LowRank(nn.Module):
-    """Adds a trained product of two thin matrices to a frozen layer, as LoRA does."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer = layer.requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(2, layer.in_features) * 0.1)
-        self.up = nn.Parameter(torch.zeros(layer.out_features, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + x @ self.down.T @ self.up.T
-
-
-class Adapted(Own):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(LowRank(m) if isinstance(m, nn.Linear) else m for m in mlp(4)))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.layers(x))
-
-
-class Configured(Own):
-    """Built from its hyper-parameters, which its step reads too."""
-
-    def __init__(self, depth: int = 4, smoothing: float = 0.1, names: tuple[str, ...] = ("left", "right")) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        for name in self.hparams.names:
-            setattr(self, name, mlp(self.hparams.depth // 2))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def loss(self, batch: Any) -> Tensor:
-        x, targets = batch
-        for name in self.hparams.names:
-            x = getattr(self, name)(x)
-        return F.cross_entropy(self.head(x), targets.argmax(-1), label_smoothing=self.hparams.smoothing)
-
-
 class Measured(Own):
     """Metric objects, logged and called, on values from everywhere."""
 
@@ -559,8 +504,8 @@ def fixed(model: type[Regression]) -> type[Regression]:
 
 
 MODELS: tuple[type[Regression], ...] = (
-    Siamese, TwoTowers, MultiTask, EarlyLoss, Attending, Dataclasses, Structures, Packed, PackedInside, BatchNorms,
-    OwnStatistics, Checkpointed, CheckpointedReentrant, Hooked, Parametrized, Frozen, FrozenMiddle, Adapted, Configured,
+    Siamese, TwoTowers, EarlyLoss, Attending, Dataclasses, Structures, Packed, PackedInside, BatchNorms,
+    OwnStatistics, Checkpointed, CheckpointedReentrant, Hooked, Parametrized, Frozen, FrozenMiddle,
     Measured, GatedExperts, InPlace, Branching, Transformed, MixedBatch,
     *map(fixed, (UNet, ConvNet, LSTMStack, TinyTransformer)),
 )  # fmt: skip

@@ -16,8 +16,6 @@ from lightning_avgpipe.errors import PartitionError, StepChangedError
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 from tests.zoo import transformers_models
-from tests.zoo.comparison import check
-from tests.zoo.own_models import Own, mlp
 from tests.zoo.transformers_models import HuggingFace
 
 
@@ -88,56 +86,6 @@ def test_a_unit_that_returns_another_structure_is_refused() -> None:
     )
 
 
-# -- values of other stages ------------------------------------------------------------------------------------------
-
-
-class Branches(MLP):
-    """Branches on a value of the first stage, late."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.taken: set[bool] = set()
-
-    def forward(self, x: Tensor) -> Tensor:
-        early = self.layers[0](x)
-        x = self.layers[1:6](early)
-        positive = bool(early.sum() > 0)
-        self.taken.add(positive)
-        return self.layers[6:](x) * (2.0 if positive else 0.5)
-
-
-def test_a_branch_on_a_value_of_another_stage_is_taken_as_there() -> None:
-    model = Branches()
-    taken: set[bool] = model.taken
-    batches = [MLP.example(4) for _ in range(4)]
-    for batch in batches:
-        model(batch[0][:2]), model(batch[0][2:])
-    assert taken == {True, False}
-    check(model, batches, 3)
-
-
-class LoggedEarly(Own):
-    """Logs what lives on the first stage, as a tensor and as a number, before and after later units are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.body = mlp(2), mlp(4)
-
-    def loss(self, batch: Any) -> Tensor:
-        hidden = self.stem(batch[0])
-        self.log("mean", hidden.mean())
-        self.log("maximum", hidden.max().item(), reduce_fx="max")
-        loss = (self.body(hidden) - batch[1]).square().mean()
-        self.log("norm", hidden.detach().norm())
-        return loss
-
-
-def test_a_value_of_another_stage_is_logged_as_by_one_process() -> None:
-    model = LoggedEarly()
-    plan = check(model, [model.example(4, 1), model.example(3, 1)], 3)
-    assert all(not name.startswith("stem") for name in plan.stages[-1].units)
-
-
 # -- in-place writes -------------------------------------------------------------------------------------------------
 
 
@@ -195,22 +143,3 @@ def test_generation_inside_a_step_is_refused() -> None:
         r"to stage 0 \(unit 'model\.transformer\.wte' at modeling_gpt2\.py:\d+ in forward\)",
         r"a step must call units in the order in which training_step does",
     )
-
-
-class Recursive(Own):
-    """The same layers, again and again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = self.layers(x)
-        return x
-
-
-def test_a_training_step_may_come_back_to_its_layers() -> None:
-    model = Recursive()
-    plan = check(model, [model.example(4, 1), model.example(3, 1)], 3)
-    assert plan.copied

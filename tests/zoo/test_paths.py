@@ -49,22 +49,11 @@ class MoreGlue(Path):
         return F.gelu(x)
 
 
-class LessGlue(MoreGlue):
-    @staticmethod
-    def is_other(x: Tensor) -> bool:
-        return len(x) <= 2
-
-
 class DropsLayers(Path):
     """Residual layers of which some are left out."""
 
     def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
         return x if other and number % 2 else x + torch.tanh(layer(x))
-
-
-class DropsAStage(Path):
-    def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
-        return x if other and number in (2, 3, 4) else x + torch.tanh(layer(x))
 
 
 class Ends(Path):
@@ -90,14 +79,6 @@ class EndsBefore(Path):
         for layer in self.layers[3:]:
             x = F.gelu(layer(x))
         return loss + x.mean()
-
-
-class SharedNorm(Path):
-    """One unit is called everywhere, on the other path more often."""
-
-    def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
-        x = F.gelu(layer(x))
-        return F.layer_norm(x, (WIDTH,)) if other else x
 
 
 class InPlace(Path):
@@ -191,12 +172,9 @@ MODELS = (
     Adds,
     Alternatives,
     MoreGlue,
-    LessGlue,
     DropsLayers,
-    DropsAStage,
     Ends,
     EndsBefore,
-    SharedNorm,
     InPlace,
     LongSkip,
     TakesValues,
@@ -247,21 +225,6 @@ def test_a_value_that_only_the_other_path_needs_is_named() -> None:
     with pytest.raises(AbsentValueError, match=r"needs the value of 'layers\.0'") as caught:
         engine(Needs()).train(Own.example(9, 0))
     assert any("does something else than with the first one" in note for note in caught.value.__notes__)
-
-
-def test_a_step_may_return_none_before_the_last_stage() -> None:
-    class Ends(Path):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            x = self.layers[0](batch[0])
-            if self.is_other(x):
-                return None
-            for layer in self.layers[1:]:
-                x = layer(x)
-            return x.mean()
-
-    model = Ends()
-    engine(model).train(Own.example(9, 0))
-    assert all(p.grad is None for p in model.parameters())
 
 
 class OtherEncoder(Path):

@@ -20,7 +20,7 @@ from lightning_avgpipe.systems.asynchronous.store import (
     predicted,
     sources,
 )
-from lightning_avgpipe.systems.asynchronous.versions import PipeOptim, Place, VersionPolicy
+from lightning_avgpipe.systems.asynchronous.versions import VersionPolicy
 from tests.systems.asynchronous.policies import POLICIES, Stage, play
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[2] / "golden" / "weight_policies.json").read_text())
@@ -129,12 +129,6 @@ def test_the_last_step_went_in_the_direction(make: Callable[..., torch.optim.Opt
     torch.testing.assert_close(predicted(source, parameter, 1), predicted(source, parameter, 1, before))
 
 
-def test_nothing_is_predicted_before_the_first_step() -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    source = sources([torch.optim.Adam([parameter])])[id(parameter)]
-    assert torch.equal(predicted(source, parameter, 3), parameter)
-
-
 @pytest.mark.parametrize(
     "make", [partial(torch.optim.SGD, lr=0.1), torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam]
 )
@@ -150,25 +144,3 @@ def test_2bw_is_serial_training_with_a_delay_of_one_update() -> None:
     for num_microbatches in (4, 5):
         found = finals(chain(POLICIES["2bw"], num_microbatches=num_microbatches))
         assert found == pytest.approx(serial(1, num_microbatches), abs=1e-12)
-
-
-def test_a_constant_direction_is_predicted_exactly() -> None:
-    """Without momentum a constant gradient makes the weights that a forward predicts those that its backward meets."""
-    policy = PipeOptim(delta="increment").policy
-    stages = [nn.Linear(1, 1, bias=False).double() for _ in range(4)]
-    place = Place(0, 4)
-    stage = Stage(stages[0], torch.optim.SGD(stages[0].parameters(), lr=0.1), place)
-    stage.keep()
-    for _ in range(6):
-        stages[0].weight.grad = torch.full((1, 1), 0.7, dtype=torch.float64)
-        stage.optimizer.step()
-        stage.keep()
-    for i in range(4, 7):  # from the first update on there is an increment
-        forward, backward = (stage.weights(use, policy.delta)["weight"] for use in policy.uses(place, i))
-        torch.testing.assert_close(forward, backward, rtol=0, atol=1e-12)
-
-
-def test_a_constant_staleness_is_the_exact_one_once_the_pipeline_is_full() -> None:
-    place = Place(1, 4)
-    exact, constant = PipeOptim().policy, PipeOptim(staleness="constant").policy
-    assert [exact.uses(place, i) == constant.uses(place, i) for i in range(6)] == [False, False, True, True, True, True]

@@ -379,10 +379,19 @@ class Held(Net):
         return super().loss(batch) + self.scaled(batch[0]).mean()
 
 
+class Tied(Net):
+    """Two stages use one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__("momentum")
+        self.last[2].weight = self.first[0].weight
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"module": Held}, "the parameter 'scale' from a place"),
+        ({"module": Tied}, r"'first\.0\.weight'.*stages 0 and 2"),
         ({"module": Changing}, "weight_policy='stash' micro-batches of two"),
         ({"module": ReadsRate}, "reads trainer.optimizers"),
         ({"module": ReadsOptimizers}, r"reads optimizers\(\)"),

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from lightning_avgpipe.errors import ScheduleError
-from lightning_avgpipe.schedule import BACKWARD, Span, StageCosts, policies
+from lightning_avgpipe.schedule import StageCosts, policies
 from lightning_avgpipe.schedule.__main__ import main
-from lightning_avgpipe.schedule.picture import chrome_trace
 from lightning_avgpipe.systems.asynchronous.versions import PipeOptim, Place, Use
 from tests.systems.asynchronous.policies import POLICIES
 
@@ -17,13 +14,6 @@ from tests.systems.asynchronous.policies import POLICIES
 def uses(name: str, micro_batch: int, num_stages: int = 4, num_microbatches: int = 1) -> list[tuple[Use, Use]]:
     places = [Place(k, num_stages, num_microbatches) for k in range(num_stages)]
     return [POLICIES[name].uses(place, micro_batch) for place in places]
-
-
-def test_a_forward_meets_what_the_backwards_before_it_have_made() -> None:
-    assert [Place(k, 4).met(4) for k in range(4)] == [1, 2, 3, 4]
-    assert [Place(k, 4).met(1) for k in range(4)] == [0, 0, 0, 1]
-    assert [Place(k, 4).staleness(4) for k in range(4)] == [3, 2, 1, 0]
-    assert [Place(0, 4, 4).staleness(i) for i in range(12)] == [0, 0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 0]
 
 
 def test_what_each_policy_uses() -> None:
@@ -74,15 +64,6 @@ def test_an_increment_is_one_more_copy() -> None:
     assert PipeOptim(delta="increment").policy.copies(4, 1) == [3, 3, 3, 2]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_one_stage_uses_current_weights(name: str) -> None:
-    if name == "2bw":
-        return  # delays on purpose, see its own test
-    place = Place(0, 1)
-    assert all(POLICIES[name].uses(place, i) == (Use(i), Use(i)) for i in range(5))
-    assert POLICIES[name].held(place) == 1
-
-
 def test_asynchronous_updates_leave_no_bubble() -> None:
     costs = StageCosts.uniform(4, 1, 2)
     seconds = {name: policies.POLICIES[name].simulate(costs, 4, 24) for name in policies.POLICIES}
@@ -90,15 +71,6 @@ def test_asynchronous_updates_leave_no_bubble() -> None:
     assert seconds["stash"].steady_s == seconds["2bw"].steady_s == 4 * 3
     assert seconds["stash"].steady_bubble_fraction == pytest.approx(0)
     assert seconds["pipeoptim"].steady_s == 4 * 4  # a forward is repeated in each backward
-
-
-def test_iterations_of_a_policy_are_numbered_as_others_are() -> None:
-    timeline = POLICIES["stash"].simulate(StageCosts.uniform(2, 1, 2), 2, 3)
-    assert {(s.iteration, s.action.micro_batch) for s in timeline.spans} == set(itertools.product(range(3), range(2)))
-    last = max((s for s in timeline.spans if s.stage == 0), key=lambda s: s.end_s)
-    assert last == Span(0, last.action, last.begin_s, last.end_s, 0, 2)
-    assert last.action.kind is BACKWARD
-    assert chrome_trace(timeline)["traceEvents"]
 
 
 def test_the_command_simulates_policies(capsys: pytest.CaptureFixture[str]) -> None:

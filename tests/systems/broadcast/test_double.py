@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,26 +96,6 @@ def test_the_copy_equals_the_weights_before_each_iteration_whoever_changed_them(
         assert layer.weight is watching.own
         with torch.no_grad():
             layer.weight.data = layer.weight + 1  # in other memory
-
-
-def test_recomputation_repeats_what_a_stage_received_from_its_double() -> None:
-    batch = Blocks.example(8)
-    found, expected = made(Blocks), made(Blocks)
-    engine(found, 5, batch, recompute=True).train(batch, "broadcast")
-    engine(expected, 5, batch).train(batch, "1f1b")
-    for (name, parameter), (_, other) in zip(found.named_parameters(), expected.named_parameters(), strict=True):
-        assert parameter.grad is not None and torch.equal(parameter.grad, other.grad), name  # type: ignore[arg-type]
-
-
-def test_evaluation_needs_no_copies() -> None:
-    module, batch = made(Blocks), Blocks.example(8)
-    trained = engine(module, 3, batch)
-    trained.train(batch, "broadcast")
-    module.eval()
-    found = trained.evaluate(batch)
-    parts: Sequence[Any] = list(zip(*(tensor.split(2) for tensor in batch), strict=True))
-    with torch.no_grad():
-        assert all(torch.equal(a, module.training_step(part, 0)) for a, part in zip(found, parts, strict=True))
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

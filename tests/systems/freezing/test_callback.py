@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_avgpipe import AdaptiveFreezing
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.systems.freezing.order import by_gradient_norms, by_schedule, mean_squares, repeated_blocks
+from lightning_avgpipe.systems.freezing.order import by_gradient_norms, by_schedule, repeated_blocks
 from tests.commands import LIMIT_S, started
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline, trainer
@@ -82,12 +82,6 @@ def test_no_layer_behind_that_with_the_smallest_gradient_is_frozen() -> None:
     assert by_gradient_norms(1, 0.5, norms) == 4  # 1 + 5/2, and the fourth is the smallest of the others
     assert by_gradient_norms(1, 1 / 5, norms) == 2  # alpha allows no more
     assert by_gradient_norms(6, 0.5, norms) == 6
-
-
-def test_pipelines_and_groups_have_the_mean_of_their_squared_gradients() -> None:
-    pipelines = [{"a": [1.0, 3.0], "b": [2.0]}]
-    groups = [{"a": [1.0]}, {"a": [3.0], "b": [2.0]}]
-    assert mean_squares(pipelines) == mean_squares(groups) == {"a": 2.0, "b": 2.0}
 
 
 @pytest.mark.parametrize("num_pipelines", [1, 2])

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -15,7 +14,7 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
-from lightning_avgpipe.systems.freezing.halving import Halving, processes_of
+from lightning_avgpipe.systems.freezing.halving import Halving
 
 PROCESSES, MICRO_BATCHES = 4, 8
 MANY, FEW = 1024, 1  # samples of a micro-batch: with few of them sums of gradients take longer than anything else
@@ -70,10 +69,3 @@ def test_what_replicas_cannot_share_stays_as_it_was() -> None:
 
     assert planned(MANY, check=refuse).num_stages == 2
     assert planned(MANY, norm=True).num_stages == PROCESSES  # whose running means each replica would have of its own
-
-
-@pytest.mark.parametrize(
-    ("counts", "expected"), [((2, 2), ((2, 3), (0, 1))), ((4,), ((0, 1, 2, 3),)), ((1, 1), ((1,), (0,)))]
-)
-def test_the_last_stage_is_that_of_rank_zero(counts: Any, expected: Any) -> None:
-    assert processes_of(counts) == expected

@@ -119,23 +119,6 @@ def test_without_room_training_goes_on_without_more_of_it() -> None:
     assert read == [False, True, False, False]  # compared, read, and no room
 
 
-def test_in_each_epoch_the_first_iteration_with_a_known_micro_batch_is_computed() -> None:
-    kept = keeping()
-    epoch(kept, [0, 1, 2, 3, 4, 5])
-    iteration = {i: digests((X[[2 * i, 2 * i + 1]], 0), 2, None) for i in range(3)}
-    for _ in range(2):
-        kept.begin_epoch()
-        assert kept.look_up(iteration) == frozenset()
-        kept.fill(1, (X[[2, 3]] * 2, X[[2, 3]].sum(1).to(torch.int16)), ("entry",))
-        assert kept.look_up(iteration) == {0, 1, 2}
-
-
-def test_a_sample_that_comes_twice_in_a_micro_batch_is_kept_once() -> None:
-    kept = keeping(2 * 14)
-    epoch(kept, [0, 0, 1, 1])
-    assert [found is not None for found in epoch(kept, [0, 0, 1, 1])] == [False, True]
-
-
 def test_what_was_stopped_keeps_nothing_more() -> None:
     kept = keeping()
     epoch(kept, [0, 1, 2, 3])
@@ -145,17 +128,6 @@ def test_what_was_stopped_keeps_nothing_more() -> None:
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------
-
-
-def test_units_are_open_where_what_is_kept_ends() -> None:
-    net = Net()
-    planner, args = Planner(Divisible(net), 2, source=KeptOutputsSource()), (torch.randn(2, 8), 0)
-    net.blocks[0].parts[:2].requires_grad_(False)
-    plan = planner.plan(Step("training_step", net.training_step, args))
-    assert plan.kept == 2 and plan.graph.nodes[1].name == "blocks.0.parts.1"
-    net.blocks[:2].requires_grad_(False)
-    plan = planner.plan(Step("training_step", net.training_step, args), plan.graph.units)
-    assert [node.name for node in plan.graph.nodes[: plan.kept]] == ["blocks.0", "blocks.1"]
 
 
 def test_it_is_logged_why_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> None:

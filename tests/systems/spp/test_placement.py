@@ -60,11 +60,6 @@ def test_replicas_in_turns_pass_each_micro_batch_whole() -> None:
     assert (replayed.spans, replayed.replicas) == (timeline.spans, timeline.replicas)
 
 
-def test_a_stage_ends_when_its_gradients_are_all_reduced() -> None:
-    problem = problem_of(UnitCosts((1,), (1,), (), (), (6,)), [[1.0, 2.0], [2.0, 1.0]], 2)
-    assert seconds_in_turns(problem, [PlacedStage(0, 1, 0, 2)], build("1f1b", 1, 2)) == 1 + 1 + 6 / 2
-
-
 def test_all_reduces_go_round_a_ring_of_ascending_ranks() -> None:
     # links of 8 between neighbours on a ring of four, of 1 across; two replicas that are no neighbours have only that
     bandwidth = [[8.0 if (u - v) % 4 in (1, 3) else 1.0 for v in range(4)] for u in range(4)]
@@ -138,8 +133,3 @@ def test_devices_with_fast_links_share_a_stage() -> None:
     bandwidth = [[100.0 if u % 2 == v % 2 else 0.1 for v in range(4)] for u in range(4)]
     costs = UnitCosts((1, 1), (2, 2), (0.1,), (0.1,), (5, 5))
     assert [ranks for _, _, ranks in plan_in_turns(costs, bandwidth, 8).stages] == [(1, 3), (0, 2)]
-
-
-def test_equal_links_and_heavy_parameters_ask_for_a_straight_pipeline() -> None:
-    costs = UnitCosts((1,) * 4, (2,) * 4, (0.1,) * 3, (0.1,) * 3, (1000,) * 4)
-    assert plan_in_turns(costs, [[1.0] * 4] * 4, 16).num_stages == 4

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule import StageCosts, Timeline, build, check, simulate
 from lightning_avgpipe.systems.zero_bubble import halved
 from tests.schedule import test_several_stages as several
@@ -56,22 +55,6 @@ def drawn(timeline: Timeline) -> list[str]:
     return rows
 
 
-def test_with_equal_thirds_zb_h1_is_idle_for_a_third_of_what_1f1b_is() -> None:
-    assert drawn(simulate(build("zb_h1", 3, 4), costs_of(3, 1, 1, 1))) == [
-        "FFF..IWFIWIWIW",
-        ".FF.IFIWFIWIWW",
-        "..FIFIFIWFIWWW",
-    ]
-
-
-def test_with_equal_thirds_no_stage_is_ever_idle_in_zb_h2() -> None:
-    assert drawn(simulate(build("zb_h2", 3, 6), costs_of(3, 1, 1, 1))) == [
-        "FFFFFIWFIWIWIWIWIW..",
-        ".FFFIFIFIWFIWIWIWWW.",
-        "..FIFIFIFIFIWFIWWWWW",
-    ]
-
-
 @pytest.mark.parametrize("seconds", [(1.0, 1.0, 1.0), (1.0, 1.0, 0.5), (2.0, 1.5, 1.0), (1.0, 2.0, 1.0)])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 6])
 def test_stages_are_idle_for_as_long_as_the_papers_formulas_say(
@@ -103,11 +86,6 @@ def test_zb_h1_stashes_as_many_as_the_first_stage_of_1f1b_and_zb_h2_nearly_twice
         one, h1, h2 = (set(simulate(build(name, k, m), costs).peak_stash) for name in ("1f1b", "zb_h1", "zb_h2"))
         assert h1 == {max(one)} == {min(m, k)}
         assert h2 == {min(m, 2 * k - 1)}
-
-
-def test_sizes_are_checked() -> None:
-    with pytest.raises(ScheduleError, match="num_microbatches=0"):
-        build("zb_h1", 2, 0)
 
 
 # -- several stages on each process ------------------------------------------------------------------------------------
@@ -164,11 +142,3 @@ def test_chimera_is_idle_for_d_minus_2_of_equal_actions_and_with_longer_backward
         assert max(stashed(schedule)) <= devices
     timeline = simulate(build("chimera", 2 * devices, devices), thirds(2 * devices))
     assert timeline.iteration_s == 3 * devices + 2 * (devices - 2)
-
-
-def test_lines_of_stages_do_not_disturb_each_other_over_several_iterations() -> None:
-    timeline = simulate(build("chimera", 4, 4), thirds(4), iterations=3)
-    assert len(timeline.spans) == 3 * 4 * 4
-    assert {(s.iteration, s.action.micro_batch % 2, s.stage // 2) for s in timeline.spans} == {
-        (t, line, line) for t in range(3) for line in range(2)
-    }
