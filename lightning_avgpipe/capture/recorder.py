@@ -281,6 +281,8 @@ class StepRecorder(StepTracer):
         elif free:
             self.batch.computed(tensors, index)
         if free:
+            for path, _, leaf in (self._buffers[id(t)].rpartition(".") for t in tensors if id(t) in self._buffers):
+                self.effects.attributes.first_reads.setdefault((path, leaf), index)
             self.effects.attributes.held.computed(tensors, result, index)
             return result
         self.effects.objects.ran(f"{name}()", self.effects.objects.take())

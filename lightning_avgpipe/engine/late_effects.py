@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.events import attributes_of
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.state.objects import ATOMS, ObjectState, Variable, is_generator
+from lightning_avgpipe.state.objects import ATOMS, ObjectState, is_generator
 from lightning_avgpipe.state.outside import outside, variable
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils.names import joined, nearest
@@ -151,7 +151,8 @@ class LateChanges:
 
     def begin(self) -> None:
         """Note the present contents of the objects."""
-        self._before = Snapshot(self._roots.values(), opaque=True) if self._roots else None
+        held = [one for root in self._roots.values() for one in root.state().values() if type(one) not in ATOMS]
+        self._before = Snapshot(held, opaque=True) if held else None
 
     def begin_own(self) -> str | None:
         """Begin this stage's part; return a description of what was changed once more before it; None: nothing was."""
@@ -169,7 +170,7 @@ class LateChanges:
         if before is None:
             return None
         kept = [obj for obj, old, now in before.modified() if not (is_generator(obj) or _only_grew(old, now))]
-        found = {id(obj) for obj in (*kept, *before.written()) if not isinstance(obj, Variable)}
+        found = {id(obj) for obj in (*kept, *before.written())}
         found -= Snapshot(self._known, opaque=True).reached() if found else set()
         for (path, name), held in self._roots.items() if found else ():
             if Snapshot([held], opaque=True).reach(found):

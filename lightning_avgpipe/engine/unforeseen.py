@@ -73,8 +73,10 @@ class Unforeseen:
             for some in (program.nodes, (*nodes[: program.start], *nodes[program.end :]))
         )
         self._called = here & there  # units that other stages call too
-        read = () if repeats else program.graph.buffers_read  # in one process all stages have the same buffers
-        self._read_before = {name for name, position in read if position < program.start}
+        graph = program.graph
+        read = (*graph.buffers_read, *((joined(*key), position) for key, position in graph.reads))
+        # in one process all stages have the same buffers
+        self._read_before = {name for name, position in read if position < program.start and not repeats}
         names = [
             name
             for name, _ in module.named_buffers()

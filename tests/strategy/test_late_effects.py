@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
+from tests import processes
 from tests.driver import assert_same_parameters
 from tests.strategy.test_attributes_of_steps import Layers
 from tests.trainers import pipeline
@@ -75,13 +78,18 @@ def history(module: Any, loss: Any) -> Any:
     return loss / len(module.history)
 
 
+def notes(module: Any, loss: Any) -> None:
+    module.history.append(1.0)
+
+
 def batches() -> list[Any]:
     return [list(torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(i))) for i in range(STEPS)]
 
 
-def fit(module: Layers) -> None:
+def fit(module: Layers, devices: int = 1) -> None:
     strategy = {"num_microbatches": 2, "split_points": ["c"], "costs_cache": None}
-    pipeline(2, strategy=strategy, max_epochs=1).fit(module, DataLoader(batches(), batch_size=None))  # type: ignore
+    runner = pipeline(2, devices, strategy=strategy, max_epochs=1)
+    runner.fit(module, DataLoader(batches(), batch_size=None))  # type: ignore
 
 
 @pytest.mark.parametrize(
@@ -91,7 +99,8 @@ def fit(module: Layers) -> None:
         (alpha, nothing, r"assigns 'b.alpha' at test_late_effects.py:\d+ in alpha, .* each stage in this process"),
         (nothing, number, r"assigns 'number' at test_late_effects.py:\d+ in number, .* an earlier stage would not see"),
         (nothing, factor, r"changes an object in 'box', which submodules of other stages hold too"),
-        (factor, nothing, r"changes an object in 'box', which submodules of other stages hold too"),
+        (factor, nothing, r"changes what 'box' holds, .* which each stage in this process would do again"),
+        (notes, history, r"changes what 'history' holds, .* which each stage in this process would do again"),
         (
             nothing,
             lambda m, loss: loss / (1 + m.b.seen.mean()),
@@ -128,6 +137,66 @@ def test_what_the_last_stage_alone_keeps_may_begin_late() -> None:
     module = Late(nothing, history)
     assert_as_alone(module, Late(nothing, history))
     assert len(module.history) == 2 * (STEPS - BEGIN)
+
+
+class Warms(Layers):
+    """The end of the step begins late to change what the first layer, in another process, is given."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.change, self.array, self.plain = change, np.ones(8), torch.ones(8)
+        self.register_buffer("bank", torch.ones(8))
+        self.register_buffer("scale", torch.ones(8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0] / self.scale * float(self.array[0]) * self.plain
+        loss = (self.through(x) - batch[1] * self.bank).square().mean()
+        if batch_idx >= BEGIN:
+            self.change(self)
+        return loss
+
+
+def reassigned(module: Any) -> None:
+    module.scale = module.scale * 0.9
+
+
+def in_place(module: Any) -> None:
+    module.array *= 0.9
+
+
+def of_a_tensor(module: Any) -> None:
+    module.plain.mul_(0.9)
+
+
+def read_at_the_end(module: Any) -> None:
+    module.bank.mul_(0.9)
+
+
+def warmed(rank: int, change: Any) -> dict[str, Tensor]:
+    module = Warms(change)
+    fit(module, 2)
+    return module.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (reassigned, "changes the buffer 'scale', which it did not do when it was captured, and an earlier stage would"),
+        (in_place, "changes what 'array' holds, which it did not do when it was captured, and which an earlier stage"),
+        (of_a_tensor, "changes what 'plain' holds, which it did not do when it was captured, and which an earlier stage"),
+    ],
+)
+def test_what_a_stage_of_another_process_would_not_see_ends_training(change: Any, says: str, tmp_path: Path) -> None:
+    outcomes = processes.run(2, warmed, change, folder=tmp_path)
+    assert all(outcome.error for outcome in outcomes)
+    assert says in (outcomes[0].error or "")
+
+
+@pytest.mark.slow
+def test_what_the_last_process_alone_reads_it_may_begin_to_change(tmp_path: Path) -> None:
+    state, _ = processes.results(processes.run(2, warmed, read_at_the_end, folder=tmp_path))
+    torch.testing.assert_close(state["bank"], torch.full((8,), 0.9 ** (2 * (STEPS - BEGIN))))
 
 
 def assert_as_alone(module: Late, alone: Late) -> None:
