@@ -179,8 +179,9 @@ def _gradient_hooks(module: nn.Module) -> Iterator[types.FunctionType]:
     for hook in (hook for registry in registries for hook in (registry or {}).values()):
         while isinstance(hook, functools.partial):
             hook = hook.func
-        function = getattr(hook, "__func__", hook)
-        yield function if isinstance(function, types.FunctionType) else type(hook).__call__
+        function = getattr(hook, "__func__", hook if isinstance(hook, types.FunctionType) else type(hook).__call__)
+        if isinstance(function, types.FunctionType):
+            yield function
 
 
 def _origin(frame: types.FrameType) -> str:

@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import types
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,30 @@ def variable(module: nn.Module, path: str, name: str) -> Variable:
     if name.startswith(_KINDS):
         return outside(module)[name]
     return Variable(vars(module.get_submodule(path)), name)
+
+
+def names_in(functions: Iterable[Callable[..., Any]], classes: Sequence[type]) -> frozenset[str]:
+    """Return the names of attributes and variables in the code of functions, and of the user's that they call.
+
+    Args:
+        functions: functions to begin with.
+        classes: classes whose methods they may call by name.
+    """
+    waiting: list[Any] = list(functions)
+    found, seen = set[str](), set[types.CodeType]()
+    while waiting:
+        function = waiting.pop()
+        function = getattr(function, "__wrapped__", getattr(function, "__func__", function))
+        if not isinstance(function, types.FunctionType) or function.__code__ in seen or not _is_users(function):
+            continue
+        codes = [function.__code__]
+        for code in codes:
+            seen.add(code)
+            found.update(code.co_names, code.co_freevars)
+            codes += (part for part in code.co_consts if isinstance(part, types.CodeType))
+            for name in code.co_names:
+                waiting += function.__globals__.get(name), *(getattr(kind, name, None) for kind in classes)
+    return frozenset(found)
 
 
 def places(module: nn.Module, name: str) -> list[str]:

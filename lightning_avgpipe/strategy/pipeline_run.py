@@ -27,6 +27,7 @@ from lightning_avgpipe.strategy.metric_objects import tell_device
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.rank_zero_hooks import hooks_with_results
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
+from lightning_avgpipe.strategy.state_of_steps import StateOfSteps
 from lightning_avgpipe.strategy.without_numbers import WithoutNumbers
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
@@ -101,7 +102,7 @@ class PipelineRun:
         self.models = ParallelModels(context, deployment, step_log, observers)
         schedule_control = ScheduleControl(options.order, context, deployment.models, observers)
         context.state.begin(deployment, schedule_control)
-        self.without_numbers = WithoutNumbers(context.trainer)
+        self.without_numbers = WithoutNumbers(trainer, StateOfSteps(trainer, cluster, deployment))
         loop = self.iterations = Iterations(context, self.batches, deployment, self.models, schedule_control)
         order = (options.policy.order(loop) or rolling.order(loop)) if fitting else None
         if order is not None:

@@ -32,7 +32,7 @@ from lightning_avgpipe.utils.tensors import is_strided, tensor_bytes
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS, version_of
 
 # Hooks of the LightningModule that look at what a step returned or collected, which only the last stage has.
-_HOOKS = tuple(
+HOOKS = tuple(
     f"on_{stage}_{when}_end" for stage in ("train", "validation", "test", "predict") for when in ("batch", "epoch")
 )
 LARGEST = 2**20  # most bytes that are sent of an attribute that a step reads on other processes
@@ -58,7 +58,7 @@ def hooks_with_results(trainer: pl.Trainer, cluster: Cluster, deployment: Deploy
     """
     module, hooks = trainer.lightning_module, _Hooks(trainer, cluster, deployment)
     with contextlib.ExitStack() as undo:
-        for name in _HOOKS:
+        for name in HOOKS:
             if name in vars(module) or is_overridden(name, module):
                 undo.enter_context(replaced(module, name, hooks.around(name, getattr(module, name))))
         yield
@@ -148,7 +148,7 @@ class _Hooks:
             here = [t if of_host else t.to(self._cluster.device) for t, of_host in zip(tensors, on_host, strict=True)]
             value = self._packer.unpack(Parcel(content, ()), here, Snapshot(()))
             if attribute in self._variables:
-                _accept_variable(self._variables[attribute], value)
+                accept_variable(self._variables[attribute], value)
             else:
                 accept(self._modules[path], attribute, value)
         if optimization is not None:
@@ -156,6 +156,7 @@ class _Hooks:
 
 
 def accept(module: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute or buffer to what another process has sent; an object that can be changed stays the same one."""
     if isinstance(value, _Gone):
         vars(module).pop(name, None)
     elif isinstance(value, _Flag):
@@ -171,7 +172,8 @@ def accept(module: nn.Module, name: str, value: Any) -> None:
         vars(module)[name] = value
 
 
-def _accept_variable(variable: Variable, value: Any) -> None:
+def accept_variable(variable: Variable, value: Any) -> None:
+    """Set a variable outside of modules likewise."""
     if isinstance(value, _Gone):
         variable.put({})
     elif not assign(variable.state().get("value"), value):

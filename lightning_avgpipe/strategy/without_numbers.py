@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_avgpipe.errors import AbsentValueError
+from lightning_avgpipe.strategy.state_of_steps import StateOfSteps
 from lightning_avgpipe.utils.lightning import LIGHTNING, LambdaCallback, is_overridden, pl
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import raising_line, source_line
@@ -40,10 +41,12 @@ class WithoutNumbers:
 
     Args:
         trainer: trainer of the module that has the hooks.
+        state: what the end of a step changes, which hooks may read.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: pl.Trainer, state: StateOfSteps) -> None:
+        self._trainer, self._state = trainer, state
+        self._running: tuple[Any, str] | None = None  # owner and name of the hook that runs
         self._mode: _NoSilentWrites | None = None  # None outside of hooks
         self._gradients: dict[int, Tensor] = {}  # stand-ins, by identity of the parameter
         self._shown: list[torch.nn.Parameter] = []
@@ -52,9 +55,11 @@ class WithoutNumbers:
     def installed(self) -> Iterator[None]:
         """Within this context hooks of the module, and of callbacks that are not Lightning's, are wrapped."""
         with contextlib.ExitStack() as undo:
-            for owner, name in users_hooks(self._trainer, _HOOKS):
+            module = self._trainer.lightning_module  # whose schedulers may call functions of the user
+            for owner, name in dict.fromkeys((*users_hooks(self._trainer, _HOOKS), (module, "lr_scheduler_step"))):
                 base = pl.Callback if isinstance(owner, pl.Callback) else pl.LightningModule
-                if is_overridden(name, owner, base):  # else Lightning, which looks through one wrapper, would call it
+                # one that is not overridden Lightning, which looks through one wrapper, would call
+                if is_overridden(name, owner, base) or name == "lr_scheduler_step":
                     undo.enter_context(replaced(owner, name, self._around(owner, name)))
             yield
 
@@ -68,6 +73,8 @@ class WithoutNumbers:
                 yield mode is not None
         finally:
             self._mode = mode
+        if self._running is not None:
+            self._state.bring(*self._running)
 
     def show_gradients(self) -> None:
         """Give the weights of other processes gradients without numbers."""
@@ -88,10 +95,11 @@ class WithoutNumbers:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._mode is not None:
                 return hook(*args, **kwargs)
+            self._state.bring(owner, name)
             if name in _OF_GRADIENTS:
                 self.show_gradients()
             optimizers = self._trainer.optimizers if name == "optimizer_step" else ()
-            self._mode = _NoSilentWrites()
+            self._mode, self._running = _NoSilentWrites(), (owner, name)
             try:
                 with contextlib.ExitStack() as undo:
                     undo.enter_context(self._mode)
@@ -103,7 +111,7 @@ class WithoutNumbers:
                     raise
                 raise _absent(f"{type(owner).__name__}.{name} at {raising_line(error)} needs the numbers of") from error
             finally:
-                self._mode = None
+                self._mode = self._running = None
                 self._hide()
 
         return run

@@ -182,9 +182,9 @@ def warmed(rank: int, change: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (reassigned, "changes the buffer 'scale', which it did not do when it was captured, and an earlier stage would"),
-        (in_place, "changes what 'array' holds, which it did not do when it was captured, and which an earlier stage"),
-        (of_a_tensor, "changes what 'plain' holds, which it did not do when it was captured, and which an earlier stage"),
+        (reassigned, "changes the buffer 'scale', which it did not do when it was captured, and an earlier"),
+        (in_place, "changes what 'array' holds, which it did not do when it was captured, and which an earlier"),
+        (of_a_tensor, "changes what 'plain' holds, which it did not do when it was captured, and which an earlier"),
     ],
 )
 def test_what_a_stage_of_another_process_would_not_see_ends_training(change: Any, says: str, tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""State that the end of a step changes on the last stage is brought to hooks that read it on every process.
+
+::
+
+    training_step          self.losses.append(loss.item())     on rank 0, which has the last stage
+    on_train_epoch_start   lr = 0.1 * self.losses[-1]          on every process: the list is sent before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from lightning_avgpipe.capture.events import Key
+from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.state.outside import names_in, outside, variable
+from lightning_avgpipe.state.parcel import Packer, Parcel
+from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.strategy.rank_zero_hooks import HOOKS, LARGEST, accept, accept_variable, packed
+from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.utils.lightning import pl
+
+STEP = "training_step"
+# Hooks that every process of a group runs, as often and in the same order, while a model trains.
+_SHARED = frozenset(
+    f"on_{what}_{when}"
+    for what in ("train_epoch", "train_batch", "validation_epoch", "validation")
+    for when in ("start", "end")
+) | {"on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step", "lr_scheduler_step"}
+
+
+class StateOfSteps:
+    """The attributes and variables that code between submodules changes, of which hooks name some.
+
+    Args:
+        trainer: trainer of the module that has the step.
+        cluster: the connected processes, several of them in a group.
+        deployment: deployment of the module on processes.
+    """
+
+    def __init__(self, trainer: pl.Trainer, cluster: Cluster, deployment: Deployment) -> None:
+        self._trainer, self._cluster, self._deployment = trainer, cluster, deployment
+        self._module: nn.Module = trainer.lightning_module
+        self._named: dict[Any, frozenset[str]] = {}
+
+    @cached_property
+    def _packer(self) -> Packer:
+        return Packer(self._module)
+
+    def bring(self, owner: Any, name: str) -> None:
+        """Bring what a hook may read to every process; each of them calls it before the hook, or none.
+
+        Args:
+            owner: the module or callback that has the hook.
+            name: name of the hook.
+        """
+        if name not in _SHARED or (owner is self._module and name in HOOKS):  # rank 0 alone runs the latter
+            return
+        keys = list(self._keys(owner, name)) if STEP in self._deployment.pipeline.steps else []
+        if not keys:
+            return
+        sent: Any = self._cluster.control.publish(list(map(self._packed, keys)) if self._cluster.rank == 0 else None)
+        for (path, attribute), content in zip(keys, sent, strict=True) if self._cluster.rank else ():
+            if content is None:
+                continue
+            pickled, tensors, on_host = content
+            here = [t if of_host else t.to(self._cluster.device) for t, of_host in zip(tensors, on_host, strict=True)]
+            value = self._packer.unpack(Parcel(pickled, ()), here, Snapshot(()))
+            if (held := outside(self._module).get(attribute)) is not None:
+                accept_variable(held, value)
+            else:
+                accept(self._module.get_submodule(path), attribute, value)
+
+    def _keys(self, owner: Any, name: str) -> Iterator[Key]:
+        """Yield the attributes and variables that the step changes between submodules, and that a hook names."""
+        graph = self._deployment.pipeline.graph(STEP)
+        changed = dict.fromkeys((*graph.attributes, *(key for key, _ in graph.holders)))
+        if changed and (owner, name) not in self._named:
+            classes = type(self._module), type(owner)
+            self._named[owner, name] = names_in(self._functions(owner, name), classes)
+        yield from (key for key in changed if key[1].rpartition(".")[2] in self._named[owner, name])
+
+    def _functions(self, owner: Any, name: str) -> list[Callable[..., Any]]:
+        """Return the functions of a hook, and those which it calls that are not named in it."""
+        functions = [getattr(type(owner), name, None), vars(owner).get(name)]
+        if name == "lr_scheduler_step":
+            for config in self._trainer.lr_scheduler_configs:
+                scheduler: Any = config.scheduler
+                functions += [*getattr(scheduler, "lr_lambdas", ()), type(scheduler).step, type(scheduler).get_lr]
+        if name == "optimizer_step":  # these run within it
+            owners: list[Any] = [self._module, *self._trainer.callbacks]  # type: ignore[attr-defined]
+            for inner in ("on_before_optimizer_step", "configure_gradient_clipping"):
+                functions += [getattr(type(one), inner, None) for one in owners]
+        return [function for function in functions if function is not None]
+
+    def _packed(self, key: Key) -> Any:
+        """Return a value in a form that can be sent; None: it is large, or cannot be pickled, and stays here."""
+        try:
+            return packed(self._packer, variable(self._module, *key).state()["value"], LARGEST)
+        except Exception:  # pickling runs code of the objects, which may raise any error
+            return None
