@@ -29,6 +29,7 @@ from lightning_avgpipe.strategy.metric_objects import metrics_of
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.plan_maker import Examples
 from lightning_avgpipe.utils.lightning import TrainerFn, rank_zero_info, rank_zero_warn
+from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.weights.initialisation import on_meta
 
 _PAYS = 0.9  # largest share of the time on one device with which pipelining pays
@@ -163,6 +164,7 @@ class Preparation:
         self._deployment = deployment
         self._splitter = splitter
         self._agreed_in: int | None = None  # epoch of the last agreement
+        self._known: tuple[Plan | None, dict[str, torch.nn.Parameter]] = (None, {})  # the parameters in that epoch
 
     def _optional(self, iteration: Iteration) -> bool:
         """Return whether a step that does not suit micro-batches may have whole batches."""
@@ -233,10 +235,28 @@ class Preparation:
         freezing = step.freezing
         if epoch != self._agreed_in:
             _compare([*self._cluster.world.exchange_objects(freezing.trained)])
+            self._check_parameters()
             self._agreed_in = epoch
             if step.shortcut is not None:
                 step.shortcut.begin_epoch()
         return freezing
+
+    def _check_parameters(self) -> None:
+        """Check that the module has the parameters for which its stages were made, if other processes have some.
+
+        Raises:
+            StepChangedError: a parameter is new, gone, or another object than it was.
+        """
+        plan, now = self._deployment.plan, dict(self._trainer.lightning_module.named_parameters())
+        (planned, known), self._known = self._known, (plan, now)
+        names = {**known, **now} if planned is plan and self._cluster.group.world_size > 1 else {}
+        changed = [repr(name) for name in names if known.get(name) is not now.get(name)]
+        if changed:
+            raise StepChangedError(
+                f"{listed(changed)} of the module is another parameter than when its stages were made, or only one of "
+                "both: a hook has replaced, added or tied it, and processes would not train and save the same module. "
+                "Do so before training, and go on from a checkpoint, or use one process (devices=1)"
+            )
 
 
 def _compare(trained: Sequence[frozenset[str]]) -> None:
