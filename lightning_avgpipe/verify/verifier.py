@@ -58,8 +58,8 @@ class Verifier:
     or restored here. Where it contradicts the pipeline, a second child decides, which was forked at the same moment and
     has waited: what differs between the two plain runs differs by nature, and is not compared.
 
-    Every process of the group calls the methods at the same points of an iteration: :meth:`watch`, :meth:`begin`, the
-    wrapped ``finish``, :meth:`compare`, and :meth:`stepping` around the optimizer's step.
+    Every process of the group calls the methods at the same points of an iteration: :meth:`fork`, :meth:`watch`,
+    :meth:`begin`, the wrapped ``finish``, :meth:`compare`, and :meth:`stepping` around the optimizer's step.
 
     Args:
         subject: run of training to verify.
@@ -104,49 +104,60 @@ class Verifier:
 
     # -- an iteration --------------------------------------------------------------------------------------------------
 
-    def watch(self) -> None:
-        """Begin an iteration: fork the children before the first; stop comparing if hooks have changed something since.
+    def fork(self) -> None:
+        """Fork the children before the first iteration. Every process calls it before each, which is then none.
 
-        An optimizer that calls its closure several times begins as many iterations within one step.
+        No code of the user's optimizers and hooks that runs in a step has begun, since the children run it as well.
 
         Raises:
             ConfigurationError: the user has asked for a verification that is not possible.
         """
         subject = self._subject
-        group, progress = subject.cluster.group, subject.trainer.fit_loop.epoch_loop.val_loop.batch_progress
+        if self._moment is not None:
+            return
+        self._moment = self._moment_now()
+        self._key = key_of(subject.module, subject.options, subject.cluster.world.world_size)
+        # a validation before training changes each buffer on the process of its stage only
+        buffers, group = subject.module.named_buffers(), subject.cluster.group
+        why = group.broadcast(
+            self._why_not(group.exchange_objects({n: fingerprint(b) for n, b in buffers if not b.is_meta}))
+        )
+        if why is not None:
+            _log.info("the first steps are not compared with plain ones: %s", why)
+            self._left = 0
+            return
+        if subject.num_models > 1 or subject.has_replicas:  # after the first step a model depends on other batches
+            self._wanted = self._left = 1
+        if subject.leads:
+            number = subject.num_pipelines() if self._asked else 1
+            self._runs = [PlainRuns(self._play, subject.why_not_again) for _ in range(number)]
+            self._found = [[] for _ in self._runs]
+
+    def _moment_now(self) -> tuple[int, int]:
+        """Return numbers that change if more than training has run."""
+        trainer = self._subject.trainer
+        return trainer.current_epoch, trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready
+
+    def watch(self) -> None:
+        """Begin an iteration; stop comparing if hooks have changed something since the last one.
+
+        An optimizer that calls its closure several times begins as many iterations within one step.
+        """
+        subject = self._subject
         batch = subject.trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if self._now and batch == self._batch:
             self._evaluation += 1
             return
         if self._now:  # user code has not let the optimizer step
             self._stepped()
-        self._evaluation, self._batch = 0, batch
-        # changes if more than training has run
-        before, self._moment = self._moment, (subject.trainer.current_epoch, progress.total.ready)
-        if before is None:
-            self._key = key_of(subject.module, subject.options, subject.cluster.world.world_size)
-            # a validation before training changes each buffer on the process of its stage only
-            buffers = subject.module.named_buffers()
-            why = group.broadcast(
-                self._why_not(group.exchange_objects({n: fingerprint(b) for n, b in buffers if not b.is_meta}))
-            )
-            if why is not None:
-                _log.info("the first steps are not compared with plain ones: %s", why)
-                self._left = 0
-                return
-            if subject.num_models > 1 or subject.has_replicas:  # after the first step a model depends on other batches
-                self._wanted = self._left = 1
-            if subject.leads:
-                number = subject.num_pipelines() if self._asked else 1
-                self._runs = [PlainRuns(self._play, subject.why_not_again) for _ in range(number)]
-                self._found = [[] for _ in self._runs]
-            return
-        if not self.active:
+        first, self._evaluation, self._batch = self._batch < 0, 0, batch
+        before, self._moment = self._moment, self._moment_now()
+        if first or not self.active:
             return
         same = before == self._moment
         if same and subject.observed:
             self._doubtful = True
-            same = all(group.exchange_objects(self._held_now() == self._held_then))
+            same = all(subject.cluster.group.exchange_objects(self._held_now() == self._held_then))
         if not same:
             self._wanted -= self._left
             self._left = 0

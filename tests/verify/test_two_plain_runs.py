@@ -298,6 +298,38 @@ def test_an_optimizer_may_call_its_closure_more_often_in_later_steps(said: list[
     assert "15 losses" in said[0]
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps before it calls its closure, and steps less far each time."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.steps
+        return super().step(closure)
+
+
+class CountingItself(MLP):
+    """Counts its steps in its own hook around them."""
+
+    steps = 0
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.steps += 1
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / self.steps
+        optimizer.step(closure=optimizer_closure)
+
+
+@pytest.mark.parametrize("model", [lambda: WithClosure(Counting), CountingItself])
+def test_what_counts_steps_before_the_closure_is_called_counts_each_once(
+    model: Callable[[], MLP], said: list[str]
+) -> None:
+    fit(model(), verify=3)
+    assert said[0].startswith("verified 3 optimizer steps: 9 losses, 10 gradients, 10 weights equal bit for bit")
+
+
 class Skipping(MLP):
     """Does not let its optimizer step for the first batch."""
 
