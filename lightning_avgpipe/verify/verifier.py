@@ -81,7 +81,8 @@ class Verifier:
         self._tally = Tally()
         self._runs: list[PlainRuns] = []  # by pipeline
         self._natural: Natural = {}
-        self._moment: tuple[int, int] | None = None
+        self._begun = False  # whether an iteration has begun that is compared
+        self._moment = 0, 0
         self._steps = False
         self._evaluation = 0  # how often the optimizer has called its closure before, within this step
         self._batch = -1  # number of the batch of this step
@@ -105,17 +106,18 @@ class Verifier:
     # -- an iteration --------------------------------------------------------------------------------------------------
 
     def fork(self) -> None:
-        """Fork the children before the first iteration. Every process calls it before each, which is then none.
+        """Fork the children before the first iteration. Every process calls it before each one.
 
         No code of the user's optimizers and hooks that runs in a step has begun, since the children run it as well.
+        Children that have waited while a batch was skipped whole, which they do not run, are forked anew.
 
         Raises:
             ConfigurationError: the user has asked for a verification that is not possible.
         """
         subject = self._subject
-        if self._moment is not None:
+        if self._begun or not self.active:
             return
-        self._moment = self._moment_now()
+        self._give_up()
         self._key = key_of(subject.module, subject.options, subject.cluster.world.world_size)
         # a validation before training changes each buffer on the process of its stage only
         buffers, group = subject.module.named_buffers(), subject.cluster.group
@@ -150,9 +152,9 @@ class Verifier:
             return
         if self._now:  # user code has not let the optimizer step
             self._stepped()
-        first, self._evaluation, self._batch = self._batch < 0, 0, batch
+        self._evaluation, self._batch = 0, batch
         before, self._moment = self._moment, self._moment_now()
-        if first or not self.active:
+        if not (self._begun and self.active):
             return
         same = before == self._moment
         if same and subject.observed:
@@ -212,6 +214,7 @@ class Verifier:
         subject, fit_loop = self._subject, self._subject.trainer.fit_loop
         if not self.active:
             return finish
+        self._begun = True
         assert subject.plan is not None
         why = ""
         if subject.cluster.stage_map.stage_replicas:  # the plan made replicas, which have a part of the batch each

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -298,6 +299,13 @@ def test_an_optimizer_may_call_its_closure_more_often_in_later_steps(said: list[
     assert "15 losses" in said[0]
 
 
+class Watching(L.Callback):
+    """Looks on between the steps."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+
 class Counting(torch.optim.SGD):
     """Counts its steps before it calls its closure, and steps less far each time."""
 
@@ -328,6 +336,25 @@ def test_what_counts_steps_before_the_closure_is_called_counts_each_once(
 ) -> None:
     fit(model(), verify=3)
     assert said[0].startswith("verified 3 optimizer steps: 9 losses, 10 gradients, 10 weights equal bit for bit")
+
+
+class Waiting(MLP):
+    """Trains nothing with its first batch, and counts its micro-batches."""
+
+    calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        return super().training_step(batch, batch_idx) * self.calls if batch_idx else None
+
+
+@pytest.mark.filterwarnings("ignore:.*`None`")
+@pytest.mark.parametrize("runner", [{}, {"callbacks": [Watching()]}])
+def test_a_batch_that_is_skipped_whole_comes_before_the_first_that_is_compared(
+    runner: dict[str, Any], said: list[str]
+) -> None:
+    fit(Waiting(), runner=runner)
+    assert "6 losses, 10 gradients" in said[0]
 
 
 class Skipping(MLP):
