@@ -312,6 +312,10 @@ class PipelineOptimization(_AutomaticOptimization):
         """Run one iteration; the loss and the metrics are known on every rank afterwards."""
         cluster = self._iterations.cluster
         cluster.control.expect()
+        verifier = self._iterations.verifier
+        if verifier is not None and not self._iterations.passes:  # before optimizers and their hooks count a step
+            with self._iterations.clearing_gradients(self._make_zero_grad_fn(batch_idx, optimizer)):
+                verifier.fork()
         result = super().run(optimizer, batch_idx, kwargs)
         schedule_control, connector = self._iterations.schedule_control, self.trainer._logger_connector
         decided = schedule_control.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,15 +104,15 @@ def usual_size(fingerprints: Iterable[Fingerprint | None]) -> float:
     return size if math.isfinite(size) else 0.0
 
 
-def first_difference(
+def differences(
     kind: str,
     expected: Mapping[str, Any],
     found: Mapping[str, Any],
     rounded: Callable[[str], bool] = lambda name: False,
     order: Iterable[str] = (),
     scale: float = 0.0,
-) -> Difference | None:
-    """Return the first entry that differs between a plain run and a pipeline.
+) -> Iterator[Difference]:
+    """Yield the entries that differ between a plain run and a pipeline.
 
     Entries are compared in the given order, then in the order of ``expected``.
 
@@ -127,11 +127,9 @@ def first_difference(
     for name in dict.fromkeys((*(n for n in order if n in expected or n in found), *expected, *found)):
         if name not in expected or name not in found:
             side = "the pipeline" if name in found else "the plain run"
-            return Difference(kind, name, f"it exists in {side} only")
-        size = how_different(expected[name], found[name], rounded(name), scale)
-        if size is not None:
-            return Difference(kind, name, size)
-    return None
+            yield Difference(kind, name, f"it exists in {side} only")
+        elif (size := how_different(expected[name], found[name], rounded(name), scale)) is not None:
+            yield Difference(kind, name, size)
 
 
 def how_different(expected: Any, found: Any, rounded: bool = False, scale: float = 0.0) -> str | None:

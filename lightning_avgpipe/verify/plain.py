@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
+import itertools
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.engine.loss import LossWeight, counts, loss_in
-from lightning_avgpipe.engine.microbatch import MicroBatch
+from lightning_avgpipe.engine.microbatch import MicroBatch, mean
 from lightning_avgpipe.state.untouched import random_state
 from lightning_avgpipe.utils.forked import in_child
 from lightning_avgpipe.utils.lightning import DummyLogger, PassThroughProfiler, SingleDeviceStrategy, pl
@@ -46,6 +46,7 @@ class Batch:
         steps: whether the optimizer steps at the end; else gradients accumulate.
         progress: state of the loop's count of batches.
         whole: the batch in one piece, if its loss is wanted.
+        evaluation: how often the optimizer has called its closure before, within the same step.
     """
 
     parts: Sequence[MicroBatch]
@@ -55,20 +56,25 @@ class Batch:
     steps: bool
     progress: dict[str, Any]
     whole: Any = None
+    evaluation: int = 0
 
 
 @dataclass(frozen=True)
 class Traces:
     """The results of an iteration, of a pipeline or of a plain run.
 
+    An optimizer may call its closure several times. Then the losses are those of all calls, and gradients, buffers,
+    attributes and logged values those of the last one.
+
     Attributes:
-        losses: "micro-batch 0" -> the loss that the step returned.
+        losses: "micro-batch 0" -> the loss that the step returned; see :func:`place`.
         gradients: parameter -> its gradient or None, before hooks and clipping; empty if gradients accumulate.
         buffers: name of a buffer -> its contents after all backwards.
         attributes: name of an attribute of a module -> its value after all backwards.
         weights: parameter -> its contents after the optimizer's step; empty if there is none.
         logged: name -> the number that is logged for the batch; None if that is no number.
-        whole: the loss of the batch in one piece, and the mean over its micro-batches; None: not wanted, or not found.
+        whole: the loss of the batch in one piece, the mean over its micro-batches, and their number; None: not wanted,
+            or not found.
         compiled: whether a plain run has compiled anything, which may round otherwise.
     """
 
@@ -78,7 +84,7 @@ class Traces:
     attributes: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, Fingerprint] = field(default_factory=dict)
     logged: dict[str, float | None] = field(default_factory=dict)
-    whole: tuple[float, float] | None = None
+    whole: tuple[float, float, int] | None = None
     compiled: bool = False
 
 
@@ -117,25 +123,30 @@ class PlainTraining:
         trainer._logger_connector.should_reset_tensors = lambda fx: False  # type: ignore[method-assign]
         self._logged.listen(module)
 
-    def iterate(self, batch: Batch) -> Traces:
+    def iterate(self, receive: Callable[[], Batch]) -> Traces:
         """Run the micro-batches of a batch in order, and let the optimizer step.
 
+        Args:
+            receive: returns the next batch that the pipeline has trained on: one for each call of the closure.
         Raises:
-            ValueError: the step skips all of them.
+            ValueError: the step skips all of them, or the optimizer calls its closure more or less often than in the
+                pipeline.
         """
+        batch = _expected(receive(), 0)
         loop, module = self._trainer.fit_loop.epoch_loop, self._module
         if not self._first:
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)
         self._first = False
         loop.batch_progress.load_state_dict(batch.progress)
-        self._logged.clear()
-        traces, batch_idx = Traces(), loop.batch_idx
+        traces, batch_idx, calls = Traces(), loop.batch_idx, itertools.count()
         optimizer, whole = self._trainer.optimizers[0], self._in_one_piece(batch)
         zero_grad = loop.automatic_optimization._make_zero_grad_fn(batch_idx, optimizer)
 
         @torch.enable_grad()
         def closure() -> Tensor:
-            loss = self._micro_batches(batch, zero_grad, traces)
+            evaluation = next(calls)
+            now = _expected(receive(), evaluation) if evaluation else batch
+            loss = self._micro_batches(now, zero_grad, traces)
             if batch.steps:
                 traces.gradients.update(
                     (name, None if p.grad is None else fingerprint(p.grad)) for name, p in module.named_parameters()
@@ -153,12 +164,14 @@ class PlainTraining:
             else:
                 closure()
         traces.logged.update(self._logged.of_batch())
+        compared = None
         if whole is not None:
-            shares = zip(self._shares(batch.parts), traces.losses.values(), strict=False)
-            whole = whole[0], sum(share * loss for share, loss in shares)
-        return replace(traces, whole=whole, compiled=compiled_graphs() > self._compiled_before)
+            shares = self._shares(batch.parts)  # the losses of the first call of the closure come first
+            mean = sum(share * loss for share, loss in zip(shares, traces.losses.values(), strict=False))
+            compared = whole, mean, len(shares)
+        return replace(traces, whole=compared, compiled=compiled_graphs() > self._compiled_before)
 
-    def _in_one_piece(self, batch: Batch) -> tuple[float, float] | None:
+    def _in_one_piece(self, batch: Batch) -> float | None:
         """Return the loss of the whole batch, computed in a child of its own so that its side effects are lost."""
         if batch.whole is None:
             return None
@@ -168,14 +181,15 @@ class PlainTraining:
                 return float(loss_in(self._module.training_step(batch.whole, *batch.rest)))
 
         try:
-            return in_child(loss, "computes the loss of a batch in one piece"), math.nan
+            return in_child(loss, "computes the loss of a batch in one piece")
         except Exception:  # a step may not take a whole batch, and need not
             return None
 
     def _micro_batches(self, batch: Batch, zero_grad: Callable[[], None] | None, traces: Traces) -> Tensor:
-        """Run forwards and backwards; return the last loss."""
-        parts, last = batch.parts, None
-        for i, (part, share) in enumerate(zip(parts, self._shares(parts), strict=True)):
+        """Run forwards and backwards; return the loss of the batch."""
+        parts, shares, losses = batch.parts, self._shares(batch.parts), dict[int, Tensor]()
+        self._logged.clear()
+        for i, (part, share) in enumerate(zip(parts, shares, strict=True)):
             samples = sum(p.size for p in parts) or 1
             self._logged.size = part.size if self._loss_weight is None else share * samples
             result = self._forward(batch, i)
@@ -183,16 +197,19 @@ class PlainTraining:
                 zero_grad()
             if result is None:  # skipped
                 continue
-            last = loss_in(result)
-            traces.losses[f"micro-batch {i}"] = float(last.detach())
+            loss = loss_in(result)
+            losses[i] = loss.detach()
+            traces.losses[place(i, batch.evaluation)] = float(losses[i])
             if share or not self._mean:  # else the loss is a mean over nothing
-                with (
-                    contextlib.nullcontext() if len(traces.losses) == 1 else quiet(self._trainer, "on_before_backward")
-                ):
-                    self._backward(last, share if len(parts) > 1 else 1.0)
-        if last is None:
+                with contextlib.nullcontext() if len(losses) == 1 else quiet(self._trainer, "on_before_backward"):
+                    self._backward(loss, share if len(parts) > 1 else 1.0)
+        if not losses:
             raise ValueError("the step skips all micro-batches")
-        return last.detach()
+        found = list(losses.values())
+        # where samples count, a mean over their numbers is rounded as the pipeline's
+        weights = [parts[i].size if self._loss_weight is None else shares[i] for i in losses]
+        whole = mean(found, weights) if self._mean else torch.stack(found).sum(0)
+        return whole / self._trainer.accumulate_grad_batches
 
     def _forward(self, batch: Batch, number: int) -> Any:
         module, key = self._module, (*batch.key, number)
@@ -225,6 +242,26 @@ class PlainTraining:
         if not sum(counted):
             counted = sizes
         return [count / sum(counted) for count in counted]
+
+
+def place(number: int, evaluation: int) -> str:
+    """Return the name of a micro-batch among the losses of a step.
+
+    Args:
+        number: number of the micro-batch.
+        evaluation: how often the optimizer has called its closure before.
+    """
+    return f"micro-batch {number}" + (f" in call {evaluation + 1} of the closure" if evaluation else "")
+
+
+def _expected(batch: Batch, evaluation: int) -> Batch:
+    if batch.evaluation != evaluation:
+        raise ValueError(
+            f"the optimizer calls its closure {evaluation} times or less in the pipeline, and more often in a plain run"
+            if batch.evaluation < evaluation
+            else "the optimizer calls its closure more often in the pipeline than in a plain run"
+        )
+    return batch
 
 
 def after_step(optimizer: Optimizer, module: pl.LightningModule, found: dict[str, Fingerprint]) -> RemovableHandle:

@@ -23,6 +23,7 @@ from lightning_avgpipe.utils.tensors import tensor_bytes
 from lightning_avgpipe.verify.report import Verdicts
 
 _COPIES = 4  # memory of a child that trains, in sizes of the weights: weights, gradients, two optimizer states
+_KEPT = 1  # memory of a child that waits: the weights from before the first step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +113,22 @@ class Subject:
         weights = [*self.module.parameters(), *self.module.buffers()]
         if any(tensor.is_meta for tensor in weights):
             return "its weights are not in one process"
-        size = sum(map(tensor_bytes, weights))
-        needed, free = _COPIES * size, port_of(device).memory.free_bytes()
-        if needed > free:
-            return (
-                f"that takes {nbytes(needed)} ({_COPIES} times its {nbytes(size)} of weights), and {nbytes(free)} are "
-                f"free on {device}"
-            )
-        return None
+        return self._why_no_memory(_COPIES + _KEPT)
+
+    def why_not_again(self) -> str | None:
+        """Return why a child that waits could not begin to train now, or None if it could."""
+        return self._why_no_memory(_COPIES)
+
+    def _why_no_memory(self, copies: int) -> str | None:
+        device = self.cluster.device
+        size = sum(map(tensor_bytes, (*self.module.parameters(), *self.module.buffers())))
+        needed, free = copies * size, port_of(device).memory.free_bytes()
+        if needed <= free:
+            return None
+        return (
+            f"that takes {nbytes(needed)} ({copies} times its {nbytes(size)} of weights), and {nbytes(free)} are free "
+            f"on {device}"
+        )
 
     # -- what each process holds --------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from lightning_avgpipe.verify.fingerprint import fingerprint, first_difference, how_different, usual_size
+from lightning_avgpipe.verify.fingerprint import differences, fingerprint, how_different, usual_size
 
 
 def test_what_nearly_cancels_is_rounded_as_its_terms_were() -> None:
@@ -14,8 +14,8 @@ def test_what_nearly_cancels_is_rounded_as_its_terms_were() -> None:
     gradients = {"weight": fingerprint(first), "bias": fingerprint((first + second) - first - second)}  # only rounding
     other = {"weight": fingerprint(first), "bias": fingerprint((second + first) - second - first)}
     for scale, explained in ((0.0, False), (usual_size(gradients.values()), True)):
-        found = first_difference("the gradient", gradients, other, lambda name: True, scale=scale)
-        assert (found is None) == explained
+        found = list(differences("the gradient", gradients, other, lambda name: True, scale=scale))
+        assert (not found) == explained
 
 
 def test_a_lost_part_is_no_rounding() -> None:
