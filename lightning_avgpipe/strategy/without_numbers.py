@@ -3,7 +3,8 @@
 A weight of another stage has no numbers, so an operation that needs them raises an error. Two would not: torch computes
 nothing in ``teacher.mul_(0.9).add_(student, alpha=0.1)`` if the student has no numbers, and a gradient that is None
 looks like that of a weight which nothing uses. Within hooks the first is an error with its line, and a gradient of
-another process is there, without numbers, as its weight is.
+another process is there, without numbers, as its weight is. Nor does a weight without numbers draw random ones, which
+the next one would get in its place: that is an error too.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_avgpipe.errors import AbsentValueError
 from lightning_avgpipe.strategy.state_of_steps import StateOfSteps
+from lightning_avgpipe.utils.device import all_generators
 from lightning_avgpipe.utils.lightning import LIGHTNING, LambdaCallback, is_overridden, pl
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import raising_line, source_line
+from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import is_mutable, targets
 
 _OF_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
@@ -118,14 +121,37 @@ class WithoutNumbers:
 
 
 class _NoSilentWrites(TorchDispatchMode):
-    """A context that refuses to write into a tensor from one without numbers, which torch takes for done."""
+    """A context that refuses what torch takes for done although a tensor has no numbers.
+
+    That is to write into another tensor from it, and to draw for another one the random numbers that were its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed: dict[torch.Generator, Tensor] = {}  # states of generators that have not drawn
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._check_draw(func, args, kwargs)
         if is_mutable(func) and _is_left_out(list(targets(func, args, kwargs)), (*args, *kwargs.values())):
             name = func._schema.name.removeprefix("aten::")
             raise _absent(f"{name}() at {source_line()} in a hook writes what it computes from")
         return func(*args, **kwargs)
+
+    def _check_draw(self, func: Any, args: Any, kwargs: Any) -> None:
+        given = kwargs.get("generator")
+        generators = all_generators() if given is None else [given]
+        tensors = tensor_arguments(args, kwargs)
+        if any(tensor.is_meta for tensor in tensors):
+            self._passed |= {generator: generator.get_state() for generator in generators}
+        elif tensors and any(g in self._passed and torch.equal(self._passed[g], g.get_state()) for g in generators):
+            name = func._schema.name.removeprefix("aten::")
+            raise AbsentValueError(
+                f"{name}() at {source_line()} in a hook draws random numbers that on one device a weight of another "
+                "stage would have drawn before, which has no numbers on this process. Seed before each weight or "
+                "module (torch.manual_seed), draw for weights in on_train_start, or give each a generator of its own"
+            )
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:

@@ -190,6 +190,36 @@ def test_what_another_process_uses_and_a_hook_of_rank_0_rebuilds_is_an_error(
     assert f"'{what}' (replaced, or by" in error
 
 
+class Shakes(Clipped):
+    """Each epoch begins with noise on all weights, of one generator or of one for each."""
+
+    each = False
+
+    def on_train_epoch_start(self) -> None:
+        generator = torch.Generator().manual_seed(self.current_epoch)
+        for name, parameter in self.named_parameters():
+            if self.each:
+                generator.manual_seed(self.current_epoch + len(name) + ord(name[0]))
+            parameter.data.uniform_(-0.1, 0.1, generator=generator)
+
+    def clip(self) -> None:
+        """Change nothing."""
+
+
+class ShakesEach(Shakes):
+    each = True
+
+
+@pytest.mark.slow
+def test_random_numbers_of_weights_on_other_processes_do_not_go_to_the_next_ones(tmp_path: Path) -> None:
+    outcomes = processes.run(2, fitted, Shakes, 2, folder=tmp_path)
+    assert all(outcome.error for outcome in outcomes)
+    assert "uniform_() at test_rank_zero_hooks.py" in (outcomes[0].error or "")
+    expected = fitted(0, ShakesEach, 1, 1)
+    for state in processes.results(processes.run(2, fitted, ShakesEach, 2, folder=tmp_path)):
+        assert [name for name, tensor in state.items() if not torch.equal(tensor, expected[name])] == []
+
+
 class Grows(Layers):
     """A hook of every process replaces the first layer: rank 0 would save one that nobody has trained."""
 
