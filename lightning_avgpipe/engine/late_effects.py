@@ -15,7 +15,7 @@ from lightning_avgpipe.capture.events import attributes_of
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.objects import ATOMS, ObjectState, is_generator
 from lightning_avgpipe.state.outside import outside, variable
-from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.state.snapshot import Snapshot, leading
 from lightning_avgpipe.utils.names import joined, nearest
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import REGISTRIES
@@ -148,6 +148,11 @@ class LateChanges:
             keys = {key for key, position in graph.reads if position < program.start}
         self._roots = {key: variable(module, *key) for key in sorted(keys - changed) if program.start}
         self._before: Snapshot | None = None
+        self._iterations = 0
+
+    def begin_iteration(self) -> None:
+        """Begin an iteration. What changes in the first one, and was put back in the captured step, is not late."""
+        self._iterations += 1
 
     def begin(self) -> None:
         """Note the present contents of the objects."""
@@ -172,12 +177,14 @@ class LateChanges:
         kept = [obj for obj, old, now in before.modified() if not (is_generator(obj) or _only_grew(old, now))]
         found = {id(obj) for obj in (*kept, *before.written())}
         found -= Snapshot(self._known, opaque=True).reached() if found else set()
-        for (path, name), held in self._roots.items() if found else ():
-            if Snapshot([held], opaque=True).reach(found):
-                return (
-                    f"changes what '{joined(path, name)}' holds, which it did not do when it was captured, and which "
-                    f"{why} (stage {self._program.stage}). {_ADVICE}"
-                )
+        late = leading(self._roots, found)
+        if self._iterations > 1 and late:
+            return (
+                f"changes what '{joined(*late[0])}' holds, which it did not do when it was captured, and which {why} "
+                f"(stage {self._program.stage}). {_ADVICE}"
+            )
+        for key in late:
+            del self._roots[key]
         return None
 
 

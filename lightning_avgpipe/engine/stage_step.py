@@ -230,6 +230,7 @@ class StageStep:
         """Begin an iteration whose actions run on this stream."""
         self.stream = stream
         self._programs.begin()
+        self._unforeseen.begin_iteration()
         if self._began_on_host:  # only now: within an iteration a repeated forward must draw the same
             self._context = replace(self._context, drawing=replace(self._context.drawing, late_on_host=True))
             self._began_on_host = False

@@ -93,6 +93,10 @@ class Unforeseen:
         self._absent: dict[int, str] = {}  # id of a buffer -> its name, while a forward runs
         self._holders = [variable(module, *key) for key, _ in program.graph.holders if not program.is_last]
 
+    def begin_iteration(self) -> None:
+        """Begin an iteration."""
+        self._between.begin_iteration()
+
     @contextlib.contextmanager
     def checked(self, args: Sequence[Any]) -> Iterator[None]:
         """Run a forward with these arguments within this context, and check its effects.
@@ -174,7 +178,7 @@ class Unforeseen:
         if node.index == self._program.start:
             if not self._repeats:
                 self._shared.begin()  # what code before this stage's part has changed, every stage has
-            if (again := self._between.begin_own()) is not None and not self._is_first:
+            if (again := self._between.begin_own()) is not None:
                 raise self._changed(again)
         return self._generators.node(operation, node)
 

@@ -41,7 +41,7 @@ _OF_LIGHTNING = frozenset(vars(pl.LightningModule())) - {"training"}
 _MISSING = object()
 _OPTIMIZER = "optimizer"
 # The registries of hooks that a module's forward and backward call.
-_CALLED = sorted(name for name in OF_EVERY_MODULE if name.startswith(("_forward_", "_backward_")))
+_CALLED = sorted(name for name in OF_EVERY_MODULE if "ward_" in name and "hooks" in name)
 
 Key = tuple[str, str]  # path of a module, name of the attribute or buffer
 Packed = tuple[bytes, list[Tensor], list[bool]]  # a pickled value, its tensors, and whether each was on the host

@@ -220,25 +220,6 @@ def test_random_numbers_of_weights_on_other_processes_do_not_go_to_the_next_ones
         assert [name for name, tensor in state.items() if not torch.equal(tensor, expected[name])] == []
 
 
-class Grows(Layers):
-    """A hook of every process replaces the first layer: rank 0 would save one that nobody has trained."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return (self.through(batch[0]) - batch[1]).square().mean()
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.a = nn.Linear(8, 8)
-            self.optimizers().add_param_group({"params": list(self.a.parameters())})
-
-
-@pytest.mark.slow
-def test_a_parameter_that_is_replaced_while_several_processes_train_is_an_error(tmp_path: Path) -> None:
-    outcomes = processes.run(2, fitted, Grows, 2, folder=tmp_path)
-    assert all(outcome.error for outcome in outcomes)
-    assert "'a.weight', 'a.bias' of the module is another parameter than when its stages" in (outcomes[0].error or "")
-
-
 class CallsOtherHooks(Layers):
     """Hooks that share code call each other; what they change is read by the first stage."""
 
