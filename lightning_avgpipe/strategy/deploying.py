@@ -253,8 +253,8 @@ class Preparation:
         changed = [repr(name) for name in names if known.get(name) is not now.get(name)]
         if changed:
             raise StepChangedError(
-                f"{listed(changed)} of the module is another parameter than when its stages were made, or only one of "
-                "both: a hook has replaced, added or tied it, and processes would not train and save the same module. "
+                f"the module's parameters {listed(changed)} are not those for which its stages were made: a hook has "
+                "replaced, added, parametrized or tied them, and processes would not train and save the same module. "
                 "Do so before training, and go on from a checkpoint, or use one process (devices=1)"
             )
 

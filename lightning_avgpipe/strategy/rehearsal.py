@@ -305,7 +305,12 @@ def _trying(run: PipelineRun, batch: Any) -> Iterator[Any]:
     before, schedule_control, fed = run.configuration.options, run.iterations.schedule_control, run.models.fed
     try:
         unverified = replaced(run.iterations, "verifier", None)
-        with run.models.step_log.unheard(), run.deployment.models.trying(), unverified, run.batches.trying(batch) as here:
+        with (
+            run.models.step_log.unheard(),
+            run.deployment.models.trying(),
+            unverified,
+            run.batches.trying(batch) as here,
+        ):
             yield here
     finally:
         run.configuration.options, run.iterations.schedule_control, run.models.fed = before, schedule_control, fed

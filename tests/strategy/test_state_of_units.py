@@ -142,7 +142,7 @@ def test_a_metric_that_a_submodule_of_another_stage_updates_is_refused(tmp_path:
 def test_a_submodule_that_a_hook_replaces_is_named(tmp_path: Path) -> None:
     outcomes = processes.run(2, fitted, Replaces, 2, folder=tmp_path)
     said = "".join(outcome.error or "" for outcome in outcomes)
-    assert "'a.weight', 'a.bias' of the module is another parameter than when its stages were made" in said
+    assert "the module's parameters 'a.weight', 'a.parametrizations.weight.original0'" in said
 
 
 class Prunes(Replaces):
