@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from tests.simulated.process import NAME as SIMULATED
 
@@ -24,6 +25,7 @@ def same_start(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeyp
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # set by seed_everything, and undone like this
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)  # set by a strategy of a process with another rank
 
 
 @pytest.fixture(autouse=True)
