@@ -141,11 +141,13 @@ class LateChanges:
         changed = {*graph.attributes, *graph.of_units, *graph.written, *_leads(program)}
         self._program, self._module, self._repeats = program, module, repeats
         self._known = [variable(module, *key) for key in changed]
+        between = {path: m for path, m in module.named_modules() if not nearest(path, set(graph.units))}
+        metrics = {path for path, m in between.items() if _is_metric(m)}  # they hear of each value once
         if repeats:
-            between = {path: m for path, m in module.named_modules() if not nearest(path, set(graph.units))}
             keys = {*attributes_of(between), *(("", name) for name in outside(module))}
         else:
             keys = {key for key, position in graph.reads if position < program.start}
+        keys = {key for key in keys if not nearest(key[0], metrics)}
         self._roots = {key: variable(module, *key) for key in sorted(keys - changed) if program.start}
         self._before: Snapshot | None = None
         self._iterations = 0
@@ -186,6 +188,10 @@ class LateChanges:
         for key in late:
             del self._roots[key]
         return None
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(module).__mro__)
 
 
 def _leads(program: StageProgram) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
@@ -119,6 +121,39 @@ def frozen(module: Any, loss: Any) -> None:
 
 def test_what_each_stage_does_alike_at_the_beginning_may_begin_late() -> None:
     assert_as_alone(Late(frozen, nothing), Late(frozen, nothing))
+
+
+def measured(module: Any, loss: Any) -> None:
+    module.metric.update(1.0)
+
+
+def test_a_metric_may_hear_of_something_late() -> None:
+    module = Late(measured, nothing)
+    module.metric = MeanMetric()
+    fit(module)
+    assert module.metric.weight == 2 * (STEPS - BEGIN)
+
+
+class Collects(Late):
+    """Each micro-batch fills a dict from hooks, uses it, and empties it again."""
+
+    def __init__(self) -> None:
+        super().__init__(nothing, nothing)
+        self.found = dict[str, Tensor]()
+        for name in ("a", "b", "c"):
+            getattr(self, name).register_forward_hook(partial(self.collect, name))
+
+    def collect(self, name: str, module: Any, args: Any, result: Tensor) -> None:
+        self.found[name] = result
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) + sum(one.square().mean() for one in self.found.values())
+        self.found.clear()
+        return loss
+
+
+def test_what_each_micro_batch_collects_and_drops_again_is_not_late() -> None:
+    assert_as_alone(Collects(), Collects())
 
 
 def test_a_number_that_a_submodule_of_another_stage_counts_is_not_read_late() -> None:
