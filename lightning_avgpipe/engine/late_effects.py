@@ -16,11 +16,13 @@ from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.objects import ATOMS, ObjectState, is_generator
 from lightning_avgpipe.state.outside import outside, variable
 from lightning_avgpipe.state.snapshot import Snapshot, leading
+from lightning_avgpipe.utils.lightning import OF_EVERY_LIGHTNING_MODULE
 from lightning_avgpipe.utils.names import joined, nearest
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import REGISTRIES
 
 _MISSING = object()
+_OF_LIGHTNING = OF_EVERY_LIGHTNING_MODULE - {"_hparams"}
 _ADVICE = "Do so in a hook such as on_train_batch_start, or from the first step on (by nothing, if need be)"
 
 
@@ -147,7 +149,7 @@ class LateChanges:
             keys = {*attributes_of(between), *(("", name) for name in outside(module))}
         else:
             keys = {key for key, position in graph.reads if position < program.start}
-        keys = {key for key in keys if not nearest(key[0], metrics)}
+        keys = {key for key in keys if not nearest(key[0], metrics) and (key[0] or key[1] not in _OF_LIGHTNING)}
         self._roots = {key: variable(module, *key) for key in sorted(keys - changed) if program.start}
         self._before: Snapshot | None = None
         self._iterations = 0

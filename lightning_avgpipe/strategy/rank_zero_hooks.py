@@ -24,7 +24,7 @@ from lightning_avgpipe.state.snapshot import Snapshot, assign, leading
 from lightning_avgpipe.state.writes import Writes
 from lightning_avgpipe.strategy.metric_objects import metrics_of
 from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.utils.lightning import is_overridden, pl
+from lightning_avgpipe.utils.lightning import OF_EVERY_LIGHTNING_MODULE, is_overridden, pl
 from lightning_avgpipe.utils.names import is_within, joined, listed
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.placeholder import Absent
@@ -37,7 +37,6 @@ HOOKS = tuple(
 )
 LARGEST = 2**20  # most bytes that are sent of an attribute that a step reads on other processes
 _LARGE = 2**16  # most bytes that are sent of any other attribute, which may grow with every batch
-_OF_LIGHTNING = frozenset(vars(pl.LightningModule())) - {"training"}
 _MISSING = object()
 _OPTIMIZER = "optimizer"
 # The registries of hooks that a module's forward and backward call.
@@ -278,7 +277,7 @@ class _Attributes:
             (path, name): held
             for path, module in self._modules.items()
             for name, held in (*vars(module).items(), *module._buffers.items(), *_flags(module))
-            if name not in _OF_LIGHTNING
+            if name not in OF_EVERY_LIGHTNING_MODULE
         }
 
     def news(self, hook: str, needed: Collection[Key], written: Collection[str]) -> list[tuple[Any, ...]]:

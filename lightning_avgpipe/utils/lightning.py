@@ -90,6 +90,7 @@ _TunerExitException = pl.utilities.exceptions._TunerExitException
 is_overridden = pl.utilities.model_helpers.is_overridden
 rank_zero_info = pl.utilities.rank_zero.rank_zero_info
 rank_zero_only = pl.utilities.rank_zero.rank_zero_only
+OF_EVERY_LIGHTNING_MODULE = frozenset(vars(pl.LightningModule())) - {"training"}  # attributes
 rank_zero_warn = pl.utilities.rank_zero.rank_zero_warn
 is_param_in_hook_signature = pl.utilities.signature_utils.is_param_in_hook_signature
 
