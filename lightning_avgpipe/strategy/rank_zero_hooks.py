@@ -121,7 +121,7 @@ class _Hooks:
 
     def _is_elsewhere(self, name: str) -> bool:
         """Return whether other processes use a module, or a parameter, or something within it or around it."""
-        if name.startswith(f"{_OPTIMIZER} "):
+        if not name or name.startswith(f"{_OPTIMIZER} "):  # the whole module, or an optimizer
             return True
         plan, ranks, here = self._deployment.plan, self._cluster.stage_map.ranks, (self._cluster.rank,)
         assert plan is not None
@@ -143,9 +143,8 @@ class _Hooks:
         told: Any = self._cluster.control.publish()
         news, optimization, asked = told
         vars(self._trainer).update(asked)
-        for (path, attribute), content, tensors, on_host in news:
-            here = [t if of_host else t.to(self._cluster.device) for t, of_host in zip(tensors, on_host, strict=True)]
-            value = self._packer.unpack(Parcel(content, ()), here, Snapshot(()))
+        for (path, attribute), *content in news:
+            value = unpacked(self._packer, content, self._cluster.device)
             if attribute in self._variables:
                 accept_variable(self._variables[attribute], value)
             else:
@@ -328,6 +327,13 @@ def packed(packer: Packer, value: Any, most: int) -> Packed:
     if size > most:
         raise pickle.PicklingError(f"it has {size} bytes, and {most} at most are sent")
     return parcel.content, [t.detach().clone().cpu() for t in tensors], [t.is_cpu for t in tensors]
+
+
+def unpacked(packer: Packer, content: Sequence[Any], device: torch.device) -> Any:
+    """Return the value of what :func:`packed` has returned on another process, whose device was another one."""
+    pickled, tensors, on_host = content
+    here = [t if of_host else t.to(device) for t, of_host in zip(tensors, on_host, strict=True)]
+    return packer.unpack(Parcel(pickled, ()), here, Snapshot(()))
 
 
 def _flags(module: nn.Module) -> Iterator[tuple[str, Any]]:

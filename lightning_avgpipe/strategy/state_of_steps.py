@@ -17,9 +17,8 @@ from torch import nn
 from lightning_avgpipe.capture.events import Key
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.state.outside import names_in, outside, variable
-from lightning_avgpipe.state.parcel import Packer, Parcel
-from lightning_avgpipe.state.snapshot import Snapshot
-from lightning_avgpipe.strategy.rank_zero_hooks import HOOKS, LARGEST, accept, accept_variable, packed
+from lightning_avgpipe.state.parcel import Packer
+from lightning_avgpipe.strategy.rank_zero_hooks import HOOKS, LARGEST, accept, accept_variable, packed, unpacked
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import pl
 
@@ -66,9 +65,7 @@ class StateOfSteps:
         for (path, attribute), content in zip(keys, sent, strict=True) if self._cluster.rank else ():
             if content is None:
                 continue
-            pickled, tensors, on_host = content
-            here = [t if of_host else t.to(self._cluster.device) for t, of_host in zip(tensors, on_host, strict=True)]
-            value = self._packer.unpack(Parcel(pickled, ()), here, Snapshot(()))
+            value = unpacked(self._packer, content, self._cluster.device)
             if (held := outside(self._module).get(attribute)) is not None:
                 accept_variable(held, value)
             else:

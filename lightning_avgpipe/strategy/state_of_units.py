@@ -15,9 +15,8 @@ from torch import nn
 
 from lightning_avgpipe.capture.events import Key
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.state.parcel import Packer, Parcel
-from lightning_avgpipe.state.snapshot import Snapshot
-from lightning_avgpipe.strategy.rank_zero_hooks import LARGEST, accept, packed
+from lightning_avgpipe.state.parcel import Packer
+from lightning_avgpipe.strategy.rank_zero_hooks import LARGEST, accept, packed, unpacked
 from lightning_avgpipe.training.deployment import Deployment, hosts_of
 from lightning_avgpipe.utils.elsewhere import Elsewhere
 from lightning_avgpipe.utils.names import joined
@@ -49,10 +48,7 @@ class StateOfUnits:
         for rank, found in enumerate(self._cluster.group.exchange_objects(mine, "what submodules have changed")):
             for (path, name), value in found.items() if rank != self._cluster.rank else ():
                 if isinstance(value, tuple):
-                    content, tensors, on_host = value
-                    pairs = zip(tensors, on_host, strict=True)
-                    here = [t if of_host else t.to(self._cluster.device) for t, of_host in pairs]
-                    value = packer.unpack(Parcel(content, ()), here, Snapshot(()))
+                    value = unpacked(packer, value, self._cluster.device)
                 accept(self._module.get_submodule(path), name, value)
 
     def _owned(self, step: str) -> Iterator[tuple[Key, int]]:

@@ -102,7 +102,8 @@ class WithoutNumbers:
             if name in _OF_GRADIENTS:
                 self.show_gradients()
             optimizers = self._trainer.optimizers if name == "optimizer_step" else ()
-            self._mode, self._running = _NoSilentWrites(), (owner, name)
+            around, self._running = self._running, (owner, name)
+            self._mode = _NoSilentWrites()
             try:
                 with contextlib.ExitStack() as undo:
                     undo.enter_context(self._mode)
@@ -114,7 +115,7 @@ class WithoutNumbers:
                     raise
                 raise _absent(f"{type(owner).__name__}.{name} at {raising_line(error)} needs the numbers of") from error
             finally:
-                self._mode = self._running = None
+                self._mode, self._running = None, around
                 self._hide()
 
         return run
