@@ -166,6 +166,13 @@ class Bypasses(Rebuilds):
         self.a.forward = lambda x: x  # type: ignore[method-assign]
 
 
+class Reroutes(Rebuilds):
+    """A hook replaces a method of the whole module."""
+
+    def rebuild(self) -> None:
+        self.forward = lambda x: x  # type: ignore[method-assign]
+
+
 class Forgets(Rebuilds):
     """A hook clears the optimizer's states, of which each process has a part."""
 
@@ -178,7 +185,7 @@ class Forgets(Rebuilds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "what"), [(Rebuilds, "a"), (Hooks, "a.weight"), (Bypasses, "a"), (Forgets, "optimizer 0")]
+    ("make", "what"), [(Rebuilds, "a"), (Hooks, "a.weight"), (Bypasses, "a"), (Reroutes, ""), (Forgets, "optimizer 0")]
 )
 def test_what_another_process_uses_and_a_hook_of_rank_0_rebuilds_is_an_error(
     make: Any, what: str, tmp_path: Path
@@ -187,7 +194,7 @@ def test_what_another_process_uses_and_a_hook_of_rank_0_rebuilds_is_an_error(
     assert all(outcome.error for outcome in outcomes)
     error = outcomes[0].error or ""
     assert "on_train_epoch_end() runs on rank 0 only and changes what other processes use" in error
-    assert f"'{what}' (replaced, or by" in error
+    assert f"{repr(what) if what else 'the LightningModule'} (replaced, or by" in error
 
 
 class Shakes(Clipped):
