@@ -6,15 +6,16 @@ The first micro-batch shows what a step assigns and changes, and the cuts allow 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_avgpipe.capture.events import attributes_of
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.state.objects import ATOMS, ObjectState, is_generator
-from lightning_avgpipe.state.outside import outside, variable
+from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS, ObjectState, is_generator
+from lightning_avgpipe.state.outside import KINDS, outside, variable
 from lightning_avgpipe.state.snapshot import Snapshot, leading
 from lightning_avgpipe.utils.lightning import OF_EVERY_LIGHTNING_MODULE
 from lightning_avgpipe.utils.names import joined, nearest
@@ -23,6 +24,7 @@ from lightning_avgpipe.utils.torch_compat import REGISTRIES
 
 _MISSING = object()
 _OF_LIGHTNING = OF_EVERY_LIGHTNING_MODULE - {"_hparams"}
+_AGAIN, _UNSEEN = "each stage in this process would do again", "an earlier stage would not see"
 _ADVICE = "Do so in a hook such as on_train_batch_start, or from the first step on (by nothing, if need be)"
 
 
@@ -69,11 +71,11 @@ class LateAssignments:
         """Return a description of an assignment that has left another value; None: there is none."""
         for (_, name, before), (module, full, old, line) in self._noted.items():
             now = vars(module).get(name, _MISSING)
-            if now is old or (type(now) in ATOMS and type(now) is type(old) and now == old):
+            if _is_equal(old, now):
                 continue
             if isinstance(old, Tensor) and isinstance(now, Tensor) and old.shape != now.shape:  # a larger table
                 continue
-            why = "each stage in this process would do again" if before else "an earlier stage would not see"
+            why = _AGAIN if before else _UNSEEN
             return (
                 f"assigns '{full}' at {line}, which it did not do when it was captured, and which {why} (stage "
                 f"{self._program.stage}). {_ADVICE}"
@@ -160,19 +162,23 @@ class LateChanges:
 
     def begin(self) -> None:
         """Note the present contents of the objects."""
-        held = [one for root in self._roots.values() for one in root.state().values() if type(one) not in ATOMS]
+        held: list[Any] = []
+        for (path, name), root in self._roots.items():
+            if not path and name.startswith(KINDS):  # an assignment of an attribute is seen when it happens
+                held.append(root)
+            held += (one for one in root.state().values() if type(one) not in ATOMS)
         self._before = Snapshot(held, opaque=True) if held else None
 
-    def begin_own(self) -> str | None:
+    def begin_part(self) -> str | None:
         """Begin this stage's part; return a description of what was changed once more before it; None: nothing was."""
         if self._repeats:
-            return self._changed("each stage in this process would do again")
+            return self._changed(_AGAIN)
         self.begin()  # what code before has changed, every process has
         return None
 
     def changed(self) -> str | None:
         """Return a description of a change in this stage's part that an earlier stage would not see; None: none."""
-        return None if self._repeats else self._changed("an earlier stage would not see")
+        return None if self._repeats else self._changed(_UNSEEN)
 
     def _changed(self, why: str) -> str | None:
         before, self._before = self._before, None
@@ -190,6 +196,67 @@ class LateChanges:
         for key in late:
             del self._roots[key]
         return None
+
+
+class LateHooks:
+    """The hooks of modules that code between units registers, and that the captured step did not register.
+
+    A stage that leaves the step before ``handle.remove()`` keeps the hook, and the next one registers another.
+
+    Args:
+        program: program of the stage.
+        module: the whole module.
+        repeats: whether an earlier stage of this process has run the code before this stage's part.
+    """
+
+    def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
+        self._program, self._repeats = program, repeats
+        earlier = {node.name for node in program.graph.nodes[: program.start] if node.kind == "call"} - program.own
+        modules = dict(module.named_modules()) if program.start else {}
+        self._modules = list(modules.items())
+        self._earlier = [(path, inner) for path, inner in modules.items() if nearest(path, earlier)]
+        self._next = 0  # number of the next hook
+        self._iterations = 0
+
+    def begin_iteration(self) -> None:
+        """Begin an iteration. Hooks that are registered in the first one are not late."""
+        self._iterations += 1
+
+    def begin(self) -> None:
+        """Note which hooks there are."""
+        self._next = RemovableHandle.next_id
+
+    def begin_part(self) -> str | None:
+        """Begin this stage's part; return a description of a hook that was registered before it; None: there is none.
+
+        Where the stage does not repeat what an earlier one of its process has done, each process has the hook once.
+        """
+        found = self._registered(self._modules, _AGAIN) if self._repeats else None
+        self.begin()
+        return found
+
+    def changed(self) -> str | None:
+        """Return a description of a hook, registered in this stage's part, of a submodule of an earlier stage."""
+        return self._registered(self._earlier, _UNSEEN)
+
+    def _registered(self, modules: Sequence[tuple[str, nn.Module]], why: str) -> str | None:
+        if RemovableHandle.next_id == self._next or not modules:
+            return None
+        new = (
+            path
+            for path, inner in modules
+            for name in CALLED_HOOKS
+            if any(key >= self._next for key in vars(inner)[name])
+        )
+        path = next(new, None)
+        if path is not None and self._iterations == 1:
+            self._modules, self._earlier = [], []
+        if path is None or not self._modules:
+            return None
+        return (
+            f"registers a hook of '{path or 'the LightningModule'}', which it did not do when it was captured, and "
+            f"which {why} (stage {self._program.stage}). {_ADVICE}"
+        )
 
 
 def _is_metric(module: nn.Module) -> bool:
@@ -212,7 +279,15 @@ def _held_by(module: nn.Module, units: Iterable[str]) -> Iterator[Any]:
 
 
 def _only_grew(before: ObjectState, now: ObjectState) -> bool:
-    """Return whether an object differs only by further attributes, or by further items of a dict."""
+    """Return whether an object differs only by further attributes, further items of a dict, and equal numbers."""
+    old, new = _named(before), _named(now)
     names = now.changed_names(before)
-    held = {*before.attributes, *(before.items if isinstance(before.items, dict) else ())}
-    return names is not None and held.isdisjoint(names)
+    return names is not None and not any(name in old and not _is_equal(old[name], new.get(name)) for name in names)
+
+
+def _named(state: ObjectState) -> dict[Any, Any]:
+    return {**state.attributes, **(state.items if isinstance(state.items, dict) else {})}
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return one is other or (type(one) in ATOMS and type(one) is type(other) and one == other)

@@ -243,6 +243,8 @@ class _Replayer(StepTracer):
         if self._end is not None:
             raise self._caught(self._end)
         position, start = self._position, self._start
+        if position == start and self._unforeseen is not None:
+            self._unforeseen.begin_part()
         if position == self._tap > start and self._detour is None:
             values = tuple(self.values.to_send(v).detach().clone() for v in self._program.graph.live(position))
             self.tapped = values, self._entries

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.capture.graph import GeneratorUse, Node
 from lightning_avgpipe.capture.operation import Operation
-from lightning_avgpipe.engine.late_effects import LateAssignments, LateChanges, SharedObjects
+from lightning_avgpipe.engine.late_effects import LateAssignments, LateChanges, LateHooks, SharedObjects
 from lightning_avgpipe.engine.tensor_use import places
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
@@ -63,7 +63,7 @@ class Unforeseen:
         self._repeats = repeats
         self._late = LateAssignments(program, module, repeats)
         self._shared = SharedObjects(program, module)
-        self._between = LateChanges(program, module, repeats)
+        self._between = LateChanges(program, module, repeats), LateHooks(program, module, repeats)
         self._is_first = True  # whether no forward has ended: the first one does what is done once, as when captured
         self._generators = _Generators(program, module)
         self._constants: dict[str, tuple[dict[str, Any], str]] = {}  # buffers outside of units, register and name
@@ -95,7 +95,8 @@ class Unforeseen:
 
     def begin_iteration(self) -> None:
         """Begin an iteration."""
-        self._between.begin_iteration()
+        for effects in self._between:
+            effects.begin_iteration()
 
     @contextlib.contextmanager
     def checked(self, args: Sequence[Any]) -> Iterator[None]:
@@ -110,15 +111,15 @@ class Unforeseen:
         buffers = [(name, *self._buffer(name)) for name in self._constants]
         self._absent = {id(register.get(leaf)): name for name, (register, leaf) in self._elsewhere.items()}
         iterators = self._iterators()
-        self._late.begin()
-        self._between.begin()
+        for effects in (self._late, *self._between):
+            effects.begin()
         given = [leaf for leaf in tree.leaves(tuple(args)) if is_generator(leaf)]
         generators = Snapshot(given, opaque="generators").restored() if given else _NOTHING
         with self.sharing(), self._generators.watched(), generators:
             yield
-        late = self._late.found() or self._between.changed()
-        if late is not None and not self._is_first:
-            raise self._changed(late)
+        for late in (self._late.found(), *(effects.changed() for effects in self._between)):
+            if late is not None and not self._is_first:
+                raise self._changed(late)
         self._is_first = False
         if iterators is not None and (taken := iterators.advanced()):
             raise self._changed(
@@ -173,13 +174,20 @@ class Unforeseen:
         if (changed := self._shared.changed()) is not None and not self._is_first:
             raise self._changed(changed)
 
+    def begin_part(self) -> None:
+        """Begin the stage's part of the step, whose earlier nodes are those of other stages.
+
+        Raises:
+            StepChangedError: code before it has changed what each stage of this process would change again.
+        """
+        if not self._repeats:
+            self._shared.begin()  # what code before this stage's part has changed, every stage has
+        for again in [effects.begin_part() for effects in self._between]:
+            if again is not None:
+                raise self._changed(again)
+
     def node(self, operation: Operation, node: Node) -> contextlib.AbstractContextManager[None]:
         """Run a node of this stage within this context, and check its draws."""
-        if node.index == self._program.start:
-            if not self._repeats:
-                self._shared.begin()  # what code before this stage's part has changed, every stage has
-            if (again := self._between.begin_own()) is not None:
-                raise self._changed(again)
         return self._generators.node(operation, node)
 
     def held(self) -> Snapshot:

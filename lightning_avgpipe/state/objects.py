@@ -45,6 +45,8 @@ ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 BYTES: tuple[Any, ...] = (bytearray, array.array, ctypes.Array.__mro__[1])  # the last is the base of all data of C
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+# The registries of hooks that a module's forward and backward call.
+CALLED_HOOKS = sorted(name for name in OF_EVERY_MODULE if "ward_" in name and "hooks" in name)
 
 _LARGEST = 2**26  # bytes of an array that steps may change
 _CONTENTS: dict[str, Any] = {}  # in the place of attributes: the items are a copy of the object's contents

@@ -1,4 +1,4 @@
-"""Find variables outside of modules that the user's code may change: globals, closure variables, class attributes."""
+"""Find variables outside of modules that user code may change: of Python modules, closures, classes and functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIBRARY = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")}
 # Installed packages may lie elsewhere: in the user's site, below a virtual environment, or on PYTHONPATH.
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 _PACKAGE = str(Path(__file__).parents[1])
-_KINDS = ("global ", "class ", "enclosed ")  # prefixes of full names
+KINDS = ("global ", "class ", "enclosed ", "function ")  # prefixes of full names
 _MOST = 1000  # items of a container that are searched for functions
 _CODE = (types.FunctionType, types.MethodType, type, types.ModuleType, nn.Module)
 
@@ -51,7 +51,7 @@ def variable(module: nn.Module, path: str, name: str) -> Variable:
     Raises:
         KeyError: the module's code names no such variable.
     """
-    if name.startswith(_KINDS):
+    if name.startswith(KINDS):
         return outside(module)[name]
     return Variable(vars(module.get_submodule(path)), name)
 
@@ -67,7 +67,8 @@ def names_in(functions: Iterable[Callable[..., Any]], classes: Sequence[type]) -
     found, seen = set[str](), set[types.CodeType]()
     while waiting:
         function = waiting.pop()
-        function = getattr(function, "__wrapped__", getattr(function, "__func__", function))
+        function = getattr(function, "__func__", function)
+        waiting.append(getattr(function, "__wrapped__", None))
         if not isinstance(function, types.FunctionType) or function.__code__ in seen or not _is_users(function):
             continue
         codes = [function.__code__]
@@ -129,22 +130,29 @@ class _Reached:
     def __init__(self) -> None:
         self.variables: dict[str, Variable] = {}
         self.lines: dict[str, set[tuple[types.CodeType, int | None]]] = defaultdict(set)  # by the name alone
-        self._seen: set[int] = set()
+        self._seen: set[Any] = set()  # by id
 
     def enter(self, thing: Any) -> None:
-        """Search a function, a class, or the function that an object wraps."""
-        thing = getattr(thing, "__wrapped__", getattr(thing, "__func__", thing))
-        if id(thing) in self._seen or not _is_users(thing):
+        """Search a function or a class, and the function that it, or another object, wraps."""
+        if isinstance(thing, (staticmethod, classmethod, types.MethodType)):
+            thing = thing.__func__
+        if id(thing) in self._seen:
             return
         self._seen.add(id(thing))
+        if callable(wrapped := inspect.getattr_static(thing, "__wrapped__", None)):
+            self.enter(wrapped)
+        if not isinstance(thing, (types.FunctionType, type)) or not _is_users(thing):
+            return
         if isinstance(thing, types.FunctionType):
+            for name in vars(thing).keys() - {"__wrapped__"}:
+                self._of_function(thing, name)
             for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
                 self._enclosed(thing, name, cell)
             names, defaults = thing.__code__.co_varnames[: thing.__code__.co_argcount], thing.__defaults__ or ()
             for name, held in (*zip(names[::-1], defaults[::-1], strict=False), *(thing.__kwdefaults__ or {}).items()):
                 self._default(thing, name, held)
             self.read(thing.__code__, thing.__globals__)
-        elif isinstance(thing, type):
+        else:
             for kind in filter(_is_users, thing.__mro__):
                 for name, held in list(vars(kind).items()):
                     self._attribute(kind, name, held)
@@ -155,8 +163,9 @@ class _Reached:
                 self.enter(function)
         elif isinstance(held, (staticmethod, classmethod, *_CODE)):
             self.enter(held)
-        elif not name.startswith("__") and not hasattr(type(held), "__get__"):
+        elif not name.startswith("__") and (_is_users(type(held)) or not hasattr(type(held), "__get__")):
             self._variable(f"class {_full_name(kind)}", kind, name)
+            self.enter(held)  # it may be a decorator
 
     def _enclosed(self, function: types.FunctionType, name: str, cell: types.CellType) -> None:
         variable = Variable(cell, name)
@@ -165,8 +174,17 @@ class _Reached:
             self.enter(held)
         elif id(cell) not in self._seen:
             self._seen.add(id(cell))
-            same = sum(f"{key}.".startswith(f"enclosed {_full_name(function)}.{name}.") for key in self.variables)
-            self.variables[f"enclosed {_full_name(function)}.{name}{f'.{same}' if same else ''}"] = variable
+            self._numbered(f"enclosed {_full_name(function)}.{name}", variable)
+
+    def _of_function(self, function: types.FunctionType, name: str) -> None:
+        if (id(function), name) not in self._seen:
+            self._seen.add((id(function), name))
+            self._numbered(f"function {_full_name(function)}.{name}", Variable(vars(function), name))
+
+    def _numbered(self, name: str, variable: Variable) -> None:
+        """Note a variable whose name those of other functions may have, such as of a decorator's inner function."""
+        same = sum(f"{key}.".startswith(f"{name}.") for key in self.variables)
+        self.variables[f"{name}.{same}" if same else name] = variable
 
     def _default(self, function: types.FunctionType, name: str, held: Any) -> None:
         if isinstance(held, _CODE):
@@ -197,6 +215,8 @@ class _Reached:
                 self.lines[name].add((code, line))
                 if isinstance(module, types.ModuleType) and _is_users(module):
                     before = self._loaded(vars(module), name)
+                elif isinstance(module, types.FunctionType) and _is_users(module) and operation == "STORE_ATTR":
+                    self._of_function(module, name)  # it may not exist yet
 
     def _loaded(self, namespace: dict[str, Any], name: str) -> Any:
         """Note that code loads a name; search what it refers to, and return that."""
@@ -225,7 +245,10 @@ def _full_name(thing: type | types.FunctionType) -> str:
 
 def _is_users(thing: Any) -> bool:
     """Return whether code is the user's, not of an installed package."""
-    name = thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None)
+    if isinstance(thing, types.FunctionType):  # one that wraps another has the other's __module__
+        name = thing.__globals__.get("__name__")
+    else:
+        name = thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None)
     if isinstance(thing, nn.Module) or not isinstance(name, str):
         return False
     return _is_users_module(name)

@@ -49,7 +49,7 @@ _CLOSED = (
 _OPEN = (
     "builtins", "collections", "types.SimpleNamespace", "argparse.Namespace", "argparse._AttributeHolder",
     "weakref.WeakKeyDictionary", "weakref.WeakValueDictionary", "_weakrefset.WeakSet", "functools.partial", "abc",
-    "typing",
+    "typing", "_thread._local",
     "lightning.fabric.utilities.data.AttributeDict", "lightning_fabric.utilities.data.AttributeDict",
 )  # fmt: skip
 _VALUES = (*(kind for kind in ATOMS if kind is not type(None)), tuple, frozenset)  # and types derived from these

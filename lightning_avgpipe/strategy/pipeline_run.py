@@ -257,9 +257,15 @@ class PipelineRun:
 
 
 class _PipelineClosure(Closure):
-    """A closure that runs an iteration: forwards and backwards in the order of the schedule."""
+    """A closure that runs an iteration: forwards and backwards in the order of the schedule.
+
+    Attributes:
+        shares_loss: whether all processes return the loss, which the last stage has: an optimizer of the user's may
+            step by it (Polyak's step size).
+    """
 
     iterations: Iterations
+    shares_loss: bool
     without_numbers: WithoutNumbers
     zero_grad: Callable[[], None] | None
 
@@ -269,6 +275,8 @@ class _PipelineClosure(Closure):
             result = self._step_fn()
         if by_hook:  # which may look at gradients
             self.without_numbers.show_gradients()
+        if self.shares_loss:
+            result.loss = self.iterations.cluster.control.publish(result.loss)
         if result.closure_loss is None:
             self.warning_cache.warn(
                 "`training_step` returned `None` for all micro-batches of a batch, which is skipped. If this was on "
@@ -348,4 +356,6 @@ class PipelineOptimization(_AutomaticOptimization):
         closure = _PipelineClosure(step_fn=self._make_step_fn(kwargs))
         closure.iterations, closure.without_numbers = self._iterations, self._without_numbers
         closure.zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
+        several = self._iterations.cluster.group.world_size > 1
+        closure.shares_loss = several and not type(optimizer).__module__.startswith("torch.")
         return closure

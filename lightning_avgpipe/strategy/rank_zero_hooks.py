@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import StepChangedError
-from lightning_avgpipe.state.objects import ATOMS, OF_EVERY_MODULE, Variable
+from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS, Variable
 from lightning_avgpipe.state.outside import outside
 from lightning_avgpipe.state.parcel import Packer, Parcel
 from lightning_avgpipe.state.snapshot import Snapshot, assign, leading
@@ -39,8 +39,6 @@ LARGEST = 2**20  # most bytes that are sent of an attribute that a step reads on
 _LARGE = 2**16  # most bytes that are sent of any other attribute, which may grow with every batch
 _MISSING = object()
 _OPTIMIZER = "optimizer"
-# The registries of hooks that a module's forward and backward call.
-_CALLED = sorted(name for name in OF_EVERY_MODULE if "ward_" in name and "hooks" in name)
 
 Key = tuple[str, str]  # path of a module, name of the attribute or buffer
 Packed = tuple[bytes, list[Tensor], list[bool]]  # a pickled value, its tensors, and whether each was on the host
@@ -207,7 +205,7 @@ def _structure(modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]
     found |= {path: [] for path in modules}
     for path, module in modules.items():
         own = vars(module)
-        found[path] += own.get("forward"), *(hook for name in _CALLED for hook in own[name].values())
+        found[path] += own.get("forward"), *(hook for name in CALLED_HOOKS for hook in own[name].values())
         for name, child in module._modules.items():
             found.setdefault(joined(path, name), []).append(child)
         for name, parameter in module._parameters.items():
