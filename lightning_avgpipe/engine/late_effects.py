@@ -6,7 +6,7 @@ The first micro-batch shows what a step assigns and changes, and the cuts allow 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,12 +24,17 @@ from lightning_avgpipe.utils.torch_compat import REGISTRIES
 
 _MISSING = object()
 _OF_LIGHTNING = OF_EVERY_LIGHTNING_MODULE - {"_hparams"}
-_AGAIN, _UNSEEN = "each stage in this process would do again", "an earlier stage would not see"
 _ADVICE = "Do so in a hook such as on_train_batch_start, or from the first step on (by nothing, if need be)"
 
 
-class LateAssignments:
-    """The assignments of attributes, by code between units in one forward, that the captured step did not make.
+class LateEffects:
+    """One kind of effects that the captured step did not have, looked for at three moments of a stage's forward.
+
+    ::
+
+        training_step    if late: self.seen.append(x)  | units ... | if late: self.bank[0] = y
+        stage 0          begin, appends                |
+        stage 1          begin, appends again           begin_part      end: stage 0 in another process sees no change
 
     Args:
         program: program of the stage.
@@ -38,16 +43,44 @@ class LateAssignments:
     """
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
-        graph = program.graph
         self._program, self._module, self._repeats = program, module, repeats
+        calls = (node.name for node in program.graph.nodes[: program.start] if node.kind == "call")
+        self._earlier = set(calls) - program.own  # units of earlier stages alone
+
+    def begin(self) -> None:
+        """Begin a forward."""
+
+    def begin_part(self) -> str | None:
+        """Begin this stage's part of it; return a description of an effect that came before; None: there was none."""
+        return None
+
+    def end(self) -> str | None:
+        """End the forward; return a description of an effect in it; None: there was none."""
+        return None
+
+    def _again(self, what: str) -> str:
+        return self._late(what, "each stage in this process would do again")
+
+    def _unseen(self, what: str) -> str:
+        return self._late(what, "an earlier stage would not see")
+
+    def _late(self, what: str, why: str) -> str:
+        stage = self._program.stage
+        return f"{what}, which it did not do when it was captured, and which {why} (stage {stage}). {_ADVICE}"
+
+
+class LateAssignments(LateEffects):
+    """The assignments of attributes by code between units that the captured step did not make."""
+
+    def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
+        super().__init__(program, module, repeats)
+        graph = program.graph
         self._known = {*graph.attributes, *graph.passing, *graph.of_units}
         self._read = {key for key, position in graph.reads if position < program.start}
-        self._units = {node.name for node in graph.nodes[: program.start] if node.kind == "call"} - program.own
         self._paths: dict[int, str] = {}
         self._noted: dict[tuple[int, str, bool], tuple[nn.Module, str, Any, str]] = {}
 
     def begin(self) -> None:
-        """Forget the assignments of the last forward."""
         self._noted = {}
 
     def note(self, module: nn.Module, name: str, before: bool) -> None:
@@ -64,34 +97,25 @@ class LateAssignments:
         path = self._paths.get(id(module))
         if path is None or (path, name) in self._known:
             return
-        if before or (path, name) in self._read or nearest(path, self._units):
+        if before or (path, name) in self._read or nearest(path, self._earlier):
             self._noted[place] = module, joined(path, name), own.get(name, _MISSING), source_line()
 
-    def found(self) -> str | None:
-        """Return a description of an assignment that has left another value; None: there is none."""
+    def end(self) -> str | None:
         for (_, name, before), (module, full, old, line) in self._noted.items():
             now = vars(module).get(name, _MISSING)
             if _is_equal(old, now):
                 continue
             if isinstance(old, Tensor) and isinstance(now, Tensor) and old.shape != now.shape:  # a larger table
                 continue
-            why = _AGAIN if before else _UNSEEN
-            return (
-                f"assigns '{full}' at {line}, which it did not do when it was captured, and which {why} (stage "
-                f"{self._program.stage}). {_ADVICE}"
-            )
+            return (self._again if before else self._unseen)(f"assigns '{full}' at {line}")
         return None
 
 
-class SharedObjects:
-    """The objects that units of this stage and of others hold or name, and that the captured step did not change.
+class SharedObjects(LateEffects):
+    """The changes of objects that units of this stage and of others hold or name, other than by new items of a dict."""
 
-    Args:
-        program: program of the stage.
-        module: the whole module.
-    """
-
-    def __init__(self, program: StageProgram, module: nn.Module) -> None:
+    def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
+        super().__init__(program, module, repeats)
         graph = program.graph
         calls = {node.name for node in graph.nodes if node.kind == "call"} if program.num_stages > 1 else set()
         here = {node.name for node in program.nodes if node.kind == "call"}
@@ -99,15 +123,18 @@ class SharedObjects:
         known = Snapshot(variable(module, *key) for key in (*graph.attributes, *graph.of_units, *_leads(program)))
         shared = own.indices.keys() & others.indices.keys() - known.indices.keys()
         self._objects = own.among(shared)
-        self._module, self._program, self._shares = module, program, bool(shared)
+        self._shares = bool(shared)
 
     def begin(self) -> None:
-        """Note the present contents of the objects, with which :meth:`changed` compares."""
         if self._shares:
             self._objects.follow([obj for obj, *_ in self._objects.modified()])
 
-    def changed(self) -> str | None:
-        """Return a description of an object that has changed since; None: there is none."""
+    def begin_part(self) -> str | None:
+        if not self._repeats:
+            self.begin()  # what code before has changed, every process has
+        return None
+
+    def end(self) -> str | None:
         for obj, before, now in self._objects.modified() if self._shares else ():
             if not _only_grew(before, now):
                 return (
@@ -125,25 +152,16 @@ class SharedObjects:
         return f"an object in '{next(found, 'an attribute')}'"
 
 
-class LateChanges:
-    """The objects of code between units that the captured step did not change, and that this stage must not change.
+class LateChanges(LateEffects):
+    """The changes by code between units of objects, tensors and variables that the captured step did not change.
 
-    ::
-
-        training_step    if late: self.seen.append(x)  | units ... | if late: self.bank[0] = y
-        stage 0          reads self.bank, appends      |
-        stage 1          appends once more in the same process     | stage 0 in another process does not see it
-
-    Args:
-        program: program of the stage.
-        module: the whole module.
-        repeats: whether an earlier stage of this process has run the code before this stage's part.
+    A change is described once.
     """
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
+        super().__init__(program, module, repeats)
         graph = program.graph
         changed = {*graph.attributes, *graph.of_units, *graph.written, *_leads(program)}
-        self._program, self._module, self._repeats = program, module, repeats
         self._known = [variable(module, *key) for key in changed]
         between = {path: m for path, m in module.named_modules() if not nearest(path, set(graph.units))}
         metrics = {path for path, m in between.items() if _is_metric(m)}  # they hear of each value once
@@ -154,14 +172,8 @@ class LateChanges:
         keys = {key for key in keys if not nearest(key[0], metrics) and (key[0] or key[1] not in _OF_LIGHTNING)}
         self._roots = {key: variable(module, *key) for key in sorted(keys - changed) if program.start}
         self._before: Snapshot | None = None
-        self._iterations = 0
-
-    def begin_iteration(self) -> None:
-        """Begin an iteration. What changes in the first one, and was put back in the captured step, is not late."""
-        self._iterations += 1
 
     def begin(self) -> None:
-        """Note the present contents of the objects."""
         held: list[Any] = []
         for (path, name), root in self._roots.items():
             if not path and name.startswith(KINDS):  # an assignment of an attribute is seen when it happens
@@ -170,17 +182,17 @@ class LateChanges:
         self._before = Snapshot(held, opaque=True) if held else None
 
     def begin_part(self) -> str | None:
-        """Begin this stage's part; return a description of what was changed once more before it; None: nothing was."""
         if self._repeats:
-            return self._changed(_AGAIN)
+            found = self._changed()
+            return found and self._again(found)
         self.begin()  # what code before has changed, every process has
         return None
 
-    def changed(self) -> str | None:
-        """Return a description of a change in this stage's part that an earlier stage would not see; None: none."""
-        return None if self._repeats else self._changed(_UNSEEN)
+    def end(self) -> str | None:
+        found = None if self._repeats else self._changed()
+        return found and self._unseen(found)
 
-    def _changed(self, why: str) -> str | None:
+    def _changed(self) -> str | None:
         before, self._before = self._before, None
         if before is None:
             return None
@@ -188,75 +200,44 @@ class LateChanges:
         found = {id(obj) for obj in (*kept, *before.written())}
         found -= Snapshot(self._known, opaque=True).reached() if found else set()
         late = leading(self._roots, found)
-        if self._iterations > 1 and late:
-            return (
-                f"changes what '{joined(*late[0])}' holds, which it did not do when it was captured, and which {why} "
-                f"(stage {self._program.stage}). {_ADVICE}"
-            )
         for key in late:
             del self._roots[key]
-        return None
+        return f"changes what '{joined(*late[0])}' holds" if late else None
 
 
-class LateHooks:
+class LateHooks(LateEffects):
     """The hooks of modules that code between units registers, and that the captured step did not register.
 
-    A stage that leaves the step before ``handle.remove()`` keeps the hook, and the next one registers another.
-
-    Args:
-        program: program of the stage.
-        module: the whole module.
-        repeats: whether an earlier stage of this process has run the code before this stage's part.
+    A stage that leaves the step before ``handle.remove()`` keeps a hook, and the next one registers another. Where a
+    stage repeats nothing of an earlier one, each process has it once. A hook is described once.
     """
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
-        self._program, self._repeats = program, repeats
-        earlier = {node.name for node in program.graph.nodes[: program.start] if node.kind == "call"} - program.own
-        modules = dict(module.named_modules()) if program.start else {}
-        self._modules = list(modules.items())
-        self._earlier = [(path, inner) for path, inner in modules.items() if nearest(path, earlier)]
+        super().__init__(program, module, repeats)
+        self._modules = dict(module.named_modules()) if program.start else {}
         self._next = 0  # number of the next hook
-        self._iterations = 0
-
-    def begin_iteration(self) -> None:
-        """Begin an iteration. Hooks that are registered in the first one are not late."""
-        self._iterations += 1
 
     def begin(self) -> None:
-        """Note which hooks there are."""
         self._next = RemovableHandle.next_id
 
     def begin_part(self) -> str | None:
-        """Begin this stage's part; return a description of a hook that was registered before it; None: there is none.
-
-        Where the stage does not repeat what an earlier one of its process has done, each process has the hook once.
-        """
-        found = self._registered(self._modules, _AGAIN) if self._repeats else None
+        found = self._registered(self._modules) if self._repeats else None
         self.begin()
-        return found
+        return found and self._again(found)
 
-    def changed(self) -> str | None:
-        """Return a description of a hook, registered in this stage's part, of a submodule of an earlier stage."""
-        return self._registered(self._earlier, _UNSEEN)
+    def end(self) -> str | None:
+        found = self._registered(path for path in self._modules if nearest(path, self._earlier))
+        return found and self._unseen(found)
 
-    def _registered(self, modules: Sequence[tuple[str, nn.Module]], why: str) -> str | None:
-        if RemovableHandle.next_id == self._next or not modules:
+    def _registered(self, paths: Iterable[str]) -> str | None:
+        if RemovableHandle.next_id == self._next:
             return None
-        new = (
-            path
-            for path, inner in modules
-            for name in CALLED_HOOKS
-            if any(key >= self._next for key in vars(inner)[name])
-        )
-        path = next(new, None)
-        if path is not None and self._iterations == 1:
-            self._modules, self._earlier = [], []
-        if path is None or not self._modules:
+        registries = ((path, vars(self._modules[path])[name]) for path in paths for name in CALLED_HOOKS)
+        path = next((path for path, registry in registries if any(key >= self._next for key in registry)), None)
+        if path is None:
             return None
-        return (
-            f"registers a hook of '{path or 'the LightningModule'}', which it did not do when it was captured, and "
-            f"which {why} (stage {self._program.stage}). {_ADVICE}"
-        )
+        self._modules = {}
+        return f"registers a hook of '{path or 'the LightningModule'}'"
 
 
 def _is_metric(module: nn.Module) -> bool:

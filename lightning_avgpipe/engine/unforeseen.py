@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.capture.graph import GeneratorUse, Node
 from lightning_avgpipe.capture.operation import Operation
-from lightning_avgpipe.engine.late_effects import LateAssignments, LateChanges, LateHooks, SharedObjects
+from lightning_avgpipe.engine.late_effects import LateAssignments, LateChanges, LateEffects, LateHooks, SharedObjects
 from lightning_avgpipe.engine.tensor_use import places
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
@@ -60,11 +60,11 @@ class Unforeseen:
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool = False) -> None:
         self._program = program
         self._module = module
-        self._repeats = repeats
-        self._late = LateAssignments(program, module, repeats)
-        self._shared = SharedObjects(program, module)
-        self._between = LateChanges(program, module, repeats), LateHooks(program, module, repeats)
-        self._is_first = True  # whether no forward has ended: the first one does what is done once, as when captured
+        self._iterations = 0
+        self._assignments = LateAssignments(program, module, repeats)
+        self._shared = SharedObjects(program, module, repeats)
+        others = LateChanges(program, module, repeats), LateHooks(program, module, repeats)
+        self._late: tuple[LateEffects, ...] = (self._assignments, *others)
         self._generators = _Generators(program, module)
         self._constants: dict[str, tuple[dict[str, Any], str]] = {}  # buffers outside of units, register and name
         nodes, units = program.graph.nodes, program.graph.units
@@ -94,9 +94,8 @@ class Unforeseen:
         self._holders = [variable(module, *key) for key, _ in program.graph.holders if not program.is_last]
 
     def begin_iteration(self) -> None:
-        """Begin an iteration."""
-        for effects in self._between:
-            effects.begin_iteration()
+        """Begin an iteration. What begins in the first one, and was put back in the captured step, is not late."""
+        self._iterations += 1
 
     @contextlib.contextmanager
     def checked(self, args: Sequence[Any]) -> Iterator[None]:
@@ -111,16 +110,13 @@ class Unforeseen:
         buffers = [(name, *self._buffer(name)) for name in self._constants]
         self._absent = {id(register.get(leaf)): name for name, (register, leaf) in self._elsewhere.items()}
         iterators = self._iterators()
-        for effects in (self._late, *self._between):
+        for effects in self._late:
             effects.begin()
         given = [leaf for leaf in tree.leaves(tuple(args)) if is_generator(leaf)]
         generators = Snapshot(given, opaque="generators").restored() if given else _NOTHING
         with self.sharing(), self._generators.watched(), generators:
             yield
-        for late in (self._late.found(), *(effects.changed() for effects in self._between)):
-            if late is not None and not self._is_first:
-                raise self._changed(late)
-        self._is_first = False
+        self._check_late([effects.end() for effects in self._late])
         if iterators is not None and (taken := iterators.advanced()):
             raise self._changed(
                 f"takes items from the iterator '{taken}', and did not when it was followed to be divided; each stage "
@@ -160,7 +156,7 @@ class Unforeseen:
 
     def note_assignment(self, module: nn.Module, name: str, before: bool) -> None:
         """Note that code between units is about to assign an attribute, before this stage's part or in it."""
-        self._late.note(module, name, before)
+        self._assignments.note(module, name, before)
 
     @contextlib.contextmanager
     def sharing(self) -> Iterator[None]:
@@ -171,8 +167,7 @@ class Unforeseen:
         """
         self._shared.begin()
         yield
-        if (changed := self._shared.changed()) is not None and not self._is_first:
-            raise self._changed(changed)
+        self._check_late([self._shared.end()])
 
     def begin_part(self) -> None:
         """Begin the stage's part of the step, whose earlier nodes are those of other stages.
@@ -180,11 +175,7 @@ class Unforeseen:
         Raises:
             StepChangedError: code before it has changed what each stage of this process would change again.
         """
-        if not self._repeats:
-            self._shared.begin()  # what code before this stage's part has changed, every stage has
-        for again in [effects.begin_part() for effects in self._between]:
-            if again is not None:
-                raise self._changed(again)
+        self._check_late([effects.begin_part() for effects in (self._shared, *self._late)])
 
     def node(self, operation: Operation, node: Node) -> contextlib.AbstractContextManager[None]:
         """Run a node of this stage within this context, and check its draws."""
@@ -224,6 +215,11 @@ class Unforeseen:
             f"{self._program.stage}). Change it in a hook such as on_train_batch_end, within a submodule, or with "
             "every micro-batch (by nothing, if need be)"
         )
+
+    def _check_late(self, found: Sequence[str | None]) -> None:
+        for late in found if self._iterations > 1 else ():
+            if late is not None:
+                raise self._changed(late)
 
     def _changed(self, what: str) -> StepChangedError:
         return StepChangedError(f"{self._program.graph.step} {what}")
