@@ -97,6 +97,10 @@ class Attestation:
         is_known = not any(type(item) is Made and item.digest == 0 for item in found)
         self._free.learn(result, zlib.crc32(repr(found).encode()) if is_known else 0)
 
+    def is_of_held(self, tensor: Tensor) -> bool:
+        """Return whether free glue has made a tensor from one that the step did not make, such as an attribute."""
+        return self._free.value_of(tensor) == 0
+
     def node(self, position: int, operation: Operation, here: bool) -> None:
         """Collect or compare the request for a node.
 

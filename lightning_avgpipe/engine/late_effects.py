@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_avgpipe.capture.events import attributes_of
+from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS, ObjectState, is_generator
 from lightning_avgpipe.state.outside import KINDS, outside, variable
@@ -20,6 +21,7 @@ from lightning_avgpipe.state.snapshot import Snapshot, leading
 from lightning_avgpipe.utils.lightning import OF_EVERY_LIGHTNING_MODULE
 from lightning_avgpipe.utils.names import joined, nearest
 from lightning_avgpipe.utils.source import source_line
+from lightning_avgpipe.utils.tensors import same_contents
 from lightning_avgpipe.utils.torch_compat import REGISTRIES
 
 _MISSING = object()
@@ -79,18 +81,21 @@ class LateAssignments(LateEffects):
         self._read = {key for key, position in graph.reads if position < program.start}
         self._paths: dict[int, str] = {}
         self._noted: dict[tuple[int, str, bool], tuple[nn.Module, str, Any, str]] = {}
+        self._asked: Attestation | None = None
 
     def begin(self) -> None:
         self._noted = {}
 
-    def note(self, module: nn.Module, name: str, before: bool) -> None:
-        """Note that an attribute is about to be assigned, before the stage's part of the step or in it."""
+    def note(self, module: nn.Module, name: str, before: bool, asked: Attestation | None) -> None:
+        """Note that an attribute is about to be assigned, before the stage's part of the step or in it.
+
+        Args:
+            asked: knows how the tensors of this forward were made; None: nobody does.
+        """
         own, place = vars(module), (id(module), name, before)
         if not self._program.start or place in self._noted or (before and not self._repeats):
             return
         if any(name in own.get(register, ()) for register in REGISTRIES):
-            return
-        if before and isinstance(own.get(name), Tensor):  # made again from what all stages have, such as a mask
             return
         if id(module) not in self._paths:
             self._paths = {id(m): path for path, m in self._module.named_modules()}
@@ -99,16 +104,24 @@ class LateAssignments(LateEffects):
             return
         if before or (path, name) in self._read or nearest(path, self._earlier):
             self._noted[place] = module, joined(path, name), own.get(name, _MISSING), source_line()
+            self._asked = asked
 
     def end(self) -> str | None:
         for (_, name, before), (module, full, old, line) in self._noted.items():
             now = vars(module).get(name, _MISSING)
             if _is_equal(old, now):
                 continue
-            if isinstance(old, Tensor) and isinstance(now, Tensor) and old.shape != now.shape:  # a larger table
+            if isinstance(old, Tensor) and isinstance(now, Tensor) and self._is_made_again(old, now, before):
                 continue
             return (self._again if before else self._unseen)(f"assigns '{full}' at {line}")
         return None
+
+    def _is_made_again(self, old: Tensor, now: Tensor, before: bool) -> bool:
+        """Return whether a tensor is a larger table, or one that each stage makes alike, such as a mask."""
+        if old.shape != now.shape:
+            return True
+        is_from_last = self._asked is not None and self._asked.is_of_held(now)
+        return before and (not is_from_last or same_contents(old, now))
 
 
 class SharedObjects(LateEffects):

@@ -183,7 +183,7 @@ class _Replayer(StepTracer):
 
     def on_assign(self, module: nn.Module, name: str) -> None:
         if self._unforeseen is not None:
-            self._unforeseen.note_assignment(module, name, self._position < self._start)
+            self._unforeseen.note_assignment(module, name, self._position < self._start, self.attestation)
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tree.tensors((args, kwargs))

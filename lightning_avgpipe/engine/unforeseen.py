@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.capture.graph import GeneratorUse, Node
 from lightning_avgpipe.capture.operation import Operation
+from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.late_effects import LateAssignments, LateChanges, LateEffects, LateHooks, SharedObjects
 from lightning_avgpipe.engine.tensor_use import places
 from lightning_avgpipe.errors import StepChangedError
@@ -154,9 +155,9 @@ class Unforeseen:
                     "in every step, return it from the submodule, or keep both on one stage with split_points"
                 )
 
-    def note_assignment(self, module: nn.Module, name: str, before: bool) -> None:
+    def note_assignment(self, module: nn.Module, name: str, before: bool, asked: Attestation | None) -> None:
         """Note that code between units is about to assign an attribute, before this stage's part or in it."""
-        self._assignments.note(module, name, before)
+        self._assignments.note(module, name, before, asked)
 
     @contextlib.contextmanager
     def sharing(self) -> Iterator[None]:
