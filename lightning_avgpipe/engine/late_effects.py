@@ -72,7 +72,10 @@ class LateEffects:
 
 
 class LateAssignments(LateEffects):
-    """The assignments of attributes by code between units that the captured step did not make."""
+    """The assignments of attributes by code between units that the captured step did not make.
+
+    One of a module that is no submodule, but in a list, is described once.
+    """
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         super().__init__(program, module, repeats)
@@ -82,6 +85,7 @@ class LateAssignments(LateEffects):
         self._paths: dict[int, str] = {}
         self._noted: dict[tuple[int, str, bool], tuple[nn.Module, str, Any, str]] = {}
         self._asked: Attestation | None = None
+        self._described: set[tuple[int, str]] = set()  # of modules that are no submodules
 
     def begin(self) -> None:
         self._noted = {}
@@ -99,11 +103,15 @@ class LateAssignments(LateEffects):
             return
         if id(module) not in self._paths:
             self._paths = {id(m): path for path, m in self._module.named_modules()}
-        path = self._paths.get(id(module))
-        if path is None or (path, name) in self._known:
+        path, full = self._paths.get(id(module)), f"{type(module).__name__}.{name}"
+        if path is not None:
+            full = joined(path, name)
+        elif (id(module), name) in self._described:
             return
-        if before or (path, name) in self._read or nearest(path, self._earlier):
-            self._noted[place] = module, joined(path, name), own.get(name, _MISSING), source_line()
+        if (path, name) in self._known:
+            return
+        if before or (path, name) in self._read or (path is not None and nearest(path, self._earlier)):
+            self._noted[place] = module, full, own.get(name, _MISSING), source_line()
             self._asked = asked
 
     def end(self) -> str | None:
@@ -113,6 +121,7 @@ class LateAssignments(LateEffects):
                 continue
             if isinstance(old, Tensor) and isinstance(now, Tensor) and self._is_made_again(old, now, before):
                 continue
+            self._described.add((id(module), name))
             return (self._again if before else self._unseen)(f"assigns '{full}' at {line}")
         return None
 
