@@ -5,9 +5,11 @@ micro-batches. One that counts, steps a scheduler, reads a clock or writes a fil
 can be complete, only what is known to have none is allowed.
 
 While the step is followed once, each function that runs outside of units is checked: none of its instructions may store
-into an object or a global variable, and it may call only those C functions that read their arguments. So are hooks on
-gradients, which run between micro-batches, and may change what the step reads of the next one. The code of a model from
-an installed library is trusted, since its changes of modules and objects were seen when the step was captured.
+into an object or a global variable, and it may call only those C functions that read their arguments. So are functions
+that the step may come to without a name: hooks on gradients, which run between micro-batches and may change what the
+step reads of the next one, and what Python calls of the user's objects, such as ``__enter__`` in a branch that is not
+taken yet. The code of a model from an installed library is trusted, since its changes of modules and objects were seen
+when the step was captured.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_avgpipe.state.outside import users_classes
 from lightning_avgpipe.utils.lightning import LIGHTNING
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS, untraced
 
@@ -67,6 +70,11 @@ _ALLOWED = frozenset((  # what only reads its arguments, or makes something new 
 _CHANGING = frozenset(
     ("train", "eval", "requires_grad_", "load_state_dict", "append", "extend", "setdefault", "setattr")
 )
+# Methods that nothing in a step calls by an operator or a statement, or that make the object.
+_NOT_OF_STEPS = frozenset((
+    "__init__", "__new__", "__post_init__", "__init_subclass__", "__setattr__", "__delattr__", "__del__", "__repr__",
+    "__str__", "__eq__", "__hash__", "__getstate__", "__setstate__", "__reduce__", "__deepcopy__", "__copy__",
+))  # fmt: skip
 _IMMUTABLE = (str, bytes, int, float, complex, tuple, frozenset, bool)
 
 
@@ -97,7 +105,8 @@ class Purity:
     def __init__(self, within: Callable[[], bool], module: nn.Module) -> None:
         self.why_not: str | None = "nothing of the step was seen"
         self._module = module
-        self._classes = list(dict.fromkeys(map(type, module.modules())))
+        self._held = [kind for kind in users_classes(module) if not issubclass(kind, nn.Module)]
+        self._classes = list(dict.fromkeys((*map(type, module.modules()), *self._held)))
         self._known: set[types.CodeType] = set()
         self._within = within
         self._looks = False
@@ -116,9 +125,9 @@ class Purity:
         if self._looks:
             sys.setprofile(None)
         self._step = None
-        for hook in _gradient_hooks(self._module) if self.why_not is None else ():
-            if not hook.__code__.co_filename.startswith(_OF_OTHERS):
-                self.why_not = self.why_not or self._stores(hook.__code__, hook.__globals__)
+        for function in (*_gradient_hooks(self._module), *_implicit(self._held)) if self.why_not is None else ():
+            if not function.__code__.co_filename.startswith(_OF_OTHERS):
+                self.why_not = self.why_not or self._stores(function.__code__, function.__globals__)
 
     def _look(self, frame: types.FrameType, event: str, function: Any) -> None:
         if self._ended or self._within():
@@ -182,6 +191,15 @@ def _gradient_hooks(module: nn.Module) -> Iterator[types.FunctionType]:
         function = getattr(hook, "__func__", hook if isinstance(hook, types.FunctionType) else type(hook).__call__)
         if isinstance(function, types.FunctionType):
             yield function
+
+
+def _implicit(classes: Iterable[type]) -> Iterator[types.FunctionType]:
+    """Yield the methods of classes that a step may call without their names."""
+    for kind in classes:
+        for name, held in vars(kind).items():
+            is_implicit = name.startswith("__") and name.endswith("__") and name not in _NOT_OF_STEPS
+            if is_implicit and isinstance(held, types.FunctionType):
+                yield held
 
 
 def _origin(frame: types.FrameType) -> str:

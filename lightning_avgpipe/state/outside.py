@@ -45,6 +45,11 @@ def forget() -> None:
     _reached.cache_clear()
 
 
+def users_classes(module: nn.Module) -> tuple[type, ...]:
+    """Return the user's classes among those of a module, its submodules, and the objects that they hold."""
+    return _code_of(module)[0]
+
+
 def variable(module: nn.Module, path: str, name: str) -> Variable:
     """Return an attribute of a submodule as a variable; or the variable of this full name outside of modules.
 
