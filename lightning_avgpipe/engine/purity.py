@@ -5,11 +5,10 @@ micro-batches. One that counts, steps a scheduler, reads a clock or writes a fil
 can be complete, only what is known to have none is allowed.
 
 While the step is followed once, each function that runs outside of units is checked: none of its instructions may store
-into an object or a global variable, and it may call only those C functions that read their arguments. So are functions
-that the step may come to without a name: hooks on gradients, which run between micro-batches and may change what the
-step reads of the next one, and what Python calls of the user's objects, such as ``__enter__`` in a branch that is not
-taken yet. The code of a model from an installed library is trusted, since its changes of modules and objects were seen
-when the step was captured.
+into an object or a global variable, and it may call only those C functions that read their arguments. So are hooks on
+gradients, which run between micro-batches and may change what the step reads of the next one, and what Python calls of
+an object that a function names, such as its ``__enter__``. The code of a model from an installed library is trusted,
+since its changes of modules and objects were seen when the step was captured.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import torch
 from torch import nn
 
 from lightning_avgpipe.state.outside import users_classes
+from lightning_avgpipe.state.snapshot import led_to
 from lightning_avgpipe.utils.lightning import LIGHTNING
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS, untraced
 
@@ -75,6 +75,7 @@ _NOT_OF_STEPS = frozenset((
     "__init__", "__new__", "__post_init__", "__init_subclass__", "__setattr__", "__delattr__", "__del__", "__repr__",
     "__str__", "__eq__", "__hash__", "__getstate__", "__setstate__", "__reduce__", "__deepcopy__", "__copy__",
 ))  # fmt: skip
+_MOST = 1000  # items of a container that is searched for objects
 _IMMUTABLE = (str, bytes, int, float, complex, tuple, frozenset, bool)
 
 
@@ -105,8 +106,7 @@ class Purity:
     def __init__(self, within: Callable[[], bool], module: nn.Module) -> None:
         self.why_not: str | None = "nothing of the step was seen"
         self._module = module
-        self._held = [kind for kind in users_classes(module) if not issubclass(kind, nn.Module)]
-        self._classes = list(dict.fromkeys((*map(type, module.modules()), *self._held)))
+        self._classes = list(dict.fromkeys((*map(type, module.modules()), *users_classes(module))))
         self._known: set[types.CodeType] = set()
         self._within = within
         self._looks = False
@@ -125,9 +125,9 @@ class Purity:
         if self._looks:
             sys.setprofile(None)
         self._step = None
-        for function in (*_gradient_hooks(self._module), *_implicit(self._held)) if self.why_not is None else ():
-            if not function.__code__.co_filename.startswith(_OF_OTHERS):
-                self.why_not = self.why_not or self._stores(function.__code__, function.__globals__)
+        for hook in _gradient_hooks(self._module) if self.why_not is None else ():
+            if _is_users(hook):
+                self.why_not = self.why_not or self._stores(hook.__code__, hook.__globals__)
 
     def _look(self, frame: types.FrameType, event: str, function: Any) -> None:
         if self._ended or self._within():
@@ -161,10 +161,14 @@ class Purity:
             return f"line {code.co_firstlineno} of {Path(code.co_filename).name} may call {min(changing)}()"
         inner = [(part, names) for part in code.co_consts if isinstance(part, types.CodeType)]
         for name in code.co_names:
-            for found in (names.get(name), *(getattr(kind, name, None) for kind in self._classes)):
-                if isinstance(found, types.FunctionType) and not found.__code__.co_filename.startswith(_OF_OTHERS):
+            own = (getattr(kind, name, None) for kind in self._classes)
+            for found in (names.get(name), *own, *_implicit([names.get(name), *self._values_of(name)])):
+                if isinstance(found, types.FunctionType) and _is_users(found):
                     inner.append((found.__code__, found.__globals__))
         return next((why for part in inner if (why := self._stores(*part)) is not None), None)
+
+    def _values_of(self, name: str) -> Iterator[Any]:
+        return (vars(module)[name] for module in self._module.modules() if name in vars(module))
 
     def _is_of_library(self, frame: types.FrameType) -> bool:
         """Return whether a frame is a library's, and runs in the forward of a module of an installed library.
@@ -193,13 +197,17 @@ def _gradient_hooks(module: nn.Module) -> Iterator[types.FunctionType]:
             yield function
 
 
-def _implicit(classes: Iterable[type]) -> Iterator[types.FunctionType]:
-    """Yield the methods of classes that a step may call without their names."""
-    for kind in classes:
-        for name, held in vars(kind).items():
+def _implicit(held: Iterable[Any]) -> Iterator[types.FunctionType]:
+    """Yield the methods that Python may call, without their names, of objects that are reached."""
+    for base in dict.fromkeys(base for obj in led_to(held, _MOST) for base in type(obj).__mro__):
+        for name, method in vars(base).items():
             is_implicit = name.startswith("__") and name.endswith("__") and name not in _NOT_OF_STEPS
-            if is_implicit and isinstance(held, types.FunctionType):
-                yield held
+            if is_implicit and isinstance(method, types.FunctionType):
+                yield method
+
+
+def _is_users(function: types.FunctionType) -> bool:
+    return not function.__code__.co_filename.startswith(_OF_OTHERS)
 
 
 def _origin(frame: types.FrameType) -> str:
