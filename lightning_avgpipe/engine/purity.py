@@ -161,8 +161,8 @@ class Purity:
             return f"line {code.co_firstlineno} of {Path(code.co_filename).name} may call {min(changing)}()"
         inner = [(part, names) for part in code.co_consts if isinstance(part, types.CodeType)]
         for name in code.co_names:
-            own = (getattr(kind, name, None) for kind in self._classes)
-            for found in (names.get(name), *own, *_implicit([names.get(name), *self._values_of(name)])):
+            own, held = (getattr(kind, name, None) for kind in self._classes), [names.get(name), *self._values_of(name)]
+            for found in (*own, *held, *_implicit(held)):
                 if isinstance(found, types.FunctionType) and _is_users(found):
                     inner.append((found.__code__, found.__globals__))
         return next((why for part in inner if (why := self._stores(*part)) is not None), None)
