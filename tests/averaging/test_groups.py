@@ -207,19 +207,3 @@ def test_a_failure_in_one_group_ends_the_other(tmp_path: Path) -> None:
     assert failed.error is not None and "ValueError: one group has failed" in failed.error
     assert survivor.error is not None and "rank 1 (stage 0 of group 1)" in survivor.error
     assert "ValueError: one group has failed" in survivor.error
-
-
-def two_stages(rank: int, folder: Path) -> Any:
-    return fit(folder / "four", 2, rank, stages=2, models=4, optimizer="momentum")
-
-
-@pytest.mark.slow
-def test_two_groups_of_two_stages_and_two_pipelines_are_four_pipelines(tmp_path: Path) -> None:
-    expected = fit(tmp_path / "one", 1, models=4, optimizer="momentum")  # which does not magnify rounding
-    results = processes.results(processes.run(4, two_stages, tmp_path, folder=tmp_path))
-    for found in results:
-        assert_equal(found["left"], results[0]["left"])
-        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
-        assert found["steps"] == expected["steps"]
-        for name, tensor in expected["left"].items():
-            torch.testing.assert_close(found["left"][name], tensor, rtol=1e-5, atol=1e-6)

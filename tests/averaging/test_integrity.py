@@ -47,10 +47,6 @@ def test_code_after_the_step_is_told_of_too() -> None:
         train(InStep(), loader(MLP, 64, 8), averaging=Averaging(every=2))
 
 
-def test_with_one_pipeline_hooks_may_change_weights() -> None:
-    train(InStep(), loader(MLP, 64, 8), 2, num_pipelines=1, trainer={"callbacks": [InHook("on_train_batch_end")]})
-
-
 class Everywhere(L.Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         for n in range(trainer.strategy.num_pipelines):

@@ -82,39 +82,6 @@ def test_an_encoder_that_is_called_layer_by_layer_for_both_inputs_may_be_cut_ins
     assert [graph.obstacles[position] for position in begins] == [None, None]
 
 
-def test_capture_puts_attributes_buffers_and_random_state_back() -> None:
-    class Counting(Two):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-            self.outputs: list[Tensor] = []
-            self.nested: dict[str, Any] = {"total": torch.zeros(1), "by_loader": [[], []]}
-            self.nested["itself"] = self.nested
-            self.calls = 0
-            self.cache: Tensor | None = None
-
-    module = Counting()
-
-    def step(x: Tensor) -> Tensor:
-        module.calls += 1
-        module.cache = torch.ones(1)
-        y = module.norm(module.b(module.a(x) + torch.randn(3, 4)))
-        module.outputs.append(y)
-        module.nested["total"] += 1
-        module.nested["by_loader"][1].append(y)
-        return y
-
-    state = torch.get_rng_state()
-    graph = graph_of(module, step, torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
-    assert torch.equal(state, torch.get_rng_state())
-    assert (module.calls, module.outputs, module.cache) == (0, [], None)
-    assert (module.nested["total"].item(), module.nested["by_loader"]) == (0.0, [[], []])
-    assert module.norm.num_batches_tracked == 0
-    assert torch.equal(module.norm.running_mean, torch.zeros(4))
-    assert graph.nodes[-1].states == ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
-    assert graph.drawing
-
-
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()

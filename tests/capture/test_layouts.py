@@ -134,9 +134,3 @@ def test_sparse_matrices_go_from_process_to_process(tmp_path: Path) -> None:
     for rank in processes.results(processes.run(2, fit_all, 2, folder=tmp_path)):
         for one, found in zip(expected, rank, strict=True):
             assert all(torch.equal(value, found[name]) for name, value in one.items())
-
-
-@pytest.mark.slow
-def test_groups_with_sparse_buffers_average_their_models(tmp_path: Path) -> None:
-    one, other = processes.results(processes.run(2, fit, Graphs, 2, 1, folder=tmp_path))
-    assert all(torch.equal(value, other[name]) for name, value in one.items())

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.planner import Planner
 from tests.trainers import assert_defaults_equal_accumulation, pipeline
 
 
@@ -60,15 +58,6 @@ def test_experts_that_are_called_when_needed_may_differ_between_micro_batches(as
     torch.manual_seed(0)
     plan = assert_defaults_equal_accumulation(Mixture(asks_for, 6), torch.randn(24, 16), num_stages=4)
     assert {node.name for node in plan.graph.nodes} >= {f"layers.{i}" for i in range(6)}
-
-
-def test_a_unit_that_reads_numbers_is_opened_where_stages_would_be_too_uneven() -> None:
-    module = Mixture("a number", 1)
-    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # no trainer here
-    plan = Planner(Divisible(module), 2).plan(Step("training_step", module.training_step, (torch.randn(24, 16), 0)))
-    assert "layers.0.router" in plan.graph.units
-    assert plan.graph.number_readers == {"layers.0"}
-    assert plan.graph.deciding[plan.cuts[0]] == "layers.0"
 
 
 def test_a_cut_among_units_whose_calls_depend_on_numbers_is_warned_of() -> None:

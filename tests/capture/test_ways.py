@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.ways import fullest
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
 
 Chance = Callable[[], float]
-CHANCES: list[Chance] = [random.random, np.random.rand, lambda: torch.rand([]).item()]
 
 
 class Dropping(nn.Module):
@@ -62,16 +58,6 @@ def planned(net: Dropping, num_stages: int = 2) -> CallGraph:
     )
 
 
-@pytest.mark.parametrize("chance", CHANCES)
-def test_the_plan_has_all_that_chance_may_leave_out(chance: Chance) -> None:
-    for seed in range(2):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
-        graph = planned(Dropping(chance))
-        assert [node.name for node in graph.nodes if node.kind == "call"] == [f"layers.{i}" for i in range(6)]
-
-
 def test_what_never_runs_at_once_is_refused_by_name() -> None:
     with pytest.raises(PartitionError, match=r"training_step leaves out submodules by chance, .*: (one|other) did not"):
         planned(OneOf(random.random))
@@ -83,19 +69,3 @@ def test_what_never_runs_at_once_is_on_the_stage_of_its_neighbour_in_a_list() ->
     first, last = (set(stage.parameters) for stage in plan.stages)
     assert first == {f"layers.{i}.{name}" for i in (0, 1) for name in ("weight", "bias")}
     assert last >= {"layers.2.weight", "layers.5.weight"}
-
-
-class Choosing(Dropping):
-    """Leaves out a layer, but not by chance."""
-
-    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
-        return self.layers[2](self.layers[0](x)).sum()
-
-
-@pytest.mark.parametrize("net", [Choosing(random.random), Dropping(random.random, 0.0)])
-def test_a_step_without_such_chance_is_followed_once(net: Dropping) -> None:
-    def fail(run: Any) -> CallGraph:
-        raise AssertionError("followed again")
-
-    graph = planned(net)
-    assert fullest(graph, net.training_step, net, torch.device("cpu"), fail).graph is graph

@@ -128,20 +128,6 @@ def test_messages_arrive_as_they_are_whatever_their_structure_and_channel() -> N
         assert found is not None and torch.equal(found, conj) and not found.is_conj()
 
 
-def test_what_is_received_is_its_own_and_no_tensor_of_inference() -> None:
-    with two() as pair:
-        for infers in (True, False, True, False):
-            with torch.inference_mode(infers):
-                sent = torch.ones(4)
-                pair.out[FORWARD].put(Message(0, (sent,)))
-            with torch.inference_mode(not infers):
-                pair.into[FORWARD].expect(1)
-                (found,) = pair.came(FORWARD).tensors
-            assert found is not None and not found.is_inference()
-            found.add_(1)
-            assert sent.sum() == 4
-
-
 def test_no_descriptor_is_left() -> None:
     gc.collect()  # what other tests have left
     descriptors = len(os.listdir("/proc/self/fd"))

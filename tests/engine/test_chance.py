@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.errors import StepChangedError
 from tests.driver import Engine, assert_same_parameters
 from tests.models import MLP, Regression
 
@@ -161,50 +159,6 @@ def test_all_stages_decide_alike_and_every_micro_batch_anew(kind: type[Deciding]
         assert_same_parameters(whole, staged, exact=False)
 
 
-class LateUnit(Deciding):
-    """A unit that is repeated in the backward, and that draws nothing before training has begun."""
-
-    def __init__(self, chance: Chance) -> None:
-        super().__init__(chance)
-        self.drop = LateDropout(chance)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = self.drop(block(x), self.late)
-        return self.head(x)
-
-
-class LateDropout(nn.Module):
-    def __init__(self, chance: Chance) -> None:
-        super().__init__()
-        self.scale, self.chance = nn.Parameter(torch.ones(8)), chance
-
-    def forward(self, x: Tensor, late: bool) -> Tensor:
-        return x * self.scale * (self.chance() if late else 1.0)
-
-
-class BesideLateUnit(LateUnit):
-    """Code between units draws too, after a unit that draws nothing before training has begun."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (0.5 + self.chance())
-
-
-@pytest.mark.parametrize(
-    ("chance", "options"), [(of_torch, {}), (of_python, {"recompute": True}), (of_numpy, {"recompute": ["drop"]})]
-)
-def test_code_between_units_draws_the_same_though_a_unit_begins_to_draw(
-    chance: Chance, options: dict[str, Any]
-) -> None:
-    torch.manual_seed(0)
-    model = BesideLateUnit(chance)
-    whole, losses = trained(model, 1)
-    for points in (["blocks.2"], ["head"]):
-        staged, others = trained(model, 2, split_points=points, **options)
-        assert others == losses
-        assert_same_parameters(whole, staged, exact=False)
-
-
 GLOBAL, OF_NUMPY, OF_TORCH = random.Random(7), np.random.default_rng(8), torch.Generator()
 DRAWN: list[float] = []
 
@@ -256,100 +210,3 @@ def test_what_is_repeated_draws_again_from_global_generators(late: bool, recompu
     (plain, losses, drawn), (repeated, others, drawn_again) = found
     assert others == losses and drawn_again == drawn and len(drawn) == 3 * 3 * M
     assert_same_parameters(plain, repeated)
-
-
-class OfOwnGenerators(Deciding):
-    """A generator of its own, from which nothing is drawn before training has begun.
-
-    Args:
-        draw: from a generator of the model, which has one of each kind.
-    """
-
-    def __init__(self, draw: Callable[[Any], Any]) -> None:
-        super().__init__(of_torch)
-        self.of_torch = torch.Generator().manual_seed(4)
-        self.of_python, self.of_numpy = random.Random(5), np.random.default_rng(6)
-        self.draw = draw
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            if self.late:
-                x = x * self.draw(self)
-        return self.head(x)
-
-
-class Source:
-    """Something to draw from."""
-
-    def __init__(self) -> None:
-        self.generator = np.random.default_rng(5)
-
-    def draw(self, model: Any) -> float:
-        return float(self.generator.random())
-
-
-def seeded(seed: int) -> Callable[[Any], float]:
-    generator = random.Random(seed)
-    return lambda model: generator.random()
-
-
-def through(draw: Callable[[], float], model: Any) -> float:
-    return draw()
-
-
-def of_default(generator: random.Random = random.Random(5)) -> float:  # noqa: B008
-    return generator.random()
-
-
-@pytest.mark.parametrize(
-    ("draw", "name"),
-    [
-        (lambda model: torch.rand(1, generator=model.of_torch), "'of_torch'"),
-        (lambda model: model.of_numpy.random(), "'of_numpy'"),
-        (lambda model: GLOBAL.random(), "'global .*GLOBAL'"),
-        (functools.partial(through, of_global_python), "'global .*GLOBAL'"),
-        (Source().draw, "a generator in 'draw'"),
-        (seeded(5), "a generator in 'draw'"),
-        (lambda model: of_default(), "'enclosed .*of_default.generator'"),
-    ],
-)
-def test_code_between_units_that_begins_to_draw_from_a_generator_is_refused_by_its_name(
-    draw: Callable[[Any], Any], name: str
-) -> None:
-    model = OfOwnGenerators(draw)
-    trained(model, 1)
-    with pytest.raises(StepChangedError, match=f"draws random numbers from {name} between submodules, and did not"):
-        trained(model, 2)
-
-
-class OwnDropout(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.generator = nn.Parameter(torch.ones(8)), torch.Generator().manual_seed(4)
-
-    def forward(self, x: Tensor, late: bool) -> Tensor:
-        return x * self.scale * (torch.rand(8, generator=self.generator) if late else torch.ones(8))
-
-
-class OfUnits(OfOwnGenerators):
-    """Its units have one generator, from which they draw as soon as something is left out, and that begins late."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda model: 1.0)
-        self.drops = nn.ModuleList(OwnDropout() for _ in range(2))
-        for drop in self.drops:
-            drop.generator = self.drops[0].generator  # type: ignore[assignment]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for n, (block, drop) in enumerate(zip(self.blocks, self.drops, strict=False)):
-            x = drop(block(x), self.late and n < 1)
-        return self.head(x)
-
-
-def test_units_of_several_stages_that_begin_to_draw_from_one_generator_are_refused() -> None:
-    model = OfUnits()
-    trained(model, 1)
-    trained(model, 2, split_points=["head"])
-    with pytest.raises(StepChangedError, match=r"'drops.0.generator' in unit 'drops.0' .* too \('drops.1'\)"):
-        trained(model, 2, split_points=["blocks.1"])

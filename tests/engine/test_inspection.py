@@ -8,7 +8,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,15 +96,6 @@ def test_what_no_model_can_exchange_is_refused(kind: str, num_stages: int, recom
         train(model, loader(MLP, 32, 8), num_stages, recompute=recompute)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
-
-
-def test_it_is_refused_when_parallel_models_come_later() -> None:
-    class Later(L.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.strategy.reconfigure(num_pipelines=2)
-
-    with pytest.raises(ConfigurationError, match="while pipeline 1 ran, training_step used 'scale'"):
-        train(Hidden("a closure"), loader(MLP, 32, 8), num_pipelines=1, trainer={"callbacks": [Later()]})
 
 
 class Pair(NamedTuple):

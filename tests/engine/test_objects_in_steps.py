@@ -118,24 +118,6 @@ class Penalties(Net):
         return x.abs().mean() + sum(layer.penalty for layer in self.layers)
 
 
-class Distribution(Layer):
-    def forward(self, x: Tensor) -> Any:
-        return torch.distributions.Normal(self.linear(x), torch.ones(()))
-
-
-class Posterior(Net):
-    """A unit returns an object that holds tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1] = Distribution(1)
-
-    def training_step(self, x: Tensor) -> Tensor:
-        posterior = self.layers[1](self.layers[0](x))
-        h = self.layers[3](self.layers[2](posterior.mean))
-        return h.mean() - posterior.log_prob(x).mean()
-
-
 @dataclass
 class State:
     x: Tensor
@@ -183,27 +165,6 @@ class StaticCache(Net):
         for layer in self.layers:
             x = layer(x, cache)
         return x.square().mean()
-
-
-class Gathers(nn.Module):
-    """Has no parameters, and takes nothing but an object."""
-
-    def forward(self, cache: Cache) -> Tensor:
-        return sum(cache.keys.values(), torch.zeros(()))
-
-
-class ReadsCache(Net):
-    layer = SharesKeys
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gather = Gathers()
-
-    def training_step(self, x: Tensor) -> Tensor:
-        cache = Cache()
-        for layer in self.layers:
-            x = layer(x, cache)
-        return (x * self.gather(cache)).mean()
 
 
 class Counts(Layer):
@@ -292,79 +253,10 @@ class Scales(Net):
         return self.layers[3](self.layers[2](x)).square().mean()
 
 
-class Bias(nn.Module):
-    """A table in a buffer that is not there before the first call; no value goes in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", None, persistent=False)
-
-    def forward(self, width: int) -> Tensor:
-        if self.table is None:
-            self.register_buffer("table", torch.arange(width).float().unsqueeze(0) / width, persistent=False)
-        return self.table[:, -width:]
-
-
-class Biases(Net):
-    """A unit that makes a buffer is called before each layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = Bias()
-
-    def training_step(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x + self.bias(WIDTH))
-        return x.square().mean()
-
-
 # -- glue ------------------------------------------------------------------------------------------------------------
 
 
-class Layers(nn.Module):
-    """Four layers; subclasses say what happens between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in "abcd":
-            setattr(self, name, nn.Linear(WIDTH, WIDTH))
-
-    def training_step(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class FreeParameter(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
-        self.register_buffer("steps", torch.zeros(()))
-
-    def training_step(self, x: Tensor) -> Tensor:
-        h = self.b(self.a(x * self.scale))
-        self.steps += 1
-        return self.d(self.c(h) + self.shift).square().mean() * self.steps.clamp(max=1)
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Tensor, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Tensor, *gradients: Any) -> Any:
-        return gradients[0] * 3  # on purpose not its derivative
-
-
-class CustomFunction(Layers):
-    def training_step(self, x: Tensor) -> Tensor:
-        h = Double.apply(self.a(x))
-        h = Double.apply(self.c(self.b(h)) + h)
-        return self.d(h).square().mean()
-
-
-MODELS = [
-    KeyValueSharing, HiddenStates, Penalties, Posterior, StateObject, StaticCache, ReadsCache, Lasting, Positions,
-    Scales, Biases, FreeParameter, CustomFunction, ]  # fmt: skip
+MODELS = [KeyValueSharing, HiddenStates, Penalties, StateObject, StaticCache, Lasting, Positions, Scales]
 SAMPLES = [torch.randn(3, WIDTH) for _ in range(3)]
 
 

@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.capturing import capture
-from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.tracer import StepTracer
-from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.planning.refinement import Closing, closing
 from tests.driver import Engine, assert_same_gradients
 
@@ -64,25 +62,6 @@ def test_only_the_block_that_is_cut_stays_open() -> None:
     parts = ("blocks.1.one", "blocks.1.two", "blocks.1.drop")
     assert found.units == ("blocks.0", *parts, "blocks.2", "blocks.3", "head")
     assert [name for name in found.names if name.startswith("blocks.0")] == ["blocks.0"]
-
-
-def test_closed_units_cost_what_their_parts_cost() -> None:
-    found = opened(Net(), "blocks.1.two")
-    assert found is not None
-    n = len(found.graph.nodes)
-    costs = Costs(tuple(range(n)), tuple(range(0, 2 * n, 2)), tuple(range(0, 3 * n, 3)), measured=True)
-    (cut,) = found.cuts([found.bounds[5]])
-    coarse = found.costs(costs)
-    assert len(coarse.node) == len(found.names)
-    assert sum(coarse.node[:cut]) == sum(costs.node[: found.bounds[5]])
-    assert sum(coarse.stash_bytes[cut:]) == sum(costs.stash_bytes[found.bounds[5] :])
-    assert coarse.measured
-
-
-def test_what_recomputation_names_stays_a_unit() -> None:
-    found = opened(Net(), "blocks.1.two", keep=["blocks.0.one", "blocks.2"])
-    assert found is not None
-    assert "blocks.0.one" in found.units and "blocks.2" in found.units
 
 
 class TakesPart(Net):
@@ -148,36 +127,6 @@ def test_a_module_that_is_more_than_its_parts_stays_open(make: Callable[[], Net]
     assert found is not None
     assert {"blocks.0.one", "blocks.0.two"} < set(found.units)
     assert "blocks.2" in found.units
-
-
-LEFT: list[Tensor] = []
-
-
-class Tells(Block):
-    """Leaves a value in a global list, which the step reads."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        LEFT.append(self.one(x))
-        return self.two(LEFT[-1])
-
-
-class Left(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0] = Tells()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss + LEFT.pop().mean()
-
-
-def test_a_plan_that_needs_open_units_keeps_them() -> None:
-    module = Left()
-    units = [f"blocks.{i}.{part}" for i in range(4) for part in ("one", "two", "drop")]
-    plan = Planner(Divisible(module), 2).plan(
-        Step("training_step", module.training_step, (torch.randn(2, 8), 0)), [*units, "head"]
-    )
-    assert set(units) <= set(plan.graph.units)
 
 
 def test_gradients_do_not_depend_on_which_units_are_open() -> None:

@@ -55,14 +55,6 @@ def test_what_is_frozen_now_counts_not_what_was() -> None:
         assert {now: frozen(Branching(), at_capture, now) for now in subsets} == expected
 
 
-def test_what_is_detached_needs_no_backward() -> None:
-    module = Branching(detached=True)
-    graph = Planner(Divisible(module), 1).plan(Step("training_step", module.forward, (torch.randn(2, WIDTH),))).graph
-    behind = 1 + next(node.index for node in graph.nodes if node.name == "detach")
-    assert num_frozen(graph, (behind,), graph.trained) == 1
-    assert num_frozen(graph, (behind - 1,), graph.trained) == 0  # it is the next stage that detaches
-
-
 def test_what_asks_for_a_gradient_by_itself_always_does() -> None:
     # the first stage has asked for it after its last layer: it needs no backward for that
     assert frozen(Branching(asks=True), (0, 1, 2), (0, 1, 2)) == 1

@@ -6,11 +6,7 @@ import itertools
 
 import pytest
 
-from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule import (
-    FORWARD,
-    Action,
-    Schedule,
     StageCosts,
     build,
     check,
@@ -51,13 +47,3 @@ def test_an_iteration_takes_as_long_as_those_that_train() -> None:
     costs = StageCosts.uniform(4, 1.0, 2.0)
     times = [simulate(forward_only(build("1f1b", 4, 8), frozen), costs).iteration_s for frozen in range(4)]
     assert times == [(8 + 3 - frozen) * 3.0 + frozen for frozen in range(4)]
-
-
-def test_only_the_first_stages_can() -> None:
-    rows = build("1f1b", 2, 1).rows
-    with pytest.raises(ScheduleError, match="stage 1 has 1 actions and misses B0"):
-        check(Schedule("by hand", 2, 1, (rows[0], (Action(FORWARD, 0),))))
-
-
-def test_an_evaluation_has_no_such_stages() -> None:
-    assert num_forward_only(build("forward", 3, 2)) == 0

@@ -85,20 +85,6 @@ def test_no_action_begins_before_the_updates_that_make_its_weights(sharing: type
                     assert span.begin_s >= end_s - 1e-9
 
 
-def test_one_iteration_is_what_it_was() -> None:
-    costs, schedules = StageCosts.uniform(3, 1, 2, 0.3, 0.4), [build("1f1b", 3, 4)] * 2
-    timeline = simulate(schedules, costs)
-    assert timeline == simulate(schedules, costs, iterations=1)
-    assert timeline.steady_s == timeline.iteration_s
-    assert timeline.steady_bubble_fraction == pytest.approx(timeline.bubble_fraction)
-
-
-def test_one_synchronous_pipeline_gains_nothing() -> None:
-    assert rolling(1, 4, 4).steady_s == pytest.approx(
-        simulate(build("1f1b", 4, 4), StageCosts.uniform(4, 1, 2)).iteration_s
-    )
-
-
 def test_at_least_one_iteration_is_simulated() -> None:
     with pytest.raises(ScheduleError, match="iterations=0"):
         simulate(build("1f1b", 2, 2), StageCosts.uniform(2, 1, 2), iterations=0)

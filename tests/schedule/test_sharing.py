@@ -65,26 +65,6 @@ def test_devices_in_turns_choose_as_the_executor_does(costs: StageCosts, schedul
         assert found == pytest.approx(in_turns_s(rows, n, costs), rel=EXACT), (m, n)
 
 
-def test_a_backward_that_is_ready_goes_before_another_pipelines_forward() -> None:
-    """Stage 1 has two of them as soon as it has done one; pipeline 1's forward waits for it.
-
-    ::
-
-        stage 0 | F0 F0'          B0 B0'        with ' for pipeline 1
-        stage 1 |    F0 B0 B0 F0' B0' B0'
-    """
-    costs = StageCosts([1, 1], [1, 2], [0], [0], [0])
-    schedule = build("1f1b", 2, 1)
-    assert simulate([schedule] * 2, costs).iteration_s == 1 + (1 + 2) + (1 + 2) + 1
-
-
-def test_the_last_stage_works_without_a_pause_from_the_first_value_on() -> None:
-    costs, schedule = StageCosts([1, 1], [2, 2], [2], [2], [0.5]), build("1f1b", 2, 2)
-    alone = simulate(schedule, costs).iteration_s
-    for n in (2, 3):
-        assert simulate([schedule] * n, costs).iteration_s == alone + (n - 1) * 2 * 3
-
-
 def test_actions_that_fill_their_device_take_as_long_side_by_side_as_in_turns() -> None:
     costs, schedule = StageCosts([1], [2], [], [], []), build("1f1b", 1, 3)
     for n in (1, 2, 4):
@@ -114,9 +94,3 @@ def test_a_timeline_of_several_pipelines_has_every_action_and_message_and_their_
         assert one <= both <= 2 * one
     for transfer in timeline.transfers:
         assert transfer.end_s - transfer.begin_s == pytest.approx(0.5) and transfer.arrival_s == transfer.end_s + 0.25
-
-
-def test_pipelines_may_have_schedules_of_their_own() -> None:
-    schedules = [build("1f1b", 2, 4), build("afab", 2, 2)]
-    timeline = simulate(schedules, StageCosts.uniform(2, 1, 2))
-    assert [timeline.schedule(n).rows for n in (0, 1)] == [schedule.rows for schedule in schedules]

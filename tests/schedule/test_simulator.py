@@ -57,18 +57,6 @@ def test_the_first_advance_is_the_smallest_sufficient_one(case: dict[str, Any]) 
     assert first_advance(uneven_steps(costs), case["M"], costs) == case["advance_forward"]["h"]
 
 
-def test_a_free_network_makes_1f1b_as_fast_as_afab() -> None:
-    for num_stages in (1, 2, 4):
-        costs = StageCosts.uniform(num_stages, 1, 2)
-        times = {name: simulate(build(name, num_stages, 8), costs).iteration_s for name in ("1f1b", "afab")}
-        assert times["1f1b"] == times["afab"] == (8 + num_stages - 1) * 3
-
-
-def test_the_bubble_is_what_the_formula_says() -> None:
-    timeline = simulate(build("1f1b", 4, 8), StageCosts.uniform(4, 1, 2))
-    assert timeline.bubble_fraction == pytest.approx((4 - 1) / (8 + 4 - 1))
-
-
 def times_by_advance(num_microbatches: int, costs: StageCosts) -> list[float]:
     """Iteration seconds for the advances 0 (1F1B) to 3."""
     num_stages = len(costs.forward_s)
@@ -120,15 +108,6 @@ def test_actions_of_a_stage_and_messages_of_a_link_do_not_overlap() -> None:
         forward = transfer.direction == "forward"
         stage = transfer.hop + 1 if forward else transfer.hop
         assert begins[stage, Action(FORWARD if forward else BACKWARD, transfer.micro_batch)] >= transfer.arrival_s
-
-
-def test_large_schedules_are_simulated_too() -> None:
-    timeline = simulate(build("advance_forward", 32, 128, 1), StageCosts.uniform(32, 1, 2, 0.1, 0.1))
-    assert len(timeline.spans) == 32 * 128 * 2
-
-
-def test_evaluation_stashes_nothing() -> None:
-    assert simulate(build("forward", 2, 4), StageCosts.uniform(2, 1, 2)).peak_stash == (0, 0)
 
 
 @pytest.mark.parametrize("iterations", [1, 3])

@@ -68,14 +68,6 @@ def test_predictions_of_recorded_profiles_are_golden(case: dict) -> None:
             assert found == pytest.approx(expected, rel=1e-9), (predictor.name, m, n, advance)
 
 
-@pytest.mark.parametrize("predictor", BOTH, ids=lambda p: p.name)
-@pytest.mark.parametrize("utilisation", [0.3, 1.0])
-def test_at_the_profiled_setting_the_measurements_come_out(predictor: Predictor, utilisation: float) -> None:
-    """A balanced AFAB: the way of one micro-batch there and back, and the other micro-batches on one stage."""
-    predicted = predictor.predict(balanced(utilisation), Setting(8, 1, schedule="afab"))
-    assert predicted.iteration_s == pytest.approx(3 * 3 + 2 * 2 * (0.25 + 0.125) + 7 * 3, rel=CLOSE)
-
-
 @pytest.mark.parametrize("utilisation", [0.01, 0.4, 1.0])
 @pytest.mark.parametrize("schedule", [("afab", 0), ("advance_forward", 0), ("advance_forward", 1)])
 def test_with_one_pipeline_it_is_the_simulator_of_schedules(utilisation: float, schedule: tuple[str, int]) -> None:
@@ -107,28 +99,6 @@ def test_a_full_device_takes_n_times_as_long_for_n_pipelines_and_an_empty_one_no
         assert empty.per_batch_s == pytest.approx(empty.iteration_s / n)
 
 
-def test_lanes_that_ask_for_more_than_the_device_are_slowed_down_together() -> None:
-    profile = balanced(0.6, num_stages=1)
-    for predictor in BOTH:
-        found = predictor.predict(profile, Setting(8, 2, schedule="afab")).iteration_s
-        assert found == pytest.approx(8 * 3 * 1.2, rel=CLOSE)
-
-
-def test_in_turns_pipelines_fill_each_others_bubbles() -> None:
-    profile = balanced(0.1, send_s=0.0, latency_s=0.0, in_turns=True)
-    for predictor in BOTH:
-        found = predictor.predict(profile, Setting(8, 2, schedule="afab")).iteration_s
-        assert found == pytest.approx((3 + 15) * 3, rel=CLOSE)  # 16 micro-batches one after another
-
-
-def test_messages_of_all_pipelines_share_a_link() -> None:
-    profile = balanced(1e-6, num_stages=2, send_s=5.0, latency_s=0.0)
-    setting = Setting(8, 3, schedule="afab")
-    assert Corrected().predict(profile, setting).iteration_s == pytest.approx(2 * 3 + 2 * 24 * 5, rel=CLOSE)
-    # the first pipeline has its last value, and begins its backwards, two messages before the third one
-    assert Simulator().predict(profile, setting).iteration_s == pytest.approx(2 * 3 + (2 * 24 - 2) * 5, rel=CLOSE)
-
-
 @pytest.mark.parametrize("predictor", [*BOTH, Paper(), Paper(growing=False)], ids=lambda p: p.name)
 def test_more_bandwidth_is_never_slower_for_one_pipeline(predictor: Predictor) -> None:
     """For several it can be: a slow link draws them apart, and they disturb each other less."""
@@ -149,15 +119,6 @@ def test_measured_durations_of_other_sizes_correct_the_curves() -> None:
         assert at[8] == pytest.approx(8 * 3)
         assert at[2] == pytest.approx(2 * 6.5)
         assert 3 < at[4] / 4 < 6.5
-
-
-def test_steps_and_averaging_end_an_iteration() -> None:
-    profile = balanced(1e-6, num_stages=1)
-    stage = dataclasses.replace(profile.stages[0], step_s=10.0, averaging_s=1.0)
-    profile = dataclasses.replace(profile, stages=(stage,))
-    for predictor in BOTH:
-        assert predictor.predict(profile, Setting(8, 1)).iteration_s == pytest.approx(24 + 10)
-        assert predictor.predict(profile, Setting(8, 2)).iteration_s == pytest.approx(24 + 2 * 11)
 
 
 def test_memory_counts_pipelines_stashes_and_one_reference() -> None:
@@ -209,16 +170,6 @@ def test_rolling_pipelines_keep_where_each_began() -> None:
         assert added == {(n + 1) * 200}
 
 
-def test_updates_of_rolling_pipelines_take_the_time_of_full_devices() -> None:
-    plain = balanced(1.0, send_s=2.0, in_turns=True)
-    stages = tuple(dataclasses.replace(stage, step_s=0.5, averaging_s=0.25) for stage in plain.stages)
-    profile = dataclasses.replace(plain, stages=stages)
-    for n, added in ((2, 0.75), (8, 8 * 0.75)):  # idle devices; full ones
-        setting = Setting(4, n, rolling=True)
-        found = [Corrected().predict(given, setting).iteration_s for given in (plain, profile)]
-        assert found[1] - found[0] == pytest.approx(added)
-
-
 @pytest.mark.parametrize("predictor", BOTH)
 def test_sums_over_tied_parameters_take_time_for_each_pipeline_unless_others_compute(predictor: Predictor) -> None:
     for send_s, n, rolls, added in ((0.0, 1, False, 3), (0.0, 2, False, 6), (9.0, 2, True, 3), (0.0, 8, True, 0)):
@@ -226,11 +177,3 @@ def test_sums_over_tied_parameters_take_time_for_each_pipeline_unless_others_com
         tied = dataclasses.replace(plain, tied_s=3.0)
         found = [predictor.predict(given, Setting(4, n, rolling=rolls)).iteration_s for given in (plain, tied)]
         assert found[1] - found[0] == pytest.approx(added)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_bounds_of_rolling_settings_hold(seed: int) -> None:
-    profile = random_profile(seed)
-    settings = [Setting(m, n, rolling=True) for m in (2, 8) for n in (2, 4)]
-    for setting, bound in zip(settings, Simulator().bounds(profile, settings), strict=True):
-        assert bound.per_batch_s <= Simulator().predict(profile, setting).per_batch_s * (1 + CLOSE)

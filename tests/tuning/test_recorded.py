@@ -13,12 +13,9 @@ from typing import Any
 import pytest
 
 from benchmarks.tuning import Choice, choices
-from lightning_avgpipe.schedule import StageCosts, build, simulate
-from lightning_avgpipe.tuning import PREDICTORS, Corrected, Profile, Setting, Simulator, search
-from lightning_avgpipe.tuning.scaling import update_s
+from lightning_avgpipe.tuning import Profile, Setting, search
 
 ROWS = json.loads((Path(__file__).parents[1] / "golden" / "tuning.json").read_text())
-CLOSE = 1e-9
 
 
 def profile_of(row: dict[str, Any]) -> Profile:
@@ -31,33 +28,6 @@ def choices_of(row: dict[str, Any]) -> dict[str, Choice]:
 
 
 RUNS = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['workload']}-{row['megabits']}")
-
-
-@RUNS
-@pytest.mark.parametrize("advance", [0, 2])
-def test_at_the_profiled_setting_the_simulation_is_that_of_the_measured_times(
-    row: dict[str, Any], advance: int
-) -> None:
-    profile = profile_of(row)
-    m = profile.num_microbatches
-    sends = [hop.forward.per_byte * hop.forward_bytes for hop in profile.hops]
-    returns = [hop.backward.per_byte * hop.backward_bytes for hop in profile.hops]
-    costs = StageCosts(
-        [stage.forward.total_s for stage in profile.stages], [stage.backward.total_s for stage in profile.stages],
-        sends, returns, [hop.forward.latency for hop in profile.hops],
-    )  # fmt: skip
-    expected = simulate(build("advance_forward", 2, m, advance), costs).iteration_s + update_s(profile, 1)
-    assert Simulator().predict(profile, Setting(m, 1, advance)).iteration_s == pytest.approx(expected, rel=CLOSE)
-
-
-@RUNS
-def test_all_predictors_agree_about_memory_and_fewer_pipelines_need_less(row: dict[str, Any]) -> None:
-    profile = profile_of(row)
-    for m, n, h, _ in row["measured"]:
-        needs = {p.predict(profile, Setting(m, n, h)).memory for p in PREDICTORS.values()}
-        assert len(needs) == 1
-        (need,) = needs
-        assert n == 1 or max(Corrected().predict(profile, Setting(m, n - 1, h)).memory) < max(need)
 
 
 @RUNS

@@ -29,11 +29,6 @@ def test_factors_are_linear_in_the_logarithm_of_the_number_of_pipelines(
     assert [samples_at(factor, n) for n in (1, 2, 3, 4)] == pytest.approx(expected)
 
 
-def test_without_a_factor_it_is_what_was_measured() -> None:
-    assert [samples_at(None, n) for n in (1, 2, 4)] == [MEASURED_SAMPLES[n] for n in (1, 2, 4)]
-    assert samples_at(None, 8) > samples_at(None, 4) > samples_at(None, 3) > samples_at(None, 2)
-
-
 def test_rolling_pipelines_need_what_was_measured_of_them_if_nothing_is_given() -> None:
     for n in (2, 4):
         assert samples_at(None, n, rolling=True) == ROLLING_SAMPLES[n] * MEASURED_SAMPLES[n] >= samples_at(None, n)

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.schedule.picture import pixels
-from lightning_avgpipe.tuning import Result, Setting, Simulator, candidates, search
+from lightning_avgpipe.tuning import Result, Setting, candidates, search
 from lightning_avgpipe.tuning.picture import draw
 from tests.profiles import random_profile
 
@@ -79,12 +79,6 @@ def test_results_from_before_an_entry_was_added_can_be_read() -> None:
         Result.from_json(json.dumps(found))
 
 
-def test_only_several_pipelines_roll() -> None:
-    rolling = candidates(PROFILE, 3, rolling=True)
-    assert all(setting.rolling == (setting.num_pipelines > 1) for setting in rolling)
-    assert [dataclasses.replace(setting, rolling=False) for setting in rolling] == [*candidates(PROFILE, 3)]
-
-
 def test_where_it_is_open_each_number_of_pipelines_is_considered_with_and_without_rolling() -> None:
     both = candidates(PROFILE, 3, rolling="auto")
     assert len(set(both)) == len(both)
@@ -118,19 +112,6 @@ def test_the_picture_hatches_what_does_not_fit_and_marks_the_choice() -> None:
     image = pixels(figure)
     x, y = left.transData.transform((columns.index(8), rows.index(2)))
     assert image[image.shape[0] - 1 - round(y), round(x)].tolist() != [255, 255, 255]
-
-
-def test_lower_bounds_are_shown_as_such() -> None:
-    needs_much = [Setting(4, 4), Setting(8, 4), Setting(8, 1)]
-    limit = max(search(PROFILE, [Setting(8, 1)]).choice.prediction.memory)
-    result = search(PROFILE, needs_much, limit, Simulator())
-    assert [c.prediction.at_least for c in result.candidates] == [True, True, False]
-    assert Result.from_json(result.to_json()) == result
-    assert str(result).splitlines()[3].split()[4:6] == ["at", "least"]
-    assert "would take at least" in result.reason
-    left, right, *_ = draw(result).axes
-    assert [text.get_position() for text in left.texts if text.get_text() == "≥"] == [(0, 1), (1, 1)]
-    assert not right.texts
 
 
 def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

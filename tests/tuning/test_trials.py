@@ -21,7 +21,6 @@ from lightning_avgpipe.tuning.trials import (
     best,
     busy_curve,
     durations,
-    per_batch_s,
     refined,
     rounds,
     trial_sizes,
@@ -55,11 +54,6 @@ def test_as_many_rounds_as_are_affordable_are_run_and_one_of_them_counts(others:
         assert iterations - sizes < 2 + count * sizes <= iterations
 
 
-def test_with_few_iterations_the_sizes_that_are_nearest_to_the_profiled_one_are_left_out() -> None:
-    found = {iterations: affordable((8, 4, 1), iterations) for iterations in (4, 6, 8, 10, 20)}
-    assert found == {4: (), 6: (1,), 8: (4, 1), 10: (8, 4, 1), 20: (8, 4, 1)}
-
-
 def test_durations_are_medians_and_count_what_lies_between_actions() -> None:
     spans = [(0, FORWARD, 1.0), (0, FORWARD, 2.0), (0, FORWARD, 9.0), (1, BACKWARD, 4.0)]
     assert durations(spans) == {(0, FORWARD): 2.0, (1, BACKWARD): 4.0}
@@ -91,10 +85,3 @@ def test_settings_that_only_stash_more_are_not_tried_beside_each_other() -> None
     profile = Profile(16, 1, 16, (stage, stage), (HopProfile(0.0, 0.0),), device)  # an advance gains nothing
     tried = [candidate.setting for candidate in best(search(profile, candidates(profile, 1)), 3)]
     assert tried == [Setting(16), Setting(8), Setting(4)]
-
-
-def test_seconds_of_a_batch_have_their_part_of_what_ends_an_iteration() -> None:
-    profile = random_profile(1)
-    step = per_batch_s(profile, Setting(4, 1), 0.0)
-    assert per_batch_s(profile, Setting(4, 1), 6.0) == pytest.approx(6.0 + step)
-    assert per_batch_s(profile, Setting(4, 3), 6.0) >= 2.0

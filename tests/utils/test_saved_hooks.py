@@ -50,12 +50,3 @@ def test_hooks_of_others_are_refused_as_without_us() -> None:
         with SavedHooks(same, same), saved_tensors_hooks(same, same):
             refused()
         slope(torch.ones(2))
-
-
-def test_within_derivatives_our_hooks_do_nothing() -> None:
-    def cube(x: Tensor) -> Tensor:
-        with SavedHooks(same, same):
-            return x**3
-
-    with intercepting():
-        assert torch.func.grad(cube)(torch.tensor(2.0)) == 12

@@ -26,11 +26,6 @@ def test_torch_has_what_the_package_relies_on(entry: Private) -> None:
     assert entry.why
 
 
-def test_each_name_has_one_entry() -> None:
-    names = [entry.name for entry in torch_compat.NAMES]
-    assert len(names) == len(set(names))
-
-
 def torchs(path: Path) -> Iterator[str]:
     """Private names that a module reaches through names of torch's."""
     tree = ast.parse(path.read_text())
@@ -52,35 +47,6 @@ def test_whatever_is_private_in_torch_has_an_entry() -> None:
     known |= {"TreeSpec", "_pytree", "_C", "_autograd"}
     used = [(path, name) for path in sorted(PACKAGE.rglob("*.py")) for name in torchs(path)]
     assert [f"{path}: {name}" for path, name in used if name.split(".")[-1] not in known] == [], "these need an entry"
-
-
-class Upstream:
-    """Another package's class."""
-
-    declared: int
-
-    def __init__(self) -> None:
-        self._held = 0
-
-    def _method(self, first: int, second: int = 0) -> None:
-        self._later = first
-
-
-@pytest.mark.parametrize(
-    ("entry", "found"),
-    [
-        (Private("_held", ""), None),
-        (Private("_later", ""), None),
-        (Private("declared", ""), None),
-        (Private("_method", "", "first"), None),
-        (Private("_method", "", "first second"), None),
-        (Private("_method", "", "second"), "takes (self, first, second) instead of (second)"),
-        (Private("_method", "", "first third"), "takes (self, first, second) instead of (first, third)"),
-        (Private("_missing", ""), "does not exist"),
-    ],
-)
-def test_an_entry_says_what_it_expects(entry: Private, found: str | None) -> None:
-    assert torch_compat.problem(Private(f"{__name__}.Upstream.{entry.name}", "", entry.takes)) == found
 
 
 def test_what_is_missing_is_said_with_the_version_and_what_it_is_for() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_avgpipe.errors import AbsentValueError
 from lightning_avgpipe.weights import ownership
 from lightning_avgpipe.weights.ownership import explain, give_up
 
@@ -64,16 +63,3 @@ def test_a_hook_that_looks_at_all_weights_is_told_once_which_are_absent(
         explain(caught.value, module)
     (note,) = caught.value.__notes__
     assert "no numbers and no gradient on this process, such as '1.weight'" in note
-
-
-@pytest.mark.parametrize("error", [ValueError("meta"), RuntimeError("out of memory"), AbsentValueError("meta")])
-def test_other_errors_stay_as_they_are(error: Exception, module: nn.Module) -> None:
-    explain(error, module)
-    assert not hasattr(error, "__notes__")
-
-
-def test_where_all_is_there_nothing_is_said() -> None:
-    error = RuntimeError("Cannot copy out of meta tensor; no data!")
-    explain(error, nn.Linear(2, 2))
-    explain(error, None)
-    assert not hasattr(error, "__notes__")

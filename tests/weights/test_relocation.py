@@ -73,20 +73,6 @@ def in_threads(size: int, function: Callable[[Threads], Any]) -> list[Any]:
     return [found[rank] for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-def test_in_each_round_every_process_meets_one_other(size: int) -> None:
-    every = {str(rank): (rank,) for rank in range(size)}
-    moves = Relocation(every, dict.fromkeys(every, tuple(range(size)))).moves
-    assert set(moves) == {(a, b) for a in range(size) for b in range(size) if a != b}
-    rounds: list[set[frozenset[int]]] = [set()]
-    for pair in moves:
-        meeting = frozenset(pair)
-        if meeting not in rounds[-1] and any(meeting & other for other in rounds[-1]):
-            rounds.append(set())
-        rounds[-1].add(meeting)
-    assert len(rounds) <= size
-
-
 def items(rank: int) -> dict[str, Any]:
     everything: dict[str, dict[str, Any]] = {
         name: {"weight": torch.arange(15.0).view(3, 5).T * ord(name), "steps": 4, "none": None} for name in OLD
@@ -114,21 +100,6 @@ def test_trees_arrive_as_they_were(bucket_bytes: int) -> None:
             assert here["weight"].untyped_storage().nbytes() == there["weight"].nbytes, "nothing else is kept with it"
             for one, other in zip(here.get("inner", ()), there.get("inner", ()), strict=True):
                 assert one.dtype == other.dtype and torch.equal(one, other)
-
-
-def test_small_tensors_travel_together_and_no_message_exceeds_the_bucket() -> None:
-    old = {str(i): (0,) for i in range(64)}
-    new = {str(i): (1,) for i in range(64)}
-
-    def move(processes: Threads) -> Any:
-        arrived = Relocation(old, new).carry_out(processes, lambda name: torch.full((16,), float(name)), 1024)
-        return processes.sent, {name: arrival.on(torch.device("cpu")) for name, arrival in arrived.items()}
-
-    (sent, nothing), (_, arrived) = in_threads(2, move)
-    assert not nothing
-    contents = sent[2::3]  # after lengths and description
-    assert contents == [1024] * 4
-    assert all(torch.equal(arrived[str(i)], torch.full((16,), float(i))) for i in range(64))
 
 
 class Net(nn.Module):
