@@ -111,13 +111,6 @@ def test_merge_undoes_split(count):
     assert merged["names"] == batch["names"] and merged["sample"] is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_scalars_become_the_mean_over_samples(dtype):
-    merged = merge([torch.tensor(1.0, dtype=dtype), torch.tensor(4.0, dtype=dtype)], [2, 1])
-    assert torch.equal(merged, torch.tensor(2.0, dtype=dtype)) and merged.dtype == dtype
-    assert merge([1.0, 4.0], [2, 1]) == 2.0
-
-
 @pytest.mark.parametrize(
     "parts",
     [
@@ -133,8 +126,3 @@ def test_scalars_become_the_mean_over_samples(dtype):
 )
 def test_what_fits_no_rule_is_a_list_of_the_parts(parts):
     assert merge(parts, [2] * len(parts)) == parts
-
-
-def test_micro_batches_may_have_a_smallest_size() -> None:
-    assert [part.size for part in split(torch.zeros(9, 1), 8, smallest=2)] == [3, 2, 2, 2]
-    assert [part.size for part in split(torch.zeros(1, 1), 8, smallest=2)] == [1]

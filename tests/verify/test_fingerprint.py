@@ -24,12 +24,6 @@ def test_a_lost_part_is_no_rounding() -> None:
     assert how_different(expected, found, rounded=True, scale=usual_size([found])) is not None
 
 
-def test_a_multiple_is_told() -> None:
-    tensor = torch.randn(64)
-    text = how_different(fingerprint(tensor), fingerprint(tensor / 2))
-    assert text == "it is 0.5 times that of the plain run"
-
-
 def test_one_other_element_is_another_fingerprint_wherever_it_is() -> None:
     tensor = torch.randn(1 << 21)
     digests = {fingerprint(tensor).digest}
@@ -40,8 +34,3 @@ def test_one_other_element_is_another_fingerprint_wherever_it_is() -> None:
     swapped = tensor.clone()
     swapped[[0, 1]] = tensor[[1, 0]]
     assert len(digests | {fingerprint(swapped).digest}) == 6
-
-
-def test_zeros_of_both_signs_and_all_nan_are_equal() -> None:
-    one, other = torch.tensor([0.0, math.nan]), torch.tensor([-0.0, -math.nan])
-    assert how_different(fingerprint(one), fingerprint(other)) is None
