@@ -11,8 +11,6 @@ import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
-    RichProgressBar,
-    TQDMProgressBar,
 )
 from torch import Tensor, nn
 
@@ -147,34 +145,6 @@ def test_pipelines_come_and_go_between_iterations() -> None:
     assert found.trainer.global_step == 11
     everything = [value for batch in data for value in batch[0][:, 0].tolist()]
     assert sorted(model.samples[-64:]) == pytest.approx(sorted(everything))
-
-
-class Totals(L.Callback):
-    """What a progress bar says after each batch."""
-
-    def __init__(self, bar: Any) -> None:
-        self.bar = bar
-        self.seen: list[tuple[int, int]] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        shown = self.bar.train_progress_bar
-        done = shown.n if isinstance(self.bar, TQDMProgressBar) else int(shown.completed)
-        self.seen.append((done, shown.total))
-
-
-@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
-def test_progress_bars_show_as_many_iterations_as_there_will_be(kind: Any) -> None:
-    if kind is RichProgressBar:
-        pytest.importorskip("rich")
-    bar = kind(refresh_rate=1)
-    totals, changes = Totals(bar), Reconfigures({1: {"num_pipelines": 2}, 3: {"num_pipelines": 4}})
-    options = {"callbacks": [bar, changes, totals], "enable_progress_bar": True, "max_epochs": 2}
-    found = train(MLP(), loader(MLP, 16 * 4, 4), 1, num_pipelines=1, trainer=options)
-    # 16 batches: two alone, two iterations of two, then of four
-    first, second = totals.seen[:7], totals.seen[7:]
-    assert first == [(1, 16), (2, 9), (3, 9), (4, 7), (5, 7), (6, 7), (7, 7)]
-    assert [done for done, _ in second] == list(range(1, found.trainer.num_training_batches + 1))
-    assert second[-1][0] == second[-1][1]
 
 
 class Explodes(Net):

@@ -293,16 +293,6 @@ def test_other_structures_may_come_in_between(lengths: tuple[int, ...]) -> None:
     assert tags.count(0) >= len(lengths)
 
 
-def test_what_an_earlier_channel_has_awaited_on_the_connection_takes_nothing_of_a_later_one() -> None:
-    tags: list[set[int]] = []
-    for opening in range(3):
-        with channel(opening) as (passed, seen):
-            for length in (2, 2, 3, 3, 2, 3):
-                assert len(passed(torch.zeros(length * LARGE))) == length * LARGE
-        tags.append({*seen})
-    assert all(len(of) > 1 for of in tags) and not tags[0] & tags[1] and not tags[1] & tags[2]
-
-
 # -- in processes ----------------------------------------------------------------------------------------------------
 
 

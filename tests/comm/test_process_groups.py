@@ -9,7 +9,10 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -74,3 +77,30 @@ def idle(rank: int, pauses: Sequence[Callable[[], None]]) -> list[list[float]]:
 def test_a_job_goes_on_after_pauses_longer_than_the_limit_of_connections(tmp_path: Path) -> None:
     found = processes.results(processes.run(2, idle, (compute_for_long, be_suspended), folder=tmp_path))
     assert found == [[[7.0, 2.0]] * 2] * 2
+
+
+class Endless:
+    """A group whose backend for devices has nothing to abort."""
+
+    def allreduce(self, tensors: Any) -> Any:
+        return SimpleNamespace(wait=lambda: None)
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace()
+
+
+def test_a_backend_that_cannot_abort_what_a_device_waits_for_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: Endless())
+    network = ProcessGroups(0, torch.device("meta", 0), LIMIT, "xccl")
+    network.join(Party("all", (0, 1), on_host=False))
+    network.disconnect()
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("the backend 'xccl' cannot abort its transfers") and "meta:0" in said

@@ -167,26 +167,6 @@ class StaticCache(Net):
         return x.square().mean()
 
 
-class Counts(Layer):
-    def forward(self, x: Tensor, store: Any) -> Tensor:
-        store.count += 1
-        return super().forward(x)
-
-
-class Lasting(Net):
-    """An object of the module counts, on the stage that it belongs to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1] = Counts(1)
-        self.store = Cache()
-        self.store.count = 0
-
-    def training_step(self, x: Tensor) -> Tensor:
-        x = self.layers[1](self.layers[0](x), self.store)
-        return self.layers[3](self.layers[2](x)).mean()
-
-
 class Table(nn.Module):
     """Makes a table of positions when it is first called, as Lightning's demo transformer does."""
 
@@ -256,7 +236,7 @@ class Scales(Net):
 # -- glue ------------------------------------------------------------------------------------------------------------
 
 
-MODELS = [KeyValueSharing, HiddenStates, Penalties, StateObject, StaticCache, Lasting, Positions, Scales]
+MODELS = [KeyValueSharing, HiddenStates, Penalties, StateObject, StaticCache, Positions, Scales]
 SAMPLES = [torch.randn(3, WIDTH) for _ in range(3)]
 
 
@@ -324,29 +304,6 @@ def test_only_what_is_read_travels() -> None:
     graph = graph_of(KeyValueSharing())
     layers = [node.index for node in graph.nodes if node.name.startswith("layers.")]
     assert [len(graph.live(p)) for p in layers[1:]] == [2, 3, 2]  # the last result, and keys that are still read
-
-
-def test_an_object_of_the_module_that_two_units_change_stays_on_one_stage() -> None:
-    class Both(Lasting):
-        def training_step(self, x: Tensor) -> Tensor:
-            return self.layers[1](self.layers[2](self.layers[1](x, self.store)), self.store).mean()
-
-    graph = graph_of(Both())
-    assert "of type Cache that outlives the step" in str(graph.obstacles[1])
-    assert graph.obstacles[3] is None
-
-
-def test_what_cannot_be_sent_stays_on_one_stage() -> None:
-    class Locks(Layer):
-        def forward(self, x: Tensor, cache: Cache) -> Tensor:
-            cache.keys[self.index] = lambda: x  # type: ignore[assignment]
-            return super().forward(x)
-
-    module: Any = KeyValueSharing()
-    module.layers = nn.ModuleList([Layer(0), Layer(1), Locks(2), Layer(3)])
-    graph = graph_of(module)
-    assert [graph.obstacles[p] is None for p in (1, 2, 3)] == [True, True, False]
-    assert "leaves in an object what cannot be sent to another stage" in str(graph.obstacles[3])
 
 
 def test_a_table_that_a_unit_makes_lasts_and_grows_on_every_stage() -> None:

@@ -286,6 +286,12 @@ def test_what_takes_the_place_of_a_parameter_in_files_is_not_initialised_silentl
         Origin(model, 0, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("option", [{"device_map": "auto"}, {"state_dict": {}}])
+def test_options_that_place_a_model_are_refused(option: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(option))):
+        from_pretrained(transformers.LlamaForCausalLM, saved(tmp_path), **option)
+
+
 def test_adapters_that_depend_on_absent_weights_are_refused(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = from_pretrained(transformers.LlamaForCausalLM, saved(tmp_path))

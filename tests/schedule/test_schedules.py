@@ -111,17 +111,6 @@ def uneven_warm_up(costs: StageCosts, num_microbatches: int) -> tuple[int, ...]:
     return stepped_warm_up(steps, num_microbatches, max(steps, default=1) - 1)
 
 
-def test_the_uneven_formula_is_nearly_as_fast_as_the_better_of_1f1b_and_afab() -> None:
-    rng = random.Random(2)
-    for _ in range(100):
-        costs = random_costs(rng, rng.randint(2, 5))
-        num_stages, num_microbatches = len(costs.forward_s), 16
-        uneven = simulate(from_warm_up(uneven_warm_up(costs, num_microbatches), num_microbatches), costs)
-        plain = simulate(build("1f1b", num_stages, num_microbatches), costs)
-        everything = simulate(build("afab", num_stages, num_microbatches), costs)
-        assert uneven.iteration_s <= 1.05 * min(plain.iteration_s, everything.iteration_s)
-
-
 def test_unequal_steps_grow_from_1f1b_to_what_is_asked_for_and_on() -> None:
     steps = (1, 3, 2)
     assert [stepped_warm_up(steps, 99, h) for h in range(5)] == [

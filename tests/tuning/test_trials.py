@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_avgpipe.schedule import BACKWARD, FORWARD
 from lightning_avgpipe.tuning import (
     Curve,
     Device,
@@ -17,12 +16,8 @@ from lightning_avgpipe.tuning import (
     search,
 )
 from lightning_avgpipe.tuning.trials import (
-    affordable,
     best,
-    busy_curve,
-    durations,
     refined,
-    rounds,
     trial_sizes,
 )
 from tests.profiles import random_profile
@@ -43,27 +38,6 @@ def test_profiles_are_made_with_many_micro_batches_and_the_fewest_and_some_in_be
     counts: list[int], num_stages: int, expected: tuple[int, tuple[int, ...]]
 ) -> None:
     assert trial_sizes(counts, num_stages) == expected
-
-
-@pytest.mark.parametrize("others", [(), (1,), (4, 1), (8, 4, 1)])
-def test_as_many_rounds_as_are_affordable_are_run_and_one_of_them_counts(others: tuple[int, ...]) -> None:
-    for iterations in range(4, 41):
-        sizes = 1 + len(affordable(others, iterations))
-        count = rounds(iterations, sizes)
-        assert count >= 2, iterations
-        assert iterations - sizes < 2 + count * sizes <= iterations
-
-
-def test_durations_are_medians_and_count_what_lies_between_actions() -> None:
-    spans = [(0, FORWARD, 1.0), (0, FORWARD, 2.0), (0, FORWARD, 9.0), (1, BACKWARD, 4.0)]
-    assert durations(spans) == {(0, FORWARD): 2.0, (1, BACKWARD): 4.0}
-    assert durations(spans, [(3.0, 2.0), (5.0, 2.0), (2.0, 2.0)]) == {(0, FORWARD): 3.0, (1, BACKWARD): 6.0}
-
-
-def test_a_curve_is_as_full_as_the_kernels_that_run() -> None:
-    curve = busy_curve([(0.0, 4.0, 0.5), (4.0, 8.0, 1.0), (6.0, 8.0, 1.0), (15.0, 99.0, 0.25)], 0.0, 16.0)
-    assert curve.total_s == 16.0
-    assert curve.utilisation == (0.5,) * 4 + (1.0,) * 4 + (0.0,) * 7 + (0.25,)
 
 
 def test_the_fastest_of_those_that_were_tried_is_taken() -> None:

@@ -11,7 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_avgpipe.capture import calls
 from lightning_avgpipe.state.untouched import random_state
 from lightning_avgpipe.utils.device import (
     DeviceClock,
@@ -23,7 +26,7 @@ from lightning_avgpipe.utils.device import (
     port_of,
     seconds_between,
     set_environment,
-)  # fmt: skip
+)
 
 PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
 HOST = torch.device("cpu")
@@ -93,6 +96,26 @@ def test_what_raises_without_memory_is_known() -> None:
         torch.empty(2**62, dtype=torch.uint8)
     assert all(map(is_out_of_memory, (host.value, MemoryError(), torch.OutOfMemoryError())))
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+def test_looking_whether_generators_have_moved_is_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two of them, as on an accelerator: a tensor made in a unit would count as one that the unit keeps."""
+    own = torch.Generator()
+    monkeypatch.setattr(calls, "generators", lambda device: (torch.default_generator, own))
+    done: list[str] = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            done.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    watch = calls.Calls(nn.Identity(), None, lambda: 0)
+    torch.rand(1, generator=own)
+    with Operations():
+        watch.look()
+        same = watch.generator_states() == watch.generator_states()
+    assert same and not done
+    assert watch.drawing == {""}
 
 
 # -- with CUDA -------------------------------------------------------------------------------------------------------
