@@ -331,6 +331,7 @@ runner.save_checkpoint(sys.argv[1])
 """
 
 
+@pytest.mark.slow  # the launcher: tests/strategy/test_launch.py
 def test_a_script_with_the_default_launcher_trains_and_its_plan_says_what_groups_exchange(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

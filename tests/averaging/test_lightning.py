@@ -193,6 +193,7 @@ class Limited(MLP):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 def test_a_batch_size_finder_finds_what_all_models_have_room_for() -> None:
     found = []
     for callbacks, size in (([BatchSizeFinder(max_trials=4, steps_per_trial=2)], 2), ([], 4)):

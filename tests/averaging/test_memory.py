@@ -58,15 +58,15 @@ def measured(
 def test_n_models_keep_what_the_formula_says() -> None:
     schedule = build("1f1b", 3, NUM_MICROBATCHES)
     _, one = measured(1, 3, schedule, 0)
-    for n in (2, 3):
-        _, several = measured(n, 3, schedule, 0)
-        for k, alone in one.items():
-            reference = LAYER * 6 // 3
-            formula = reference + n * alone.peak  # n (model + S A / M) + reference
-            stash = alone.changes[Action(FORWARD, 1)]
-            # all lanes are rarely at their peaks at once: the others may be one micro-batch away
-            assert formula - (n - 1) * stash <= several[k].peak <= formula
-            assert several[k].changes[Action(FORWARD, 1)] == n * stash
+    n = 3
+    _, several = measured(n, 3, schedule, 0)
+    for k, alone in one.items():
+        reference = LAYER * 6 // 3
+        formula = reference + n * alone.peak  # n (model + S A / M) + reference
+        stash = alone.changes[Action(FORWARD, 1)]
+        # all lanes are rarely at their peaks at once: the others may be one micro-batch away
+        assert formula - (n - 1) * stash <= several[k].peak <= formula
+        assert several[k].changes[Action(FORWARD, 1)] == n * stash
 
 
 def test_rolling_models_need_copies_of_what_they_began_with() -> None:

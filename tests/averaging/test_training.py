@@ -134,22 +134,3 @@ def test_limits_steps_and_schedulers_count_iterations() -> None:
         assert (runner.num_training_batches, runner.global_step) == (iterations, steps), options
         assert runner.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.5**steps)
         # the scheduler's last value counts for every model alike
-
-
-def test_a_step_that_the_user_skips_averages_nothing() -> None:
-    class Skips(MLP):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            if batch_idx % 2:
-                optimizer.step(closure=optimizer_closure)
-            else:
-                optimizer_closure()
-
-    torch.manual_seed(3)
-    skipping = Skips()
-    all_steps = MLP()
-    all_steps.load_state_dict(skipping.state_dict())
-    batches = list(loader(MLP, 64, 8))
-    found = train(skipping, Batches(batches))
-    expected = train(all_steps, Batches(batches[2:4] + batches[6:8]))
-    for one, other in zip(found.models, expected.models, strict=True):
-        assert_equal(one, other)

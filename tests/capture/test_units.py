@@ -166,8 +166,11 @@ class Whole(Reaching):
 
 
 CHANGES = [
-    compiled, compiled_in_place,
-    with_parts(lambda block: torch.compile(nn.Sequential(block), backend="eager")),
+    compiled,
+    pytest.param(compiled_in_place, marks=pytest.mark.slow),
+    pytest.param(
+        with_parts(lambda block: torch.compile(nn.Sequential(block), backend="eager")), marks=pytest.mark.slow
+    ),
     with_parts(torch.jit.script),
     with_parts(lambda block: torch.jit.trace(block, torch.randn(2, 16))),
 ]  # fmt: skip

@@ -13,14 +13,8 @@ import pytest
 
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import (
-    BACKWARD,
-    FORWARD,
-    Action,
-    Activity,
-    Span,
     StageCosts,
     Timeline,
-    Transfer,
     build,
     picture,
     simulate,
@@ -33,20 +27,6 @@ COSTS = StageCosts.uniform(3, 1.0, 2.0, send_s=0.5, latency_s=0.1)
 
 def simulated() -> Timeline:
     return simulate(build("advance_forward", 3, 4, 1), COSTS)
-
-
-def recorded_on_two_devices() -> Timeline:
-    """Stages 0 and 2 on device 1, stage 1 on device 0; nothing starts at 0."""
-    f0, b0 = Action(FORWARD, 0), Action(BACKWARD, 0)
-    spans = [
-        Span(0, f0, 10, 11), Span(1, f0, 12, 13), Span(2, f0, 14, 15),
-        Span(2, b0, 15, 17), Span(1, b0, 18, 20), Span(0, b0, 21, 23),
-    ]  # fmt: skip
-    transfers = (Transfer(0, "forward", 0, 11, 11.5, 12), Transfer(1, "backward", 0, 17, 17.5, 18))
-    activities = (
-        Activity(1, "wait", 11, 14, "F0"), Activity(1, "step", 24, 26), Activity(0, "averaging", 26, 27),
-    )  # fmt: skip
-    return Timeline(3, tuple(spans), transfers, (1, 1, 1), activities, devices=(1, 0, 1))
 
 
 def test_the_command_prints_the_grid(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,19 +79,6 @@ def test_every_cell_has_the_colour_of_what_runs_there() -> None:
                 assert colour_at(image, figure, (end + begin) / 2, stage + near_top) == picture.colours()["idle"]
 
 
-def test_stages_of_a_device_share_a_row_and_optimizer_and_averaging_have_colours() -> None:
-    figure = picture.draw(recorded_on_two_devices())
-    axes = figure.axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["stages 0, 2\nrank 1", "stage 1\nrank 0"]
-    image = picture.pixels(figure)
-    for x, row, kind in [
-        (0.5, 0, "forward"), (2.5, 0, "idle"), (4.5, 0, "forward"), (12.0, 0, "backward"), (15.0, 0, "step"),
-        (9.0, 1, "backward"), (16.5, 1, "averaging"),
-    ]:  # fmt: skip
-        assert colour_at(image, figure, x, row + 0.08) == picture.colours()[kind], (x, row)
-    assert {"0.0", "2.0", "0"} == {text.get_text() for text in axes.texts}
-
-
 def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'lightning_avgpipe\[pictures\]'"):
@@ -131,12 +98,6 @@ def test_a_trace_has_every_action_once_and_none_overlaps() -> None:
         assert len({e["tid"] for e in actions}) == 1
     assert sum(e["cat"] == "transfer" for e in events) == 2 * 4 * 2
     assert min(e["ts"] for e in events) == 0
-
-
-def test_idleness_counts_devices_and_begins_with_the_first_action() -> None:
-    timeline = recorded_on_two_devices()
-    assert timeline.iteration_s == 13
-    assert timeline.bubble_fraction == pytest.approx(1 - 9 / 26)
 
 
 def test_the_picture_in_the_documentation_is_what_its_command_draws(

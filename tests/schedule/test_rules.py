@@ -15,7 +15,7 @@ from lightning_avgpipe.schedule import (
     peak_stash,
     simulate,
 )
-from lightning_avgpipe.systems.zero_bubble import INPUT_GRADIENT, WEIGHT_GRADIENT, halved
+from lightning_avgpipe.systems.zero_bubble import INPUT_GRADIENT, WEIGHT_GRADIENT
 
 F0, B0, I0, W0 = (Action(kind, 0) for kind in (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT))
 
@@ -52,8 +52,3 @@ def test_a_weight_gradient_before_its_input_gradient_is_a_deadlock_that_says_why
     stuck = Schedule("by hand", 1, 1, ((F0, W0, I0),))
     with pytest.raises(DeadlockError, match=r"stage 0 at W0.*W waits for its own I"):
         simulate(stuck, StageCosts.uniform(1, 1, 2))
-
-
-def test_an_input_gradient_does_not_take_longer_than_its_backward() -> None:
-    with pytest.raises(ScheduleError, match=r"weight gradient=\[-1\]"):
-        halved(StageCosts((1,), (2,), (), (), ()), (3,))
