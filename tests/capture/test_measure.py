@@ -37,7 +37,6 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.calls: list[float] = []
 
     def perf_counter(self) -> float:
         return self.now
@@ -68,23 +67,19 @@ class Passing(torch.autograd.Function):
 
 
 class Unit(nn.Module):
-    """Takes a known time; the first call after it was made takes longer."""
+    """Takes a known time."""
 
-    def __init__(self, clock: Clock, forward_s: float, backward_s: float, first_s: float = 0.0) -> None:
+    def __init__(self, clock: Clock, forward_s: float, backward_s: float) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.clock = weakref.ref(clock)  # what a module holds is put back, and time must not be
-        self.forward_s, self.backward_s, self.first_s = forward_s, backward_s, first_s
+        self.forward_s, self.backward_s = forward_s, backward_s
 
     def extra_repr(self) -> str:
         return f"{self.forward_s}, {self.backward_s}"
 
     def forward(self, x: Tensor) -> Tensor:
-        clock = self.clock()
-        clock.calls.append(self.forward_s)
-        if clock.calls.count(self.forward_s) % 5 == 1:
-            clock.now += self.first_s
-        return Passing.apply(self.linear(x), clock, self.forward_s, self.backward_s)
+        return Passing.apply(self.linear(x), self.clock(), self.forward_s, self.backward_s)
 
 
 class Timed(nn.Module):

@@ -71,16 +71,6 @@ def test_sizes_are_those_of_tensor_split(count):
     assert [part.weight for part in parts] == [len(chunk) / 7 for chunk in expected]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_micro_batches_have_containers_of_their_own(count):
-    batch = {"x": samples(2), "options": {"names": ["p", "q", "r"]}}
-    parts = data(split(batch, count))
-    parts[0].pop("x")
-    parts[0]["options"]["names"].clear()
-    assert "x" in batch and batch["options"]["names"] == ["p", "q", "r"]
-    assert all("x" in part and part["options"]["names"] == ["p", "q", "r"] for part in parts[1:])
-
-
 # -- the user's splitter ---------------------------------------------------------------------------------------------
 
 

@@ -111,17 +111,6 @@ def uneven_warm_up(costs: StageCosts, num_microbatches: int) -> tuple[int, ...]:
     return stepped_warm_up(steps, num_microbatches, max(steps, default=1) - 1)
 
 
-def test_unequal_steps_grow_from_1f1b_to_what_is_asked_for_and_on() -> None:
-    steps = (1, 3, 2)
-    assert [stepped_warm_up(steps, 99, h) for h in range(5)] == [
-        (3, 2, 1, 0),  # 1F1B
-        (5, 4, 2, 0),
-        (6, 5, 2, 0),  # 1 + 3 + 2
-        (9, 7, 3, 0),
-        (12, 9, 4, 0),
-    ]
-
-
 def test_a_larger_advance_is_never_a_smaller_warm_up_and_never_a_deadlock() -> None:
     rng = random.Random(3)
     for _ in range(80):
@@ -207,7 +196,3 @@ def test_the_simulator_ends_with_an_error_where_a_schedule_does_not(
     stuck = Schedule("by hand", 2, 2, rows)
     with pytest.raises(DeadlockError, match=message):
         simulate(stuck, StageCosts.uniform(2, 1, 1))
-
-
-def test_micro_batches_may_come_in_another_order() -> None:
-    check(Schedule("by hand", 2, 2, ((F0, F1, B1, B0), (F1, B1, F0, B0))))

@@ -83,13 +83,6 @@ def test_advance_may_be_slower_if_a_link_is_busier_than_the_stages() -> None:
     assert times_by_advance(5, StageCosts.uniform(3, 1, 1, send_s=10)) == [102, 86, 94, 104]
 
 
-def test_advance_may_be_slower_if_stages_are_uneven() -> None:
-    free = (0.0, 0.0)
-    costs = StageCosts((1, 2, 1), (2, 1, 1), free, free, free)
-    assert times_by_advance(3, costs) == [13, 14, 14, 14]
-    assert first_advance(uneven_steps(costs), 3, costs) == 0
-
-
 def test_actions_of_a_stage_and_messages_of_a_link_do_not_overlap() -> None:
     costs = StageCosts.uniform(3, 1, 2, 1.5, 0.5)
     timeline = simulate(build("advance_forward", 3, 6, 1), costs)

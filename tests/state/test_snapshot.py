@@ -176,14 +176,6 @@ def test_modules_and_trainers_are_not_entered() -> None:
     assert module.note == [1]
 
 
-def test_what_leads_back_into_itself_ends() -> None:
-    holder = SimpleNamespace()
-    holder.me = [holder]
-    with Snapshot([holder]).restored():
-        holder.me.append(1)
-    assert holder.me == [holder]
-
-
 def test_members_of_types_written_in_c_are_left_alone() -> None:
     class Encoder:
         def __init__(self) -> None:

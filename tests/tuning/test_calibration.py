@@ -36,19 +36,6 @@ def test_at_the_sizes_of_trials_what_they_took_is_predicted(predictor: Predictor
     assert known.name == predictor.name
 
 
-def test_between_trials_the_ratio_is_between_theirs_and_outside_constant() -> None:
-    predictor = Corrected()
-    profile = slowed(predictor, {16: 1.4, 4: 1.2})
-    known = calibrated(predictor, profile)
-    for m, ratio in ((1, 1.2), (4, 1.2), (8, 1.3), (16, 1.4), (64, 1.4)):
-        for n, advance in ((1, 0), (3, 2)):
-            setting = Setting(m, n, advance)
-            update = update_s(profile, n)
-            before, after = (p.predict(profile, setting).iteration_s - update for p in (predictor, known))
-            assert after == pytest.approx(ratio * before, rel=CLOSE), setting
-            assert known.predict(profile, setting).memory == predictor.predict(profile, setting).memory
-
-
 def test_the_search_leaves_a_size_at_which_stages_wait_for_each_other() -> None:
     settings = candidates(PROFILE, 1)
     fastest = search(PROFILE, settings).choice.setting.num_microbatches

@@ -19,7 +19,6 @@ from lightning_avgpipe.tuning import (
     Curve,
     Device,
     HopProfile,
-    OtherSize,
     Paper,
     Predictor,
     Profile,
@@ -97,28 +96,6 @@ def test_a_full_device_takes_n_times_as_long_for_n_pipelines_and_an_empty_one_no
         empty = predictor.predict(balanced(1e-6, 3, send_s=0.0), setting)
         assert empty.iteration_s == pytest.approx(10 * 3 + 4 * 0.125, rel=CLOSE)
         assert empty.per_batch_s == pytest.approx(empty.iteration_s / n)
-
-
-@pytest.mark.parametrize("predictor", [*BOTH, Paper(), Paper(growing=False)], ids=lambda p: p.name)
-def test_more_bandwidth_is_never_slower_for_one_pipeline(predictor: Predictor) -> None:
-    """For several it can be: a slow link draws them apart, and they disturb each other less."""
-    for seed in range(8):
-        slow = random_profile(seed)
-        link = {"forward": Link(1e-12, 0.0), "backward": Link(1e-12, 0.0)}
-        fast = dataclasses.replace(slow, hops=tuple(dataclasses.replace(hop, **link) for hop in slow.hops))
-        times = [predictor.predict(p, Setting(8, 1, schedule="afab")).iteration_s for p in (fast, slow)]
-        assert times[0] <= times[1] * (1 + CLOSE), seed
-
-
-def test_measured_durations_of_other_sizes_correct_the_curves() -> None:
-    profile = balanced(0.01, num_stages=1)
-    stage = dataclasses.replace(profile.stages[0], others=(OtherSize(2, 1.5, 5.0),))
-    profile = dataclasses.replace(profile, stages=(stage,))
-    for predictor in BOTH:
-        at = {m: predictor.predict(profile, Setting(m, 1)).iteration_s for m in (2, 4, 8)}
-        assert at[8] == pytest.approx(8 * 3)
-        assert at[2] == pytest.approx(2 * 6.5)
-        assert 3 < at[4] / 4 < 6.5
 
 
 def test_memory_counts_pipelines_stashes_and_one_reference() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 
 import pytest
@@ -66,17 +65,6 @@ def test_results_survive_json_and_print_a_line_per_number_of_pipelines() -> None
         assert [row.split()[0] for row in rows] == ["1", "2", "3", "4"]
         assert sum(row.endswith("chosen") for row in rows) == 1
         assert why == f"{result.choice.setting}: {result.reason}"
-
-
-def test_results_from_before_an_entry_was_added_can_be_read() -> None:
-    result = search(PROFILE, SETTINGS)
-    found = json.loads(result.to_json())
-    for candidate in (*found["Result"]["candidates"], found["Result"]["choice"]):
-        del candidate["samples"], candidate["setting"]["rolling"]
-    assert Result.from_json(json.dumps(found)) == result
-    del found["Result"]["choice"]
-    with pytest.raises(TuningError, match="has the entries"):
-        Result.from_json(json.dumps(found))
 
 
 def test_where_it_is_open_each_number_of_pipelines_is_considered_with_and_without_rolling() -> None:

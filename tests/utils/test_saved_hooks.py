@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.utils.torch_compat import SavedHooks
@@ -35,18 +34,3 @@ def test_derivatives_are_computed_within_our_hooks_which_see_what_comes_after() 
         WEIGHT.exp()
         assert len(seen) == 1
     assert torch.equal(found, slope(torch.ones(2)))
-
-
-def test_hooks_of_others_are_refused_as_without_us() -> None:
-    def refused() -> None:
-        with pytest.raises(RuntimeError, match="saved tensor hooks"):
-            slope(torch.ones(2))
-
-    with intercepting():
-        with saved_tensors_hooks(same, same):
-            refused()
-            with SavedHooks(same, same):
-                refused()
-        with SavedHooks(same, same), saved_tensors_hooks(same, same):
-            refused()
-        slope(torch.ones(2))
