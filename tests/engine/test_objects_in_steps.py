@@ -306,6 +306,19 @@ def test_only_what_is_read_travels() -> None:
     assert [len(graph.live(p)) for p in layers[1:]] == [2, 3, 2]  # the last result, and keys that are still read
 
 
+def test_what_cannot_be_sent_stays_on_one_stage() -> None:
+    class Locks(Layer):
+        def forward(self, x: Tensor, cache: Cache) -> Tensor:
+            cache.keys[self.index] = lambda: x  # type: ignore[assignment]
+            return super().forward(x)
+
+    module: Any = KeyValueSharing()
+    module.layers = nn.ModuleList([Layer(0), Layer(1), Locks(2), Layer(3)])
+    graph = graph_of(module)
+    assert [graph.obstacles[p] is None for p in (1, 2, 3)] == [True, True, False]
+    assert "leaves in an object what cannot be sent to another stage" in str(graph.obstacles[3])
+
+
 def test_a_table_that_a_unit_makes_lasts_and_grows_on_every_stage() -> None:
     plain: Any = Positions()
     module: Any = copy.deepcopy(plain)

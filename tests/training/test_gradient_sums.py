@@ -120,3 +120,12 @@ def test_a_gradient_that_changes_after_it_was_sent_is_summed_as_it_is_then() -> 
     assert run.replicas.begun == [[5], [3], [2], [2, 3]]
     begun, mine, summed = run.iterate()  # they are not sent early any more
     assert begun[-1] == 1 and summed == doubled(mine)
+
+
+def test_sums_of_an_iteration_that_failed_are_forgotten() -> None:
+    run = Run()
+    run.iterate()
+    run.sums.watch(dict(run.model.named_parameters()), {0: ROW})
+    run.sums.perform(Work(0, 0, ROW[-1]), lambda: run.model.backward())  # type: ignore[arg-type,func-returns-value]
+    begun, mine, summed = run.iterate()
+    assert begun[-1] == 3 and summed == doubled(mine)

@@ -40,6 +40,16 @@ def test_a_message_brings_a_tensor_of_any_layout(make: Callable[[Tensor], Tensor
         assert tree["graph"].is_coalesced() == tensor.is_coalesced()
 
 
+@pytest.mark.parametrize("make", LAYOUTS)
+def test_contents_are_the_same_until_a_number_a_place_or_the_layout_changes(make: Callable[[Tensor], Tensor]) -> None:
+    tensor = make(DENSE)
+    assert same_contents(tensor, make(DENSE.clone()))
+    assert not same_contents(tensor, tensor * 2)
+    assert not same_contents(make(DENSE), make(DENSE).to_sparse() if tensor.layout == torch.strided else DENSE)
+    assert not same_contents(DENSE.to_sparse(), DENSE.flip(1).to_sparse())
+    assert not same_contents(torch.zeros(2, 2).to_sparse(), torch.zeros(3, 2).to_sparse())
+
+
 def test_nested_tensors_are_compared_and_do_not_travel() -> None:
     parts = [torch.ones(2, 3), torch.ones(1, 3)]
     for layout in (torch.strided, torch.jagged):

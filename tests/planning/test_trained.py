@@ -1,0 +1,68 @@
+"""Which stages have nothing to train follows from what the step did when it was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from lightning_avgpipe.planning.divisible import Divisible, Step
+from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning.trained import Freezing, num_frozen
+
+WIDTH = 4
+
+
+class Branching(nn.Module):
+    """Four layers; the first two are a branch of its own, which comes back by a sum in place."""
+
+    def __init__(self, detached: bool = False, asks: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.detached = detached
+        self.asks = asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.layers[0](x)
+        if self.asks:
+            a.requires_grad_()
+        b = self.layers[1](a)
+        if self.detached:
+            b = b.detach()
+        c = self.layers[2](b)
+        c += b
+        return self.layers[3](c).sum()
+
+
+def frozen(module: Branching, at_capture: Collection[int], now: Collection[int]) -> int:
+    """How many of four stages are frozen now; both arguments are numbers of layers that are."""
+    for i, layer in enumerate(module.layers):
+        layer.requires_grad_(i not in at_capture)
+    planner = Planner(Divisible(module), 4, [f"layers.{i}" for i in (1, 2, 3)])
+    plan = planner.plan(Step("training_step", module.forward, (torch.randn(2, WIDTH),)))
+    freezing = Freezing(plan.graph, plan.cuts, module)
+    for i, layer in enumerate(module.layers):
+        layer.requires_grad_(i not in now)
+    assert freezing.stages == num_frozen(plan.graph, plan.cuts, freezing.trained)
+    return freezing.stages
+
+
+def test_what_is_frozen_now_counts_not_what_was() -> None:
+    subsets: list[tuple[int, ...]] = [(), (0,), (0, 1), (0, 1, 2), (1,), (1, 2), (0, 2)]
+    expected = {(): 0, (0,): 1, (0, 1): 2, (0, 1, 2): 3, (1,): 0, (1, 2): 0, (0, 2): 1}
+    for at_capture in subsets:
+        assert {now: frozen(Branching(), at_capture, now) for now in subsets} == expected
+
+
+def test_what_is_detached_needs_no_backward() -> None:
+    module = Branching(detached=True)
+    graph = Planner(Divisible(module), 1).plan(Step("training_step", module.forward, (torch.randn(2, WIDTH),))).graph
+    behind = 1 + next(node.index for node in graph.nodes if node.name == "detach")
+    assert num_frozen(graph, (behind,), graph.trained) == 1
+    assert num_frozen(graph, (behind - 1,), graph.trained) == 0  # it is the next stage that detaches
+
+
+def test_what_asks_for_a_gradient_by_itself_always_does() -> None:
+    # the first stage has asked for it after its last layer: it needs no backward for that
+    assert frozen(Branching(asks=True), (0, 1, 2), (0, 1, 2)) == 1
