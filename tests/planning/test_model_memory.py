@@ -64,6 +64,16 @@ def test_what_trains_has_gradients_and_optimizer_states() -> None:
     assert evaluation.in_flight == (1, 1, 1) and evaluation.held["0.bias"] == 12
 
 
+def test_parallel_models_have_what_they_train_each_and_a_reference() -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    module[0].weight.requires_grad_(False)
+    memory = memory_of(module, build("1f1b", 3, 8), copies=1, limit=100.0, num_pipelines=4)
+    assert memory.in_flight == (12, 8, 4)
+    assert memory.held["0.bias"] == 4 * 36 + 12
+    assert memory.held["0.weight"] == 24  # frozen: shared
+    assert memory.held["1.running_mean"] == 4 * 12 + 12
+
+
 def test_rolling_groups_keep_a_further_sum() -> None:
     module = nn.Linear(2, 3).bfloat16()
     for n in (1, 2):

@@ -6,14 +6,16 @@ import dataclasses
 import itertools
 import json
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.tuning import ranks
+from benchmarks.tuning import Choice, choices, ranks
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.planning import Link
-from lightning_avgpipe.schedule import StageCosts, build, simulate
+from lightning_avgpipe.schedule import InTurns, SideBySide, StageCosts, build, simulate
 from lightning_avgpipe.tuning import (
     Corrected,
     Curve,
@@ -26,7 +28,12 @@ from lightning_avgpipe.tuning import (
     Simulator,
     StageMemory,
     StageProfile,
+    candidates,
+    predictors,
+    search,
 )
+from lightning_avgpipe.tuning.predictors import simulated_s
+from lightning_avgpipe.tuning.scaling import loads_at
 from tests.profiles import random_profile
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "predictions.json").read_text())
@@ -154,3 +161,117 @@ def test_sums_over_tied_parameters_take_time_for_each_pipeline_unless_others_com
         tied = dataclasses.replace(plain, tied_s=3.0)
         found = [predictor.predict(given, Setting(4, n, rolling=rolls)).iteration_s for given in (plain, tied)]
         assert found[1] - found[0] == pytest.approx(added)
+
+
+# -- recorded profiles: rows of benchmarks/tuning.py --json without the single rounds --------------------------------
+
+
+ROWS = json.loads((Path(__file__).parents[1] / "golden" / "tuning.json").read_text())
+
+
+def profile_of(row: dict[str, Any]) -> Profile:
+    return Profile.from_json(json.dumps(row["profile"]))
+
+
+def choices_of(row: dict[str, Any]) -> dict[str, Choice]:
+    measured = {Setting(m, n, h): seconds for m, n, h, seconds in row["measured"]}
+    return {choice.by: choice for choice in choices(profile_of(row), measured)}
+
+
+RUNS = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['workload']}-{row['megabits']}")
+
+
+@RUNS
+def test_recorded_runs_are_ranked_as_they_were_measured(row: dict[str, Any]) -> None:
+    found = choices_of(row)
+    for name in ("corrected", "simulator"):
+        assert found[name].rank_correlation > found["paper"].rank_correlation
+        assert found[name].rank_correlation > 0.8
+
+
+@RUNS
+def test_the_default_predictor_chooses_nearly_the_best(row: dict[str, Any]) -> None:
+    profile = profile_of(row)
+    settings = [Setting(m, n, h) for m, n, h, _ in row["measured"]]
+    default = search(profile, settings)
+    found = choices_of(row)
+    assert found[default.predictor].setting == default.choice.setting
+    assert found[default.predictor].regret <= 0.03
+
+
+def test_rules_of_thumb_and_the_printed_formula_choose_worse() -> None:
+    mean = {
+        by: statistics.mean(choices_of(row)[by].regret for row in ROWS)
+        for by in ("corrected", "simulator", "paper", "max-num", "max-size")
+    }
+    assert max(mean["corrected"], mean["simulator"]) < min(mean["paper"], mean["max-num"], mean["max-size"]) - 0.05
+
+
+# -- nothing is lost by counting periods and by bounds ---------------------------------------------------------------
+
+
+EXACT = 1e-9
+
+
+def random_settings(in_turns: bool) -> Iterator[tuple[Profile, Setting]]:
+    for seed, n in itertools.product(range(8), (1, 2, 3, 5)):
+        profile = random_profile(seed, in_turns)
+        if seed % 4 == 3:
+            profile = dataclasses.replace(profile, devices=tuple(k % 2 for k in range(profile.num_stages)))
+        yield profile, Setting((33, 48, 64)[seed % 3], n, advance=seed % 2)
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_at_an_even_pace_counting_micro_batches_is_playing_them(
+    in_turns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[int] = []
+    monkeypatch.setattr(predictors, "build", lambda *args: (built.append(args[2]), build(*args))[1])
+    counted = 0
+    for profile, setting in random_settings(in_turns):
+        loads, k, m = loads_at(profile, setting), profile.num_stages, setting.num_microbatches
+        schedules = [build(setting.schedule, k, m, setting.advance)] * setting.num_pipelines
+        played = simulate(schedules, loads, profile.devices, InTurns if in_turns else SideBySide).iteration_s
+        built.clear()
+        found = simulated_s(setting, loads, profile.devices, in_turns)
+        assert found == pytest.approx(played, rel=EXACT), (profile, setting)
+        counted += built[-1] < m
+    assert counted > 8  # of 32; the others have no such pace, or come to it late
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_no_simulation_is_below_its_bound(in_turns: bool) -> None:
+    simulator = Simulator()
+    for profile, setting in random_settings(in_turns):
+        small = dataclasses.replace(setting, num_microbatches=8)
+        for schedule in ("afab", "advance_forward"):
+            setting = dataclasses.replace(small, schedule=schedule)
+            (bound,) = simulator.bounds(profile, [setting])
+            found = simulator.predict(profile, setting)
+            assert bound.iteration_s <= found.iteration_s * (1 + EXACT), (profile, setting)
+            assert bound.memory == found.memory
+            if not bound.at_least:
+                assert bound.iteration_s == pytest.approx(found.iteration_s, rel=EXACT)
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_a_search_by_bounds_chooses_what_playing_everything_chooses(in_turns: bool) -> None:
+    for seed in (1, 2, 5):
+        profile = random_profile(seed, in_turns)
+        settings = candidates(profile, 4, [4, 8, 16])
+        played = [Simulator().predict(profile, setting) for setting in settings]
+        limit = sorted(max(p.memory) for p in played)[len(played) * 3 // 4]
+        result = search(profile, settings, limit, Simulator())
+        assert any(candidate.prediction.at_least for candidate in result.candidates)
+        for candidate, prediction in zip(result.candidates, played, strict=True):
+            if candidate.prediction.at_least:
+                assert candidate.prediction.per_batch_s <= prediction.per_batch_s * (1 + EXACT)
+            else:
+                assert candidate.prediction.per_batch_s == pytest.approx(prediction.per_batch_s, rel=EXACT)
+        for n in range(1, 5):
+            here = [p for s, p in zip(settings, played, strict=True) if s.num_pipelines == n and max(p.memory) <= limit]
+            best = result.best(num_pipelines=n)
+            if here:
+                assert best is not None and not best.prediction.at_least
+                assert best.prediction.per_batch_s == pytest.approx(min(p.per_batch_s for p in here), rel=EXACT)
+        assert not result.choice.prediction.at_least

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
+from torch import Tensor
 from torch.nn.utils import clip_grad
 
+from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.utils import torch_compat
 from lightning_avgpipe.utils.patching import replaced
-from lightning_avgpipe.utils.torch_compat import Private
+from lightning_avgpipe.utils.torch_compat import Private, SavedHooks
 
 PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
 EXPECTED = [entry for entry in torch_compat.NAMES if SpecifierSet(entry.versions).contains(torch.__version__)]
@@ -65,3 +67,33 @@ def test_a_patch_of_what_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(AttributeError, match="_get_total_norm"), replaced(clip_grad, "_get_total_norm", None):
         pass
     assert not hasattr(clip_grad, "_get_total_norm")
+
+
+# -- hooks on saved tensors ------------------------------------------------------------------------------------------
+
+
+WEIGHT = torch.tensor([0.5, 2.0], requires_grad=True)
+
+
+def slope(x: Tensor) -> Tensor:
+    return torch.func.grad(lambda v: (v * WEIGHT).tanh().sum())(x)
+
+
+def same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@pytest.mark.skipif(not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), reason="needs torch 2.8")
+def test_derivatives_are_computed_within_our_hooks_which_see_what_comes_after() -> None:
+    seen: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    with intercepting(), SavedHooks(note, same), SavedHooks(note, same):
+        found = slope(torch.ones(2))
+        assert not seen
+        WEIGHT.exp()
+        assert len(seen) == 1
+    assert torch.equal(found, slope(torch.ones(2)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import math
 import os
 import random
 import signal
@@ -31,6 +32,7 @@ from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.utils.device import DeviceMemory
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify import verifier as verifying
+from lightning_avgpipe.verify.fingerprint import differences, fingerprint, how_different, usual_size
 from tests import processes
 from tests.driver import assert_same_parameters
 from tests.models import MLP, Regression, TiedTransformer, TinyTransformer, loader
@@ -471,3 +473,33 @@ def test_training_goes_on_when_the_plain_run_dies(logged: pytest.LogCaptureFixtu
 def test_a_plain_run_that_was_asked_for_and_dies_ends_training() -> None:
     with pytest.raises(VerificationError, match="the child that trains plainly, to verify the pipeline has died"):
         fit(DyingPlainly(), verify=True)
+
+
+# -- fingerprints ----------------------------------------------------------------------------------------------------
+
+
+def test_what_nearly_cancels_is_rounded_as_its_terms_were() -> None:
+    first, second = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)) / 100
+    gradients = {"weight": fingerprint(first), "bias": fingerprint((first + second) - first - second)}  # only rounding
+    other = {"weight": fingerprint(first), "bias": fingerprint((second + first) - second - first)}
+    for scale, explained in ((0.0, False), (usual_size(gradients.values()), True)):
+        found = list(differences("the gradient", gradients, other, lambda name: True, scale=scale))
+        assert (not found) == explained
+
+
+def test_a_lost_part_is_no_rounding() -> None:
+    first, second = torch.randn(2, 64) / 100
+    expected, found = fingerprint(first + second), fingerprint(first)
+    assert how_different(expected, found, rounded=True, scale=usual_size([found])) is not None
+
+
+def test_one_other_element_is_another_fingerprint_wherever_it_is() -> None:
+    tensor = torch.randn(1 << 21)
+    digests = {fingerprint(tensor).digest}
+    for position in (0, 1, 1 << 20, (1 << 21) - 1):
+        other = tensor.clone()
+        other[position] = torch.nextafter(other[position], torch.tensor(math.inf))
+        digests.add(fingerprint(other).digest)
+    swapped = tensor.clone()
+    swapped[[0, 1]] = tensor[[1, 0]]
+    assert len(digests | {fingerprint(swapped).digest}) == 6

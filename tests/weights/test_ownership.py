@@ -1,0 +1,49 @@
+"""Errors of user code that looks at weights of other processes say what is absent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from torch import nn
+
+from lightning_avgpipe.errors import AbsentValueError
+from lightning_avgpipe.weights.ownership import explain
+
+
+@pytest.fixture
+def module() -> nn.Module:
+    """Of its two layers the second is elsewhere."""
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+
+
+HOOKS: list[Callable[[nn.Module], object]] = [
+    lambda module: sum(float(p.norm()) for p in module.parameters()),
+    lambda module: [p.grad.norm() for p in module.parameters()],  # type: ignore[union-attr]
+    lambda module: module[1].weight.tolist(),  # type: ignore[index]
+]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_that_looks_at_all_weights_is_told_once_which_are_absent(
+    hook: Callable[[nn.Module], object], module: nn.Module
+) -> None:
+    with pytest.raises((RuntimeError, AttributeError)) as caught:
+        hook(module)
+    for _ in range(2):
+        explain(caught.value, module)
+    (note,) = caught.value.__notes__
+    assert "no numbers and no gradient on this process, such as '1.weight'" in note
+
+
+@pytest.mark.parametrize("error", [ValueError("meta"), RuntimeError("out of memory"), AbsentValueError("meta")])
+def test_other_errors_stay_as_they_are(error: Exception, module: nn.Module) -> None:
+    explain(error, module)
+    assert not hasattr(error, "__notes__")
+
+
+def test_where_all_is_there_nothing_is_said() -> None:
+    error = RuntimeError("Cannot copy out of meta tensor; no data!")
+    explain(error, nn.Linear(2, 2))
+    explain(error, None)
+    assert not hasattr(error, "__notes__")
