@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from lightning_avgpipe.averaging.averager import Averager
+from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.comm.control import ControlChannel
 from lightning_avgpipe.strategy.pipeline_run import PipelineOptimization
@@ -19,6 +21,78 @@ from tests import processes
 from tests.averaging.models import Batches, Net, assert_equal, state
 from tests.models import loader
 from tests.trainers import pipeline
+
+
+class Twins:
+    """Siblings of a group that always has what this one has, and says when sums begin and end."""
+
+    number, count, present = 0, 2, 2
+
+    def __init__(self) -> None:
+        self.begun = self.ended = 0
+        self.members = self
+
+    def broadcast(self, item: Any) -> Any:
+        return item
+
+    def copy(self, tensors: Sequence[Tensor]) -> None:
+        """They are the same."""
+
+    def settle(self) -> bool:
+        """Nobody leaves."""
+        return True
+
+    def begin_sum(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        self.begun += 1
+
+        def end() -> None:
+            self.ended += 1
+            torch._foreach_mul_(list(tensors), 2)
+
+        return end
+
+    def begin_choice(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        return lambda: None
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        self.begin_sum(tensors)()
+
+
+def stepped(replica_group: Any, **options: Any) -> Ensemble:
+    """A model whose local step is done, and the ensemble of which it is one."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer: Any = model.configure_optimizers()
+    ensemble = Ensemble(model, lambda: [optimizer], Averaging(**options), replica_group=replica_group)
+    ensemble.place(0)
+    torch._foreach_add_([p.detach() for p in model.parameters()], 0.1)
+    model.first[1].running_mean.add_(1.0)
+    ensemble.averager.stepped(1)
+    return ensemble
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda ensemble: ensemble.place(0),
+        lambda ensemble: ensemble.show_reference(True),
+        lambda ensemble: ensemble.tensors(0),
+        lambda ensemble: ensemble.load(0, {}),
+        lambda ensemble: ensemble.follow(2),
+        lambda ensemble: ensemble.follow(1),
+        lambda ensemble: ensemble.dissolve(),
+        lambda ensemble: ensemble.averager.outer,
+    ],
+    ids=["place", "show_reference", "tensors", "load", "resize", "follow", "dissolve", "outer"],
+)
+def test_whoever_looks_waits_for_the_other_groups(look: Callable[[Ensemble], Any]) -> None:
+    replica_group = Twins()
+    ensemble = stepped(replica_group)
+    begun = replica_group.begun
+    assert ensemble.averager.is_under_way
+    assert replica_group.ended == 0 < begun
+    look(ensemble)
+    assert replica_group.ended >= begun
 
 
 class Watching(L.Callback):
