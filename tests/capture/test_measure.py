@@ -158,3 +158,56 @@ def test_nothing_of_a_measurement_remains() -> None:
     assert module.seen == [] and module.count == 0
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
     assert np.random.get_state()[1].tolist() == states[2]
+
+
+class Store:
+    """An object that is no tree, and collects what units give it."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[int, tuple[Tensor, int]] = {}
+        self.count = 0
+
+
+class Attending(nn.Module):
+    """Keeps its keys in a store, behind those that are there already."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.keys = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, store: Store) -> Tensor:
+        keys, seen = self.keys(x), store.pairs.get(self.index)
+        keys = keys if seen is None else torch.cat([seen[0], keys])
+        store.pairs[self.index] = keys, len(keys)
+        store.count += 1
+        return x + keys
+
+
+class Collecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Attending(i) for i in range(3)])
+        self.kept = Store()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        store = Store()
+        for block in self.blocks:
+            batch = block(batch, store)
+        batch = self.blocks[0](batch, self.kept)
+        assert store.count == 3 and self.kept.count == 1
+        assert [length for _, length in store.pairs.values()] == [len(batch)] * 3
+        return batch.sum()
+
+
+def test_objects_that_units_write_to_are_put_back_after_each_execution() -> None:
+    module = Collecting()
+    graph, costs = measured(module, (torch.randn(4, 8), 0))
+    assert [node.name for node in graph.nodes if node.kind == "call"] == [
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "blocks.0",
+    ]
+    assert all(cost > 0 for cost in costs.backward)
+    assert module.kept.pairs == {} and module.kept.count == 0

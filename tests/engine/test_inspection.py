@@ -8,9 +8,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
 from lightning_avgpipe.errors import ConfigurationError, PartitionError
@@ -97,6 +99,15 @@ def test_what_no_model_can_exchange_is_refused(kind: str, num_stages: int, recom
         assert torch.equal(parameter, before[name])
 
 
+def test_it_is_refused_when_parallel_models_come_later() -> None:
+    class Later(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.strategy.reconfigure(num_pipelines=2)
+
+    with pytest.raises(ConfigurationError, match="while pipeline 1 ran, training_step used 'scale'"):
+        train(Hidden("a closure"), loader(MLP, 32, 8), num_pipelines=1, trainer={"callbacks": [Later()]})
+
+
 class Pair(NamedTuple):
     weight: Tensor
     name: str
@@ -139,3 +150,21 @@ class Constants(Layers):
 
 def test_what_all_models_share_may_be_held_anywhere() -> None:
     train(Constants(), loader(MLP, 32, 8), 3)
+
+
+def test_what_begins_to_train_is_looked_at_then() -> None:
+    class Finetuned(Layers):
+        def keep(self) -> None:
+            self.backbone = nn.Sequential(self.first, self.second)
+            self.function = Calls(times(self.first.bias))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.function(super().forward(x))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+    unfreezing = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-2)
+    train(Finetuned(), loader(MLP, 32, 8), trainer={"callbacks": [unfreezing]})
+    with pytest.raises(ConfigurationError, match=r"used 'first.bias' \(at"):
+        train(Finetuned(), loader(MLP, 32, 8), trainer={"callbacks": [unfreezing], "max_epochs": 2})

@@ -118,6 +118,24 @@ class Penalties(Net):
         return x.abs().mean() + sum(layer.penalty for layer in self.layers)
 
 
+class Distribution(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return torch.distributions.Normal(self.linear(x), torch.ones(()))
+
+
+class Posterior(Net):
+    """A unit returns an object that holds tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = Distribution(1)
+
+    def training_step(self, x: Tensor) -> Tensor:
+        posterior = self.layers[1](self.layers[0](x))
+        h = self.layers[3](self.layers[2](posterior.mean))
+        return h.mean() - posterior.log_prob(x).mean()
+
+
 @dataclass
 class State:
     x: Tensor
@@ -236,7 +254,7 @@ class Scales(Net):
 # -- glue ------------------------------------------------------------------------------------------------------------
 
 
-MODELS = [KeyValueSharing, HiddenStates, Penalties, StateObject, StaticCache, Positions, Scales]
+MODELS = [KeyValueSharing, HiddenStates, Penalties, Posterior, StateObject, StaticCache, Positions, Scales]
 SAMPLES = [torch.randn(3, WIDTH) for _ in range(3)]
 
 
