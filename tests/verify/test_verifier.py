@@ -217,11 +217,6 @@ def test_a_hook_on_a_gradient_that_no_stage_has_whole_is_refused() -> None:
         fit(module)
 
 
-def test_state_that_nobody_sees_is_found() -> None:
-    with pytest.raises(VerificationError, match="the loss of 'micro-batch"):
-        fit(Remembering())
-
-
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level("INFO", "lightning_avgpipe")
