@@ -238,3 +238,8 @@ def test_batches_before_decide_between_two_readings() -> None:
     split((of(8, 4), of(8, 4)), 4, EIGHT, seen)
     assert sum(part.size for part in split((of(2, 4), of(2, 4)), 4, EIGHT, seen)) == 2
     assert sum(part.size for part in split((of(8, 8), of(8, 8)), 4, EIGHT, seen)) == 8
+
+
+def test_micro_batches_may_have_a_smallest_size() -> None:
+    assert [part.size for part in split(torch.zeros(9, 1), 8, smallest=2)] == [3, 2, 2, 2]
+    assert [part.size for part in split(torch.zeros(1, 1), 8, smallest=2)] == [1]

@@ -100,6 +100,12 @@ def test_a_trace_has_every_action_once_and_none_overlaps() -> None:
     assert min(e["ts"] for e in events) == 0
 
 
+def test_costs_read_off_a_simulated_timeline_are_those_it_was_made_with() -> None:
+    measured = StageCosts.measured(simulated())
+    for name in ("forward_s", "backward_s", "send_forward_s", "send_backward_s", "latency_s"):
+        assert getattr(measured, name) == pytest.approx(getattr(COSTS, name)), name
+
+
 def test_the_picture_in_the_documentation_is_what_its_command_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
