@@ -411,11 +411,16 @@ def of_numpy() -> float:
 
 
 # where stages begin, what draws, from which call on (in the second micro-batch, in the second batch), parts of a noise
-LATE: list[tuple[list[str], Callable[[], float], int, int]] = [
-    *((["layers.3.parts.0"], draws, 4, 2) for draws in (of_torch, of_functional_dropout, of_python, of_numpy)),
-    (["layers.2", "layers.4"], of_torch, 2, 0), (["layers.2", "layers.4"], of_numpy, 4, 0),
+LATE: list[Any] = [
+    (["layers.3.parts.0"], of_torch, 4, 2),
+    *(
+        pytest.param(["layers.3.parts.0"], draws, 4, 2, marks=pytest.mark.slow)
+        for draws in (of_functional_dropout, of_python, of_numpy)
+    ),
+    (["layers.2", "layers.4"], of_torch, 2, 0),
+    (["layers.2", "layers.4"], of_numpy, 4, 0),
     (["layers.2", "layers.4"], of_python, 2, 2),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("points", "draws", "begins", "parts"), LATE)
