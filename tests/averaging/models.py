@@ -9,6 +9,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from tests.models import MLP, Regression
 from tests.trainers import pipeline
@@ -62,6 +63,16 @@ class Batches:
 
     def __len__(self) -> int:
         return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+class Unsized(IterableDataset[Any]):
+    """Batches whose number is not known before they end."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)

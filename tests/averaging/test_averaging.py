@@ -1,4 +1,4 @@
-"""What the averaging step keeps, and what it is equal to."""
+"""The averaging step, with and without a barrier: what it is equal to."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_avgpipe.averaging import averaging_step
 from lightning_avgpipe.averaging.averaging_step import AveragingStep, average
+from lightning_avgpipe.averaging.staggered import StaggeredAveraging
 
 SHAPES = ((3, 5), (7,), (2, 2, 2))
 
@@ -66,3 +67,38 @@ def test_the_size_of_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         average(made, reference, 0.25, 2.0, 2)
         results.append([*reference, *(t for m in made for t in m)])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+# -- without a barrier -----------------------------------------------------------------------------------------------
+
+
+def test_the_formulas_are_those_of_the_documentation() -> None:
+    alpha, rate, count = 1 / 3, 1.7, 3
+    made, reference = models(count, torch.float64)
+    x, z = [m[0].clone() for m in made], reference[0].clone()
+    averaging = StaggeredAveraging(made, reference, alpha, rate)
+    for iteration in range(4):
+        known = z
+        for n, model in enumerate(made):
+            before = model[0].clone()
+            update([model], 1, 10 * iteration + n)
+            delta = model[0] - before
+            averaging.end(n)
+            x[n] = x[n] + rate * delta - alpha * (x[n] - known)
+            z = z + rate * delta / count
+    torch.testing.assert_close(reference[0], z, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.stack([m[0] for m in made]), torch.stack(x), rtol=0, atol=1e-12)
+
+
+def test_half_precision_is_mixed_in_single() -> None:
+    made, reference = models(2, torch.bfloat16)
+    made[0][0] += 1.0
+    wide = [[t.float() for t in m] for m in made], [t.float() for t in reference]
+    averaging = StaggeredAveraging(made, reference, 0.5, 1.5)
+    other = StaggeredAveraging(*wide, 0.5, 1.5)
+    made[0][1].mul_(0.5)
+    wide[0][0][1].copy_(made[0][1])
+    averaging.end(0)
+    other.end(0)
+    for found, expected in zip([*reference, *made[0]], [*wide[1], *wide[0][0]], strict=True):
+        assert torch.equal(found, expected.to(torch.bfloat16))

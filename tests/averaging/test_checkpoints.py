@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -110,21 +109,3 @@ def test_shards_hold_parallel_models_too(never_stopped: Any, tmp_path: Path) -> 
     fit(2, folder=tmp_path, save_distributed_checkpoint=True)
     found = fit(3, 99, tmp_path / "step=3.ckpt")
     assert_equal(found.left, expected.left)
-
-
-def test_other_numbers_of_pipelines_count_the_rest_of_a_resumed_epoch(never_stopped: Any) -> None:
-    class Changes(L.Callback):
-        def __init__(self) -> None:
-            self.totals: list[tuple[int, int]] = []
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if not self.totals:
-                trainer.strategy.reconfigure(num_pipelines=1)
-            self.totals.append((batch_idx, trainer.num_training_batches))
-
-    _, folder = never_stopped
-    changes, model = Changes(), Net("adamw", warm_up=True)
-    runner = pipeline(1, 1, {"num_pipelines": 2, "num_microbatches": 2}, callbacks=[changes], max_epochs=1)
-    runner.fit(model, ResumableLoader(Net, 56, 8), ckpt_path=folder / "step=1.ckpt")
-    # of seven batches two were seen before, two in the iteration after the resume, and three follow one by one
-    assert changes.totals == [(1, 5), (2, 5), (3, 5), (4, 5)]

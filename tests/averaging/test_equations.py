@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_avgpipe import Averaging
-from tests.averaging.models import Batches, train
+from tests.averaging.models import Batches, Unsized, train
 from tests.models import MLP, loader
-
-
-class Pairs(MLP):
-    """A batch is a dict of the batches of two dataloaders."""
-
-    def loss(self, batch: Any) -> Tensor:
-        if not isinstance(batch, dict):
-            return super().loss(batch)
-        return super().loss(batch["one"]) + 0.5 * super().loss(batch["other"])
 
 
 class Equations:
@@ -76,56 +65,35 @@ class Equations:
             self.reference[name] = moved
 
 
-class Endless(IterableDataset[Any]):
-    """Does not know its length."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
 def of(samples: int) -> list[Any]:
     return list(loader(MLP, samples, 8))
 
 
-def pairs() -> Any:
-    return {"one": loader(MLP, 56, 8), "other": loader(MLP, 24, 8, seed=1)}
-
-
-Data = Callable[[], Any]
-EVEN: tuple[Data, Data] = (lambda: Batches(of(96)), lambda: of(96))
-RAGGED: tuple[Data, Data] = (lambda: Batches(of(85)), lambda: of(85))  # eleven batches, the last one of five samples
-UNSIZED: tuple[Data, Data] = (lambda: DataLoader(Endless(of(88)), batch_size=None), lambda: of(88))
-COMBINED: tuple[Data, Data] = (pairs, lambda: [batch for batch, _, _ in CombinedLoader(pairs(), "max_size_cycle")])
-
-
 @pytest.mark.parametrize(
-    ("data", "options", "num_pipelines"),
+    ("samples", "options", "num_pipelines"),
     [
-        (EVEN, {}, 2),
-        (RAGGED, {"epochs": 2}, 3),
-        (RAGGED, {"accumulate": 3, "clip": 0.05}, 2),
-        (RAGGED, {"every": 3, "epochs": 2}, 3),
-        (UNSIZED, {"accumulate": 4, "every": 2, "epochs": 2}, 2),
-        (COMBINED, {"clip": 0.05}, 3),
+        (96, {}, 2),
+        (85, {"epochs": 2}, 3),  # eleven batches, the last one of five samples
+        (85, {"accumulate": 3, "clip": 0.05}, 2),
+        (85, {"every": 3, "epochs": 2}, 3),
+        (88, {"accumulate": 4, "every": 2, "epochs": 2, "unsized": True}, 2),
     ],
 )
 def test_models_and_reference_are_those_of_the_equations(
-    data: tuple[Data, Data], options: dict[str, Any], num_pipelines: int
+    samples: int, options: dict[str, Any], num_pipelines: int
 ) -> None:
     torch.manual_seed(3)
-    module = Pairs().double()
+    module = MLP().double()
     accumulate, clip, epochs = (options.get(name, default) for name, default in
                                 (("accumulate", 1), ("clip", None), ("epochs", 1)))  # fmt: skip
     expected = Equations(module, num_pipelines, options.get("every", 1))
-    batches = [doubled(batch) for batch in data[1]()]
+    batches = [doubled(batch) for batch in of(samples)]
+    data = DataLoader(Unsized(of(samples)), batch_size=None) if "unsized" in options else Batches(of(samples))
     for _ in range(epochs):
         expected.epoch(batches, accumulate, clip)
     found = train(
         module,
-        data[0](),
+        data,
         num_stages=2,
         num_pipelines=num_pipelines,
         averaging=Averaging(every=options.get("every", 1)),
@@ -144,6 +112,4 @@ def test_models_and_reference_are_those_of_the_equations(
 
 
 def doubled(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {name: doubled(part) for name, part in batch.items()}
     return tuple(tensor.double() for tensor in batch)

@@ -80,13 +80,6 @@ def test_a_single_model_goes_on_by_default_as_with_any_strategy_and_stops_if_tha
         trained(3, num_pipelines=1, averaging=Averaging(on_nonfinite="raise"))
 
 
-@pytest.mark.parametrize(("wanted", "num_pipelines"), [("raise", 1), ("skip", 2)])
-def test_what_is_finite_is_trained_with_the_same_bits(wanted: str, num_pipelines: int) -> None:
-    checked, _ = trained(None, num_pipelines=num_pipelines, averaging=Averaging(on_nonfinite=wanted))
-    unchecked, _ = trained(None, num_pipelines=num_pipelines, averaging=Averaging(on_nonfinite=None))
-    assert_equal(checked, unchecked)
-
-
 @pytest.mark.parametrize(("optimizer", "poisoned"), [("sgd", 2), ("adamw", 3)])
 def test_a_model_that_is_skipped_is_left_out_of_the_mean_and_trains_again(optimizer: str, poisoned: int) -> None:
     logger = CSVLogger(".", version=0)
@@ -120,12 +113,6 @@ def test_the_reference_goes_on_with_the_mean_of_the_others() -> None:
     others = reference(1, None, num_pipelines=2, averaging=Averaging(alpha=1.0, outer_lr=1.0))
     for name, expected in others.items():
         torch.testing.assert_close(left_out[name], expected)
-
-
-def test_a_single_model_skips_the_step() -> None:
-    weights, models = trained(3, num_pipelines=1, averaging=Averaging(on_nonfinite="skip"))
-    assert all(torch.isfinite(w).all() for name, w in weights.items() if name.startswith("layers"))
-    assert models.trainer.strategy.skipped_models == 1
 
 
 def on_two(rank: int) -> Any:

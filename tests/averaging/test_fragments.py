@@ -233,19 +233,6 @@ def test_two_groups_are_two_pipelines_also_if_they_resume_or_round(tmp_path: Pat
     assert_equal(trained(again[1]), trained(expected[1]))
 
 
-class Connected:
-    """Processes of tests as a replica group has them."""
-
-    def __init__(self, rank: int) -> None:
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-        self.process_group, self.rank, self.world_size = torch.distributed.group.WORLD, rank, 2
-        self.party: Any = self
-        self.on_host = True
-
-    def wait_for(self, work: Any, what: str) -> None:
-        work.wait()
-
-
 class AsManager:
     """What torchft's DiLoCo asks of its manager, if nobody dies."""
 
@@ -276,7 +263,7 @@ def by_torchft(rank: int) -> dict[str, Tensor]:
     from torchft.local_sgd import DiLoCo
 
     torch.set_num_threads(1)
-    Connected(rank)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
     torch.manual_seed(3)
     module = MLP("momentum").double()
     parts: list[list[str]] = ByHand(module, 1, 4, 2, 0, 1.0, None).fragments
@@ -331,6 +318,7 @@ runner.save_checkpoint(sys.argv[1])
 """
 
 
+@pytest.mark.slow  # the launcher: tests/strategy/test_launch.py
 def test_a_script_with_the_default_launcher_trains_and_its_plan_says_what_groups_exchange(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

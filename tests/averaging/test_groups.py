@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,32 +12,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from torchmetrics import MeanMetric
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
-from tests.averaging.models import Batches, Models, Net, assert_equal, state
+from tests.averaging.models import Batches, Net, Unsized, assert_equal, state
 from tests.models import MLP, loader
 from tests.trainers import pipeline
-
-
-class Logged(Net):
-    """Logs a sum, a metric object and what it returned, besides the loss."""
-
-    def __init__(self, optimizer: str) -> None:
-        super().__init__(optimizer, warm_up=True)
-        self.mean = MeanMetric()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("sum", loss, reduce_fx="sum", on_step=True, on_epoch=True)
-        self.log("of_batch", self.mean(loss.detach(), len(batch[0])), on_step=True, on_epoch=False)
-        self.log("object", self.mean, on_step=False, on_epoch=True)
-        return loss
 
 
 def share(groups: int, group: int, models: int) -> Batches:
@@ -47,70 +29,9 @@ def share(groups: int, group: int, models: int) -> Batches:
     return Batches([batch for i, batch in enumerate(batches) if i % models * groups // models == group])
 
 
-def fit(
-    folder: Path,
-    groups: int,
-    rank: int = 0,
-    path: Path | None = None,
-    stages: int = 1,
-    models: int = 2,
-    optimizer: str = "adamw",
-) -> Any:
-    torch.manual_seed(4 if path is None else 99)
-    model, seen = Logged(optimizer), Models()
-    torch.manual_seed(4)
-    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
-    options = {"num_microbatches": 2, "num_pipelines": models // groups, "averaging": Averaging(groups=groups)}
-    runner = pipeline(
-        stages, groups * stages, options, callbacks=[seen, saving], enable_checkpointing=True,
-        use_distributed_sampler=False, gradient_clip_val=0.5,
-    )  # fmt: skip
-    runner.fit(model, share(groups, rank // stages, models), loader(Net, 16, 8), ckpt_path=path)
-    validated = runner.validate(model, loader(Net, 20, 8), verbose=False)
-    return {
-        "models": seen.models,
-        "left": state(model),
-        "metrics": {name: value.item() for name, value in runner.callback_metrics.items()},
-        "validated": validated,
-        "steps": runner.global_step,
-    }
-
-
-def both(rank: int, folder: Path) -> Any:
-    through = fit(folder / "two", 2, rank)
-    return through, fit(folder / "again", 2, rank, folder / "one" / "step=4.ckpt")
-
-
 def trained(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """All but running means, which groups sum in another order."""
     return {name: tensor for name, tensor in tensors.items() if "running" not in name}
-
-
-def test_two_groups_train_and_save_the_models_of_two_pipelines(tmp_path: Path) -> None:
-    expected = fit(tmp_path / "one", 1)
-    results = processes.results(processes.run(2, both, tmp_path, folder=tmp_path))
-    for g, (found, resumed) in enumerate(results):
-        for run in (found, resumed):
-            assert_equal(trained(run["models"][0]), trained(expected["models"][g]))
-            assert_equal(trained(run["left"]), trained(expected["left"]))
-            assert run["steps"] == expected["steps"] == 8
-            assert run["metrics"] == pytest.approx(expected["metrics"], rel=1e-6)
-        for name, tensor in found["left"].items():
-            torch.testing.assert_close(tensor, expected["left"][name])
-    assert_equal(results[0][0]["left"], results[1][0]["left"])
-    assert results[0][0]["validated"] == results[1][0]["validated"]
-
-    # a checkpoint does not tell how many groups there were
-    one, two = (torch.load(tmp_path / d / "step=8.ckpt", weights_only=True) for d in ("one", "two"))
-    assert_equal(trained(one["state_dict"]), trained(two["state_dict"]))
-    ours, theirs = one["AvgPipeStrategy"]["ensemble"], two["AvgPipeStrategy"]["ensemble"]
-    for a, b in zip(ours["models"], theirs["models"], strict=True):
-        assert_equal(trained(a), trained(b))
-    for a, b in zip(ours["optimizers"], theirs["optimizers"], strict=True):
-        for number, entry in a[0]["state"].items():
-            assert_equal(entry, b[0]["state"][number])
-    again = fit(tmp_path / "back", 1, path=tmp_path / "two" / "step=4.ckpt")
-    assert_equal(trained(again["left"]), trained(expected["left"]))
 
 
 class Seen(L.Callback):
@@ -132,16 +53,6 @@ class Seen(L.Callback):
         self.validated += batch[0][:, 0].tolist()
 
 
-class Endless(IterableDataset[Any]):
-    """Batches until an end that only this group knows."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[Any]:
-        return (MLP.example(4) for _ in range(self.count))
-
-
 def numbered(count: int, **options: Any) -> DataLoader[Any]:
     inputs = torch.arange(count, dtype=torch.float32)[:, None].expand(-1, 8) / count
     return DataLoader(TensorDataset(inputs, torch.zeros(count, 8)), batch_size=4, **options)
@@ -158,7 +69,7 @@ def divided(rank: int) -> Any:
 
     endless = pipeline(1, 2, options, max_epochs=1)
     with pytest.warns(UserWarning, match="group_number") if rank == 0 else contextlib.nullcontext():
-        endless.fit(MLP(), DataLoader(Endless(3 + 2 * rank), batch_size=None))
+        endless.fit(MLP(), DataLoader(Unsized([MLP.example(4)] * (3 + 2 * rank)), batch_size=None))
     steps.append(endless.global_step)
 
     stopped = pipeline(1, 2, options, callbacks=[Seen(stop_at=1 if rank else None)])
@@ -207,19 +118,3 @@ def test_a_failure_in_one_group_ends_the_other(tmp_path: Path) -> None:
     assert failed.error is not None and "ValueError: one group has failed" in failed.error
     assert survivor.error is not None and "rank 1 (stage 0 of group 1)" in survivor.error
     assert "ValueError: one group has failed" in survivor.error
-
-
-def two_stages(rank: int, folder: Path) -> Any:
-    return fit(folder / "four", 2, rank, stages=2, models=4, optimizer="momentum")
-
-
-@pytest.mark.slow
-def test_two_groups_of_two_stages_and_two_pipelines_are_four_pipelines(tmp_path: Path) -> None:
-    expected = fit(tmp_path / "one", 1, models=4, optimizer="momentum")  # which does not magnify rounding
-    results = processes.results(processes.run(4, two_stages, tmp_path, folder=tmp_path))
-    for found in results:
-        assert_equal(found["left"], results[0]["left"])
-        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
-        assert found["steps"] == expected["steps"]
-        for name, tensor in expected["left"].items():
-            torch.testing.assert_close(found["left"][name], tensor, rtol=1e-5, atol=1e-6)

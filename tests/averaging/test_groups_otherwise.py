@@ -120,17 +120,3 @@ def test_two_groups_scale_reconfigure_and_begin_on_meta_as_two_pipelines(tmp_pat
         for name, tensor in left.items():
             torch.testing.assert_close(found[name], tensor, msg=name)
     assert_same_checkpoints(groups, one)
-
-
-def two_devices(rank: int, folder: Path) -> set[str]:
-    return begun_on_meta(rank // 2, folder, devices=2)
-
-
-@pytest.mark.slow
-def test_groups_whose_processes_hold_parts_begin_on_meta(tmp_path: Path) -> None:
-    groups, one = tmp_path / "groups", tmp_path / "one"
-    held = processes.results(processes.run(2 * GROUPS, two_devices, groups, folder=tmp_path))
-    whole = begun_on_meta(None, one)
-    assert held[0] == held[2] != whole
-    assert held[1] == held[3] == whole - held[0]
-    assert_same_checkpoints(groups, one)

@@ -47,10 +47,6 @@ def test_code_after_the_step_is_told_of_too() -> None:
         train(InStep(), loader(MLP, 64, 8), averaging=Averaging(every=2))
 
 
-def test_with_one_pipeline_hooks_may_change_weights() -> None:
-    train(InStep(), loader(MLP, 64, 8), 2, num_pipelines=1, trainer={"callbacks": [InHook("on_train_batch_end")]})
-
-
 class Everywhere(L.Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         for n in range(trainer.strategy.num_pipelines):
@@ -58,36 +54,8 @@ class Everywhere(L.Callback):
                 clamp(model)
 
 
-class Averages(L.Callback):
-    """Keeps an average of the weights, which is in the module during validation and between epochs."""
-
-    def __init__(self) -> None:
-        self.average: dict[str, torch.Tensor] = {}
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        now = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-        self.average = {name: (self.average.get(name, p) + p) / 2 for name, p in now.items()}
-
-    @torch.no_grad()
-    def exchange(self, module: Any) -> None:
-        for name, parameter in module.named_parameters():
-            kept = parameter.clone()
-            parameter.copy_(self.average[name])
-            self.average[name] = kept
-
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        if not trainer.sanity_checking:
-            self.exchange(module)
-
-    on_validation_end = on_validation_start
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.exchange(module)
-        self.exchange(module)
-
-
-def test_who_changes_all_models_or_puts_weights_back_goes_on() -> None:
-    options = {"callbacks": [Everywhere(), Averages()], "max_epochs": 3}
+def test_who_changes_all_models_goes_on() -> None:
+    options = {"callbacks": [Everywhere()], "max_epochs": 3}
     found = train(Net("adamw"), loader(Net, 48, 8), 2, loader(Net, 16, 8), trainer=options)
     assert found.trainer.global_step == 9
     for model in found.models:

@@ -11,16 +11,11 @@ import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
-    LearningRateFinder,
-    RichProgressBar,
-    TQDMProgressBar,
 )
 from torch import Tensor, nn
 
-from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import ConfigurationError
 from tests.averaging.models import Batches, Models, Net, assert_equal, state, train
-from tests.driver import assert_same_parameters
 from tests.models import MLP, Regression, loader
 from tests.strategy.test_precision import half_mixed
 from tests.trainers import pipeline, trainer
@@ -63,18 +58,6 @@ def test_evaluation_sees_the_reference_and_training_the_first_model() -> None:
     for hook in ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_end"):
         assert_equal(sees.seen[hook], sees.seen[f"{hook} own"])
     assert not torch.equal(sees.seen["on_train_batch_end"]["scale"], sees.seen["on_train_batch_end reference"]["scale"])
-
-
-def test_what_is_validated_is_what_fit_leaves() -> None:
-    torch.manual_seed(3)
-    model = Net("adamw")
-    found = train(model, loader(Net, 48, 8), 2, loader(Net, 16, 8))
-    logged = found.trainer.callback_metrics["val_loss"].item()
-    alone = trainer()
-    assert alone.validate(model, loader(Net, 16, 8), verbose=False)[0]["val_loss"] == pytest.approx(logged, abs=1e-6)
-    again = found.trainer.predict(model, loader(Net, 16, 8))
-    for one, other in zip(again, alone.predict(model, loader(Net, 16, 8)), strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_logged_values_are_those_of_all_batches_together() -> None:
@@ -142,36 +125,6 @@ class Reconfigures(L.Callback):
             trainer.strategy.reconfigure(**self.settings[batch_idx])
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step"])
-def test_other_numbers_asked_for_within_an_iteration_come_with_the_next(hook: str) -> None:
-    def trained(hook: str) -> tuple[list[int], dict[str, Tensor]]:
-        used: list[int] = []
-
-        def ask(trainer: Any, *_: Any) -> None:
-            wanted = {1: {"num_pipelines": 3}, 3: {"num_pipelines": 1}, 4: {"num_microbatches": 4}}
-            step = trainer.global_step - (hook == "on_train_batch_end")
-            if step in wanted:
-                trainer.strategy.reconfigure(**wanted[step])
-
-        class Notes(L.Callback):
-            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-                used.append(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-
-        class Asks(L.Callback):
-            pass
-
-        setattr(Asks, hook, lambda self, trainer, *_: ask(trainer))
-        torch.manual_seed(3)
-        model = MLP()
-        train(model, loader(MLP, 80, 8), num_pipelines=2, trainer={"callbacks": [Notes(), Asks()]})
-        return used, model.state_dict()
-
-    used, weights = trained(hook)
-    expected, alike = trained("on_train_batch_end")
-    assert used == expected
-    assert all(torch.equal(weights[name], alike[name]) for name in alike)
-
-
 def test_pipelines_come_and_go_between_iterations() -> None:
     class Notes(MLP):
         def __init__(self) -> None:
@@ -192,34 +145,6 @@ def test_pipelines_come_and_go_between_iterations() -> None:
     assert found.trainer.global_step == 11
     everything = [value for batch in data for value in batch[0][:, 0].tolist()]
     assert sorted(model.samples[-64:]) == pytest.approx(sorted(everything))
-
-
-class Totals(L.Callback):
-    """What a progress bar says after each batch."""
-
-    def __init__(self, bar: Any) -> None:
-        self.bar = bar
-        self.seen: list[tuple[int, int]] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        shown = self.bar.train_progress_bar
-        done = shown.n if isinstance(self.bar, TQDMProgressBar) else int(shown.completed)
-        self.seen.append((done, shown.total))
-
-
-@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
-def test_progress_bars_show_as_many_iterations_as_there_will_be(kind: Any) -> None:
-    if kind is RichProgressBar:
-        pytest.importorskip("rich")
-    bar = kind(refresh_rate=1)
-    totals, changes = Totals(bar), Reconfigures({1: {"num_pipelines": 2}, 3: {"num_pipelines": 4}})
-    options = {"callbacks": [bar, changes, totals], "enable_progress_bar": True, "max_epochs": 2}
-    found = train(MLP(), loader(MLP, 16 * 4, 4), 1, num_pipelines=1, trainer=options)
-    # 16 batches: two alone, two iterations of two, then of four
-    first, second = totals.seen[:7], totals.seen[7:]
-    assert first == [(1, 16), (2, 9), (3, 9), (4, 7), (5, 7), (6, 7), (7, 7)]
-    assert [done for done, _ in second] == list(range(1, found.trainer.num_training_batches + 1))
-    assert second[-1][0] == second[-1][1]
 
 
 class Explodes(Net):
@@ -249,33 +174,6 @@ def test_an_infinite_gradient_in_one_pipeline_skips_the_step_of_all() -> None:
     assert scales[0] == scales[1] / 2 or scales[0] == 2.0**9
 
 
-def test_a_learning_rate_finder_leaves_the_weights_as_they_were() -> None:
-    class Finds(MLP):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lr = 0.01
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-    class First(Models):
-        def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
-            self.first = state(module)
-
-    torch.manual_seed(3)
-    model, first = Finds(), First()
-    before = state(model)
-    finder = LearningRateFinder(num_training_steps=5)
-    runner = trainer(
-        strategy=AvgPipeStrategy(num_stages=1, num_pipelines=2, num_microbatches=2, costs="flops"),
-        callbacks=[finder, first],
-        max_steps=1,
-        enable_checkpointing=False,
-    )
-    runner.fit(model, loader(MLP, 96, 8))
-    assert_equal(first.first, before)
-
-
 class Sized(L.LightningDataModule):
     batch_size = 2
 
@@ -295,6 +193,7 @@ class Limited(MLP):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 def test_a_batch_size_finder_finds_what_all_models_have_room_for() -> None:
     found = []
     for callbacks, size in (([BatchSizeFinder(max_trials=4, steps_per_trial=2)], 2), ([], 4)):
@@ -366,53 +265,3 @@ def test_a_failure_leaves_the_reference() -> None:
     with pytest.raises(RuntimeError, match="stop"):
         train(model, loader(MLP, 64, 8), 2, trainer={"callbacks": [fails]})
     assert_equal(fails.reference, state(model))
-
-
-class Keeps(nn.Module):
-    """Counts its calls and keeps means, in numbers, lists, tensors and objects of its own, and acts on them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls, self.mean = nn.Linear(8, 8), 0, torch.zeros(8)
-        self.state: dict[str, Any] = {"calls": 0, "mean": torch.zeros(8)}
-        self.norms: list[float] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.state["calls"] += 1
-        self.norms.append(float(x.norm()))
-        y = self.linear(x) / (1 + 0.1 * self.calls + 0.01 * self.state["calls"])
-        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
-        self.state["mean"].mul_(0.5).add_(self.mean)
-        return torch.tanh(y) * self.state["mean"].clone() + self.mean
-
-
-class KeepsInBuffers(nn.Module):
-    """The same with buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("other", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        y = self.linear(x) / (1 + 0.1 * int(self.calls) + 0.01 * int(self.calls))
-        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
-        self.other.mul_(0.5).add_(self.mean)
-        return torch.tanh(y) * self.other.clone() + self.mean
-
-
-def test_layers_of_each_parallel_model_keep_what_is_theirs_and_collect_together() -> None:
-    models = []
-    for layer in (Keeps, KeepsInBuffers):
-        torch.manual_seed(0)
-        model: Any = MLP()
-        model.layers = nn.Sequential(layer(), nn.Linear(8, 8))
-        train(model, loader(MLP, 64, 8), 2, num_microbatches=4)
-        models.append(model)
-    assert models[0].layers[0].calls == 16
-    assert len(models[0].layers[0].norms) == 32
-    assert_same_parameters(*models)

@@ -9,29 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.averaging.optimizers import clone_optimizer, follow, load_states, states_of_group_0
-
-
-def leaves() -> list[nn.Parameter]:
-    return [nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((2,), 2.0))]
-
-
-def step(optimizer: Any, parameters: list[nn.Parameter]) -> None:
-    for p in parameters:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-
-
-def test_a_clone_follows_new_groups_and_shares_what_is_not_its_own() -> None:
-    first, second, frozen = leaves(), leaves(), nn.Parameter(torch.ones(1), requires_grad=False)
-    optimizer = torch.optim.Adam([first[0], frozen])
-    own = {id(a): b for a, b in zip(first, second, strict=True)}
-    made = clone_optimizer(optimizer, own)
-    assert made.param_groups[0]["params"][0] is second[0]
-    assert made.param_groups[0]["params"][1] is frozen
-    optimizer.add_param_group({"params": [first[1]], "lr": 0.5})
-    follow(made, optimizer, own)
-    assert made.param_groups[1]["params"] == [second[1]] and made.param_groups[1]["lr"] == 0.5
+from lightning_avgpipe.averaging.optimizers import load_states, states_of_group_0
 
 
 class Sibling:

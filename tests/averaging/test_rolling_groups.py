@@ -13,12 +13,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.engine.executor import Lane
 from tests import processes
-from tests.averaging.models import Batches, Models, Net, assert_equal, state
+from tests.averaging.models import Batches, Models, Net, Unsized, assert_equal, state
 from tests.driver import accumulate
 from tests.models import loader
 from tests.strategy.test_rolling import Interrupts, Scaled, newest_first
@@ -121,16 +121,6 @@ def expected(models: int, drains: Sequence[int], epochs: int = 1) -> Loop:
     return loop
 
 
-class Stream(IterableDataset[Any]):
-    """Batches without a known number."""
-
-    def __init__(self, data: list[Any]) -> None:
-        self.data = data
-
-    def __iter__(self) -> Any:
-        return iter(self.data)
-
-
 def fit(rank: int, models: int, stages: int = 1, folder: Path | None = None, **options: Any) -> Any:
     torch.manual_seed(3)
     model, seen = options.pop("module", Skipping)(), Models()
@@ -144,7 +134,7 @@ def fit(rank: int, models: int, stages: int = 1, folder: Path | None = None, **o
         **{"max_epochs": 1, "num_sanity_val_steps": 0, **options},
     )  # fmt: skip
     data = [batch for bundle in of_group(rank // stages, models) for batch in bundle]
-    reader = Batches(data) if length is None else DataLoader(Stream(data[:length]), batch_size=None)
+    reader = Batches(data) if length is None else DataLoader(Unsized(data[:length]), batch_size=None)
     runner.fit(model, reader, validation, ckpt_path=path)
     metrics = {name: value.item() for name, value in runner.callback_metrics.items()}
     return seen.models, state(model), metrics, runner.global_step

@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.engine.executor import Lane
-from lightning_avgpipe.training import parallel_pipelines
 from tests.averaging.models import Batches, Net, assert_equal, state, train
 from tests.models import MLP, loader
 from tests.trainers import pipeline
-from tests.weights.test_tied import TiedLanguageModel
 
 
 def net(**options: Any) -> Net:
@@ -27,17 +24,6 @@ def net(**options: Any) -> Net:
 def every(count: int, n: int, samples: int = 48) -> Batches:
     """The batches of one pipeline."""
     return Batches(list(loader(Net, samples, 8))[n::count])
-
-
-def test_one_pipeline_is_plain_training_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_pipelines, "Ensemble", None)  # nothing is averaged, nor copied for it
-    results = []
-    for strategy in ({}, {"num_pipelines": 1, "averaging": Averaging(alpha=0.3, outer_lr=2.0)}):
-        model = net(optimizer="adamw")
-        runner = pipeline(2, strategy={"num_microbatches": 2, **strategy}, max_epochs=2)
-        runner.fit(model, loader(Net, 40, 8), loader(Net, 8, 8))
-        results.append(state(model))
-    assert_equal(*results)
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw", "asgd"])
@@ -99,19 +85,6 @@ def test_results_depend_on_neither_stages_nor_schedules_nor_their_mixture(monkey
             assert_equal(one, found)
 
 
-def test_tied_parameters_stay_tied_in_every_model() -> None:
-    results = []
-    for num_stages in (1, 3):
-        torch.manual_seed(3)
-        model = TiedLanguageModel()
-        found = train(model, loader(TiedLanguageModel, 24, 4), num_stages)
-        results.append(found)
-        reference_is_mean(found)
-    for one, other in zip(*(found.models for found in results), strict=True):
-        for name, tensor in one.items():
-            torch.testing.assert_close(tensor, other[name], rtol=1e-5, atol=1e-6)
-
-
 def test_batches_are_read_once_and_in_turn_and_lightning_sees_those_of_pipeline_0() -> None:
     class Counts(MLP):
         def __init__(self) -> None:
@@ -161,65 +134,3 @@ def test_limits_steps_and_schedulers_count_iterations() -> None:
         assert (runner.num_training_batches, runner.global_step) == (iterations, steps), options
         assert runner.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.5**steps)
         # the scheduler's last value counts for every model alike
-
-
-def test_who_asks_for_the_number_of_iterations_in_setup_changes_nothing() -> None:
-    class Asks(Net):
-        def setup(self, stage: str) -> None:
-            self.total = self.trainer.estimated_stepping_batches
-
-    results = []
-    for kind in (Net, Asks):
-        torch.manual_seed(3)
-        model = kind()
-        runner = pipeline(2, strategy={"num_pipelines": 2, "num_microbatches": 2}, max_epochs=2)
-        runner.fit(model, loader(Net, 32, 8))
-        results.append(state(model))
-    assert model.total == runner.global_step == 4
-    assert_equal(*results)
-
-
-def test_a_fraction_of_the_batches_ends_within_an_iteration() -> None:
-    found = []
-    for data, options in (
-        (Batches(list(loader(Net, 80, 8))[:5]), {}),
-        (loader(Net, 80, 8), {"overfit_batches": 0.5}),
-    ):
-        model = net(optimizer="adamw")
-        found.append(train(model, data, 2, trainer={"max_epochs": 2, **options}))
-        assert found[-1].trainer.global_step == 6
-    for one, other in zip(*(models.models for models in found), strict=True):
-        assert_equal(one, other)
-
-
-def test_a_step_that_the_user_skips_averages_nothing() -> None:
-    class Skips(MLP):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            if batch_idx % 2:
-                optimizer.step(closure=optimizer_closure)
-            else:
-                optimizer_closure()
-
-    torch.manual_seed(3)
-    skipping = Skips()
-    all_steps = MLP()
-    all_steps.load_state_dict(skipping.state_dict())
-    batches = list(loader(MLP, 64, 8))
-    found = train(skipping, Batches(batches))
-    expected = train(all_steps, Batches(batches[2:4] + batches[6:8]))
-    for one, other in zip(found.models, expected.models, strict=True):
-        assert_equal(one, other)
-
-
-def test_epochs_after_one_in_which_pipelines_became_fewer_are_whole() -> None:
-    epochs: list[int] = []
-
-    def fewer(trainer: Any, *_: Any) -> None:
-        epochs.append(trainer.current_epoch)
-        if trainer.global_step == 3:
-            trainer.strategy.reconfigure(num_pipelines=1)
-
-    callbacks = [LambdaCallback(on_train_batch_end=fewer)]
-    options = {"num_pipelines": 2, "num_microbatches": 2}
-    pipeline(2, strategy=options, max_epochs=3, callbacks=callbacks).fit(MLP(), loader(MLP, 48, 4))
-    assert [epochs.count(epoch) for epoch in range(3)] == [3 + 6, 12, 12]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -15,8 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import CaptureError
-from tests import processes
-from tests.trainers import pipeline, trainer
+from tests.trainers import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is in beta state")
 
@@ -114,29 +112,3 @@ def test_nested_batches_are_refused_with_what_to_do_instead() -> None:
     strategy = AvgPipeStrategy(num_stages=2)
     with pytest.raises(CaptureError, match=r"holds a nested tensor.*to_padded_tensor"):
         trainer(strategy=strategy, max_epochs=1).fit(Graphs(), DataLoader([(nested, nested)], batch_size=None))  # type: ignore[arg-type]
-
-
-def fit(rank: int, kind: type[Graphs], devices: int, stages: int = 2) -> dict[str, Tensor]:
-    module = kind()
-    runner = pipeline(stages, devices, {"costs": "measured"}, max_epochs=1)
-    runner.fit(module, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
-    assert torch.equal(module.ring.to_dense(), RING)
-    return {name: p.detach().clone() for name, p in module.named_parameters()}
-
-
-def fit_all(rank: int, devices: int) -> list[dict[str, Tensor]]:
-    return [fit(rank, kind, devices) for kind in (Graphs, Given, Flagged, Learned)]
-
-
-@pytest.mark.slow
-def test_sparse_matrices_go_from_process_to_process(tmp_path: Path) -> None:
-    expected = fit_all(0, 1)
-    for rank in processes.results(processes.run(2, fit_all, 2, folder=tmp_path)):
-        for one, found in zip(expected, rank, strict=True):
-            assert all(torch.equal(value, found[name]) for name, value in one.items())
-
-
-@pytest.mark.slow
-def test_groups_with_sparse_buffers_average_their_models(tmp_path: Path) -> None:
-    one, other = processes.results(processes.run(2, fit, Graphs, 2, 1, folder=tmp_path))
-    assert all(torch.equal(value, other[name]) for name, value in one.items())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -9,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
 from tests.trainers import assert_defaults_equal_accumulation, pipeline
@@ -58,19 +62,70 @@ class Mixture(L.LightningModule):
 @pytest.mark.parametrize("asks_for", ["a number", "as many as there are", "a length", "the length of a selection"])
 def test_experts_that_are_called_when_needed_may_differ_between_micro_batches(asks_for: str) -> None:
     torch.manual_seed(0)
-    plan = assert_defaults_equal_accumulation(Mixture(asks_for, 6), torch.randn(24, 16), num_stages=4)
-    assert {node.name for node in plan.graph.nodes} >= {f"layers.{i}" for i in range(6)}
-
-
-def test_a_unit_that_reads_numbers_is_opened_where_stages_would_be_too_uneven() -> None:
-    module = Mixture("a number", 1)
-    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # no trainer here
-    plan = Planner(Divisible(module), 2).plan(Step("training_step", module.training_step, (torch.randn(24, 16), 0)))
-    assert "layers.0.router" in plan.graph.units
-    assert plan.graph.number_readers == {"layers.0"}
-    assert plan.graph.deciding[plan.cuts[0]] == "layers.0"
+    plan = assert_defaults_equal_accumulation(Mixture(asks_for, 4), torch.randn(24, 16), num_stages=3)
+    assert {node.name for node in plan.graph.nodes} >= {f"layers.{i}" for i in range(4)}
 
 
 def test_a_cut_among_units_whose_calls_depend_on_numbers_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"'layers\.0' reads numbers of values and is divided between stages"):
         pipeline(max_epochs=1).fit(Mixture("a length", 1), torch.utils.data.DataLoader(torch.ones(24, 16), 8))
+
+
+# -- layers that chance leaves out -----------------------------------------------------------------------------------
+
+
+Chance = Callable[[], float]
+
+
+class Dropping(nn.Module):
+    """A stack that leaves out each of its layers with a probability."""
+
+    def __init__(self, chance: Chance, probability: float = 0.3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.chance, self.probability, self.runs = chance, probability, 0
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            if not self.training or self.chance() >= self.probability:
+                x = layer(x)
+        return x.sum()
+
+
+class OneOf(Dropping):
+    """Runs one of two layers, never both."""
+
+    def __init__(self, chance: Chance) -> None:
+        super().__init__(chance)
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        x = self.one(x) if self.chance() < 0.5 else self.other(x)
+        return self.layers[2](x).sum()
+
+
+class OneOfList(OneOf):
+    """So that it is known where the other one belongs."""
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        x = self.layers[self.chance() < 0.5](x)
+        return self.layers[2](x).sum()
+
+
+def planned(net: Dropping, num_stages: int = 2) -> CallGraph:
+    return (
+        Planner(Divisible(net), num_stages).plan(Step("training_step", net.training_step, (torch.ones(2, 8), 0))).graph
+    )
+
+
+def test_what_never_runs_at_once_is_refused_by_name() -> None:
+    with pytest.raises(PartitionError, match=r"training_step leaves out submodules by chance, .*: (one|other) did not"):
+        planned(OneOf(random.random))
+
+
+def test_what_never_runs_at_once_is_on_the_stage_of_its_neighbour_in_a_list() -> None:
+    net = OneOfList(random.random)
+    plan = Planner(Divisible(net), 2).plan(Step("training_step", net.training_step, (torch.ones(2, 8), 0)))
+    first, last = (set(stage.parameters) for stage in plan.stages)
+    assert first == {f"layers.{i}.{name}" for i in (0, 1) for name in ("weight", "bias")}
+    assert last >= {"layers.2.weight", "layers.5.weight"}

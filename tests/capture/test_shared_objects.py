@@ -97,14 +97,6 @@ def test_who_reads_what_a_unit_changes_is_on_its_stage(
     assert legal(Counting(box(), writer, reader)) == expected
 
 
-@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
-@pytest.mark.parametrize(("reader", "expected"), [("begin", []), (2, ["1", "2"]), ("end", ALL)])
-def test_what_is_changed_once_behind_the_last_unit_is_not_read_on_another_stage(
-    box: Callable[[], Any], reader: Any, expected: list[str]
-) -> None:
-    assert legal(Counting(box(), "end", reader, once=True)) == expected
-
-
 GENERATORS: list[Callable[[], Any]] = [
     lambda: torch.Generator().manual_seed(1), lambda: random.Random(1), lambda: np.random.default_rng(1)
 ]  # fmt: skip

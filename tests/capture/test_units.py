@@ -42,49 +42,9 @@ class Net(nn.Module):
         return x
 
 
-class Base(L.LightningModule):
-    def __init__(self, net: Any = None) -> None:
-        super().__init__()
-        self.net: Any = Net() if net is None else net
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-class ByMethod(Base):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net.features(batch).square().mean()
-
-
-class BetweenCalls(Base):
-    """Other children are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.head(self.net.features(self.norm(batch))).square().mean()
-
-
-class ByForward(Base):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net.forward(batch).square().mean()
-
-
-class ByClass(Base):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return Net.forward(self.net, batch).square().mean()
-
-
-class ByWeights(Base):
-    """No module is called at all."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net.weights_only(batch).square().mean()
-
-
 class UsesWeights(nn.Module):
+    """A module that is called uses the weights of others, which are not."""
+
     def __init__(self) -> None:
         super().__init__()
         self.net = Net()
@@ -93,98 +53,79 @@ class UsesWeights(nn.Module):
         return self.net.weights_only(x)
 
 
-class ByWeightsInside(Base):
-    """A module that is called uses the weights of others, which are not."""
-
-    def __init__(self) -> None:
-        super().__init__(UsesWeights())
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
-
-
 class Inherits(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + 1
 
 
-class BySuper(Base):
-    def __init__(self) -> None:
-        super().__init__(Inherits())
+class Reaching(L.LightningModule):
+    """Reaches its net in some way.
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
+    Args:
+        reach: what the step makes of a batch with the module.
+        net: with eight blocks somewhere.
+    """
 
-
-class Nested(Base):
-    """A LightningModule in a LightningModule, whose step is called."""
-
-    def __init__(self) -> None:
-        super().__init__(ByMethod())
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net.training_step(batch, batch_idx)
-
-
-class Twice(Base):
-    """As a whole, and by parts."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return (self.net(batch) + self.net.blocks[0](batch)).square().mean()
-
-
-class UnderTwoNames(Base):
-    def __init__(self) -> None:
+    def __init__(self, reach: Callable[[Any, Tensor], Tensor], net: Any = None) -> None:
         super().__init__()
+        self.net: Any = Net() if net is None else net
         self.alias = self.net
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 1)
+        self.listed = [*self.net.blocks] if isinstance(self.net, Net) else []  # a list registers nothing
+        self.reach = reach
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.alias(batch).square().mean()
+        return self.reach(self, batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
 
 
-class InPlainList(Base):
-    """What is called lies in a list too, which registers nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all = [self.net.blocks[i] for i in range(8)]
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for block in self.all:
-            batch = block(batch)
-        return batch.square().mean()
+def called(module: Any, batch: Tensor) -> Tensor:
+    return module.net(batch)
 
 
-class Wrapped(Base):
-    def __init__(self) -> None:
-        super().__init__(nn.DataParallel(Net()))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
+def in_a_list(module: Any, batch: Tensor) -> Tensor:
+    for block in module.listed:
+        batch = block(batch)
+    return batch
 
 
-MODELS = [
-    ByMethod, BetweenCalls, ByForward, ByClass, ByWeights, ByWeightsInside, BySuper, Nested, Twice,
-    UnderTwoNames, InPlainList, Wrapped,
-]  # fmt: skip
+def by_method(module: Any, batch: Tensor) -> Tensor:
+    return module.net.features(batch)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_parts_that_are_reached_in_any_way_are_divided(model: Callable[[], Base]) -> None:
-    num_stages = 3
-    plan = assert_defaults_equal_accumulation(model(), torch.randn(4, 16), num_stages)
+WAYS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], Any]]] = {
+    "a method": (by_method, Net),
+    "between calls of other children": (lambda module, x: module.head(module.net.features(module.norm(x))), Net),
+    "forward": (lambda module, x: module.net.forward(x), Net),
+    "the class": (lambda module, x: Net.forward(module.net, x), Net),
+    "weights": (lambda module, x: module.net.weights_only(x), Net),
+    "weights in what is called": (called, UsesWeights),
+    "super": (called, Inherits),
+    "the step of a LightningModule": (lambda module, x: module.net.training_step(x, 0), lambda: Reaching(by_method)),
+    "as a whole and by parts": (lambda module, x: module.net(x) + module.net.blocks[0](x), Net),
+    "another name": (lambda module, x: module.alias(x), Net),
+    "a plain list": (in_a_list, Net),
+    "a wrapper": (called, lambda: nn.DataParallel(Net())),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_that_are_reached_in_any_way_are_divided(way: str) -> None:
+    num_stages, (reach, net) = 3, WAYS[way]
+    plan = assert_defaults_equal_accumulation(Reaching(reach, net()), torch.randn(4, 16), num_stages)
     blocks = [{name.split("blocks.")[1][0] for name in s.parameters if "blocks." in name} for s in plan.stages]
     # measured, so a little may move; no stage has less than half or more than twice its share of eight
     assert all(len(found) in range(8 // num_stages - 1, 8 // num_stages + 3) for found in blocks), str(plan)
 
 
 def test_a_buffer_of_a_module_that_is_not_called_is_changed_on_one_stage() -> None:
-    class Counts(ByMethod):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            self.net.calls += 1
-            return super().training_step(batch, batch_idx)
+    def counts(module: Any, batch: Tensor) -> Tensor:
+        module.net.calls += 1
+        return by_method(module, batch)
 
-    module = Counts()
+    module = Reaching(counts)
     graph = capture("training_step", module.training_step, (torch.randn(4, 16), 0), module, Divisible(module).units())
     assert graph.nodes[0].states == ("net.calls",)
     assert float(module.net.calls) == 0
@@ -211,11 +152,11 @@ def with_parts(change: Callable[[Any], Any]) -> Callable[[Net], Any]:
     return changed
 
 
-class Whole(Base):
+class Whole(Reaching):
     """Can be copied, whatever was done to its net."""
 
     def __init__(self, change: Callable[[Net], Any]) -> None:
-        super().__init__(change(Net()))
+        super().__init__(called, change(Net()))
         self.change = change
 
     def __deepcopy__(self, memo: Any) -> Whole:
@@ -223,13 +164,13 @@ class Whole(Base):
         other.load_state_dict(self.state_dict())
         return other
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
-
 
 CHANGES = [
-    compiled, compiled_in_place,
-    with_parts(lambda block: torch.compile(nn.Sequential(block), backend="eager")),
+    compiled,
+    pytest.param(compiled_in_place, marks=pytest.mark.slow),
+    pytest.param(
+        with_parts(lambda block: torch.compile(nn.Sequential(block), backend="eager")), marks=pytest.mark.slow
+    ),
     with_parts(torch.jit.script),
     with_parts(lambda block: torch.jit.trace(block, torch.randn(2, 16))),
 ]  # fmt: skip

@@ -57,7 +57,7 @@ def settings() -> Any:
             yield pytest.param(kind, strategy, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("kind", "strategy"), settings(), ids=str)
+@pytest.mark.parametrize(("kind", "strategy"), list(settings()), ids=str)
 def test_weights_are_the_same_bitwise(kind: Any, strategy: dict[str, Any]) -> None:
     torch.manual_seed(1)
     model = kind()

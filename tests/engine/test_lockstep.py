@@ -67,39 +67,6 @@ class Attributes(Plain):
         return F.mse_loss(self.b(h), y) + self.a.left + self.a.calls * self.b.left
 
 
-class Latest(nn.Linear):
-    """Keeps a set of one, always another."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 8)
-        self.seen = {0}
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.add(max(self.seen) + 1)
-        self.seen.remove(min(self.seen))
-        return super().forward(x)
-
-
-class OfOneSize(Plain):
-    """What the step reads of a set that a submodule changes in place does not show in its loss."""
-
-    def part(self) -> nn.Module:
-        return Latest()
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        super().training_step(batch, batch_idx)
-        self.log("seen", float(sum(self.a.seen) + sum(self.b.seen)))
-
-
-class InPlace(Plain):
-    def part(self) -> nn.Module:
-        return nn.Sequential(nn.LeakyReLU(0.2, inplace=True), nn.Linear(8, 8))
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        h = 1.5 * self.a(x * 1.0)
-        return F.mse_loss(self.b(h) + h, y)
-
-
 class Regions(Plain):
     """Both kinds of checkpointed regions, and a hook that collects."""
 
@@ -154,26 +121,6 @@ class ByHand(Plain):
         self.b[1].requires_grad_(self.current_epoch == 0)  # type: ignore[index]
 
 
-class Closed(Plain):
-    """A closure, a hook that looks at all gradients, and batches that are skipped by their loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        if self.loss(*batch).item() < 1:
-            return
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = self.loss(*batch)
-            self.manual_backward(loss)
-            return loss
-
-        optimizer.step(closure=closure)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log("norm", torch.stack([p.grad.norm() for p in self.parameters()]).norm())
-
-
 class OnOneRank(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.is_global_zero:
@@ -212,7 +159,7 @@ def fit(rank: int, devices: int, *models: type[Plain]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_what_submodules_hold_hide_and_change_is_the_same_everywhere(tmp_path: Path) -> None:
-    models = (Attributes, OfOneSize, InPlace, Regions, ByHand, Closed)
+    models = (Attributes, Regions, ByHand)
     one = fit(0, 1, *models)
     for rank in processes.results(processes.run(2, fit, 2, *models, folder=tmp_path)):
         for model, expected in one.items():

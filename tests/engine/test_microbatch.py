@@ -3,11 +3,14 @@
 from collections import namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 
 from lightning_avgpipe.engine.microbatch import MicroBatch, batch_size, merge, split, split_with
+from lightning_avgpipe.engine.sample_layout import Expected, Seen
 from lightning_avgpipe.errors import BatchError
 
 Point = namedtuple("Point", ["x", "y"])
@@ -71,16 +74,6 @@ def test_sizes_are_those_of_tensor_split(count):
     assert [part.weight for part in parts] == [len(chunk) / 7 for chunk in expected]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_micro_batches_have_containers_of_their_own(count):
-    batch = {"x": samples(2), "options": {"names": ["p", "q", "r"]}}
-    parts = data(split(batch, count))
-    parts[0].pop("x")
-    parts[0]["options"]["names"].clear()
-    assert "x" in batch and batch["options"]["names"] == ["p", "q", "r"]
-    assert all("x" in part and part["options"]["names"] == ["p", "q", "r"] for part in parts[1:])
-
-
 # -- the user's splitter ---------------------------------------------------------------------------------------------
 
 
@@ -111,13 +104,6 @@ def test_merge_undoes_split(count):
     assert merged["names"] == batch["names"] and merged["sample"] is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_scalars_become_the_mean_over_samples(dtype):
-    merged = merge([torch.tensor(1.0, dtype=dtype), torch.tensor(4.0, dtype=dtype)], [2, 1])
-    assert torch.equal(merged, torch.tensor(2.0, dtype=dtype)) and merged.dtype == dtype
-    assert merge([1.0, 4.0], [2, 1]) == 2.0
-
-
 @pytest.mark.parametrize(
     "parts",
     [
@@ -133,6 +119,125 @@ def test_scalars_become_the_mean_over_samples(dtype):
 )
 def test_what_fits_no_rule_is_a_list_of_the_parts(parts):
     assert merge(parts, [2] * len(parts)) == parts
+
+
+# -- where samples are: found, or the batch is refused ---------------------------------------------------------------
+
+
+EIGHT, STACKED = Expected(8), Expected(8, stacked=True)
+
+
+def of(*shape: int) -> Tensor:
+    return torch.rand(shape)
+
+
+def images(n: int, size: int | None = 8) -> list[Tensor]:
+    return [of(3, size or 6 + i, 8) for i in range(n)]
+
+
+def targets(n: int) -> list[dict[str, Tensor]]:
+    return [{"boxes": of(1 + i % 3, 4), "labels": torch.ones(1 + i % 3)} for i in range(n)]
+
+
+class Graphs:
+    """Nodes of several graphs, as libraries put them together."""
+
+    def __init__(self) -> None:
+        self.x, self.batch = of(20, 4), torch.arange(20) // 5
+
+
+class Labels:
+    """Names of columns, as libraries keep them: ``pandas.Index``."""
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.shape = names, (len(names),)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __array__(self) -> np.ndarray:
+        return np.array(self.names)
+
+
+SPLIT = {
+    "columns": ((of(8, 3), of(8)), EIGHT, 8),
+    "pairs of the same shape": ([of(8, 3), of(8, 3)], EIGHT, 8),
+    "a smaller batch": ((of(5, 3), of(5)), EIGHT, 5),
+    "one sample": ((of(1, 3), of(1)), EIGHT, 1),
+    "an empty batch": ((of(0, 3), of(0)), EIGHT, 0),
+    "a square, stacked": (of(8, 8), STACKED, 8),
+    "two columns of two samples, stacked": ([of(2, 3), of(2, 3)], Expected(2, stacked=True), 2),
+    "position ids": ({"ids": of(8, 5), "positions": of(1, 5)}, EIGHT, 8),
+    "a mask for all": ((of(8, 5, 4), of(1, 1, 5, 5)), EIGHT, 8),
+    "images of several sizes": ((images(8, None), targets(8)), EIGHT, 8),
+    "detection": ((tuple(images(8)), tuple(targets(8))), EIGHT, 8),
+    "detection without a dataloader": ((tuple(images(4)), tuple(targets(4))), Expected(), 4),
+    "detection of two": ((tuple(images(2)), tuple(targets(2))), Expected(2), 2),
+    "samples as they are": (list(zip(images(4), targets(4), strict=True)), Expected(4), 4),
+    "images and labels": ((images(8), of(8)), EIGHT, 8),
+    "images alone": (images(8), EIGHT, 8),
+    "targets with other keys": ([{"boxes": of(2, 4)}, {}, {"boxes": of(1, 4)}, {}], Expected(4), 4),
+    "scalars": ((of(4, 2), [torch.tensor(float(i)) for i in range(4)]), Expected(4), 4),
+    "arrays": ({"x": np.zeros((8, 2)), "y": of(8)}, EIGHT, 8),
+    "objects in a list": ([Graphs() for _ in range(4)], Expected(4), 4),
+    "names of columns": ({"x": of(8, 2), "columns": Labels("p", "q")}, EIGHT, 8),
+    "lists of strings": ({"x": of(8, 2), "text": ["a"] * 8, "names": ["p", "q"]}, EIGHT, 8),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_samples_are_found(name: str) -> None:
+    batch, expected, size = SPLIT[name]
+    parts = split(batch, 4, expected)
+    assert sum(part.size for part in parts) == size and len(parts) == max(1, min(4, size))
+
+
+def test_what_all_samples_share_is_repeated() -> None:
+    batch = {"ids": of(8, 5), "positions": of(1, 5), "array": np.arange(8)}
+    parts = split(batch, 2, EIGHT)
+    assert all(part.data["positions"] is batch["positions"] for part in parts)
+    assert [part.data["array"].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+REFUSED = {
+    "time first": ((of(6, 8, 4), of(6, 8)), EIGHT, r"8 entries in their second dimension.*batch\[0\] \(6, 8, 4\)"),
+    "time first, as long as the batch": ((of(8, 8, 4), of(8, 8)), EIGHT, "second dimension"),
+    "time first, with labels": ((of(6, 8, 4), of(8)), EIGHT, r"which its dataloader makes of 8.*6 in batch\[0\]"),
+    "one step, time first": ((of(1, 8, 4), of(8)), EIGHT, r"1 in batch\[0\] \(1, 8, 4\)"),
+    "class weights": ((of(8, 2), of(8), of(5)), EIGHT, r"5 in batch\[2\] \(5,\)"),
+    "more samples than there are": ((of(16, 2), of(16)), EIGHT, "which its dataloader makes of 8"),
+    "as many images as channels": ((images(3), of(3)), Expected(3), r"batch\[0\] is a list of 3 elements"),
+    "as many views as samples": ([of(2, 3), of(2, 3)], Expected(2), "batch is a list of 2 elements"),
+    "images without a dataloader": (images(8), Expected(), "the batch may hold 3 or 8 samples.*does not say"),
+    "packed": ((pack_sequence([of(1)] * 8), of(8)), EIGHT, r"batch\[0\] is a PackedSequence"),
+    "nested": (torch.nested.nested_tensor([of(2), of(3)], layout=torch.jagged), Expected(2), "batch is a NestedTensor"),
+    "sparse": ((of(8, 3).to_sparse(), of(8)), EIGHT, r"batch\[0\] is a Tensor"),
+    "graphs": (Graphs(), EIGHT, "batch is a Graphs"),
+    "graphs and labels": ({"graphs": Graphs(), "y": of(8)}, EIGHT, r"batch\['graphs'\] is a Graphs"),
+    "names, as many as samples": ({"x": of(2, 5), "columns": Labels("p", "q")}, Expected(2), "is a Labels"),
+    "a set": ((of(8), {1, 2}), EIGHT, r"batch\[1\] is a set"),
+    "transposed": ({"a": of(8, 5), "b": of(5, 8)}, Expected(), r"8 in batch\['a'\] \(8, 5\); 5 in batch\['b'\]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_may_be_split_wrongly_is_refused_with_the_way_out(name: str) -> None:
+    batch, expected, message = REFUSED[name]
+    with pytest.raises(BatchError, match=message) as caught:
+        split(batch, 4, expected)
+    assert "define split_batch(batch, num_microbatches)" in str(caught.value)
+    (part,) = split(batch, 1, expected)
+    assert part.weight == 1.0, "one micro-batch needs no answer"
+
+
+def test_batches_before_decide_between_two_readings() -> None:
+    seen = Seen()
+    split(images(8), 4, EIGHT, seen)
+    assert [len(part.data) for part in split(images(3), 4, EIGHT, seen)] == [1, 1, 1]
+    seen = Seen()
+    split((of(8, 4), of(8, 4)), 4, EIGHT, seen)
+    assert sum(part.size for part in split((of(2, 4), of(2, 4)), 4, EIGHT, seen)) == 2
+    assert sum(part.size for part in split((of(8, 8), of(8, 8)), 4, EIGHT, seen)) == 8
 
 
 def test_micro_batches_may_have_a_smallest_size() -> None:

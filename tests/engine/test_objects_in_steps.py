@@ -185,47 +185,6 @@ class StaticCache(Net):
         return x.square().mean()
 
 
-class Gathers(nn.Module):
-    """Has no parameters, and takes nothing but an object."""
-
-    def forward(self, cache: Cache) -> Tensor:
-        return sum(cache.keys.values(), torch.zeros(()))
-
-
-class ReadsCache(Net):
-    layer = SharesKeys
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gather = Gathers()
-
-    def training_step(self, x: Tensor) -> Tensor:
-        cache = Cache()
-        for layer in self.layers:
-            x = layer(x, cache)
-        return (x * self.gather(cache)).mean()
-
-
-class Counts(Layer):
-    def forward(self, x: Tensor, store: Any) -> Tensor:
-        store.count += 1
-        return super().forward(x)
-
-
-class Lasting(Net):
-    """An object of the module counts, on the stage that it belongs to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1] = Counts(1)
-        self.store = Cache()
-        self.store.count = 0
-
-    def training_step(self, x: Tensor) -> Tensor:
-        x = self.layers[1](self.layers[0](x), self.store)
-        return self.layers[3](self.layers[2](x)).mean()
-
-
 class Table(nn.Module):
     """Makes a table of positions when it is first called, as Lightning's demo transformer does."""
 
@@ -292,79 +251,10 @@ class Scales(Net):
         return self.layers[3](self.layers[2](x)).square().mean()
 
 
-class Bias(nn.Module):
-    """A table in a buffer that is not there before the first call; no value goes in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", None, persistent=False)
-
-    def forward(self, width: int) -> Tensor:
-        if self.table is None:
-            self.register_buffer("table", torch.arange(width).float().unsqueeze(0) / width, persistent=False)
-        return self.table[:, -width:]
-
-
-class Biases(Net):
-    """A unit that makes a buffer is called before each layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = Bias()
-
-    def training_step(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x + self.bias(WIDTH))
-        return x.square().mean()
-
-
 # -- glue ------------------------------------------------------------------------------------------------------------
 
 
-class Layers(nn.Module):
-    """Four layers; subclasses say what happens between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in "abcd":
-            setattr(self, name, nn.Linear(WIDTH, WIDTH))
-
-    def training_step(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class FreeParameter(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
-        self.register_buffer("steps", torch.zeros(()))
-
-    def training_step(self, x: Tensor) -> Tensor:
-        h = self.b(self.a(x * self.scale))
-        self.steps += 1
-        return self.d(self.c(h) + self.shift).square().mean() * self.steps.clamp(max=1)
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Tensor, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Tensor, *gradients: Any) -> Any:
-        return gradients[0] * 3  # on purpose not its derivative
-
-
-class CustomFunction(Layers):
-    def training_step(self, x: Tensor) -> Tensor:
-        h = Double.apply(self.a(x))
-        h = Double.apply(self.c(self.b(h)) + h)
-        return self.d(h).square().mean()
-
-
-MODELS = [
-    KeyValueSharing, HiddenStates, Penalties, Posterior, StateObject, StaticCache, ReadsCache, Lasting, Positions,
-    Scales, Biases, FreeParameter, CustomFunction, ]  # fmt: skip
+MODELS = [KeyValueSharing, HiddenStates, Penalties, Posterior, StateObject, StaticCache, Positions, Scales]
 SAMPLES = [torch.randn(3, WIDTH) for _ in range(3)]
 
 
@@ -432,16 +322,6 @@ def test_only_what_is_read_travels() -> None:
     graph = graph_of(KeyValueSharing())
     layers = [node.index for node in graph.nodes if node.name.startswith("layers.")]
     assert [len(graph.live(p)) for p in layers[1:]] == [2, 3, 2]  # the last result, and keys that are still read
-
-
-def test_an_object_of_the_module_that_two_units_change_stays_on_one_stage() -> None:
-    class Both(Lasting):
-        def training_step(self, x: Tensor) -> Tensor:
-            return self.layers[1](self.layers[2](self.layers[1](x, self.store)), self.store).mean()
-
-    graph = graph_of(Both())
-    assert "of type Cache that outlives the step" in str(graph.obstacles[1])
-    assert graph.obstacles[3] is None
 
 
 def test_what_cannot_be_sent_stays_on_one_stage() -> None:

@@ -22,10 +22,6 @@ from lightning_avgpipe.schedule import build
 from tests.driver import Engine
 from tests.models import MLP, Regression, TinyTransformer, UNet, loader
 from tests.trainers import pipeline
-from tests.zoo.own_models import BatchNorms, CheckpointedReentrantDropout, Frozen, Hooked
-from tests.zoo.own_models import InPlace as InPlaceGlue
-from tests.zoo.transformers_models import MODELS as TRANSFORMERS
-from tests.zoo.transformers_models import HuggingFace
 
 
 class Counting(nn.Module):
@@ -116,42 +112,6 @@ def test_weights_buffers_and_logs_are_the_same_bitwise(
             assert a.calls == b.calls and a.seen == b.seen and len(a.seen) == a.calls
 
 
-def gpt2() -> Regression:
-    return HuggingFace(TRANSFORMERS["gpt2"][0]())
-
-
-def engine_outcome(model: Any, batches: list[Any], recompute: Any, schedule: str, num_stages: int) -> Any:
-    model = copy.deepcopy(model)
-    model.log = lambda *args, **kwargs: None
-    engine = Engine(model, num_stages, batches[0], 3, recompute=recompute)
-    losses = [engine.train(copy.deepcopy(b), schedule, i, 0) for i, b in enumerate(batches)]
-    return losses, {n: p.grad for n, p in model.named_parameters()}, dict(model.named_buffers())
-
-
-OWN = [BatchNorms, CheckpointedReentrantDropout, Frozen, Hooked, InPlaceGlue]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [*OWN, "gpt2", pytest.param("resnet", marks=pytest.mark.slow)],
-    ids=lambda kind: getattr(kind, "__name__", kind),
-)
-def test_models_of_all_sorts_have_the_same_gradients(kind: Any) -> None:
-    torch.manual_seed(1)
-    if isinstance(kind, str):
-        build_model, make = TRANSFORMERS[kind]
-        model, batches = HuggingFace(build_model()), [make(6, 6), make(6, 9)]
-    else:
-        model = kind()
-        batches = [kind.example(6, 6), kind.example(6, 6)]
-    plain = engine_outcome(model, batches, False, "afab", 3)
-    again = engine_outcome(model, batches, True, "afab", 3)
-    for mine, theirs in zip(plain[1:], again[1:], strict=True):
-        for name, value in mine.items():
-            assert (value is None) == (theirs[name] is None), name
-            assert value is None or torch.equal(value, theirs[name]), name
-
-
 class Saved:
     """Bytes of the tensors that graphs hold for backwards: now, and at most."""
 
@@ -214,11 +174,6 @@ def test_the_plan_counts_repeated_forwards_and_one_stash() -> None:
 def test_anything_else_is_refused(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="recompute="):
         AvgPipeStrategy(recompute=value)
-
-
-def test_wrong_names_are_refused_before_training() -> None:
-    with pytest.raises(ConfigurationError, match=r"recompute: 'layer.0' fits no submodule of MLP"):
-        pipeline(strategy={"recompute": ["layer.0"]}).fit(MLP(), loader(MLP, 8, 8))
 
 
 def test_a_unit_that_overwrites_its_input_cannot_be_named() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_avgpipe.engine.observer import Work
 from lightning_avgpipe.engine.shared_statistics import SharedStatistics
@@ -68,10 +67,6 @@ def together(layers: list[nn.Module], parts: list[Tensor], gradients: list[Tenso
         return list(threads.map(run, range(2)))
 
 
-def functional(x: Tensor) -> Tensor:
-    return F.batch_norm(x, None, None, training=True)
-
-
 def layers_of(kind: str) -> list[nn.Module]:
     torch.manual_seed(3)
     made: list[nn.Module] = []
@@ -108,12 +103,3 @@ def test_two_replicas_are_as_one_process_with_the_samples_of_both(kind: str) -> 
     for name, buffer in plain.named_buffers():
         torch.testing.assert_close(layers[0].get_buffer(name), buffer, rtol=0, atol=1e-10)
         assert torch.equal(layers[0].get_buffer(name), layers[1].get_buffer(name)), name
-
-
-def test_one_sample_on_each_replica_is_enough_and_one_in_all_is_not() -> None:
-    layers: list[nn.Module] = [nn.BatchNorm1d(2), nn.BatchNorm1d(2)]
-    parts, ones = [torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 8.0]])], [torch.ones(1, 2)] * 2
-    (first, *_), (second, *_) = together(layers, parts, ones)
-    torch.testing.assert_close(torch.cat([first, second]), torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
-    with pytest.raises(ValueError, match="more than one value per channel of all replicas together"):
-        together(layers, [parts[0], torch.empty(0, 2)], [ones[0], torch.empty(0, 2)])

@@ -177,32 +177,6 @@ def test_what_crosses_a_cut_is_what_is_used_after_it() -> None:
             assert graph.boundary_bytes[position] == sum(graph.values[v].nbytes for v in graph.live(position))
 
 
-def test_equal_units_are_divided_equally() -> None:
-    assert cut_balanced(chain(12), of_nodes((1.0,) * 12), 4) == (3, 6, 9)
-
-
-def test_stages_share_what_one_heavy_unit_leaves() -> None:
-    assert cut_balanced(chain(5), of_nodes((8.0, 1.0, 1.0, 1.0, 1.0)), 3) == (1, 3)
-
-
-def test_a_narrow_boundary_is_preferred_where_balance_allows() -> None:
-    graph = chain(200, [4 if i == 99 else 64 for i in range(200)])
-    assert cut_balanced(graph, of_nodes((1.0,) * 200, per_byte=0.01), 2) == (100,)
-
-
-def test_a_wide_boundary_is_avoided_where_the_link_is_slow() -> None:
-    graph = chain(4, [64, 64, 4, 4])
-    assert cut_balanced(graph, of_nodes((1.0,) * 4), 2) == (2,)
-    assert cut_balanced(graph, of_nodes((1.0,) * 4, per_byte=1.0), 2) == (3,)
-
-
-def test_many_calls_and_stages_are_planned() -> None:
-    rng = random.Random(2)
-    graph = chain(500)
-    cuts = cut_balanced(graph, of_nodes(tuple(rng.uniform(1, 2) for _ in range(500)), 0.01), 32)
-    assert len(cuts) == 31 and list(cuts) == sorted(set(cuts))
-
-
 def test_split_points_may_name_a_unit_or_what_holds_it() -> None:
     nodes = [("call", name, [i - 1] if i else [], [f"{name}.w"]) for i, name in enumerate(["a", "b.0", "b.1", "c"])]
     graph = graph_of(nodes, [4] * 4, kept=[3])

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.capturing import capture
-from lightning_avgpipe.capture.costs import Costs
-from lightning_avgpipe.capture.tracer import StepTracer
-from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.planner import Planner
-from lightning_avgpipe.planning.refinement import Closing, closing
 from tests.driver import Engine, assert_same_gradients
 
 
@@ -44,140 +36,6 @@ class Net(nn.Module):
         for block in self.blocks:
             batch = block(batch)
         return self.head(batch).sum()
-
-
-def opened(module: Net, cut: str, keep: Sequence[str] = ()) -> Closing | None:
-    """Capture with all blocks open, and close what a cut before a unit leaves whole."""
-    units = Divisible(module).refine(Divisible(module).units(), [f"blocks.{i}" for i in range(len(module.blocks))])
-    graph = capture("training_step", module.training_step, (torch.randn(2, 8), 0), module, units)
-    cuts = [next(node.index for node in graph.nodes if node.name == cut)]
-    found = closing(Divisible(module), graph, cuts, keep)
-    if found is not None:
-        coarse = capture("training_step", module.training_step, (torch.randn(2, 8), 0), module, found.units)
-        assert found.is_met_by(coarse, cuts)
-    return found
-
-
-def test_only_the_block_that_is_cut_stays_open() -> None:
-    found = opened(Net(), "blocks.1.two")
-    assert found is not None
-    parts = ("blocks.1.one", "blocks.1.two", "blocks.1.drop")
-    assert found.units == ("blocks.0", *parts, "blocks.2", "blocks.3", "head")
-    assert [name for name in found.names if name.startswith("blocks.0")] == ["blocks.0"]
-
-
-def test_closed_units_cost_what_their_parts_cost() -> None:
-    found = opened(Net(), "blocks.1.two")
-    assert found is not None
-    n = len(found.graph.nodes)
-    costs = Costs(tuple(range(n)), tuple(range(0, 2 * n, 2)), tuple(range(0, 3 * n, 3)), measured=True)
-    (cut,) = found.cuts([found.bounds[5]])
-    coarse = found.costs(costs)
-    assert len(coarse.node) == len(found.names)
-    assert sum(coarse.node[:cut]) == sum(costs.node[: found.bounds[5]])
-    assert sum(coarse.stash_bytes[cut:]) == sum(costs.stash_bytes[found.bounds[5] :])
-    assert coarse.measured
-
-
-def test_what_recomputation_names_stays_a_unit() -> None:
-    found = opened(Net(), "blocks.1.two", keep=["blocks.0.one", "blocks.2"])
-    assert found is not None
-    assert "blocks.0.one" in found.units and "blocks.2" in found.units
-
-
-class TakesPart(Net):
-    """The step itself calls a part of block 0."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return super().training_step(self.blocks[0].one(batch), batch_idx)
-
-
-class Borrowing(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) @ self.borrowed[0]
-
-
-class Borrows(Net):
-    """Block 0 uses a parameter of the last one, which is not registered with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0] = Borrowing()
-        self.blocks[0].borrowed = [self.blocks[-1].one.weight]
-
-
-class Idle(Net):
-    """Block 0 has a layer that is never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].idle = nn.Linear(8, 8)
-
-
-class Hooked(Net):
-    """Somebody collects what a part of block 0 returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.collected: list[Tensor] = []
-        self.blocks[0].one.register_forward_hook(lambda module, args, output: self.collected.append(output))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.collected.clear()
-        loss = super().training_step(batch, batch_idx)
-        return loss + self.collected[0].mean()
-
-
-class Observing(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        result = super().forward(x)
-        if (tracer := StepTracer.current()) is not None:  # as self.log does
-            tracer.observe(lambda value: None, (result.mean(),), {})
-        return result
-
-
-class Observed(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0] = Observing()
-
-
-@pytest.mark.parametrize("make", [TakesPart, Borrows, Idle, Hooked, Observed])
-def test_a_module_that_is_more_than_its_parts_stays_open(make: Callable[[], Net]) -> None:
-    found = opened(make(), "blocks.1.two")
-    assert found is not None
-    assert {"blocks.0.one", "blocks.0.two"} < set(found.units)
-    assert "blocks.2" in found.units
-
-
-LEFT: list[Tensor] = []
-
-
-class Tells(Block):
-    """Leaves a value in a global list, which the step reads."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        LEFT.append(self.one(x))
-        return self.two(LEFT[-1])
-
-
-class Left(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0] = Tells()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss + LEFT.pop().mean()
-
-
-def test_a_plan_that_needs_open_units_keeps_them() -> None:
-    module = Left()
-    units = [f"blocks.{i}.{part}" for i in range(4) for part in ("one", "two", "drop")]
-    plan = Planner(Divisible(module), 2).plan(
-        Step("training_step", module.training_step, (torch.randn(2, 8), 0)), [*units, "head"]
-    )
-    assert set(units) <= set(plan.graph.units)
 
 
 def test_gradients_do_not_depend_on_which_units_are_open() -> None:

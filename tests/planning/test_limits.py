@@ -7,25 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import PartitionError
-from lightning_avgpipe.planning.balance import limits
 from tests.models import Regression, loader
-from tests.planning.known_costs import of_nodes
-from tests.planning.test_balance import chain
 from tests.trainers import trainer
-
-
-def test_the_largest_comes_first_and_trifles_do_not_count() -> None:
-    costs = of_nodes((20.0, 1.0, 60.0, 19.0))
-    found = limits(chain(4), costs, {"u0": "is small", "u1": "is a trifle", "u2": "is large"})
-    assert found == [
-        "60% of the time: unit 'u2' is large",
-        "20% of the time: unit 'u0' is small",
-    ]
-    assert limits(chain(4), costs, {"u2": "is large"}, 0, 2) == []
 
 
 class Recurrent(Regression):
@@ -82,22 +68,3 @@ def test_too_few_cuts_are_explained_by_what_takes_the_time() -> None:
     with pytest.raises(PartitionError, match="100% of the time: unit 'encoder' is a TorchScript module") as caught:
         trainer(strategy=AvgPipeStrategy(num_stages=2)).fit(Scripted(), loader(Recurrent, 16, 8))
     assert "lower num_stages to 1, or change what cannot be divided" in str(caught.value)
-
-
-def test_a_forbidden_cut_has_the_share_of_what_it_holds_together() -> None:
-    class Normed(Recurrent):
-        """One normalisation layer is used at the begin and at the end."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(32)
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.norm(x)
-            for layer in self.layers:
-                x = layer(x)
-            return self.norm(x)
-
-    with pytest.raises(PartitionError, match=r"\n  - (9\d|100)% of the time: no cut may lie there: 'norm"):
-        trainer(strategy=AvgPipeStrategy(num_stages=2)).fit(Normed(), DataLoader([Normed.example(8)], batch_size=None))  # type: ignore[arg-type]

@@ -15,7 +15,6 @@ from torch import nn
 
 from lightning_avgpipe.capture.cost_cache import CostCache
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Costs, Link
 from lightning_avgpipe.planning.costs import Costing
 from lightning_avgpipe.planning.divisible import Divisible, Step
@@ -87,30 +86,6 @@ def test_units_that_measure_heavy_are_opened(recorded: Recorder) -> None:
     assert plan.measured
 
 
-def test_what_exceeds_a_stage_is_opened_together_with_what_lies_in_it() -> None:
-    runs: list[Any] = []
-
-    class Nested(nn.Module):
-        """A module in a module in a module, each of which is nearly all of the one above."""
-
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner, self.norm = inner, nn.LayerNorm(8)
-
-        def forward(self, x: Any) -> Any:
-            return self.norm(self.inner(x))
-
-    module = Nested(Nested(Nested(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))))
-
-    def step(x: Any) -> Any:
-        runs.append(x)
-        return module(x).sum()
-
-    plan = Planner(Divisible(module), 4).plan(Step("training_step", step, (torch.randn(2, 8),)))
-    assert [stage.units[0] for stage in plan.stages] == [f"inner.inner.inner.{i}" for i in range(4)]
-    assert len(runs) == 2
-
-
 def test_units_next_to_a_cut_are_opened_for_a_finer_balance(recorded: Recorder) -> None:
     recorded(lambda name: 0.25 if ".parts." in name else 1.0)
     plan = planned(Net(9), 2)
@@ -179,13 +154,6 @@ def test_a_further_plan_does_not_measure_what_an_earlier_one_has_measured(frozen
     assert 0 < len(calls) - first < first
 
 
-def test_nothing_is_measured_where_nothing_depends_on_it(recorded: Recorder) -> None:
-    seen = recorded(by_block)
-    assert not planned(Net(), 1).measured
-    assert not planned(Net(), 2, costing=Costing()).measured
-    assert not seen
-
-
 def test_a_replica_stashes_the_micro_batches_of_its_turns(recorded: Recorder) -> None:
     recorded(lambda name: 1.0)
     schedule = build("afab", 2, 8)
@@ -194,15 +162,3 @@ def test_a_replica_stashes_the_micro_batches_of_its_turns(recorded: Recorder) ->
     assert shared[0].memory == alone
     whole = planned(Net(), 2, Conditions(schedule), split_points=["blocks.2"]).stages[1].memory
     assert shared[1].memory.stash == whole.stash / 4 and shared[1].memory.held == whole.held
-
-
-def test_memory_decides_where_time_would_cut_elsewhere(recorded: Recorder) -> None:
-    recorded(by_block)
-    conditions = Conditions(build("1f1b", 2, 4))
-    free = planned(Net(), 2, conditions)
-    assert len(free.stages[1].units) > len(free.stages[0].units)
-    limit = free.stages[1].memory.total - 1
-    tight = planned(Net(), 2, conditions, memory_limit=limit)
-    assert all(stage.memory.total <= limit for stage in tight.stages)
-    with pytest.raises(PartitionError, match=r"does not fit into num_stages=2 stages with memory_limit=1000 B: .* a "):
-        planned(Net(), 2, conditions, memory_limit=1000)

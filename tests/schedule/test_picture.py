@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,8 @@ import pytest
 
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import (
-    BACKWARD,
-    FORWARD,
-    Action,
-    Activity,
-    Span,
     StageCosts,
     Timeline,
-    Transfer,
     build,
     picture,
     simulate,
@@ -36,20 +29,6 @@ def simulated() -> Timeline:
     return simulate(build("advance_forward", 3, 4, 1), COSTS)
 
 
-def recorded_on_two_devices() -> Timeline:
-    """Stages 0 and 2 on device 1, stage 1 on device 0; nothing starts at 0."""
-    f0, b0 = Action(FORWARD, 0), Action(BACKWARD, 0)
-    spans = [
-        Span(0, f0, 10, 11), Span(1, f0, 12, 13), Span(2, f0, 14, 15),
-        Span(2, b0, 15, 17), Span(1, b0, 18, 20), Span(0, b0, 21, 23),
-    ]  # fmt: skip
-    transfers = (Transfer(0, "forward", 0, 11, 11.5, 12), Transfer(1, "backward", 0, 17, 17.5, 18))
-    activities = (
-        Activity(1, "wait", 11, 14, "F0"), Activity(1, "step", 24, 26), Activity(0, "averaging", 26, 27),
-    )  # fmt: skip
-    return Timeline(3, tuple(spans), transfers, (1, 1, 1), activities, devices=(1, 0, 1))
-
-
 def test_the_command_prints_the_grid(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advance_forward", "--stages", "3", "--microbatches", "4", "--advance", "1"]) == 0
     assert capsys.readouterr().out == (
@@ -58,15 +37,6 @@ def test_the_command_prints_the_grid(capsys: pytest.CaptureFixture[str]) -> None
         "stage 2 | F0 B0 F1 B1 F2 B2 F3 B3\n"
         "iteration 18 s, idle 33.3%, warm-up 4 2 0, peak stash 4 3 1\n"
     )
-
-
-def test_the_command_runs_as_a_module_and_writes_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["schedule", "afab", "--send", "0.5", "--output", "picture.png"])
-    monkeypatch.delitem(sys.modules, "lightning_avgpipe.schedule.__main__")
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("lightning_avgpipe.schedule", run_name="__main__")
-    assert ended.value.code == 0
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -109,51 +79,6 @@ def test_every_cell_has_the_colour_of_what_runs_there() -> None:
                 assert colour_at(image, figure, (end + begin) / 2, stage + near_top) == picture.colours()["idle"]
 
 
-def test_numbers_are_written_where_they_fit() -> None:
-    wide = picture.draw(simulated()).axes[0]
-    assert sorted(text.get_text() for text in wide.texts) == sorted(str(i) for i in range(4) for _ in range(3 * 2))
-    narrow = picture.draw(simulate(build("1f1b", 2, 200), StageCosts.uniform(2, 1, 2))).axes[0]
-    assert not narrow.texts
-
-
-def test_stages_of_a_device_share_a_row_and_optimizer_and_averaging_have_colours() -> None:
-    figure = picture.draw(recorded_on_two_devices())
-    axes = figure.axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["stages 0, 2\nrank 1", "stage 1\nrank 0"]
-    image = picture.pixels(figure)
-    for x, row, kind in [
-        (0.5, 0, "forward"), (2.5, 0, "idle"), (4.5, 0, "forward"), (12.0, 0, "backward"), (15.0, 0, "step"),
-        (9.0, 1, "backward"), (16.5, 1, "averaging"),
-    ]:  # fmt: skip
-        assert colour_at(image, figure, x, row + 0.08) == picture.colours()[kind], (x, row)
-    assert {"0.0", "2.0", "0"} == {text.get_text() for text in axes.texts}
-
-
-def test_actions_of_later_pipelines_are_lighter_and_have_tracks_of_their_own() -> None:
-    spans = [
-        Span(0, Action(kind, 0), 2 * n + i, 2 * n + i + 1, n)
-        for n in range(3)
-        for i, kind in enumerate((FORWARD, BACKWARD))
-    ]
-    transfers = (Transfer(0, "forward", 0, 1, 1.5, 2), Transfer(0, "forward", 0, 3, 3.5, 4, 1))
-    timeline = Timeline(1, tuple(spans), transfers, (1,))
-    figure = picture.draw(timeline)
-    image = picture.pixels(figure)
-    for i, kind in enumerate(("forward", "backward")):
-        shades = [colour_at(image, figure, 2 * n + i + 0.5, 0.08) for n in range(3)]
-        assert shades[0] == picture.colours()[kind]
-        brightness = [sum(int(shade[c : c + 2], 16) for c in (1, 3, 5)) for shade in shades]
-        assert brightness[0] < brightness[1] < brightness[2]
-    assert "3 pipelines, from dark to light" in {text.get_text() for text in figure.axes[0].get_legend().get_texts()}
-    events = chrome_trace(timeline)["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    shown = [(e["name"], names[e["tid"]]) for e in events if e["ph"] == "X" and e["args"]["pipeline"] == 1]
-    lane = "stage 0 of pipeline 1"
-    assert shown == [("F0", lane), ("B0", lane), ("F0 sent", f"sends forward from {lane}")]
-    assert len(names) == len(set(names.values())) == 3 * 3 + 3
-    assert [str(action) for action in timeline.schedule(2)[0]] == ["F0", "B0"]
-
-
 def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'lightning_avgpipe\[pictures\]'"):
@@ -175,28 +100,10 @@ def test_a_trace_has_every_action_once_and_none_overlaps() -> None:
     assert min(e["ts"] for e in events) == 0
 
 
-def test_a_recorded_trace_has_its_waits_and_its_devices_in_order_of_stages() -> None:
-    events = chrome_trace(recorded_on_two_devices())["traceEvents"]
-    wait = next(e for e in events if e.get("cat") == "wait")
-    assert (wait["pid"], wait["ts"], wait["dur"], wait["args"]) == (1, 1e6, 3e6, {"note": "F0"})
-    order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
-    assert order == {1: 0, 0: 1}
-    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    for event in events:
-        if event["ph"] == "X":
-            assert (event["pid"], event["tid"]) in tracks
-
-
 def test_costs_read_off_a_simulated_timeline_are_those_it_was_made_with() -> None:
     measured = StageCosts.measured(simulated())
     for name in ("forward_s", "backward_s", "send_forward_s", "send_backward_s", "latency_s"):
         assert getattr(measured, name) == pytest.approx(getattr(COSTS, name)), name
-
-
-def test_idleness_counts_devices_and_begins_with_the_first_action() -> None:
-    timeline = recorded_on_two_devices()
-    assert timeline.iteration_s == 13
-    assert timeline.bubble_fraction == pytest.approx(1 - 9 / 26)
 
 
 def test_the_picture_in_the_documentation_is_what_its_command_draws(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
+import itertools
 
 import pytest
 
@@ -16,58 +15,14 @@ from lightning_avgpipe.schedule import (
     StageCosts,
     build,
     check,
+    forward_only,
+    num_forward_only,
     peak_stash,
     simulate,
 )
-from lightning_avgpipe.schedule.kinds import COURSES, KINDS
-from lightning_avgpipe.schedule.rules import in_words, needs, receiver, sender, urgency
-from lightning_avgpipe.systems.zero_bubble import INPUT_GRADIENT, WEIGHT_GRADIENT, halved
+from lightning_avgpipe.systems.zero_bubble import INPUT_GRADIENT, WEIGHT_GRADIENT
 
 F0, B0, I0, W0 = (Action(kind, 0) for kind in (FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT))
-
-
-def test_a_kind_is_the_same_object_after_a_journey() -> None:
-    for kind in KINDS:
-        assert pickle.loads(pickle.dumps(kind)) is kind and copy.deepcopy(kind) is kind
-    assert pickle.loads(pickle.dumps(F0)) == F0
-
-
-def test_kinds_have_symbols_and_names_of_their_own() -> None:
-    for of in ("symbol", "name"):
-        assert len({getattr(kind, of) for kind in KINDS}) == len(KINDS)
-    costs = halved(StageCosts((7, 1), (5, 5), (0,), (0,), (0,)), (2, 2))
-    assert {str(kind): costs.pieces(kind, 1) for kind in KINDS} == {
-        symbol: ((seconds, 1.0),) for symbol, seconds in {"F": 1, "B": 5, "I": 2, "W": 3, "G": 1, "D": 8}.items()
-    }
-
-
-def test_every_course_of_training_frees_what_it_stashes_and_has_what_its_kinds_wait_for() -> None:
-    for course in COURSES[1:]:
-        assert sum(kind.stash for kind in course) == 0
-        for i, kind in enumerate(course):
-            assert set(kind.after) <= {before.counts_as or before for before in course[:i]}
-
-
-def test_messages_go_to_neighbours_and_end_at_the_ends() -> None:
-    assert [sender(FORWARD, k, 3) for k in range(3)] == [None, 0, 1]
-    assert [receiver(FORWARD, k, 3) for k in range(3)] == [1, 2, None]
-    for kind in (BACKWARD, INPUT_GRADIENT):
-        assert [sender(kind, k, 3) for k in range(3)] == [1, 2, None]
-        assert [receiver(kind, k, 3) for k in range(3)] == [None, 0, 1]
-    assert {sender(WEIGHT_GRADIENT, k, 3) for k in range(3)} == {receiver(WEIGHT_GRADIENT, k, 3) for k in range(3)}
-    assert needs(I0, 1, 3) == {(1, FORWARD, 0), (1, "backward", 0)}
-    assert needs(W0, 1, 3) == {(1, INPUT_GRADIENT, 0)}
-
-
-def test_backwards_go_first_and_weight_gradients_last() -> None:
-    actions = [Action(kind, i) for i in (0, 1) for kind in (WEIGHT_GRADIENT, FORWARD, BACKWARD)]
-    assert [str(action) for action in sorted(actions, key=urgency)] == ["B0", "B1", "F0", "F1", "W0", "W1"]
-
-
-def test_what_an_action_waits_for_can_be_said() -> None:
-    assert in_words(FORWARD) == "F waits for the stage before"
-    assert in_words(INPUT_GRADIENT) == "I waits for its own F and for the stage after"
-    assert in_words(WEIGHT_GRADIENT) == "W waits for its own I"
 
 
 def test_a_micro_batch_is_stashed_until_nothing_of_it_is_left() -> None:
@@ -104,16 +59,36 @@ def test_a_weight_gradient_before_its_input_gradient_is_a_deadlock_that_says_why
         simulate(stuck, StageCosts.uniform(1, 1, 2))
 
 
-def seconds(costs: StageCosts) -> list[float]:
-    return [costs.seconds(kind, 1) for kind in (INPUT_GRADIENT, WEIGHT_GRADIENT, BACKWARD)]
+# -- stages with nothing to train run forwards only ------------------------------------------------------------------
 
 
-def test_measured_costs_know_halves_and_sum_them_up() -> None:
-    costs = halved(StageCosts.uniform(2, 1, 3, 0.5, 0.25), (2, 2))
-    assert seconds(StageCosts.measured(simulate(build("zb_h1", 2, 4), costs))) == [2, 1, 3]
-    assert seconds(StageCosts.measured(simulate(build("1f1b", 2, 4), costs))) == [1.5, 1.5, 3]
+def test_the_others_keep_their_rows() -> None:
+    schedule = forward_only(build("1f1b", 3, 4), 1)
+    assert str(schedule).splitlines() == [
+        "stage 0 | F0 F1 F2 F3",
+        "stage 1 | F0 F1 B0 F2 B1 F3 B2 B3",
+        "stage 2 | F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+    assert num_forward_only(schedule) == 1 and peak_stash(schedule) == (0, 2, 1)
 
 
-def test_an_input_gradient_does_not_take_longer_than_its_backward() -> None:
-    with pytest.raises(ScheduleError, match=r"weight gradient=\[-1\]"):
-        halved(StageCosts((1,), (2,), (), (), ()), (3,))
+@pytest.mark.parametrize("name", ["1f1b", "afab", "advance_forward", "zb_h1", "zb_h2"])
+def test_they_neither_wait_for_gradients_nor_get_any(name: str) -> None:
+    for num_stages, frozen, count in itertools.product((2, 4), (1, 3), (1, 4)):
+        if frozen >= num_stages:
+            continue
+        schedule = forward_only(build(name, num_stages, count, 1), frozen)
+        check(schedule)
+        timeline = simulate([schedule] * 2, StageCosts.uniform(num_stages, 1.0, 2.0, 0.5, 0.1))
+        assert len(timeline.spans) == 2 * sum(map(len, schedule.rows))
+        hops = {(t.direction, t.hop) for t in timeline.transfers}
+        assert hops == {("forward", k) for k in range(num_stages - 1)} | {
+            ("backward", k) for k in range(frozen, num_stages - 1)
+        }
+        assert num_forward_only(timeline.schedule()) == frozen
+
+
+def test_an_iteration_takes_as_long_as_those_that_train() -> None:
+    costs = StageCosts.uniform(4, 1.0, 2.0)
+    times = [simulate(forward_only(build("1f1b", 4, 8), frozen), costs).iteration_s for frozen in range(4)]
+    assert times == [(8 + 3 - frozen) * 3.0 + frozen for frozen in range(4)]

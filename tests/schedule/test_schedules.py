@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import statistics
 
@@ -63,30 +62,6 @@ def test_no_advance_is_1f1b_and_a_large_one_is_afab(num_stages: int, num_microba
     assert far.rows[:-1] == build("afab", num_stages, num_microbatches).rows[:-1]
 
 
-def test_warm_up_of_a_schedule_is_what_it_was_built_with() -> None:
-    assert build("1f1b", 4, 8).warm_up == (3, 2, 1, 0)
-    assert build("advance_forward", 4, 8, advance=1).warm_up == (6, 4, 2, 0)
-    for name in ("advance_forward", "1f1b", "afab", "forward"):
-        for num_stages in range(1, 6):
-            for num_microbatches in range(1, 6):  # few micro-batches too: w = M - 1 and w = M give equal rows
-                expected = warm_up(name, num_stages, num_microbatches, advance=1)
-                assert build(name, num_stages, num_microbatches, advance=1).warm_up == expected
-
-
-def test_a_schedule_is_indexed_by_stage() -> None:
-    schedule = build("1f1b", 3, 4)
-    assert len(schedule) == 3
-    assert [schedule[k] for k in range(3)] == list(schedule) == list(schedule.rows)
-    assert str(schedule[2][:3]) == str((Action(FORWARD, 0), Action(BACKWARD, 0), Action(FORWARD, 1)))
-
-
-def test_every_built_schedule_is_complete_and_finishes() -> None:
-    for name in ("afab", "1f1b", "forward"):
-        for num_stages in range(1, 6):
-            for num_microbatches in range(1, 6):
-                check(build(name, num_stages, num_microbatches))
-
-
 def finishes(rows: Schedule) -> bool:
     try:
         check(rows)
@@ -134,39 +109,6 @@ def test_stash_never_exceeds_warm_up_plus_one() -> None:
 def uneven_warm_up(costs: StageCosts, num_microbatches: int) -> tuple[int, ...]:
     steps = uneven_steps(costs)
     return stepped_warm_up(steps, num_microbatches, max(steps, default=1) - 1)
-
-
-def test_the_uneven_formula_gives_1f1b_on_a_free_balanced_pipeline() -> None:
-    assert uneven_warm_up(StageCosts.uniform(4, 1, 2), 8) == warm_up("1f1b", 4, 8)
-
-
-def test_the_uneven_formula_is_nearly_as_fast_as_the_better_of_1f1b_and_afab() -> None:
-    rng = random.Random(2)
-    for _ in range(100):
-        costs = random_costs(rng, rng.randint(2, 5))
-        num_stages, num_microbatches = len(costs.forward_s), 16
-        uneven = simulate(from_warm_up(uneven_warm_up(costs, num_microbatches), num_microbatches), costs)
-        plain = simulate(build("1f1b", num_stages, num_microbatches), costs)
-        everything = simulate(build("afab", num_stages, num_microbatches), costs)
-        assert uneven.iteration_s <= 1.05 * min(plain.iteration_s, everything.iteration_s)
-
-
-def test_equal_steps_are_advance_forward_propagation() -> None:
-    for num_stages, num_microbatches, advance in itertools.product((1, 2, 4), (1, 5, 16), (0, 1, 3)):
-        expected = warm_up("advance_forward", num_stages, num_microbatches, advance)
-        for step in (1, 2, 3):
-            assert stepped_warm_up((step,) * (num_stages - 1), num_microbatches, advance) == expected
-
-
-def test_unequal_steps_grow_from_1f1b_to_what_is_asked_for_and_on() -> None:
-    steps = (1, 3, 2)
-    assert [stepped_warm_up(steps, 99, h) for h in range(5)] == [
-        (3, 2, 1, 0),  # 1F1B
-        (5, 4, 2, 0),
-        (6, 5, 2, 0),  # 1 + 3 + 2
-        (9, 7, 3, 0),
-        (12, 9, 4, 0),
-    ]
 
 
 def test_a_larger_advance_is_never_a_smaller_warm_up_and_never_a_deadlock() -> None:
@@ -254,7 +196,3 @@ def test_the_simulator_ends_with_an_error_where_a_schedule_does_not(
     stuck = Schedule("by hand", 2, 2, rows)
     with pytest.raises(DeadlockError, match=message):
         simulate(stuck, StageCosts.uniform(2, 1, 1))
-
-
-def test_micro_batches_may_come_in_another_order() -> None:
-    check(Schedule("by hand", 2, 2, ((F0, F1, B1, B0), (F1, B1, F0, B0))))

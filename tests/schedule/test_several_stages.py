@@ -61,20 +61,6 @@ def test_every_size_is_complete_and_finishes(name: str) -> None:
                 assert of_kind == sorted(of_kind)
 
 
-def test_interleaved_is_idle_for_a_share_of_what_1f1b_is() -> None:
-    for devices, each in ((2, 2), (4, 2), (4, 4), (3, 5)):
-        timeline = simulate(build("interleaved", devices * each, 4 * devices, 0, devices), thirds(devices * each))
-        assert timeline.iteration_s == 4 * devices * each * 3 + (devices - 1) * 3
-        stash = stashed(build("interleaved", devices * each, 4 * devices, 0, devices))
-        assert stash == [(each + 1) * devices - 2 * d - 1 for d in range(devices)]
-
-
-def test_breadth_first_is_idle_as_little_and_stashes_everything() -> None:
-    schedule = build("bfs", 8, 6, 0, 4)
-    assert simulate(schedule, thirds(8)).iteration_s == 6 * 2 * 3 + 9
-    assert stashed(schedule) == [12] * 4
-
-
 def test_a_process_follows_its_own_order_in_a_simulation() -> None:
     assert drawn(simulate(build("interleaved", 4, 4, 0, 2), thirds(4))) == [
         "FFffF.bbFbbfBBfBB.bb.bbBBBB",

@@ -10,17 +10,23 @@ from typing import Any
 
 import pytest
 
+from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule import (
     BACKWARD,
     FORWARD,
     Action,
+    InTurns,
+    Schedule,
+    SideBySide,
     StageCosts,
+    Timeline,
     build,
     first_advance,
     simulate,
     uneven_steps,
     warm_up,
 )
+from lightning_avgpipe.schedule.__main__ import main
 
 GOLDEN: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "schedules.json").read_text())[
     "cases"
@@ -57,18 +63,6 @@ def test_the_first_advance_is_the_smallest_sufficient_one(case: dict[str, Any]) 
     assert first_advance(uneven_steps(costs), case["M"], costs) == case["advance_forward"]["h"]
 
 
-def test_a_free_network_makes_1f1b_as_fast_as_afab() -> None:
-    for num_stages in (1, 2, 4):
-        costs = StageCosts.uniform(num_stages, 1, 2)
-        times = {name: simulate(build(name, num_stages, 8), costs).iteration_s for name in ("1f1b", "afab")}
-        assert times["1f1b"] == times["afab"] == (8 + num_stages - 1) * 3
-
-
-def test_the_bubble_is_what_the_formula_says() -> None:
-    timeline = simulate(build("1f1b", 4, 8), StageCosts.uniform(4, 1, 2))
-    assert timeline.bubble_fraction == pytest.approx((4 - 1) / (8 + 4 - 1))
-
-
 def times_by_advance(num_microbatches: int, costs: StageCosts) -> list[float]:
     """Iteration seconds for the advances 0 (1F1B) to 3."""
     num_stages = len(costs.forward_s)
@@ -95,13 +89,6 @@ def test_advance_may_be_slower_if_a_link_is_busier_than_the_stages() -> None:
     assert times_by_advance(5, StageCosts.uniform(3, 1, 1, send_s=10)) == [102, 86, 94, 104]
 
 
-def test_advance_may_be_slower_if_stages_are_uneven() -> None:
-    free = (0.0, 0.0)
-    costs = StageCosts((1, 2, 1), (2, 1, 1), free, free, free)
-    assert times_by_advance(3, costs) == [13, 14, 14, 14]
-    assert first_advance(uneven_steps(costs), 3, costs) == 0
-
-
 def test_actions_of_a_stage_and_messages_of_a_link_do_not_overlap() -> None:
     costs = StageCosts.uniform(3, 1, 2, 1.5, 0.5)
     timeline = simulate(build("advance_forward", 3, 6, 1), costs)
@@ -122,15 +109,6 @@ def test_actions_of_a_stage_and_messages_of_a_link_do_not_overlap() -> None:
         assert begins[stage, Action(FORWARD if forward else BACKWARD, transfer.micro_batch)] >= transfer.arrival_s
 
 
-def test_large_schedules_are_simulated_too() -> None:
-    timeline = simulate(build("advance_forward", 32, 128, 1), StageCosts.uniform(32, 1, 2, 0.1, 0.1))
-    assert len(timeline.spans) == 32 * 128 * 2
-
-
-def test_evaluation_stashes_nothing() -> None:
-    assert simulate(build("forward", 2, 4), StageCosts.uniform(2, 1, 2)).peak_stash == (0, 0)
-
-
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_replicas_take_micro_batches_in_turns_also_of_several_pipelines(iterations: int) -> None:
     costs, schedule = StageCosts.uniform(2, 1, 2, 0.5, 0.25), build("1f1b", 2, 3)
@@ -144,3 +122,173 @@ def test_replicas_take_micro_batches_in_turns_also_of_several_pipelines(iteratio
     for t in timeline.transfers:
         stage, kind = (1, FORWARD) if t.direction == "forward" else (0, BACKWARD)
         assert begins[t.pipeline, t.iteration, stage, Action(kind, t.micro_batch)] >= t.arrival_s
+
+
+# -- several pipelines on shared devices -----------------------------------------------------------------------------
+
+
+EXACT = 1e-9
+
+
+def in_turns_s(schedule: Schedule, num_pipelines: int, costs: StageCosts) -> float:
+    """Slow and plain: from instant to instant, every idle device takes what the executor would take."""
+    stages, last = range(schedule.num_stages), schedule.num_stages - 1
+    left = {(k, n): list(schedule.rows[k]) for k in stages for n in range(num_pipelines)}
+    there: dict[tuple[int, int, Action], float] = {}
+    for n, i in itertools.product(range(num_pipelines), range(schedule.num_microbatches)):
+        there[0, n, Action(FORWARD, i)] = there[last, n, Action(BACKWARD, i)] = 0.0
+    busy, link, now = [0.0] * len(stages), {}, 0.0
+    while any(left.values()):
+        for k in stages:
+            ready = [(row[0], n) for (j, n), row in left.items() if row and j == k]
+            ready = [(action, n) for action, n in ready if there.get((k, n, action), now + 1) <= now]
+            if busy[k] > now or not ready:
+                continue
+            action, n = min(ready, key=lambda r: (r[0].kind is FORWARD, r[0].micro_batch, r[1]))
+            left[k, n].pop(0)
+            forward = action.kind is FORWARD
+            busy[k] = now + (costs.forward_s if forward else costs.backward_s)[k]
+            to, hop = (k + 1, k) if forward else (k - 1, k - 1)
+            if 0 <= to <= last:
+                send_s = (costs.send_forward_s if forward else costs.send_backward_s)[hop]
+                link[forward, hop] = max(busy[k], link.get((forward, hop), 0.0)) + send_s
+                there[to, n, action] = link[forward, hop] + costs.latency_s[hop]
+        later = [t for t in (*busy, *there.values()) if t > now]
+        now = min(later, default=now)
+    return max(busy)
+
+
+COSTS = {
+    "balanced": StageCosts.uniform(3, 1.0, 2.0),
+    "slow links": StageCosts.uniform(3, 1.0, 2.0, 4.0, 0.5),
+    "uneven": StageCosts([1.0, 3.0, 2.0], [2.5, 5.0, 1.0], [0.25, 2.0], [0.5, 1.5], [0.125, 0.0]),
+}
+
+
+@pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
+@pytest.mark.parametrize("schedule", ["1f1b", "advance_forward", "afab"])
+def test_devices_in_turns_choose_as_the_executor_does(costs: StageCosts, schedule: str) -> None:
+    for m, n in itertools.product((1, 2, 5), (1, 2, 3)):
+        rows = build(schedule, 3, m, 1)
+        found = simulate([rows] * n, costs).iteration_s
+        assert found == pytest.approx(in_turns_s(rows, n, costs), rel=EXACT), (m, n)
+
+
+def test_actions_that_fill_their_device_take_as_long_side_by_side_as_in_turns() -> None:
+    costs, schedule = StageCosts([1], [2], [], [], []), build("1f1b", 1, 3)
+    for n in (1, 2, 4):
+        assert simulate([schedule] * n, costs, sharing=SideBySide).iteration_s == pytest.approx(n * 9, rel=EXACT)
+
+
+def test_a_device_with_two_stages_does_the_work_of_both() -> None:
+    timeline = simulate(build("1f1b", 2, 4), StageCosts.uniform(2, 1, 2), devices=(0, 0))
+    assert timeline.iteration_s == 2 * 4 * 3
+    assert timeline.bubble_fraction == 0 and timeline.devices == (0, 0)
+    spans = sorted((span.begin_s, span.end_s) for span in timeline.spans)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("sharing", [InTurns, SideBySide])
+def test_a_timeline_of_several_pipelines_has_every_action_and_message_and_their_stash(sharing: type) -> None:
+    costs, schedule = StageCosts.uniform(3, 1, 2, 0.5, 0.25), build("advance_forward", 3, 4, 1)
+    timeline = simulate([schedule] * 2, costs, sharing=sharing)
+    assert (
+        timeline.num_pipelines == 2
+        and len(timeline.spans) == 2 * 3 * 4 * 2
+        and len(timeline.transfers) == 2 * 2 * 4 * 2
+    )
+    assert [timeline.schedule(n).rows for n in (0, 1)] == [schedule.rows] * 2
+    alone = simulate(schedule, costs).peak_stash
+    for both, one in zip(timeline.peak_stash, alone, strict=True):
+        assert one <= both <= 2 * one
+    for transfer in timeline.transfers:
+        assert transfer.end_s - transfer.begin_s == pytest.approx(0.5) and transfer.arrival_s == transfer.end_s + 0.25
+
+
+# -- iterations that follow one another without a drain --------------------------------------------------------------
+
+
+ITERATIONS = 24
+
+
+def rolling(
+    count: int, num_stages: int, num_microbatches: int, send_s: float = 0.0, latency_s: float = 0.0
+) -> Timeline:
+    costs = StageCosts.uniform(num_stages, 1, 2, send_s, latency_s)
+    return simulate([build("1f1b", num_stages, num_microbatches)] * count, costs, iterations=ITERATIONS)
+
+
+# K, M, send, latency; speed-ups of N = 2 and 3 with a drain, and rolling. (Where the limit is not reached, lanes wait
+# for each other's updates, or for a link.)
+SPEED_UPS = [
+    ((4, 4, 0.0, 0.0), (1.27, 1.40), (1.75, 1.75)),
+    ((2, 2, 0.5, 0.5), (1.29, 1.43), (1.83, 1.83)),
+    ((4, 3, 0.0, 0.0), (1.33, 1.50), (2.00, 2.00)),
+    ((3, 2, 0.3, 1.0), (1.48, 1.77), (1.95, 2.87)),
+    ((2, 2, 0.5, 1.5), (1.37, 1.56), (2.00, 2.17)),
+]
+
+
+@pytest.mark.parametrize(("sizes", "drained", "rolled"), SPEED_UPS)
+def test_rolling_pipelines_come_near_the_limit_of_the_bubble(
+    sizes: tuple[int, int, float, float], drained: tuple[float, float], rolled: tuple[float, float]
+) -> None:
+    num_stages, num_microbatches, send_s, latency_s = sizes
+    costs = StageCosts.uniform(num_stages, 1, 2, send_s, latency_s)
+    schedule = build("1f1b", num_stages, num_microbatches)
+    one = simulate(schedule, costs)
+    limit = 1 / (1 - one.bubble_fraction)
+    for count, before, after in zip((2, 3), drained, rolled, strict=True):
+        together = simulate([schedule] * count, costs).iteration_s
+        assert count * one.iteration_s / together == pytest.approx(before, abs=0.005)
+        speed_up = count * one.iteration_s / rolling(count, *sizes).steady_s
+        assert speed_up == pytest.approx(after, abs=0.005)
+        assert speed_up <= limit * 1.001
+
+
+def test_two_rolling_pipelines_are_idle_only_where_the_first_begins_and_the_last_ends() -> None:
+    timeline = rolling(2, 4, 4)
+    assert timeline.steady_bubble_fraction == pytest.approx(0, abs=1e-9)
+    assert simulate([build("1f1b", 4, 4)] * 2, StageCosts.uniform(4, 1, 2)).bubble_fraction > 0.25
+    for stage in range(4):
+        spans = sorted((s for s in timeline.spans if s.stage == stage), key=lambda s: s.begin_s)
+        gaps = [after.begin_s - before.end_s for before, after in itertools.pairwise(spans)]
+        middle = gaps[len(gaps) // 4 : -len(gaps) // 4]
+        assert max(middle) == pytest.approx(0, abs=1e-9)
+
+
+def ends(timeline: Timeline, stage: int) -> dict[tuple[int, int], float]:
+    """Iteration and pipeline -> when the stage has done it."""
+    found: dict[tuple[int, int], float] = {}
+    for span in timeline.spans:
+        if span.stage == stage:
+            key = span.iteration, span.pipeline
+            found[key] = max(span.end_s, found.get(key, 0.0))
+    return found
+
+
+@pytest.mark.parametrize("sharing", [SideBySide, None])
+def test_no_action_begins_before_the_updates_that_make_its_weights(sharing: type[SideBySide] | None) -> None:
+    costs = StageCosts.uniform(3, 1, 2, 0.3, 0.4)
+    schedules = [build("1f1b", 3, 4), build("advance_forward", 3, 4, 1), build("afab", 3, 4)]
+    options = {} if sharing is None else {"sharing": sharing}
+    timeline = simulate(schedules, costs, iterations=6, **options)
+    assert len(timeline.spans) == 3 * 3 * 4 * 2 * 6
+    for stage in range(3):
+        done = ends(timeline, stage)
+        for span in (s for s in timeline.spans if s.stage == stage):
+            for (t, n), end_s in done.items():  # updates come in the order (iteration, pipeline)
+                if (t, n) <= (span.iteration - 1, span.pipeline):
+                    assert span.begin_s >= end_s - 1e-9
+
+
+def test_at_least_one_iteration_is_simulated() -> None:
+    with pytest.raises(ScheduleError, match="iterations=0"):
+        simulate(build("1f1b", 2, 2), StageCosts.uniform(2, 1, 2), iterations=0)
+
+
+def test_the_command_draws_rolling_pipelines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rolls = ["1f1b", "--stages", "3", "--microbatches", "3", "--pipelines", "2", "--iterations", "12"]
+    assert main([*rolls, "--output", str(tmp_path / "rolling.json")]) == 0
+    assert "iteration 18 s, idle 0.0%" in capsys.readouterr().out
+    assert (tmp_path / "rolling.json").exists()

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from lightning_avgpipe.errors import TuningError
-from lightning_avgpipe.tuning import Corrected, Paper, Predictor, Profile, Setting, Simulator, Trial, candidates, search
-from lightning_avgpipe.tuning.predictors import Calibrated, calibrated
+from lightning_avgpipe.tuning import Corrected, Predictor, Profile, Setting, Simulator, Trial, candidates, search
+from lightning_avgpipe.tuning.predictors import calibrated
 from lightning_avgpipe.tuning.scaling import update_s
 from tests.profiles import random_profile
 
@@ -36,27 +36,6 @@ def test_at_the_sizes_of_trials_what_they_took_is_predicted(predictor: Predictor
     assert known.name == predictor.name
 
 
-def test_between_trials_the_ratio_is_between_theirs_and_outside_constant() -> None:
-    predictor = Corrected()
-    profile = slowed(predictor, {16: 1.4, 4: 1.2})
-    known = calibrated(predictor, profile)
-    for m, ratio in ((1, 1.2), (4, 1.2), (8, 1.3), (16, 1.4), (64, 1.4)):
-        for n, advance in ((1, 0), (3, 2)):
-            setting = Setting(m, n, advance)
-            update = update_s(profile, n)
-            before, after = (p.predict(profile, setting).iteration_s - update for p in (predictor, known))
-            assert after == pytest.approx(ratio * before, rel=CLOSE), setting
-            assert known.predict(profile, setting).memory == predictor.predict(profile, setting).memory
-
-
-def test_no_trial_makes_a_prediction_shorter() -> None:
-    predictor = Corrected()
-    profile = slowed(predictor, {16: 0.5, 4: 0.9})
-    for m in (2, 4, 8, 16):
-        found = calibrated(predictor, profile).predict(profile, Setting(m)).iteration_s
-        assert found == pytest.approx(predictor.predict(profile, Setting(m)).iteration_s, rel=CLOSE)
-
-
 def test_the_search_leaves_a_size_at_which_stages_wait_for_each_other() -> None:
     settings = candidates(PROFILE, 1)
     fastest = search(PROFILE, settings).choice.setting.num_microbatches
@@ -65,21 +44,6 @@ def test_the_search_leaves_a_size_at_which_stages_wait_for_each_other() -> None:
     result = search(profile, settings)
     assert result.choice.setting.num_microbatches != fastest
     assert result.best(num_microbatches=fastest).prediction.per_batch_s > result.choice.prediction.per_batch_s  # type: ignore[union-attr]
-
-
-def test_lower_bounds_stay_below_what_is_predicted() -> None:
-    profile = slowed(Simulator(), {16: 1.3, 4: 1.1})
-    known = calibrated(Simulator(), profile)
-    settings = candidates(profile, 2, [4, 8, 16])
-    for setting, bound in zip(settings, known.bounds(profile, settings), strict=True):
-        assert bound.iteration_s <= known.predict(profile, setting).iteration_s * (1 + CLOSE), setting
-
-
-def test_the_printed_equations_and_profiles_without_trials_stay_as_they_are() -> None:
-    profile = slowed(Corrected(), {16: 1.3})
-    assert calibrated(Paper(), profile) == Paper()
-    assert calibrated(Corrected(), PROFILE) == Corrected()
-    assert isinstance(calibrated(Corrected(), profile), Calibrated)
 
 
 def test_trials_survive_json_and_those_that_cannot_be_are_refused() -> None:

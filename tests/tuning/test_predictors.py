@@ -6,20 +6,21 @@ import dataclasses
 import itertools
 import json
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.tuning import ranks
+from benchmarks.tuning import Choice, choices, ranks
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.planning import Link
-from lightning_avgpipe.schedule import StageCosts, build, simulate
+from lightning_avgpipe.schedule import InTurns, SideBySide, StageCosts, build, simulate
 from lightning_avgpipe.tuning import (
     Corrected,
     Curve,
     Device,
     HopProfile,
-    OtherSize,
     Paper,
     Predictor,
     Profile,
@@ -27,7 +28,12 @@ from lightning_avgpipe.tuning import (
     Simulator,
     StageMemory,
     StageProfile,
+    candidates,
+    predictors,
+    search,
 )
+from lightning_avgpipe.tuning.predictors import simulated_s
+from lightning_avgpipe.tuning.scaling import loads_at
 from tests.profiles import random_profile
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "predictions.json").read_text())
@@ -68,14 +74,6 @@ def test_predictions_of_recorded_profiles_are_golden(case: dict) -> None:
             assert found == pytest.approx(expected, rel=1e-9), (predictor.name, m, n, advance)
 
 
-@pytest.mark.parametrize("predictor", BOTH, ids=lambda p: p.name)
-@pytest.mark.parametrize("utilisation", [0.3, 1.0])
-def test_at_the_profiled_setting_the_measurements_come_out(predictor: Predictor, utilisation: float) -> None:
-    """A balanced AFAB: the way of one micro-batch there and back, and the other micro-batches on one stage."""
-    predicted = predictor.predict(balanced(utilisation), Setting(8, 1, schedule="afab"))
-    assert predicted.iteration_s == pytest.approx(3 * 3 + 2 * 2 * (0.25 + 0.125) + 7 * 3, rel=CLOSE)
-
-
 @pytest.mark.parametrize("utilisation", [0.01, 0.4, 1.0])
 @pytest.mark.parametrize("schedule", [("afab", 0), ("advance_forward", 0), ("advance_forward", 1)])
 def test_with_one_pipeline_it_is_the_simulator_of_schedules(utilisation: float, schedule: tuple[str, int]) -> None:
@@ -105,59 +103,6 @@ def test_a_full_device_takes_n_times_as_long_for_n_pipelines_and_an_empty_one_no
         empty = predictor.predict(balanced(1e-6, 3, send_s=0.0), setting)
         assert empty.iteration_s == pytest.approx(10 * 3 + 4 * 0.125, rel=CLOSE)
         assert empty.per_batch_s == pytest.approx(empty.iteration_s / n)
-
-
-def test_lanes_that_ask_for_more_than_the_device_are_slowed_down_together() -> None:
-    profile = balanced(0.6, num_stages=1)
-    for predictor in BOTH:
-        found = predictor.predict(profile, Setting(8, 2, schedule="afab")).iteration_s
-        assert found == pytest.approx(8 * 3 * 1.2, rel=CLOSE)
-
-
-def test_in_turns_pipelines_fill_each_others_bubbles() -> None:
-    profile = balanced(0.1, send_s=0.0, latency_s=0.0, in_turns=True)
-    for predictor in BOTH:
-        found = predictor.predict(profile, Setting(8, 2, schedule="afab")).iteration_s
-        assert found == pytest.approx((3 + 15) * 3, rel=CLOSE)  # 16 micro-batches one after another
-
-
-def test_messages_of_all_pipelines_share_a_link() -> None:
-    profile = balanced(1e-6, num_stages=2, send_s=5.0, latency_s=0.0)
-    setting = Setting(8, 3, schedule="afab")
-    assert Corrected().predict(profile, setting).iteration_s == pytest.approx(2 * 3 + 2 * 24 * 5, rel=CLOSE)
-    # the first pipeline has its last value, and begins its backwards, two messages before the third one
-    assert Simulator().predict(profile, setting).iteration_s == pytest.approx(2 * 3 + (2 * 24 - 2) * 5, rel=CLOSE)
-
-
-@pytest.mark.parametrize("predictor", [*BOTH, Paper(), Paper(growing=False)], ids=lambda p: p.name)
-def test_more_bandwidth_is_never_slower_for_one_pipeline(predictor: Predictor) -> None:
-    """For several it can be: a slow link draws them apart, and they disturb each other less."""
-    for seed in range(8):
-        slow = random_profile(seed)
-        link = {"forward": Link(1e-12, 0.0), "backward": Link(1e-12, 0.0)}
-        fast = dataclasses.replace(slow, hops=tuple(dataclasses.replace(hop, **link) for hop in slow.hops))
-        times = [predictor.predict(p, Setting(8, 1, schedule="afab")).iteration_s for p in (fast, slow)]
-        assert times[0] <= times[1] * (1 + CLOSE), seed
-
-
-def test_measured_durations_of_other_sizes_correct_the_curves() -> None:
-    profile = balanced(0.01, num_stages=1)
-    stage = dataclasses.replace(profile.stages[0], others=(OtherSize(2, 1.5, 5.0),))
-    profile = dataclasses.replace(profile, stages=(stage,))
-    for predictor in BOTH:
-        at = {m: predictor.predict(profile, Setting(m, 1)).iteration_s for m in (2, 4, 8)}
-        assert at[8] == pytest.approx(8 * 3)
-        assert at[2] == pytest.approx(2 * 6.5)
-        assert 3 < at[4] / 4 < 6.5
-
-
-def test_steps_and_averaging_end_an_iteration() -> None:
-    profile = balanced(1e-6, num_stages=1)
-    stage = dataclasses.replace(profile.stages[0], step_s=10.0, averaging_s=1.0)
-    profile = dataclasses.replace(profile, stages=(stage,))
-    for predictor in BOTH:
-        assert predictor.predict(profile, Setting(8, 1)).iteration_s == pytest.approx(24 + 10)
-        assert predictor.predict(profile, Setting(8, 2)).iteration_s == pytest.approx(24 + 2 * 11)
 
 
 def test_memory_counts_pipelines_stashes_and_one_reference() -> None:
@@ -209,16 +154,6 @@ def test_rolling_pipelines_keep_where_each_began() -> None:
         assert added == {(n + 1) * 200}
 
 
-def test_updates_of_rolling_pipelines_take_the_time_of_full_devices() -> None:
-    plain = balanced(1.0, send_s=2.0, in_turns=True)
-    stages = tuple(dataclasses.replace(stage, step_s=0.5, averaging_s=0.25) for stage in plain.stages)
-    profile = dataclasses.replace(plain, stages=stages)
-    for n, added in ((2, 0.75), (8, 8 * 0.75)):  # idle devices; full ones
-        setting = Setting(4, n, rolling=True)
-        found = [Corrected().predict(given, setting).iteration_s for given in (plain, profile)]
-        assert found[1] - found[0] == pytest.approx(added)
-
-
 @pytest.mark.parametrize("predictor", BOTH)
 def test_sums_over_tied_parameters_take_time_for_each_pipeline_unless_others_compute(predictor: Predictor) -> None:
     for send_s, n, rolls, added in ((0.0, 1, False, 3), (0.0, 2, False, 6), (9.0, 2, True, 3), (0.0, 8, True, 0)):
@@ -228,9 +163,115 @@ def test_sums_over_tied_parameters_take_time_for_each_pipeline_unless_others_com
         assert found[1] - found[0] == pytest.approx(added)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_bounds_of_rolling_settings_hold(seed: int) -> None:
-    profile = random_profile(seed)
-    settings = [Setting(m, n, rolling=True) for m in (2, 8) for n in (2, 4)]
-    for setting, bound in zip(settings, Simulator().bounds(profile, settings), strict=True):
-        assert bound.per_batch_s <= Simulator().predict(profile, setting).per_batch_s * (1 + CLOSE)
+# -- recorded profiles: rows of benchmarks/tuning.py --json without the single rounds --------------------------------
+
+
+ROWS = json.loads((Path(__file__).parents[1] / "golden" / "tuning.json").read_text())
+
+
+def profile_of(row: dict[str, Any]) -> Profile:
+    return Profile.from_json(json.dumps(row["profile"]))
+
+
+def choices_of(row: dict[str, Any]) -> dict[str, Choice]:
+    measured = {Setting(m, n, h): seconds for m, n, h, seconds in row["measured"]}
+    return {choice.by: choice for choice in choices(profile_of(row), measured)}
+
+
+RUNS = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['workload']}-{row['megabits']}")
+
+
+@RUNS
+def test_recorded_runs_are_ranked_as_they_were_measured(row: dict[str, Any]) -> None:
+    found = choices_of(row)
+    for name in ("corrected", "simulator"):
+        assert found[name].rank_correlation > found["paper"].rank_correlation
+        assert found[name].rank_correlation > 0.8
+
+
+@RUNS
+def test_the_default_predictor_chooses_nearly_the_best(row: dict[str, Any]) -> None:
+    profile = profile_of(row)
+    settings = [Setting(m, n, h) for m, n, h, _ in row["measured"]]
+    default = search(profile, settings)
+    found = choices_of(row)
+    assert found[default.predictor].setting == default.choice.setting
+    assert found[default.predictor].regret <= 0.03
+
+
+def test_rules_of_thumb_and_the_printed_formula_choose_worse() -> None:
+    mean = {
+        by: statistics.mean(choices_of(row)[by].regret for row in ROWS)
+        for by in ("corrected", "simulator", "paper", "max-num", "max-size")
+    }
+    assert max(mean["corrected"], mean["simulator"]) < min(mean["paper"], mean["max-num"], mean["max-size"]) - 0.05
+
+
+# -- nothing is lost by counting periods and by bounds ---------------------------------------------------------------
+
+
+EXACT = 1e-9
+
+
+def random_settings(in_turns: bool) -> Iterator[tuple[Profile, Setting]]:
+    for seed, n in itertools.product(range(8), (1, 2, 3, 5)):
+        profile = random_profile(seed, in_turns)
+        if seed % 4 == 3:
+            profile = dataclasses.replace(profile, devices=tuple(k % 2 for k in range(profile.num_stages)))
+        yield profile, Setting((33, 48, 64)[seed % 3], n, advance=seed % 2)
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_at_an_even_pace_counting_micro_batches_is_playing_them(
+    in_turns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[int] = []
+    monkeypatch.setattr(predictors, "build", lambda *args: (built.append(args[2]), build(*args))[1])
+    counted = 0
+    for profile, setting in random_settings(in_turns):
+        loads, k, m = loads_at(profile, setting), profile.num_stages, setting.num_microbatches
+        schedules = [build(setting.schedule, k, m, setting.advance)] * setting.num_pipelines
+        played = simulate(schedules, loads, profile.devices, InTurns if in_turns else SideBySide).iteration_s
+        built.clear()
+        found = simulated_s(setting, loads, profile.devices, in_turns)
+        assert found == pytest.approx(played, rel=EXACT), (profile, setting)
+        counted += built[-1] < m
+    assert counted > 8  # of 32; the others have no such pace, or come to it late
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_no_simulation_is_below_its_bound(in_turns: bool) -> None:
+    simulator = Simulator()
+    for profile, setting in random_settings(in_turns):
+        small = dataclasses.replace(setting, num_microbatches=8)
+        for schedule in ("afab", "advance_forward"):
+            setting = dataclasses.replace(small, schedule=schedule)
+            (bound,) = simulator.bounds(profile, [setting])
+            found = simulator.predict(profile, setting)
+            assert bound.iteration_s <= found.iteration_s * (1 + EXACT), (profile, setting)
+            assert bound.memory == found.memory
+            if not bound.at_least:
+                assert bound.iteration_s == pytest.approx(found.iteration_s, rel=EXACT)
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_a_search_by_bounds_chooses_what_playing_everything_chooses(in_turns: bool) -> None:
+    for seed in (1, 2, 5):
+        profile = random_profile(seed, in_turns)
+        settings = candidates(profile, 4, [4, 8, 16])
+        played = [Simulator().predict(profile, setting) for setting in settings]
+        limit = sorted(max(p.memory) for p in played)[len(played) * 3 // 4]
+        result = search(profile, settings, limit, Simulator())
+        assert any(candidate.prediction.at_least for candidate in result.candidates)
+        for candidate, prediction in zip(result.candidates, played, strict=True):
+            if candidate.prediction.at_least:
+                assert candidate.prediction.per_batch_s <= prediction.per_batch_s * (1 + EXACT)
+            else:
+                assert candidate.prediction.per_batch_s == pytest.approx(prediction.per_batch_s, rel=EXACT)
+        for n in range(1, 5):
+            here = [p for s, p in zip(settings, played, strict=True) if s.num_pipelines == n and max(p.memory) <= limit]
+            best = result.best(num_pipelines=n)
+            if here:
+                assert best is not None and not best.prediction.at_least
+                assert best.prediction.per_batch_s == pytest.approx(min(p.per_batch_s for p in here), rel=EXACT)
+        assert not result.choice.prediction.at_least

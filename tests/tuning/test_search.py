@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import sys
 
 import pytest
 
 from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.schedule.picture import pixels
-from lightning_avgpipe.tuning import Result, Setting, Simulator, candidates, search
+from lightning_avgpipe.tuning import (
+    Curve,
+    Device,
+    HopProfile,
+    Profile,
+    Result,
+    Setting,
+    StageMemory,
+    StageProfile,
+    candidates,
+    search,
+)
 from lightning_avgpipe.tuning.picture import draw
+from lightning_avgpipe.tuning.search import MEASURED_SAMPLES, ROLLING_SAMPLES, SamplesFactor, samples_at
+from lightning_avgpipe.tuning.trials import (
+    best,
+    refined,
+    trial_sizes,
+)
 from tests.profiles import random_profile
 
 PROFILE = random_profile(1)
@@ -68,23 +85,6 @@ def test_results_survive_json_and_print_a_line_per_number_of_pipelines() -> None
         assert why == f"{result.choice.setting}: {result.reason}"
 
 
-def test_results_from_before_an_entry_was_added_can_be_read() -> None:
-    result = search(PROFILE, SETTINGS)
-    found = json.loads(result.to_json())
-    for candidate in (*found["Result"]["candidates"], found["Result"]["choice"]):
-        del candidate["samples"], candidate["setting"]["rolling"]
-    assert Result.from_json(json.dumps(found)) == result
-    del found["Result"]["choice"]
-    with pytest.raises(TuningError, match="has the entries"):
-        Result.from_json(json.dumps(found))
-
-
-def test_only_several_pipelines_roll() -> None:
-    rolling = candidates(PROFILE, 3, rolling=True)
-    assert all(setting.rolling == (setting.num_pipelines > 1) for setting in rolling)
-    assert [dataclasses.replace(setting, rolling=False) for setting in rolling] == [*candidates(PROFILE, 3)]
-
-
 def test_where_it_is_open_each_number_of_pipelines_is_considered_with_and_without_rolling() -> None:
     both = candidates(PROFILE, 3, rolling="auto")
     assert len(set(both)) == len(both)
@@ -120,20 +120,104 @@ def test_the_picture_hatches_what_does_not_fit_and_marks_the_choice() -> None:
     assert image[image.shape[0] - 1 - round(y), round(x)].tolist() != [255, 255, 255]
 
 
-def test_lower_bounds_are_shown_as_such() -> None:
-    needs_much = [Setting(4, 4), Setting(8, 4), Setting(8, 1)]
-    limit = max(search(PROFILE, [Setting(8, 1)]).choice.prediction.memory)
-    result = search(PROFILE, needs_much, limit, Simulator())
-    assert [c.prediction.at_least for c in result.candidates] == [True, True, False]
-    assert Result.from_json(result.to_json()) == result
-    assert str(result).splitlines()[3].split()[4:6] == ["at", "least"]
-    assert "would take at least" in result.reason
-    left, right, *_ = draw(result).axes
-    assert [text.get_position() for text in left.texts if text.get_text() == "≥"] == [(0, 1), (1, 1)]
-    assert not right.texts
-
-
 def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'lightning_avgpipe\[pictures\]'"):
         draw(search(PROFILE, SETTINGS))
+
+
+# -- what a batch of parallel models is worth ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"),
+    [
+        (1, [1, 1, 1, 1]),
+        (1.5, [1, 1.5, 1.5, 1.5]),
+        ({2: 1.2, 4: 1.6}, [1, 1.2, 1.2 + 0.4 * math.log2(1.5), 1.6]),
+        ({4: 2.0}, [1, 1.5, 1 + math.log2(3) / 2, 2.0]),
+        ({2: 1.25}, [1, 1.25, 1 + 0.25 * math.log2(3), 1.5]),
+        ({1: 1.0}, [1, 1, 1, 1]),
+    ],
+)
+def test_factors_are_linear_in_the_logarithm_of_the_number_of_pipelines(
+    factor: SamplesFactor, expected: list[float]
+) -> None:
+    assert [samples_at(factor, n) for n in (1, 2, 3, 4)] == pytest.approx(expected)
+
+
+def test_rolling_pipelines_need_what_was_measured_of_them_if_nothing_is_given() -> None:
+    for n in (2, 4):
+        assert samples_at(None, n, rolling=True) == ROLLING_SAMPLES[n] * MEASURED_SAMPLES[n] >= samples_at(None, n)
+    for n in (2, 3, 4):
+        assert samples_at({2: 1.5}, n, rolling=True) == samples_at({2: 1.5}, n)
+    assert samples_at(None, 1, rolling=True) == 1.0
+
+
+def test_pipelines_roll_where_that_takes_less_time_to_a_goal(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = random_profile(1)
+    settings = candidates(profile, 2, [8], [0], rolling="auto")
+    one, *several = search(profile, settings).candidates
+    assert (one.setting.rolling, *(c.setting.rolling for c in several)) == (False, False, True)
+    gain = several[0].prediction.per_batch_s / several[1].prediction.per_batch_s
+    for worth, rolls in ((0.99 * gain, True), (1.01 * gain, False)):
+        monkeypatch.setitem(samples_at.__globals__, "ROLLING_SAMPLES", {2: worth})
+        found = search(profile, settings[1:], samples_factor=None)
+        assert [c.samples for c in found.candidates] == [MEASURED_SAMPLES[2], MEASURED_SAMPLES[2] * worth]
+        assert found.choice.setting.rolling == rolls == ("advance 0, rolling" in str(found))
+
+
+def test_the_choice_is_the_least_time_to_a_goal() -> None:
+    profile = random_profile(1)
+    settings = candidates(profile, 4)
+    fastest = search(profile, settings).choice
+    assert fastest.setting.num_pipelines > 1  # or the test says nothing
+    one = search(profile, settings).best(num_pipelines=1)
+    assert one is not None
+    worth = one.prediction.per_batch_s / fastest.prediction.per_batch_s
+    for factor, expected in ((worth * 0.99, fastest.setting), (worth * 1.01, one.setting)):
+        found = search(profile, settings, samples_factor=factor)
+        assert found.choice.setting == expected
+        assert "the least time to a goal of" in found.reason and f"x {factor:.2f}" in str(found)
+    assert dataclasses.replace(fastest, samples=2.0).cost_s == 2 * fastest.cost_s
+
+
+# -- trials: at which sizes to measure, and what measurements say ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_stages", "expected"),
+    [
+        ([1, 2, 4, 8, 16], 2, (16, (8, 4, 1))),
+        ([1, 2, 4, 8, 16, 32, 64], 2, (16, (8, 4, 1))),  # with 64 most would be what an action costs anyway
+        ([1, 2, 4, 8, 16, 32, 64], 4, (32, (8, 4, 1))),
+        ([4, 8], 2, (8, (4,))),
+        ([8], 2, (8, ())),
+        ([64, 128], 2, (64, ())),
+    ],
+)
+def test_profiles_are_made_with_many_micro_batches_and_the_fewest_and_some_in_between(
+    counts: list[int], num_stages: int, expected: tuple[int, tuple[int, ...]]
+) -> None:
+    assert trial_sizes(counts, num_stages) == expected
+
+
+def test_the_fastest_of_those_that_were_tried_is_taken() -> None:
+    profile = random_profile(1)
+    result = search(profile, candidates(profile, 3))
+    tried = best(result, 3)
+    assert tried[0] == result.choice and len(set(tried)) == 3
+    measured = {candidate.setting: seconds for candidate, seconds in zip(tried, (3.0, 1.0, 2.0), strict=True)}
+    chosen = refined(result, measured)
+    assert chosen.choice == tried[1]
+    assert chosen.reason.startswith("1.00 s a batch, the shortest of 3 that were tried")
+    assert str(chosen).count("chosen") == 1
+    assert refined(result, {}) == result
+
+
+def test_settings_that_only_stash_more_are_not_tried_beside_each_other() -> None:
+    stage = StageProfile(Curve.constant(1.0, 1.0), Curve.constant(1.0, 1.0), StageMemory(0, 10, 10, 10))
+    device = Device("one", 1000, in_turns=True)
+    profile = Profile(16, 1, 16, (stage, stage), (HopProfile(0.0, 0.0),), device)  # an advance gains nothing
+    tried = [candidate.setting for candidate in best(search(profile, candidates(profile, 1)), 3)]
+    assert tried == [Setting(16), Setting(8), Setting(4)]

@@ -95,14 +95,6 @@ def test_a_module_is_initialised_as_its_constructor_would() -> None:
     assert all(p.is_meta for p in module.parameters())
 
 
-def test_initialisation_draws_from_no_stream_of_the_run() -> None:
-    with torch.device("meta"):
-        module = nn.Sequential(nn.Linear(4, 4))
-    before = torch.get_rng_state()
-    Origin(module, 1, torch.device("cpu")).tensors(["0.weight"])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 class Above(nn.Module):
     """Initialises what is in it, as transformers' models do."""
 
@@ -250,16 +242,6 @@ def test_evaluation_after_training_and_alone_equals_one_process(runs: Any) -> No
         # of a value that crosses processes the strides may differ, and with them the kernel
         assert rank["alone"] == [pytest.approx(metrics, rel=1e-6) for metrics in one["alone"]]
     torch.testing.assert_close(two[0]["predicted"], one["predicted"], rtol=1e-5, atol=1e-6)
-
-
-def test_resuming_goes_on_where_training_stopped(runs: Any) -> None:
-    folder, _, _ = runs
-    torch.manual_seed(5)
-    through = Mixed()
-    pipeline(2, strategy={"num_microbatches": 4}, max_epochs=2).fit(through, loader(Mixed, 16, 8))
-    resumed = torch.load(folder / "two" / "resumed.ckpt", weights_only=True)["state_dict"]
-    for key, tensor in through.state_dict().items():
-        assert torch.equal(resumed[key], tensor), key
 
 
 @pytest.mark.slow
