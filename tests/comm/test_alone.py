@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,28 @@ def test_collectives_without_asking_find_one_process(tmp_path: Path) -> None:
 def test_a_group_of_several_processes_is_refused_in_a_step(tmp_path: Path) -> None:
     outcomes = processes.run(2, on_two_with_a_group, folder=tmp_path)
     assert all("a step uses a process group of 2 processes" in (outcome.error or "") for outcome in outcomes)
+
+
+class Overheard(MLP):
+    """While a step runs, another thread asks for the processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with ThreadPoolExecutor(1) as other:
+            seen = other.submit(lambda: (dist.is_initialized(), dist.get_rank(), dist.get_world_size())).result()
+        self.seen.append((dist.is_initialized(), seen))
+        return super().training_step(batch, batch_idx)
+
+
+def overheard(rank: int) -> list[Any]:
+    model = Overheard()
+    pipeline(2, 2, {"timeout": "30s"}, max_epochs=1).fit(model, loader(MLP, 16, 8))
+    return model.seen
+
+
+def test_other_threads_see_all_processes_while_a_step_runs(tmp_path: Path) -> None:
+    for rank, seen in enumerate(processes.results(processes.run(2, overheard, folder=tmp_path))):
+        assert seen and all(found == (False, (True, rank, 2)) for found in seen)

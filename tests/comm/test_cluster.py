@@ -10,7 +10,7 @@ import torch
 
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
-from lightning_avgpipe.errors import PeerError
+from lightning_avgpipe.errors import ConfigurationError, PeerError
 from tests.threads import Blown, Injector, results, run
 
 THREE = StageMap.on(DeviceLayout(3), 3)
@@ -73,6 +73,20 @@ def test_a_stream_that_is_left_before_its_end_disturbs_no_other() -> None:
         return got
 
     assert results(run(THREE, work)) == [["a0", "b0", "b1"]] * 3
+
+
+# -- agreement -------------------------------------------------------------------------------------------------------
+
+
+def test_who_asks_for_something_else_is_named() -> None:
+    def work(cluster: Cluster) -> None:
+        cluster.confirm(f"reconfigure(num_pipelines={2 + (cluster.rank == 1)})", "in on_train_batch_end")
+
+    for outcome in run(THREE, work):
+        assert isinstance(outcome, ConfigurationError | PeerError)
+        assert "num_pipelines=3) on rank 1 (stage 1); every rank must ask for the same" in str(outcome) or (
+            "was called on rank 1 (stage 1)" in str(outcome)
+        )
 
 
 # -- failures --------------------------------------------------------------------------------------------------------

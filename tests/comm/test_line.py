@@ -22,6 +22,7 @@ from lightning_avgpipe.comm.line import NetworkInbox, NetworkOutbox, Pair, Poste
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.topology import Edge, Party, Route
 from lightning_avgpipe.comm.transfer import Arrivals
+from lightning_avgpipe.engine.observer import Observer
 from lightning_avgpipe.errors import PeerError
 from tests import processes
 from tests.models import MLP, loader
@@ -173,6 +174,20 @@ def test_who_waits_for_a_message_is_given_it_whatever_comes_before(size: int) ->
         assert [two.taken(channel).micro_batch for channel in (0, 1, 0)] == [1, 2, 3]
 
 
+def test_an_early_message_goes_on_in_its_turn() -> None:
+    with line() as first, line() as second:
+        for i in range(3):
+            first.put(0, i, CAPACITY)
+        first.put(2, 3)
+        first.inboxes[2].expect(1)
+        first.taken(2)
+        first.inboxes[0].expect(4, onwards=second.outboxes[0])
+        first.put(0, 3, CAPACITY)
+        second.inboxes[0].expect(4)
+        assert [second.taken(0).micro_batch for _ in range(4)] == [0, 1, 2, 3]
+        assert [first.taken(0).micro_batch for _ in range(4)] == [0, 1, 2, 3]
+
+
 class WithoutMemory(Wire):
     """What follows a frame finds no memory."""
 
@@ -192,6 +207,17 @@ def test_a_message_for_which_there_is_no_memory_breaks_no_connection() -> None:
 
 
 # -- what passes a process ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_overtakes_what_is_still_to_be_sent() -> None:
+    with line(sends=Wire, routes=[FORWARD], may_send=0) as two:
+        two.outboxes[0].put(message(0, 80_000), [Observer()])  # by the thread, which waits
+        for i in (1, 2):
+            two.outboxes[0].put(message(i, 10))
+        two.there.gate.release(1000)
+        two.inboxes[0].expect(3)
+        assert [two.came().micro_batch for _ in range(3)] == [0, 1, 2]
+        assert threading.get_ident() not in two.there.senders
 
 
 def message(i: int, size: int) -> Message:
@@ -291,6 +317,16 @@ def test_other_structures_may_come_in_between(lengths: tuple[int, ...]) -> None:
             tensor = torch.full((length * LARGE or 1,), float(i))
             assert torch.equal(passed(tensor), tensor)
     assert tags.count(0) >= len(lengths)
+
+
+def test_what_an_earlier_channel_has_awaited_on_the_connection_takes_nothing_of_a_later_one() -> None:
+    tags: list[set[int]] = []
+    for opening in range(3):
+        with channel(opening) as (passed, seen):
+            for length in (2, 2, 3, 3, 2, 3):
+                assert len(passed(torch.zeros(length * LARGE))) == length * LARGE
+        tags.append({*seen})
+    assert all(len(of) > 1 for of in tags) and not tags[0] & tags[1] and not tags[1] & tags[2]
 
 
 # -- in processes ----------------------------------------------------------------------------------------------------

@@ -128,6 +128,20 @@ def test_messages_arrive_as_they_are_whatever_their_structure_and_channel() -> N
         assert found is not None and torch.equal(found, conj) and not found.is_conj()
 
 
+def test_what_is_received_is_its_own_and_no_tensor_of_inference() -> None:
+    with two() as pair:
+        for infers in (True, False, True, False):
+            with torch.inference_mode(infers):
+                sent = torch.ones(4)
+                pair.out[FORWARD].put(Message(0, (sent,)))
+            with torch.inference_mode(not infers):
+                pair.into[FORWARD].expect(1)
+                (found,) = pair.came(FORWARD).tensors
+            assert found is not None and not found.is_inference()
+            found.add_(1)
+            assert sent.sum() == 4
+
+
 def test_no_descriptor_is_left() -> None:
     gc.collect()  # what other tests have left
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -171,6 +185,32 @@ def test_memory_is_bounded_and_nothing_is_lost_while_nobody_looks(nbytes: int) -
                 sender.wait(0.01)
             assert pair.came(FORWARD).micro_batch == i
         assert sender.wait_for(pair.into[NEWS].ready, LIMIT_S)
+
+
+def test_a_message_larger_than_the_bound_keeps_its_place() -> None:
+    with two() as pair:
+        sizes = [8, 65 * MEBI, 16]
+        for i, size in enumerate(sizes):
+            pair.out[FORWARD].put(Message(i, (torch.full((size,), i, dtype=torch.uint8),)))
+        pair.into[FORWARD].expect(3)
+        for i, size in enumerate(sizes):
+            while not pair.into[FORWARD].ready():
+                pair.arrivals[0].wait(0.01)
+            (found,) = pair.came(FORWARD).tensors
+            assert found is not None and len(found) == size and (found == i).all()
+
+
+def test_what_was_not_taken_before_the_channels_were_closed_does_not_come_later() -> None:
+    with two() as pair:
+        for i in range(3):
+            pair.out[FORWARD].put(Message(i, (torch.ones(2),)))
+        pair.into[FORWARD].expect(1)
+        assert pair.came(FORWARD).micro_batch == 0
+        pair.close()
+        pair.reopen()
+        pair.into[FORWARD].expect(1)
+        pair.out[FORWARD].put(Message(7, (torch.ones(2),)))
+        assert pair.came(FORWARD).micro_batch == 7
 
 
 def test_a_lost_connection_fails_who_expects_and_who_sends() -> None:

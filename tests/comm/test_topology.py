@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,14 @@ from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import (
     DeviceLayout,
     StageMap,
+    all_parties,
     names,
     pairs,
     subsets,
 )
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.device import DevicePort
+from tests.threads import CPU
 
 ARRANGEMENTS = [
     (DeviceLayout(devices, nodes, sharing), num_stages)
@@ -49,6 +52,13 @@ def test_every_process_is_in_one_group_and_no_group_has_a_device_twice() -> None
             assert len(set(here)) == len(here) == device_layout.group_size(num_stages), case
         for replica_group in zip(*groups, strict=True):
             assert min(replica_group) == replica_group[0], case  # from whom the others copy
+
+
+def test_a_process_too_many_is_told_what_there_is() -> None:
+    with pytest.raises(
+        ConfigurationError, match="local rank 4, but devices=2, processes_per_device=2 make 4 processes"
+    ):
+        DeviceLayout(2, sharing=2).device_of(4)
 
 
 @pytest.mark.parametrize(
@@ -150,3 +160,25 @@ def test_replicas_of_stages_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         StageMap.on(DeviceLayout(devices, stage_replicas=replicas), num_stages)
+
+
+# -- who meets whom ----------------------------------------------------------------------------------------------------
+
+
+GROUPS = StageMap(2, ((0, 1), (2, 3)))
+
+
+def test_processes_that_share_devices_meet_on_the_host() -> None:
+    for shares in (False, True):
+        found = [party for party in all_parties(replace(GROUPS, shares_devices=shares)) if party.what == "teams"]
+        assert [(party.ranks, party.on_host) for party in found] == [((0, 2), shares), ((1, 3), shares)]
+
+
+def test_replicas_are_numbered_as_they_meet() -> None:
+    """Also where groups end in the middle of a node, so that not every position of the groups ascends."""
+    device_layout = DeviceLayout(3, nodes=2, sharing=2, replicas=3)
+    stage_map = StageMap.on(device_layout, 2)
+    assert stage_map.layout[:3] == ((0, 1), (2, 6), (3, 4))
+    for rank in range(stage_map.world_size):
+        replicas = Cluster(stage_map, Process(rank, CPU, 1.0, ProcessGroups(rank, CPU, timedelta(1)))).replicas
+        assert replicas is not None and replicas.members.ranks[replicas.number] == rank

@@ -81,6 +81,20 @@ def test_every_exception_reaches_the_other_process(reason: str, watching: Watchi
     assert len(told) < 200_000
 
 
+def test_a_watch_that_fails_itself_says_so(watching: Watching) -> None:
+    class Broken(dist.HashStore):
+        def __getattribute__(self, name: str) -> Any:
+            raise TypeError("not a store")
+
+    assert f"the monitor of {NAMES[0]} failed: TypeError: not a store" in failure_of(watching(0, Broken()))
+
+
+def test_who_does_not_answer_is_named(watching: Watching) -> None:
+    account = watching(0, dist.HashStore()).account().text
+    assert re.search(rf"{re.escape(NAMES[0])} is not in a step \(at test_watch.py:\d+ in test_who", account)
+    assert re.search(rf"{re.escape(NAMES[1])} does not answer within 1\.5 s: it is gone, stopped or stuck", account)
+
+
 def test_a_keeper_of_the_store_that_is_stopped_is_named_and_nobody_waits_for_it(watching: Watching) -> None:
     store = Stopped()
     watch = watching(1, store)
@@ -100,6 +114,20 @@ def test_a_store_that_is_gone_is_named_after_who_kept_it(watching: Watching) -> 
     store = Stopped()
     store.released.set()
     assert f"{NAMES[0]} is gone, and with it the store" in failure_of(watching(1, store))
+
+
+def test_the_death_of_a_process_that_was_started_here_is_told_to_all(watching: Watching) -> None:
+    store = dist.HashStore()
+    watching(0, store, deaths=lambda: {1: "was killed by SIGKILL"})
+    assert f"{NAMES[1]} was killed by SIGKILL" in failure_of(watching(1, store))
+
+
+def test_the_first_failure_is_the_cause(watching: Watching) -> None:
+    store = dist.HashStore()
+    first, second = watching(0, store), watching(1, store)
+    first.report(ValueError("first"))
+    second.report(ValueError("second"))
+    assert "first" in failure_of(first) and "first" in failure_of(second)
 
 
 @pytest.mark.parametrize("moves", ["here", "elsewhere"])

@@ -278,6 +278,16 @@ def test_a_file_that_changes_before_it_is_read_is_named(how: str, tmp_path: Path
         Origin(model, 0, torch.device("cpu")).tensors([KEY])
 
 
+def test_what_is_in_the_files_and_not_in_the_model_is_told(tmp_path: Path, caplog: Any) -> None:
+    rewritten(saved(tmp_path), KEY, lambda tensors: tensors.update({"more.weight": torch.zeros(2)}))
+    transformers.utils.logging.enable_propagation()
+    try:
+        from_pretrained(transformers.LlamaForCausalLM, tmp_path)
+    finally:
+        transformers.utils.logging.disable_propagation()
+    assert "more.weight" in caplog.text and "UNEXPECTED" in caplog.text
+
+
 def test_what_takes_the_place_of_a_parameter_in_files_is_not_initialised_silently(tmp_path: Path) -> None:
     model = from_pretrained(transformers.LlamaForCausalLM, saved(tmp_path))
     with torch.device("meta"):

@@ -84,6 +84,14 @@ def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
     assert torch.equal(again.lm_head.weight, contents(tmp_path / "plain")["lm_head.weight"])
 
 
+def test_tied_weights_are_written_once(tmp_path: Path) -> None:
+    saved(tmp_path, tie_word_embeddings=True)
+    processes.results(processes.run(2, divided, tmp_path, "full", folder=tmp_path))
+    whole(tmp_path, "full")
+    assert_same_files(tmp_path / "after", tmp_path / "plain")
+    assert "lm_head.weight" not in contents(tmp_path / "after")
+
+
 def test_adapters_are_written_alone_or_merged(tmp_path: Path) -> None:
     needs("lora")
     processes.results(processes.run(2, divided, saved(tmp_path), "lora", folder=tmp_path))

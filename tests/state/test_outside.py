@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,24 @@ class Missing:
 
 
 OPTIONAL, CALLS = Missing(), {"steps": 0}
+
+
+@functools.lru_cache
+def counted() -> int:
+    CALLS["steps"] += 1
+    return CALLS["steps"]
+
+
+class Net(nn.Module):
+    other = Missing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * counted() if self.training else OPTIONAL.fast(x)
+
+
+def test_objects_that_answer_no_question_are_variables_like_others() -> None:
+    found = {name.removeprefix(f"global {__name__}.") for name in outside(Net())}
+    assert {"OPTIONAL", "CALLS"} <= found
 
 
 @pytest.mark.parametrize("folder", ["site-packages", "dist-packages", "mine"])

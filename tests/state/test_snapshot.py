@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.state.snapshot import Snapshot, leading
 from lightning_avgpipe.state.untouched import attributes, untouched
 
 
@@ -151,6 +151,13 @@ def test_bytes_and_data_of_c_are_put_back(name: str) -> None:
     assert seen(held) == before
 
 
+def test_a_zero_with_another_sign_is_a_change() -> None:
+    array = np.zeros(2)
+    objects = Snapshot([array], opaque=True)
+    array[0] = -0.0
+    assert len(objects.changed()) == 1
+
+
 def test_an_array_is_copied_anew_only_when_it_has_changed() -> None:
     array = np.zeros(2**20)
     first = Snapshot([array], opaque=True)
@@ -176,6 +183,14 @@ def test_modules_and_trainers_are_not_entered() -> None:
     assert module.note == [1]
 
 
+def test_what_leads_back_into_itself_ends() -> None:
+    holder = SimpleNamespace()
+    holder.me = [holder]
+    with Snapshot([holder]).restored():
+        holder.me.append(1)
+    assert holder.me == [holder]
+
+
 def test_members_of_types_written_in_c_are_left_alone() -> None:
     class Encoder:
         def __init__(self) -> None:
@@ -187,6 +202,17 @@ def test_members_of_types_written_in_c_are_left_alone() -> None:
         encoder.seen = 1
     assert encoder.seen == 0
     assert not Snapshot((encoder.kind,)).changed()
+
+
+def test_what_a_subclass_puts_in_the_place_of_a_slot_is_left_alone() -> None:
+    class Constant(Slotted):
+        other = property(lambda self: (self.one,))  # a new one each time, and nobody can set it
+
+    constant = Constant()
+    with Snapshot((constant,)).restored():
+        constant.one = 2
+    assert constant.one == 1
+    assert not Snapshot((constant,)).changed()
 
 
 class Counting(torch.nn.Module):
@@ -232,3 +258,9 @@ def test_only_what_has_changed_is_kept() -> None:
     snapshot.restore()
     assert (module.lists, module.note, module.new, module.later) == ([[1]], "as made", 2, 3)
     assert module.mean.any()  # buffers that are known to change are copied elsewhere
+
+
+def test_what_leads_to_something_is_found_by_its_key() -> None:
+    inner = [1]
+    held = {"a": {"x": (inner,)}, "b": [inner, 2], "c": [3]}
+    assert leading(held, {id(inner)}) == ("a", "b") and leading(held, ()) == ()

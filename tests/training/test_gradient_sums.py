@@ -122,6 +122,14 @@ def test_a_gradient_that_changes_after_it_was_sent_is_summed_as_it_is_then() -> 
     assert begun[-1] == 1 and summed == doubled(mine)
 
 
+def test_other_parameters_than_those_of_the_step_before_are_summed_after_the_backward() -> None:
+    run = Run()
+    run.iterate()
+    run.model.layers.append(torch.ones(4))
+    begun, mine, summed = run.iterate((0, 1, 2, 3))
+    assert begun[-1] == 0 and summed == doubled(mine)
+
+
 def test_sums_of_an_iteration_that_failed_are_forgotten() -> None:
     run = Run()
     run.iterate()

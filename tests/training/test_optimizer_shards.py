@@ -92,6 +92,23 @@ def test_sharded_replicas_give_the_same_bits_with_half_of_the_states(tmp_path: P
             assert_equal(entry, states[1][number])
 
 
+def of_stages(rank: int, folder: Path) -> Any:
+    options = {"replicas": [2, 1], "split_points": ["between"]}
+    return [
+        fit(rank, folder / f"{shard}.ckpt", 3, shard="optimizer" if shard else None, **options)  # type: ignore[arg-type]
+        for shard in (False, True)
+    ]
+
+
+@pytest.mark.slow
+def test_replicas_of_a_stage_share_its_states(tmp_path: Path) -> None:
+    results = processes.results(processes.run(3, of_stages, tmp_path, folder=tmp_path))
+    for (whole, held, _), (divided, part, _) in results:
+        assert_equal(whole, divided)
+        assert part <= held
+    assert sum(part for _, (_, part, _) in results[1:]) == results[1][0][1]  # of the stage with two
+
+
 class Coupled(torch.optim.SGD):
     """All parameters step by the norm of all gradients."""
 

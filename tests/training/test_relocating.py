@@ -162,6 +162,11 @@ def test_numbers_of_stages_that_groups_cannot_host_are_refused(num_stages: int, 
 
 
 @pytest.mark.slow
+def test_weights_and_states_move_between_processes(tmp_path: Path) -> None:
+    compare_in_two([(Normed, {}, {}), (MLP, {"num_pipelines": 2, "averaging": Averaging(every=2)}, {})], tmp_path)
+
+
+@pytest.mark.slow
 def test_whatever_is_trained_moves_between_processes(tmp_path: Path) -> None:
     momentum = {"averaging": Averaging(outer_optimizer=outer)}
     cases = [

@@ -22,6 +22,7 @@ from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from lightning_avgpipe.training.replicas import check_shared
 from tests import processes
 from tests.averaging.models import Batches, Models, Net, assert_equal, state
+from tests.averaging.test_groups import Bomb
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline, trainer
 
@@ -410,3 +411,19 @@ def test_a_stage_that_one_process_runs_may_keep_what_it_likes() -> None:
     check_shared(keeping("training_step", 2), (1,), shared(2, 1))
     check_shared(keeping("validation_step", 2), (1,), shared(1, 2))  # evaluation does not share the last stage
     check_shared(keeping("validation_step", 0), (), shared(3))
+
+
+def failing_in_turn(rank: int) -> None:
+    model = Tied(tied=False)
+    if rank == 2:
+        model.first.register_forward_pre_hook(Bomb(3))
+    strategy = {"replicas": [2, 1], "num_microbatches": 5, "split_points": ["between.1"], "timeout": 20}
+    pipeline(2, 3, strategy).fit(model, loader(Tied, 30, 10))
+
+
+@pytest.mark.slow
+def test_a_failure_names_the_replica_of_its_stage(tmp_path: Path) -> None:
+    survivors = processes.run(3, failing_in_turn, folder=tmp_path)[:2]
+    for survivor in survivors:
+        assert survivor.error is not None and "rank 2 (stage 0, replica 1)" in survivor.error
+        assert "one group has failed" in survivor.error

@@ -227,3 +227,9 @@ def refused(rank: int) -> None:
 
 def test_what_could_wait_for_ever_is_refused_and_so_is_a_pipeline_without_replicas(tmp_path: Path) -> None:
     processes.results(processes.run(2, refused, folder=tmp_path))
+
+
+def test_one_process_has_nothing_to_synchronise_as_with_any_strategy() -> None:
+    data = batches()
+    plain = fit(data, 1, 2, False, {"num_microbatches": COUNT})
+    assert_equal(fit(data, 1, 2, True, {"num_microbatches": COUNT}), plain)

@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_avgpipe.capture import calls
 from lightning_avgpipe.state.untouched import random_state
 from lightning_avgpipe.utils.device import (
+    AcceleratorPort,
     DeviceClock,
     Stopwatch,
     all_generators,
@@ -26,7 +28,7 @@ from lightning_avgpipe.utils.device import (
     port_of,
     seconds_between,
     set_environment,
-)
+)  # fmt: skip
 
 PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
 HOST = torch.device("cpu")
@@ -98,6 +100,13 @@ def test_what_raises_without_memory_is_known() -> None:
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
 
 
+def test_random_state_is_put_back_for_every_generator() -> None:
+    assert torch.default_generator in all_generators()
+    with random_state():
+        first = torch.rand(4)
+    assert torch.equal(torch.rand(4), first)
+
+
 def test_looking_whether_generators_have_moved_is_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """With two of them, as on an accelerator: a tensor made in a unit would count as one that the unit keeps."""
     own = torch.Generator()
@@ -116,6 +125,36 @@ def test_looking_whether_generators_have_moved_is_no_operation(monkeypatch: pyte
         same = watch.generator_states() == watch.generator_states()
     assert same and not done
     assert watch.drawing == {""}
+
+
+def test_an_accelerator_is_asked_through_torchs_module_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = torch.device("cuda", 1)
+    module, generator, event = mock.MagicMock(), torch.Generator(), mock.Mock()
+    module.default_generators = (torch.Generator(), generator)
+    module.mem_get_info.return_value = (30, 100)
+    module.memory_reserved.return_value = 50
+    module.max_memory_allocated.return_value = 60
+    event.elapsed_time.return_value = 250.0
+    event.query.return_value = False
+    module.Event.return_value = event
+    module.utilization.return_value = 50
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    port = AcceleratorPort(second)
+    assert port.generators == (torch.default_generator, generator)
+    assert (port.memory.free_bytes(), port.memory.other_bytes()) == (30, 20)
+    module.memory_stats.return_value = {"active_bytes.all.peak": 70}
+    assert port.memory.peak_bytes() == 70
+    module.memory_stats.return_value = {}
+    assert port.memory.peak_bytes() == 60
+    assert seconds_between(port.moment(), port.moment()) == 0.25
+    event.synchronize.assert_called_once_with()
+    event.record.assert_called_with(module.current_stream.return_value)
+    assert port.timed(lambda: "done") == ("done", 0.25)
+    assert port.utilization() == 0.5
+    port.enter_thread()
+    for asked in (module.current_stream, module.mem_get_info, module.memory_reserved, module.synchronize,
+                  module.utilization, module.set_device):  # fmt: skip
+        asked.assert_called_with(second)
 
 
 # -- with CUDA -------------------------------------------------------------------------------------------------------

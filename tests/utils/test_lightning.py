@@ -71,6 +71,26 @@ def test_pytorch_lightning_is_chosen_if_it_alone_is_imported_before(imports: str
     assert f"chosen: {chosen}\n" in run(tmp_path, "-c", _CHOICE.format(imports=imports))
 
 
+_ALONE = """
+import sys
+from importlib import metadata
+sys.modules["lightning"] = None
+version = metadata.version
+def installed(name):
+    if name == "lightning":
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+metadata.version = installed
+import lightning_avgpipe
+"""
+
+
+@pytest.mark.slow
+def test_where_lightning_is_not_installed_pytorch_lightning_is_chosen(tmp_path: Path) -> None:
+    printed = run(tmp_path, "-c", _CHOICE.format(imports=_ALONE))
+    assert "chosen: pytorch_lightning True\n" in printed
+
+
 _LATER = """
 {first}
 import lightning_avgpipe
@@ -114,6 +134,12 @@ def test_a_module_of_the_other_package_is_refused_in_lightnings_words() -> None:
     for module in (second_package.Net(), other.LightningModule()):
         with pytest.raises(TypeError, match=r"must be a `LightningModule`|Please switch to a single import style"):
             trainer(strategy=AvgPipeStrategy(num_stages=2)).fit(module, loader(MLP, 8, 8))  # type: ignore[arg-type]
+
+
+def test_a_plugin_of_the_other_package_is_refused() -> None:
+    strategy = AvgPipeStrategy(precision_plugin=other.plugins.MixedPrecision("bf16-mixed", "cpu"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=f"precision_plugin is from pytorch_lightning, {REMEDY}"):
+        trainer(strategy=strategy)
 
 
 def test_a_callback_of_the_other_package_is_refused_if_lightning_must_know_it() -> None:

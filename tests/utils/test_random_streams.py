@@ -38,6 +38,18 @@ def test_what_is_drawn_comes_again(before: Callable[[], object]) -> None:
     assert drawn() == first
 
 
+def test_another_kind_of_generator_is_noted_as_well() -> None:
+    mersenne = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))  # type: ignore[attr-defined]
+        state = HostState.now()
+        first = drawn()
+        state.put()
+        assert drawn() == first
+    finally:
+        np.random.set_bit_generator(mersenne)  # type: ignore[attr-defined]
+
+
 def test_what_belongs_to_no_micro_batch_draws_as_if_nobody_had_seeded() -> None:
     seed_host(3)
     expected = [drawn() for _ in range(3)]

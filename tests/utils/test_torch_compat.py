@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
-from torch import Tensor
 from torch.nn.utils import clip_grad
 
-from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.utils import torch_compat
 from lightning_avgpipe.utils.patching import replaced
-from lightning_avgpipe.utils.torch_compat import Private, SavedHooks
+from lightning_avgpipe.utils.torch_compat import Private
 
 PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
 EXPECTED = [entry for entry in torch_compat.NAMES if SpecifierSet(entry.versions).contains(torch.__version__)]
@@ -26,6 +24,11 @@ EXPECTED = [entry for entry in torch_compat.NAMES if SpecifierSet(entry.versions
 def test_torch_has_what_the_package_relies_on(entry: Private) -> None:
     assert torch_compat.problem(entry) is None
     assert entry.why
+
+
+def test_each_name_has_one_entry() -> None:
+    names = [entry.name for entry in torch_compat.NAMES]
+    assert len(names) == len(set(names))
 
 
 def torchs(path: Path) -> Iterator[str]:
@@ -51,6 +54,35 @@ def test_whatever_is_private_in_torch_has_an_entry() -> None:
     assert [f"{path}: {name}" for path, name in used if name.split(".")[-1] not in known] == [], "these need an entry"
 
 
+class Upstream:
+    """Another package's class."""
+
+    declared: int
+
+    def __init__(self) -> None:
+        self._held = 0
+
+    def _method(self, first: int, second: int = 0) -> None:
+        self._later = first
+
+
+@pytest.mark.parametrize(
+    ("entry", "found"),
+    [
+        (Private("_held", ""), None),
+        (Private("_later", ""), None),
+        (Private("declared", ""), None),
+        (Private("_method", "", "first"), None),
+        (Private("_method", "", "first second"), None),
+        (Private("_method", "", "second"), "takes (self, first, second) instead of (second)"),
+        (Private("_method", "", "first third"), "takes (self, first, second) instead of (first, third)"),
+        (Private("_missing", ""), "does not exist"),
+    ],
+)
+def test_an_entry_says_what_it_expects(entry: Private, found: str | None) -> None:
+    assert torch_compat.problem(Private(f"{__name__}.Upstream.{entry.name}", "", entry.takes)) == found
+
+
 def test_what_is_missing_is_said_with_the_version_and_what_it_is_for() -> None:
     with pytest.warns(UserWarning, match=r"torch\._nowhere, .* \(does something\), does not exist in torch 2\.99"):
         torch_compat.check_names([Private("torch._nowhere", "does something")], "torch", "2.99.0")
@@ -67,33 +99,3 @@ def test_a_patch_of_what_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(AttributeError, match="_get_total_norm"), replaced(clip_grad, "_get_total_norm", None):
         pass
     assert not hasattr(clip_grad, "_get_total_norm")
-
-
-# -- hooks on saved tensors ------------------------------------------------------------------------------------------
-
-
-WEIGHT = torch.tensor([0.5, 2.0], requires_grad=True)
-
-
-def slope(x: Tensor) -> Tensor:
-    return torch.func.grad(lambda v: (v * WEIGHT).tanh().sum())(x)
-
-
-def same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-@pytest.mark.skipif(not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), reason="needs torch 2.8")
-def test_derivatives_are_computed_within_our_hooks_which_see_what_comes_after() -> None:
-    seen: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        seen.append(tensor)
-        return tensor
-
-    with intercepting(), SavedHooks(note, same), SavedHooks(note, same):
-        found = slope(torch.ones(2))
-        assert not seen
-        WEIGHT.exp()
-        assert len(seen) == 1
-    assert torch.equal(found, slope(torch.ones(2)))

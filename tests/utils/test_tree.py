@@ -4,9 +4,10 @@ import dataclasses
 import functools
 import pickle
 import warnings
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,6 +18,10 @@ from torch.utils import _pytree as pytree
 from lightning_avgpipe.utils import tree
 
 Pair = namedtuple("Pair", ["value", "mask"])
+
+
+class NamedPair(Pair):
+    """A subclass of a namedtuple, as PackedSequence is one."""
 
 
 @dataclass
@@ -116,8 +121,20 @@ def t(*values: float) -> Tensor:
     return torch.tensor(values)
 
 
+def rebuilt(obj: Any) -> Any:
+    return tree.unflatten(*tree.flatten(obj))
+
+
 def names(obj: Any, root: str = "") -> list[str]:
     return [root + name for name, _ in tree.flatten_with_names(obj)[0]]
+
+
+def test_containers_come_back_with_their_types_and_the_same_leaves():
+    obj = {"a": [t(1), (t(2), None)], "b": Pair(t(3), "text"), "c": defaultdict(list, k=t(4))}
+    copy = rebuilt(obj)
+    assert copy is not obj and copy["a"] is not obj["a"]
+    assert type(copy["b"]) is Pair and copy["c"].default_factory is list
+    assert all(a is b for a, b in zip(tree.flatten(obj)[0], tree.flatten(copy)[0], strict=True))
 
 
 def test_a_dataclass_is_rebuilt_without_running_its_constructor():
@@ -137,11 +154,33 @@ def test_a_user_dict_keeps_its_type_and_attributes():
     assert mapped.data is not encoding.data
 
 
+def test_a_dict_that_is_its_own_attributes_stays_so():
+    mapped = tree.map_tensors(lambda x: x + 1, AttrDict(x=t(1)))
+    mapped.y = 3
+    assert type(mapped) is AttrDict and mapped["y"] == 3 and mapped.x is mapped["x"]
+
+
+@pytest.mark.parametrize(
+    "mapping", [Lookup({"x": t(1)}), MappingProxyType({"x": t(1)})], ids=lambda m: type(m).__name__
+)
+def test_a_mapping_that_is_only_items_is_rebuilt(mapping):
+    mapped = tree.map_tensors(lambda x: x + 1, mapping)
+    assert type(mapped) is type(mapping) and torch.equal(mapped["x"], t(2))
+
+
 def test_an_object_that_leads_back_into_itself_is_a_clear_error():
     first = Linked()
     first.other = Linked([first])
     with pytest.raises(RecursionError, match="a dict leads back into itself"):
         tree.flatten({"link": first})
+
+
+def test_a_dataclass_that_is_an_ordered_dict_has_each_tensor_once():
+    output = Output(loss=t(1), logits=t(2))
+    mapped = tree.map_tensors(lambda x: x + 1, output)
+    assert len(tree.tensors(output)) == 2
+    assert type(mapped) is Output and list(mapped) == ["loss", "logits"]
+    assert mapped.loss is mapped["loss"] and torch.equal(mapped.logits, t(3))
 
 
 def test_names_read_as_the_code_that_reaches_a_leaf():
@@ -158,6 +197,15 @@ def test_names_read_as_the_code_that_reaches_a_leaf():
     assert names([Pair(1, 2)]) == ["[0].value", "[0].mask"]
     assert names(Encoding({"labels": t(1)}), "batch")[0] == "batch['labels']"
     assert names(t(1), "batch") == ["batch"]
+
+
+def test_specs_are_equal_for_equal_structures_only():
+    def spec(obj: Any) -> tree.TreeSpec:
+        return tree.flatten(obj)[1]
+
+    assert spec({"a": Sample(t(1))}) == spec({"a": Sample(t(2, 3))})
+    assert spec(Encoding({"a": 1})) != spec(Encoding({"b": 1}))
+    assert spec(Pair(1, 2)) != spec(NamedPair(1, 2)) != spec((1, 2))
 
 
 OBJECTS = [

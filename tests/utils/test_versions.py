@@ -35,6 +35,15 @@ def test_other_versions_are_refused_with_the_range(name: str, found: str, monkey
     )
 
 
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions.metadata, "version", missing)
+    with pytest.raises(ImportError, match=r"needs torch>=2\.6,<2\.16, which is not installed"):
+        versions.check_versions()
+
+
 def test_an_old_python_is_refused_and_a_new_one_is_said_to_be_untested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 10, 13))
     with pytest.raises(ImportError, match=r"needs Python >=3\.11, and this is 3\.10\.13"):

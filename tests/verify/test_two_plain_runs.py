@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -275,3 +276,96 @@ def test_a_plain_run_does_what_the_closure_of_a_pipeline_promises(
 ) -> None:
     fit(WithClosure(optimizer), verify=3, runner=runner, **options)
     assert said[0].startswith(f"verified 3 optimizer steps: {9 * calls} losses, 10 gradients, 10 weights equal")
+
+
+def test_the_loss_of_accumulated_batches_is_that_of_the_closure(said: list[str]) -> None:
+    fit(WithClosure(Polyak), runner={"accumulate_grad_batches": 2})
+    assert "12 losses" in said[0]
+
+
+class Late(Sharpness):
+    """Calls its closure a second time from the second step on."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        result = super().step(closure) if self.steps else torch.optim.SGD.step(self, closure)
+        self.steps += 1
+        return result
+
+
+def test_an_optimizer_may_call_its_closure_more_often_in_later_steps(said: list[str]) -> None:
+    fit(WithClosure(Late), verify=3)
+    assert "15 losses" in said[0]
+
+
+class Watching(L.Callback):
+    """Looks on between the steps."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps before it calls its closure, and steps less far each time."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.steps
+        return super().step(closure)
+
+
+class CountingItself(MLP):
+    """Counts its steps in its own hook around them."""
+
+    steps = 0
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.steps += 1
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / self.steps
+        optimizer.step(closure=optimizer_closure)
+
+
+@pytest.mark.parametrize("model", [lambda: WithClosure(Counting), CountingItself])
+def test_what_counts_steps_before_the_closure_is_called_counts_each_once(
+    model: Callable[[], MLP], said: list[str]
+) -> None:
+    fit(model(), verify=3)
+    assert said[0].startswith("verified 3 optimizer steps: 9 losses, 10 gradients, 10 weights equal bit for bit")
+
+
+class Waiting(MLP):
+    """Trains nothing with its first batch, and counts its micro-batches."""
+
+    calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        return super().training_step(batch, batch_idx) * self.calls if batch_idx else None
+
+
+@pytest.mark.filterwarnings("ignore:.*`None`")
+@pytest.mark.parametrize("runner", [{}, {"callbacks": [Watching()]}])
+def test_a_batch_that_is_skipped_whole_comes_before_the_first_that_is_compared(
+    runner: dict[str, Any], said: list[str]
+) -> None:
+    fit(Waiting(), runner=runner)
+    assert "6 losses, 10 gradients" in said[0]
+
+
+class Skipping(MLP):
+    """Does not let its optimizer step for the first batch."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        if batch_idx:
+            optimizer.step()
+
+
+def test_a_step_that_user_code_skips_is_skipped_in_the_plain_run(said: list[str]) -> None:
+    fit(Skipping(), verify=3)
+    assert "9 losses" in said[0]

@@ -20,6 +20,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 
 from lightning_avgpipe import Averaging
@@ -113,6 +114,27 @@ def test_training_is_equal_and_verification_says_so(
     assert "equal bit for bit" in text
 
 
+class Opaque(MLP):
+    """Holds what nobody can look into, and a number that compares as an array does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.generator = itertools.count(), torch.Generator()
+        self.number, self.objects = Unlike(2), np.array([self.calls, None], dtype=object)
+
+
+class Unlike(int):
+    def __eq__(self, other: object) -> Any:
+        return np.ones(2) == other
+
+    __hash__ = int.__hash__
+
+
+def test_what_cannot_be_compared_is_named_and_not_called_equal(said: list[str]) -> None:
+    fit(Opaque())
+    assert said[0].endswith("not compared: 4 attributes ('calls', 'generator', 'number', 'objects')")
+
+
 @pytest.mark.parametrize("options", [{}, {"num_pipelines": 2}])
 def test_verification_leaves_no_trace(options: dict[str, Any]) -> None:
     found = []
@@ -126,6 +148,37 @@ def test_verification_leaves_no_trace(options: dict[str, Any]) -> None:
     assert all(torch.equal(b, verified.get_buffer(name)) for name, b in plain.named_buffers())
     assert metrics == same_metrics
     assert torch.equal(state, same_state)
+
+
+class Scale(L.Callback):
+    """A callback that the step asks, and that counts how often."""
+
+    def __init__(self) -> None:
+        self.scale, self.asked, self.heard = 1.0, 0, 0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.scale /= 2
+
+    def on_before_backward(self, *args: Any) -> None:
+        self.heard += 1
+
+
+class AsksCallbacks(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scale = next(callback for callback in self.trainer.callbacks if isinstance(callback, Scale))
+        scale.asked += 1
+        assert self.trainer.early_stopping_callback in self.trainer.callbacks
+        return super().training_step(batch, batch_idx) * scale.scale
+
+
+def test_a_step_finds_callbacks_and_the_plain_run_does_not_change_them(said: list[str]) -> None:
+    found = []
+    for verify in (False, True):
+        scale = Scale()
+        fit(AsksCallbacks(), verify=verify, runner={"callbacks": [scale, EarlyStopping("train_loss")]})
+        found.append((scale.scale, scale.asked, scale.heard))
+    assert found[0] == found[1] and min(found[0]) > 0
+    assert "equal bit for bit" in said[0]
 
 
 def test_a_model_that_does_not_fit_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
