@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_avgpipe.state.objects import Variable, is_restorable
+from lightning_avgpipe.state.objects import ATOMS, Variable, is_restorable
 from lightning_avgpipe.state.snapshot import is_open, led_to
 from lightning_avgpipe.utils.torch_compat import REGISTRIES
 
@@ -171,6 +171,7 @@ class _Reached:
         elif not name.startswith("__") and (_is_users(type(held)) or not hasattr(type(held), "__get__")):
             self._variable(f"class {_full_name(kind)}", kind, name)
             self.enter(held)  # it may be a decorator
+            self.enter(type(held))
 
     def _enclosed(self, function: types.FunctionType, name: str, cell: types.CellType) -> None:
         variable = Variable(cell, name)
@@ -194,7 +195,7 @@ class _Reached:
     def _default(self, function: types.FunctionType, name: str, held: Any) -> None:
         if isinstance(held, _CODE):
             self.enter(held)
-        elif is_open(type(held)) or is_restorable(held):
+        elif type(held) not in ATOMS and (is_open(type(held)) or is_restorable(held)):
             self._variable(f"enclosed {_full_name(function)}", {name: held}, name)
 
     def read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:

@@ -229,6 +229,30 @@ class Branches(Logged):
         self.count += 1
 
 
+class Timed(Logged):
+    """Counts later only, by what Python calls of an object that the step names."""
+
+    class Timer:
+        count = 0
+
+        def __enter__(self) -> None:
+            self.count += 1
+
+        def __exit__(self, *error: object) -> None:
+            self.count += 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timers = [Timed.Timer()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx > 1:
+            with self.timers[0]:
+                loss = loss + 0
+        return loss / (1 + self.timers[0].count)
+
+
 class Freezes(Logged):
     """A mode that the step sets from the third batch on, for a while."""
 
@@ -258,6 +282,7 @@ def test_a_mode_that_a_step_begins_to_set_late_ends_training() -> None:
         lambda: Leaves(lambda module, batch_idx: _seen.append(batch_idx)),
         lambda: Leaves(assigns),
         Branches,
+        Timed,
         Decides,
     ],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.state.outside import outside
@@ -57,3 +58,63 @@ def test_packages_are_installed_wherever_their_folder_is(
             return note(x)
 
     assert (f"global {name}.CALLS" in outside(Noting())) == (folder == "mine")
+
+
+def counting(function: Any) -> Any:
+    """A decorator with two counters."""
+    number = 0
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        nonlocal number
+        number += 1
+        wrapper.calls += 1
+        return function(*args) * number
+
+    wrapper.calls = 0
+    return wrapper
+
+
+class Numbered:
+    """A decorator that is an object, with a counter."""
+
+    def __init__(self, function: Any) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.calls = function, 0
+
+    def __get__(self, obj: Any, owner: Any = None) -> Any:
+        return functools.partial(self, obj)
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += CALLS["steps"]
+        return self.function(*args)
+
+
+def ticked(x: Tensor) -> Tensor:
+    ticked.calls = getattr(ticked, "calls", 0) + 1  # type: ignore[attr-defined]
+    return x
+
+
+class Decorated(nn.Module):
+    @counting
+    def forward(self, x: Tensor) -> Tensor:
+        return ticked(self.scaled(x))
+
+    @Numbered
+    def scaled(self, x: Tensor) -> Tensor:
+        return x
+
+    @torch.no_grad()
+    def other(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_what_decorators_and_functions_count_is_a_variable() -> None:
+    found = {name.replace(f" {__name__}.", " ") for name in outside(Decorated())}
+    assert found == {
+        "enclosed Decorated.forward.number",
+        "function Decorated.forward.calls",
+        "function ticked.calls",
+        "class Decorated.scaled",
+        "global CALLS",
+    }
