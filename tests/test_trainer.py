@@ -12,27 +12,27 @@ from lightning.pytorch.demos.transformer import LightningTransformer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_avgpipe import AvgPipeStrategy
 from tests.driver import accumulate, assert_same_parameters
 from tests.models import MLP, ConvNet, Regression, TinyTransformer, loader
-from tests.strategy.twins import twins
-from tests.trainers import pipeline, trainer
+from tests.trainers import both, pipeline, trainer, twins
 
 
-@pytest.mark.parametrize("model", [ConvNet, TinyTransformer])
-def test_fit_equals_single_device_to_rounding(model: type[Regression]) -> None:
-    piped, plain = twins(model)
-    for module, runner in ((plain, trainer()), (piped, pipeline(2))):
-        runner.fit(module, loader(model, 20, 8), loader(model, 8, 4, seed=1))
-    assert_same_parameters(plain, piped, exact=False)
+class Sum(MLP):
+    def loss(self, batch: Any) -> Tensor:
+        return (self(batch[0]) - batch[1]).square().sum() * 1e-3
 
 
-def test_the_strategy_has_a_name() -> None:
-    model = MLP()
-    runner = trainer(strategy="avgpipe", max_steps=2)
-    assert isinstance(runner.strategy, AvgPipeStrategy)
-    runner.fit(model, loader(MLP, 8, 4))
-    assert runner.global_step == 2
+class Ragged(MLP):
+    def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
+        inputs, targets = batch
+        return [(inputs[:1], targets[:1]), (inputs[1:], targets[1:])]
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"), [(ConvNet, {}), (TinyTransformer, {}), (Sum, {"loss_reduction": "sum"}), (Ragged, {})]
+)
+def test_fit_equals_single_device_to_rounding(model: type[Regression], strategy: dict[str, Any]) -> None:
+    both(model, loader(model, 20, 8), loader(model, 8, 4, seed=1), strategy=strategy)
 
 
 def test_validate_test_and_predict_equal_single_device() -> None:
@@ -65,19 +65,6 @@ def test_outputs_of_a_step_are_those_of_the_whole_batch() -> None:
     torch.testing.assert_close(watch.outputs["loss"], expected)
 
 
-def test_a_sum_loss_adds_up_over_micro_batches() -> None:
-    class Sum(MLP):
-        def loss(self, batch: Any) -> Tensor:
-            return (self(batch[0]) - batch[1]).square().sum() * 1e-3
-
-    torch.manual_seed(3)
-    plain = Sum()
-    piped = copy.deepcopy(plain)
-    trainer().fit(plain, loader(MLP, 16, 8))
-    pipeline(2, strategy={"loss_reduction": "sum"}).fit(piped, loader(MLP, 16, 8))
-    assert_same_parameters(plain, piped, exact=False)
-
-
 def test_schedulers_and_limits_count_iterations() -> None:
     class Scheduled(MLP):
         def configure_optimizers(self) -> Any:
@@ -97,20 +84,6 @@ def test_schedulers_and_limits_count_iterations() -> None:
     assert runner.global_step == 4
     assert count.validations == 2
     assert runner.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.5**4)
-
-
-def test_hooks_for_unusual_batches_are_used() -> None:
-    class Ragged(MLP):
-        def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
-            inputs, targets = batch
-            return [(inputs[:1], targets[:1]), (inputs[1:], targets[1:])]
-
-    piped = Ragged()
-    plain = MLP()
-    plain.load_state_dict(piped.state_dict())
-    trainer().fit(plain, loader(MLP, 16, 8))
-    pipeline(2).fit(piped, loader(MLP, 16, 8))
-    assert_same_parameters(plain, piped, exact=False)
 
 
 def test_a_plan_tells_what_each_stage_does(capsys: pytest.CaptureFixture[str]) -> None:

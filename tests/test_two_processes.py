@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests import processes
 from tests.models import MLP, MODELS, Regression, TinyTransformer, Transposing, UNet, loader
-from tests.trainers import pipeline, trainer
+from tests.trainers import pipeline
 
 
 def fit(rank: int, folder: Path, name: str, num_stages: int, devices: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -193,23 +192,6 @@ def test_limits_and_schedulers_count_alike_on_all_ranks(tmp_path: Path) -> None:
     assert two[0] == two[1]
     assert two[0][:2] == (7, 7)
     assert two[0][2] < 1.0
-
-
-def launch(method: str, folder: Path) -> None:
-    torch.manual_seed(5)
-    model = UNet()
-    expected = copy.deepcopy(model)
-    data = loader(UNet, 12, 6)
-    runner = pipeline(2, 2, {"start_method": method}, max_epochs=1)
-    runner.fit(model, data)
-    trainer(max_epochs=1).fit(expected, data)
-    for (name, a), b in zip(model.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_lightning_launches_the_processes(method: str, tmp_path: Path) -> None:
-    launch(method, tmp_path)
 
 
 def owned(rank: int, folder: Path) -> tuple[list[str], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -12,29 +13,19 @@ from torch import Tensor
 
 from tests.driver import assert_same_parameters
 from tests.models import MLP, UNet, loader
-from tests.strategy.twins import loaders, single, staged, twins
-from tests.trainers import trainer
+from tests.trainers import both, loaders, staged, trainer, twins
 
 
-@pytest.mark.parametrize(("model", "accumulate"), [(MLP, 4), (UNet, 2)])
-def test_accumulated_batches_equal_one_device_bitwise(model: type[Any], accumulate: int) -> None:
-    plain, piped = twins(model, optimizer="adamw")
-    small, large = loaders(model, 64)
-    one, two = single(accumulate, gradient_clip_val=0.1), staged(accumulate=accumulate, gradient_clip_val=0.1)
-    one.fit(plain, small)
-    two.fit(piped, large)
-    assert two.global_step == one.global_step == 16 // accumulate
-    assert_same_parameters(plain, piped)
-
-
-def test_the_last_batches_of_an_epoch_are_a_step_even_if_they_are_few() -> None:
-    plain, piped = twins(MLP)
-    small, large = loaders(MLP, 40)  # five batches
-    one, two = single(2), staged(accumulate=2)
-    one.fit(plain, small)
-    two.fit(piped, large)
-    assert two.global_step == one.global_step == 6
-    assert_same_parameters(plain, piped)
+@pytest.mark.parametrize(
+    ("model", "accumulate", "batches", "steps"),
+    [(MLP, 4, 8, 4), (UNet, 2, 8, 8), (MLP, 2, 5, 6)],  # the last batches of an epoch are a step, even if they are few
+)
+def test_accumulated_batches_equal_one_device_bitwise(
+    model: type[Any], accumulate: int, batches: int, steps: int
+) -> None:
+    make, options = partial(model, "adamw"), {"accumulate": accumulate, "gradient_clip_val": 0.1}
+    one, two = both(make, loaders(model, 8 * batches), **options)
+    assert two.global_step == one.global_step == steps
 
 
 def test_a_scheduler_of_accumulation_is_followed() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +20,7 @@ from lightning_avgpipe import Averaging
 from lightning_avgpipe.errors import BatchError
 from tests.driver import assert_same_parameters
 from tests.models import MLP, loader
-from tests.trainers import pipeline, trainer
+from tests.trainers import both, pipeline, twins
 
 
 class TimeMajor(L.LightningModule):
@@ -46,21 +49,23 @@ def sequences(length: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, x.cumsum(1).mean(2)), batch_size=8, collate_fn=time_first)
 
 
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """The warnings of batches that are not split."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    said += [text for text in (str(one.message) for one in caught) if re.search("(batches are )?not split", text)]
+
+
 @pytest.mark.parametrize("length", [6, 8])
 def test_time_first_trains_as_on_one_device_with_a_warning(length: int) -> None:
-    models, logged = [], []
-    for make in (trainer, partial(pipeline, 2)):
-        torch.manual_seed(3)
-        models.append(TimeMajor())
-        runner = make()
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            runner.fit(models[-1], sequences(length))
-        logged.append(float(runner.callback_metrics["loss"]))
-    assert_same_parameters(*models, exact=False)
-    assert logged[1] == pytest.approx(logged[0], abs=1e-6)
-    texts = [str(warning.message) for warning in said if "not split into micro-batches" in str(warning.message)]
-    assert texts and all("split_batch" in text for text in texts)
+    with told() as said:
+        runners = both(TimeMajor, sequences(length))
+    expected, found = (float(runner.callback_metrics["loss"]) for runner in runners)
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert said and all("split_batch" in text for text in said)
 
 
 def test_time_first_is_refused_where_micro_batches_were_asked_for() -> None:
@@ -101,12 +106,7 @@ def columns(samples: list[Any]) -> Any:
 # the last batch has two, or as many images as there are channels
 @pytest.mark.parametrize(("samples", "size"), [(14, None), (11, 3)])
 def test_lists_of_images_and_targets_train_as_on_one_device(samples: int, size: int | None) -> None:
-    models = []
-    for make in (trainer, partial(pipeline, 2)):
-        torch.manual_seed(3)
-        models.append(Detector())
-        make(max_epochs=1).fit(models[-1], DataLoader(scenes(samples, size), 4, collate_fn=columns))
-    assert_same_parameters(*models, exact=False)
+    both(Detector, DataLoader(scenes(samples, size), 4, collate_fn=columns), max_epochs=1)
 
 
 class Shared(MLP):
@@ -128,13 +128,8 @@ class WithPositions:
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_what_samples_share_is_repeated_or_keeps_the_batch_whole(weights: bool) -> None:
-    models = []
-    for make in (trainer, partial(pipeline, 2)):
-        torch.manual_seed(3)
-        models.append(Shared())
-        data = DataLoader(loader(MLP, 13, 4).dataset, batch_size=4, collate_fn=WithPositions(weights))
-        make().fit(models[-1], data, data)
-    assert_same_parameters(*models, exact=False)
+    data = DataLoader(loader(MLP, 13, 4).dataset, batch_size=4, collate_fn=WithPositions(weights))
+    both(Shared, data, data)
 
 
 def test_a_first_batch_of_one_sample_says_that_the_stages_take_turns() -> None:
@@ -179,16 +174,13 @@ class AllAtOnce(MLP):
     ],
 )
 def test_a_step_that_takes_no_part_of_a_batch_gets_whole_ones(of: tuple[str, ...], options: dict[str, Any]) -> None:
-    models, said = [], []
+    models = []
     for count in (1 if "training_step" in of else 8, "auto"):
-        torch.manual_seed(3)
-        model = AllAtOnce(*of) if count == "auto" else AllAtOnce("no step")
+        model, _ = twins(partial(AllAtOnce, *(of if count == "auto" else ("no step",))))
         runner = pipeline(2, strategy={"num_microbatches": count, **options}, max_epochs=1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with told() as said:
             runner.fit(model, loader(MLP, 32, 8), loader(MLP, 16, 8))
         models.append(model)
-        said = [str(warning.message) for warning in caught if "batches are not split" in str(warning.message)]
         assert runner.strategy.plan.num_stages == 2 and torch.isfinite(runner.callback_metrics["val_loss"])
     expected, found = models
     assert found.cleared == expected.cleared
@@ -222,16 +214,10 @@ class Begun(MLP):
 
 @pytest.mark.filterwarnings("ignore:std")
 def test_a_step_whose_loss_is_no_number_on_a_part_of_a_batch_gets_whole_ones() -> None:
-    models = []
-    for make in (partial(trainer, max_epochs=1), partial(pipeline, 2, max_epochs=1)):
-        torch.manual_seed(3)
-        models.append(Begun())
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            make().fit(models[-1], loader(MLP, 32, 8))
-    said = [str(warning.message) for warning in caught if "batches are not split" in str(warning.message)]
+    with told() as said:
+        one, other = both(Begun, loader(MLP, 32, 8), max_epochs=1)
     assert len(said) == 1 and "its loss is no finite number on 1 of the 8 samples of a batch" in said[0]
-    assert_same_parameters(*models)
+    assert_same_parameters(one.lightning_module, other.lightning_module)
 
 
 class Samples(L.Callback):
@@ -256,10 +242,8 @@ class Samples(L.Callback):
 def test_a_callback_that_moves_a_batch_of_its_own_gets_it_and_changes_nothing(
     hook: str, options: dict[str, Any]
 ) -> None:
-    models, samples = [], Samples(hook)
-    for callbacks in ([], [samples]):
-        torch.manual_seed(3)
-        models.append(MLP())
-        pipeline(2, strategy=options, callbacks=callbacks).fit(models[-1], loader(MLP, 24, 4))
+    samples, models = Samples(hook), twins(MLP)
+    for model, callbacks in zip(models, ([], [samples]), strict=True):
+        pipeline(2, strategy=options, callbacks=callbacks).fit(model, loader(MLP, 24, 4))
     assert samples.moved and all(torch.equal(batch["own"], torch.full((4, 8), 7.0)) for batch in samples.moved)
     assert_same_parameters(*models)

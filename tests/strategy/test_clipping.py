@@ -14,18 +14,13 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from tests import processes
-from tests.driver import assert_same_parameters
 from tests.models import MLP, loader
-from tests.strategy.twins import MICROBATCHES, loaders, single, staged, twins
-from tests.trainers import pipeline
+from tests.trainers import MICROBATCHES, both, loaders, pipeline, single, staged
 
 
 @pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.02), ("value", 0.02), ("norm", 1e9)])
 def test_clipped_training_equals_one_device_bitwise(algorithm: str, limit: float) -> None:
-    plain, piped = twins(MLP)
-    for module, make, data in zip((plain, piped), (single, staged), loaders(MLP, 32), strict=True):
-        make(gradient_clip_val=limit, gradient_clip_algorithm=algorithm).fit(module, data)
-    assert_same_parameters(plain, piped)
+    both(MLP, loaders(MLP, 32), gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
 
 
 class ByLightning(MLP):
@@ -56,12 +51,11 @@ class InHook(MLP):
         clip_grad_norm_(self.parameters(), 0.02)
 
 
-class Trainers(MLP):
-    """Leaves it to Trainer(gradient_clip_val=...)."""
-
-
 class InCallback(MLP):
     """Leaves it to a callback."""
+
+    def configure_callbacks(self) -> Any:
+        return [Clips()]
 
 
 class InTwoGroups(MLP):
@@ -79,13 +73,11 @@ class Clips(L.Callback):
         clip_grad_norm_(module.parameters(), 0.02)
 
 
-MODELS = (Trainers, ByLightning, ByTorch, InHook, InCallback, InTwoGroups)
+MODELS = (MLP, ByLightning, ByTorch, InHook, InCallback, InTwoGroups)
 
 
 def options(model: type[MLP]) -> dict[str, Any]:
-    if model is InCallback:
-        return {"callbacks": [Clips()]}
-    return {"gradient_clip_val": 0.02} if model in (Trainers, InTwoGroups) else {}
+    return {"gradient_clip_val": 0.02} if model in (MLP, InTwoGroups) else {}
 
 
 def norms(runner: L.Trainer) -> dict[str, float]:

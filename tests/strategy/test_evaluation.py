@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import lightning as L
@@ -12,41 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_avgpipe import AvgPipeStrategy
-from tests.trainers import trainer
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x).relu()
-        return x
+from tests.trainers import both
 
 
 class Base(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = Net()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(6)))
         self.decoder = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self(batch).square().mean()
+        return self.net(batch).square().mean()
 
     def value(self, batch: Tensor) -> Tensor:
-        return self(batch)
+        return self.net(batch)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("value", self.value(batch).mean())
-
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.validation_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)
@@ -54,24 +35,22 @@ class Base(L.LightningModule):
 
 class DecodesToo(Base):
     def value(self, batch: Tensor) -> Tensor:
-        return self.decoder(self(batch))
+        return self.decoder(self.net(batch))
 
 
 class TrainsByWeights(Base):
     """Training calls no module, so what an evaluation calls as a whole lies on several stages."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        block: Any
-        for block in self.net.blocks:
-            batch = F.linear(batch, block.weight, block.bias).relu()
+        for block in self.net:
+            batch = F.linear(batch, block[0].weight, block[0].bias).relu()
         return batch.square().mean()
 
 
 class EvaluatesByWeights(Base):
     def value(self, batch: Tensor) -> Tensor:
-        block: Any
-        for block in self.net.blocks:
-            batch = F.linear(batch, block.weight)
+        for block in self.net:
+            batch = F.linear(batch, block[0].weight)
         return batch
 
 
@@ -79,7 +58,7 @@ class EvaluatesOneUnit(Base):
     """Fewer units than stages."""
 
     def value(self, batch: Tensor) -> Tensor:
-        return self.net.blocks[4](batch)
+        return self.net[4](batch)
 
 
 class EvaluatesNothing(Base):
@@ -102,10 +81,6 @@ def data(count: int) -> DataLoader[Any]:
     ],
 )  # fmt: skip
 def test_a_validation_may_call_other_units_than_training(model: type[Base], sanity: int) -> None:
-    piped = model()
-    plain, found = copy.deepcopy(piped), []
-    for module, options in ((piped, {"strategy": AvgPipeStrategy(num_stages=3)}), (plain, {})):
-        runner = trainer(max_epochs=1, num_sanity_val_steps=sanity, **options)
-        runner.fit(module, data(2), data(1))
-        found.append(float(runner.callback_metrics["value"]))
-    assert found[0] == pytest.approx(found[1], abs=1e-6)
+    one, other = both(model, data(2), data(1), num_stages=3, max_epochs=1, num_sanity_val_steps=sanity)
+    expected, found = (float(runner.callback_metrics["value"]) for runner in (one, other))
+    assert found == pytest.approx(expected, abs=1e-6)

@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
-from tests import processes
-from tests.driver import assert_same_parameters
-from tests.strategy.test_attributes_of_steps import Layers
-from tests.trainers import pipeline
+from tests.strategy.steps import (
+    NUM_MICROBATCHES,
+    Layers,
+    assert_same,
+    assert_two_processes_equal,
+    by_hand,
+    errors_of_two_processes,
+    piped,
+)
 
 STEPS, BEGIN = 4, 2
 
@@ -55,7 +58,7 @@ class Late(Layers):
         begun = batch_idx >= BEGIN
         if begun:
             self.first(self, None)
-        loss = (self.through(batch[0] / self.number) - batch[1]).square().mean()
+        loss = self.loss((batch[0] / self.number, batch[1]))
         return loss if not begun or (found := self.last(self, loss)) is None else found
 
 
@@ -84,14 +87,13 @@ def notes(module: Any, loss: Any) -> None:
     module.history.append(1.0)
 
 
-def batches() -> list[Any]:
-    return [list(torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(i))) for i in range(STEPS)]
+LATE: dict[str, Any] = {"split_points": ["c"], "costs": "flops"}
 
 
-def fit(module: Layers, devices: int = 1) -> None:
-    strategy = {"num_microbatches": 2, "split_points": ["c"], "costs_cache": None}
-    runner = pipeline(2, devices, strategy=strategy, max_epochs=1)
-    runner.fit(module, DataLoader(batches(), batch_size=None))  # type: ignore
+def assert_as_by_hand(make: Callable[[], Any]) -> Any:
+    module = piped(make(), **LATE)
+    assert_same(module, by_hand(make()))
+    return module
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def fit(module: Layers, devices: int = 1) -> None:
 )
 def test_what_only_one_stage_would_do_ends_training_with_its_name(first: Any, last: Any, says: str) -> None:
     with pytest.raises(StepChangedError, match=says):
-        fit(Late(first, last))
+        piped(Late(first, last), **LATE)
 
 
 def frozen(module: Any, loss: Any) -> None:
@@ -120,7 +122,7 @@ def frozen(module: Any, loss: Any) -> None:
 
 
 def test_what_each_stage_does_alike_at_the_beginning_may_begin_late() -> None:
-    assert_as_alone(Late(frozen, nothing), Late(frozen, nothing))
+    assert_as_by_hand(lambda: Late(frozen, nothing))
 
 
 def measured(module: Any, loss: Any) -> None:
@@ -130,8 +132,8 @@ def measured(module: Any, loss: Any) -> None:
 def test_a_metric_may_hear_of_something_late() -> None:
     module = Late(measured, nothing)
     module.metric = MeanMetric()
-    fit(module)
-    assert module.metric.weight == 2 * (STEPS - BEGIN)
+    piped(module, **LATE)
+    assert module.metric.weight == NUM_MICROBATCHES * (STEPS - BEGIN)
 
 
 class Collects(Late):
@@ -153,25 +155,24 @@ class Collects(Late):
 
 
 def test_what_each_micro_batch_collects_and_drops_again_is_not_late() -> None:
-    assert_as_alone(Collects(), Collects())
+    assert_as_by_hand(Collects)
 
 
 def test_a_number_that_a_submodule_of_another_stage_counts_is_not_read_late() -> None:
     with pytest.raises(AbsentValueError, match=r"uses 'b.calls', which a submodule of another stage changes"):
-        fit(Late(nothing, lambda module, loss: loss / module.b.calls))
+        piped(Late(nothing, lambda module, loss: loss / module.b.calls), **LATE)
 
 
 def test_a_submodule_does_not_begin_to_change_what_others_hold() -> None:
     module = Late(nothing, nothing)
     module.b.writes = True  # type: ignore[assignment]
     with pytest.raises(StepChangedError, match=r"changes an object in 'box', .*\(stage 0\)"):
-        fit(module)
+        piped(module, **LATE)
 
 
 def test_what_the_last_stage_alone_keeps_may_begin_late() -> None:
-    module = Late(nothing, history)
-    assert_as_alone(module, Late(nothing, history))
-    assert len(module.history) == 2 * (STEPS - BEGIN)
+    module = assert_as_by_hand(lambda: Late(nothing, history))
+    assert len(module.history) == NUM_MICROBATCHES * (STEPS - BEGIN)
 
 
 class Warms(Layers):
@@ -185,7 +186,7 @@ class Warms(Layers):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = batch[0] / self.scale * float(self.array[0]) * self.plain
-        loss = (self.through(x) - batch[1] * self.bank).square().mean()
+        loss = self.loss((x, batch[1] * self.bank))
         if batch_idx >= BEGIN:
             self.change(self)
         return loss
@@ -207,12 +208,6 @@ def read_at_the_end(module: Any) -> None:
     module.bank.mul_(0.9)
 
 
-def warmed(rank: int, change: Any) -> dict[str, Tensor]:
-    module = Warms(change)
-    fit(module, 2)
-    return module.state_dict()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "says"),
@@ -223,23 +218,11 @@ def warmed(rank: int, change: Any) -> dict[str, Tensor]:
     ],
 )
 def test_what_a_stage_of_another_process_would_not_see_ends_training(change: Any, says: str, tmp_path: Path) -> None:
-    outcomes = processes.run(2, warmed, change, folder=tmp_path)
-    assert all(outcome.error for outcome in outcomes)
-    assert says in (outcomes[0].error or "")
+    assert says in errors_of_two_processes(lambda: Warms(change), tmp_path, **LATE)[0]
 
 
 @pytest.mark.slow
 def test_what_the_last_process_alone_reads_it_may_begin_to_change(tmp_path: Path) -> None:
-    state, _ = processes.results(processes.run(2, warmed, read_at_the_end, folder=tmp_path))
-    torch.testing.assert_close(state["bank"], torch.full((8,), 0.9 ** (2 * (STEPS - BEGIN))))
-
-
-def assert_as_alone(module: Late, alone: Late) -> None:
-    fit(module)
-    optimizer: Any = alone.configure_optimizers()
-    for i, batch in enumerate(batches()):
-        optimizer.zero_grad()
-        for part in split(batch, 2):
-            (alone.training_step(part.data, i) * part.weight).backward()
-        optimizer.step()
-    assert_same_parameters(alone, module)
+    module = by_hand(Warms(read_at_the_end))
+    torch.testing.assert_close(module.bank, torch.full((8,), 0.9 ** (NUM_MICROBATCHES * (STEPS - BEGIN))))
+    assert_two_processes_equal(module, lambda: Warms(read_at_the_end), tmp_path, **LATE)

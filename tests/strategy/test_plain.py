@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from lightning_avgpipe import AvgPipeStrategy, PipelineTimeline
 from tests.averaging.models import assert_equal
 from tests.driver import assert_same_parameters
+from tests.manual_models import Gan
 from tests.models import MLP, loader
-from tests.strategy.twins import twins
-from tests.trainers import pipeline, trainer
+from tests.trainers import pipeline, trainer, twins
 
 
 class Noisy(MLP):
@@ -29,22 +29,6 @@ class Noisy(MLP):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
-class Manual(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        half = len(self.layers) // 2
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.layers[:half], self.layers[half:])]
 
 
 class OwnBackward(MLP):
@@ -85,7 +69,7 @@ def test_checkpoints_equal_those_of_one_device_with_progress_and_random_numbers(
     assert_equal(dict(plain.callback_metrics), dict(ours.callback_metrics))
 
 
-@pytest.mark.parametrize("module", [Manual, OwnBackward, Skips, Lbfgs])
+@pytest.mark.parametrize("module", [Gan, OwnBackward, Skips, Lbfgs])
 def test_what_a_pipeline_refuses_works(module: type[MLP]) -> None:
     plain, ours = both(module)
     assert_same_parameters(plain.lightning_module, ours.lightning_module)

@@ -6,15 +6,21 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_avgpipe.errors import AvgPipeError
+from lightning_avgpipe.errors import AvgPipeError, CaptureError, PartitionError, StepChangedError
+from tests.models import MLP, loader
+from tests.strategy.steps import Layers, errors_of_two_processes
 from tests.trainers import pipeline, trainer
 
 
@@ -395,6 +401,84 @@ def test_one_compiled_submodule_does_not_hide_what_the_step_assigns() -> None:
     module.a.compile(backend="eager")
     with pytest.raises(AvgPipeError, match="'hidden' is read at"):
         in_stages(module)
+
+
+class StepsSchedule(MLP):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1000)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        try:
+            self.lr_schedulers().step()  # type: ignore[union-attr]
+        except Exception:  # of ours too, which must not be lost
+            return loss
+        return loss
+
+
+class CountsOperations(MLP):
+    begin = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx < self.begin:
+            return super().training_step(batch, batch_idx)
+        with FlopCounterMode(display=False) as counter:
+            loss = super().training_step(batch, batch_idx)
+        return loss * counter.get_total_flops()
+
+
+class CountsLater(CountsOperations):
+    begin = 1
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Normalizes(MLP):
+    """Its backward changes what later forwards read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = Checkpointed(spectral_norm(nn.Linear(8, 8)))
+
+
+class AssignsSubmodule(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.layers[0] = self.layers[2]  # type: ignore[index]
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (StepsSchedule, CaptureError, rf"{LINE} training_step the step changes hyper-param"),
+        (CountsOperations, PartitionError, r"the step is in a _?FlopCounterMode"),
+        (CountsLater, StepChangedError, r"the step is in a _?FlopCounterMode"),
+        (Normalizes, StepChangedError, r"the backward of a micro-batch changes '.*_u'"),
+        (AssignsSubmodule, CaptureError, r"assigns a submodule, so that .*'layers.2.weight' is 'layers.0"),
+    ],
+)
+def test_effects_that_stages_cannot_have_together_are_refused(make: Any, error: type[Exception], message: str) -> None:
+    options: dict[str, Any] = {"schedule": "1f1b", "num_microbatches": 4}
+    with pytest.raises(error, match=message):
+        pipeline(2, strategy=options).fit(make(), loader(MLP, 16, 8))
+
+
+class ReadsMomentum(Layers):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) / (1 + len(self.optimizers().state))  # type: ignore[union-attr]
+
+
+def test_a_step_that_reads_the_state_of_an_optimizer_is_refused(tmp_path: Path) -> None:
+    errors = errors_of_two_processes(ReadsMomentum, tmp_path)
+    assert any("uses the state of an optimizer, of which each process has only the part" in text for text in errors)
 
 
 # -- what is left ------------------------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from tests.averaging.models import assert_equal
 from tests.driver import assert_same_parameters
 from tests.manual_models import MODELS, Gan
 from tests.models import MLP, loader
-from tests.strategy.twins import twins
-from tests.trainers import pipeline, trainer
+from tests.trainers import pipeline, trainer, twins
 
 
 class OwnBackward(MLP):
