@@ -45,6 +45,7 @@ def test_validate_test_and_predict_equal_single_device() -> None:
     expected, found = (runner.predict(module, data) for module, runner in runs)
     assert [p.shape for p in found] == [p.shape for p in expected]
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, found, strict=True))
+    assert "log" not in vars(piped)
 
 
 def test_outputs_of_a_step_are_those_of_the_whole_batch() -> None:
@@ -65,27 +66,6 @@ def test_outputs_of_a_step_are_those_of_the_whole_batch() -> None:
     torch.testing.assert_close(watch.outputs["loss"], expected)
 
 
-def test_schedulers_and_limits_count_iterations() -> None:
-    class Scheduled(MLP):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    class Count(L.Callback):
-        validations = 0
-
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            self.validations += not trainer.sanity_checking
-
-    count = Count()
-    runner = pipeline(2, max_epochs=1, limit_train_batches=4, val_check_interval=2, callbacks=[count])
-    runner.fit(Scheduled(), loader(MLP, 80, 8), loader(MLP, 8, 8))
-    assert runner.global_step == 4
-    assert count.validations == 2
-    assert runner.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.5**4)
-
-
 def test_a_plan_tells_what_each_stage_does(capsys: pytest.CaptureFixture[str]) -> None:
     runner = pipeline(3, max_steps=1)
     runner.fit(TinyTransformer(), loader(TinyTransformer, 8, 8))
@@ -104,18 +84,6 @@ def test_split_points_begin_the_stages() -> None:
     runner.fit(TinyTransformer(), loader(TinyTransformer, 8, 8))
     stages = runner.strategy.plan.stages
     assert [stage.units[0] for stage in stages] == ["embed", "blocks.1", "norm"]
-
-
-def test_fit_then_test_then_fit_again() -> None:
-    model = MLP()
-    runner = pipeline(2, max_epochs=1)
-    runner.fit(model, loader(MLP, 8, 4), loader(MLP, 8, 4))
-    first = runner.test(model, loader(MLP, 8, 4), verbose=False)
-    runner.fit_loop.max_epochs = 3
-    runner.fit(model, loader(MLP, 8, 4), loader(MLP, 8, 4))
-    second = runner.test(model, loader(MLP, 8, 4), verbose=False)
-    assert second[0]["test_loss"] < first[0]["test_loss"]
-    assert "log" not in vars(model)
 
 
 def test_lightning_transformer_trains_unmodified(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -392,7 +392,7 @@ class CallsOtherHooks(Layers):
         self.on_validation_epoch_end()
 
 
-def tested(rank: int, devices: int, num_stages: int) -> tuple[float, dict[str, Tensor]]:
+def annealed(rank: int, devices: int, num_stages: int) -> tuple[float, dict[str, Tensor]]:
     options = {**TWO_EPOCHS, "num_sanity_val_steps": 0}
     module = piped(CallsOtherHooks(), num_stages, devices, options, costs="flops")
     module.trainer.test(module, data(), verbose=False)
@@ -400,9 +400,9 @@ def tested(rank: int, devices: int, num_stages: int) -> tuple[float, dict[str, T
 
 
 def test_hooks_that_call_each_other_are_followed_once(tmp_path: Path) -> None:
-    tau, expected = tested(0, 1, 1)
+    tau, expected = annealed(0, 1, 1)
     assert tau == 0.5**7  # of two epochs three each, and of the test
-    for found, state in processes.results(processes.run(2, tested, 2, 2, folder=tmp_path)):
+    for found, state in processes.results(processes.run(2, annealed, 2, 2, folder=tmp_path)):
         assert found == tau
         assert_same(state, expected)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -479,6 +480,55 @@ class Transformed(Own):
         return self.head(torch.vmap(lambda weight: torch.tanh(x @ weight))(self.weights).mean(0))
 
 
+class Adjoint(torch.autograd.Function):
+    """As adjoint methods do it: the forward keeps no graph, and the backward makes one, of the same parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, f: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.f = f
+        ctx.save_for_backward(x, *parameters)
+        with torch.no_grad():
+            return f(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.f(x)
+        found = torch.autograd.grad(y, (x, *parameters), gradient, allow_unused=True)
+        return None, *(torch.zeros_like(t) if g is None else g for g, t in zip(found, (x, *parameters), strict=True))
+
+
+class Flow:
+    """What the submodule returns: a function, and the parameters that it uses."""
+
+    def __init__(self, f: nn.Module) -> None:
+        self.f = f
+        self.parameters = tuple(f.parameters())
+
+
+class LazyFlow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self) -> Flow:
+        return Flow(self.f)
+
+
+class WithAdjoint(Own):
+    """Gradients that a function computes anew, for parameters that a submodule has handed out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flow, self.before, self.after = LazyFlow(), mlp(3), mlp(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flow = self.flow()
+        return self.after(Adjoint.apply(flow.f, self.before(x), *flow.parameters))
+
+
 class MixedBatch(Own):
     """Tensors, texts, numbers and Nones in one batch, which the step takes apart."""
 
@@ -506,7 +556,7 @@ def fixed(model: type[Regression]) -> type[Regression]:
 MODELS: tuple[type[Regression], ...] = (
     Siamese, TwoTowers, EarlyLoss, Attending, Dataclasses, Structures, Packed, PackedInside, BatchNorms,
     OwnStatistics, Checkpointed, CheckpointedReentrant, Hooked, Parametrized, Frozen, FrozenMiddle,
-    Measured, GatedExperts, InPlace, Branching, Transformed, MixedBatch,
+    Measured, GatedExperts, InPlace, Branching, Transformed, WithAdjoint, MixedBatch,
     *map(fixed, (UNet, ConvNet, LSTMStack, TinyTransformer)),
 )  # fmt: skip
 

@@ -93,18 +93,6 @@ def bert(dropout: float = 0.0) -> nn.Module:
     return transformers.BertForSequenceClassification(config)
 
 
-def bert_masked() -> nn.Module:
-    config = transformers.BertConfig(**_TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return transformers.BertForMaskedLM(config)
-
-
-def roberta() -> nn.Module:
-    config = transformers.RobertaConfig(
-        **_TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=LABELS
-    )
-    return transformers.RobertaForSequenceClassification(config)
-
-
 def gpt2(tied: bool = True, dropout: float = 0.0) -> nn.Module:
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=4, n_head=2, bos_token_id=1, eos_token_id=2,
@@ -117,13 +105,9 @@ def gpt2_untied() -> nn.Module:
     return gpt2(tied=False)
 
 
-def llama(tied: bool = False) -> nn.Module:
-    config = transformers.LlamaConfig(**_TEXT, num_key_value_heads=1, tie_word_embeddings=tied)
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(**_TEXT, num_key_value_heads=1, tie_word_embeddings=False)
     return transformers.LlamaForCausalLM(config)
-
-
-def llama_tied() -> nn.Module:
-    return llama(tied=True)
 
 
 def mixtral() -> nn.Module:
@@ -180,12 +164,9 @@ def resnet() -> nn.Module:
 # Name -> model and its batches.
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any]]] = {
     "bert": (bert, classified_texts),
-    "bert_masked": (bert_masked, padded_texts),
-    "roberta": (roberta, classified_texts),
     "gpt2": (gpt2, texts),
     "gpt2_untied": (gpt2_untied, padded_texts),
     "llama": (llama, texts),
-    "llama_tied": (llama_tied, padded_texts),
     "mixtral": (mixtral, padded_texts),
     "t5": (t5, translations),
     "bart": (bart, translations),

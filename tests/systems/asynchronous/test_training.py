@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy, AvgPipeTuner, Links, PipelineTimeline, PipeOptim
 from lightning_avgpipe.errors import ConfigurationError
@@ -272,20 +271,6 @@ def test_validation_drains_and_sees_the_weights_of_its_batch() -> None:
     for options in ({"val_check_interval": 2}, {}):
         saving = ModelCheckpoint(every_n_train_steps=2, save_top_k=0)
         model, _ = train("stash", callbacks=[saving], enable_checkpointing=True, size=48, max_epochs=1, **options)
-        found.append(state(model))
-    assert_equal(*found)
-
-
-def test_data_of_unknown_length_is_read_to_its_end() -> None:
-    class Stream(IterableDataset):
-        def __iter__(self) -> Any:
-            return iter(batches(5, 2))
-
-    found = []
-    for data in (DataLoader(Stream(), batch_size=None), Batches(batches(5, 2))):
-        torch.manual_seed(3)
-        model = Chain(Recurrent, MOMENTUM)
-        fit(model, data, "stash", 1)
         found.append(state(model))
     assert_equal(*found)
 

@@ -38,12 +38,12 @@ class FineTuned(Regression):
 
     example = staticmethod(MLP.example)
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, norm: Any = nn.BatchNorm1d) -> None:
         super().__init__()
         self.embed = Counted(8, 8)
         self.encoder = nn.Module()
         self.encoder.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Tanh()) for _ in range(5)
+            nn.Sequential(nn.Linear(8, 8), norm(8), nn.Dropout(dropout), nn.Tanh()) for _ in range(5)
         )
         self.head = nn.Linear(8, 8)
 
