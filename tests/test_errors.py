@@ -60,11 +60,7 @@ def test_a_wrong_option_is_refused_at_once(options: dict[str, Any], message: str
         (Averaging, {"outer_optimizer": torch.optim.SGD, "outer_lr": 1.0}, "both move the reference"),
         (Averaging, {"every": 0}, "every=0: must be an integer from 1"),
         (AvgPipeStrategy, {"costs": "guessed"}, "costs='guessed': must be one of 'measured', 'flops'"),
-        (
-            AvgPipeStrategy,
-            {"costs_cache": False},
-            "costs_cache=False: must be 'auto' or the path of a directory",
-        ),
+        (AvgPipeStrategy, {"costs_cache": False}, "costs_cache=False: must be 'auto' or the path of a directory"),
         (
             Averaging,
             {"outer_optimizer": torch.optim.LBFGS},

@@ -22,15 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import PartitionError
 from tests.driver import accumulate
-from tests.strategy.steps import (
-    NUM_MICROBATCHES,
-    Layers,
-    assert_same,
-    assert_two_processes_equal,
-    by_hand,
-    data,
-    piped,
-)
+from tests.strategy.steps import NUM_MICROBATCHES, Layers, assert_same, assert_two_processes_equal, by_hand, data, piped
 from tests.trainers import assert_defaults_equal_accumulation, trainer
 
 
@@ -411,10 +403,7 @@ class OutsideLate(Layers):
 
 @pytest.mark.parametrize(
     ("make", "name", "fit", "too_many"),
-    [
-        (Carried, "'state'", 3, 4),
-        (OutsideLate, r"'global tests\.strategy\.test_attributes_of_steps\.CALLS'", 1, 2),
-    ],
+    [(Carried, "'state'", 3, 4), (OutsideLate, r"'global tests\.strategy\.test_attributes_of_steps\.CALLS'", 1, 2)],
 )
 def test_what_is_read_before_another_stage_changes_it_is_not_cut_off_and_refused_by_name(
     make: Callable[[], Layers], name: str, fit: int, too_many: int

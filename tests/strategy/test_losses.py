@@ -205,11 +205,7 @@ def tokens() -> DataLoader[Any]:
     return DataLoader([{"ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)], batch_size=8)
 
 
-WEIGHTS = [
-    (Tokens, lambda batch: (batch["labels"] != -100).sum()),
-    (Weighs, None),
-    (HasAnother, "labels"),
-]
+WEIGHTS = [(Tokens, lambda batch: (batch["labels"] != -100).sum()), (Weighs, None), (HasAnother, "labels")]
 
 
 @pytest.mark.parametrize(("model", "loss_weight"), WEIGHTS)

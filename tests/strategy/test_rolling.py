@@ -426,11 +426,7 @@ class MeasuredLater(Measured):
 
 
 @pytest.mark.parametrize(
-    ("module", "named"),
-    [
-        (Heated, "'temperature'"),
-        (MeasuredLater, "updates the metric object 'mean'"),
-    ],
+    ("module", "named"), [(Heated, "'temperature'"), (MeasuredLater, "updates the metric object 'mean'")]
 )
 def test_what_is_found_later_is_an_error_that_names_the_option(module: Any, named: str) -> None:
     with pytest.raises(ConfigurationError, match=named) as raised:

@@ -192,11 +192,7 @@ def test_a_cache_that_cannot_work_is_refused(strategy: dict[str, Any], freezing:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "freezing",
-    [{"mode": "gradient_norm"}, {"every_n_epochs": 3, "cache": "1MB"}],
-    ids=str,
-)
+@pytest.mark.parametrize("freezing", [{"mode": "gradient_norm"}, {"every_n_epochs": 3, "cache": "1MB"}], ids=str)
 def test_a_script_freezes_as_one_process_does(freezing: dict[str, Any], tmp_path: Path) -> None:
     """With the default launcher, measured costs, shuffled data and a plan for each step of freezing."""
     options = {"alpha": 0.4, "replan": True, **freezing}
