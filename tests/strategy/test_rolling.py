@@ -97,15 +97,8 @@ def test_models_take_turns_as_in_a_plain_loop(
     expected = copy.deepcopy(model)
     data = [Net.example(8) for _ in range(7)]  # a ragged end
     reference = in_turn(expected, data, num_pipelines, every)
-    trainer = {"accumulate_grad_batches": every}
-    train(
-        model,
-        Batches(data),
-        num_stages,
-        averaging=Averaging(rolling=True),
-        num_pipelines=num_pipelines,
-        trainer=trainer,
-    )
+    options = {"averaging": Averaging(rolling=True), "trainer": {"accumulate_grad_batches": every}}
+    train(model, Batches(data), num_stages, num_pipelines=num_pipelines, **options)
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, reference[name]), f"{name} differs"
@@ -473,64 +466,43 @@ def test_groups_roll_if_they_are_not_tuned(tuned: bool, why: str, caplog: pytest
 # -- several processes -----------------------------------------------------------------------------------------------
 
 
-def fit(devices: int) -> Any:
+def fit(rank: int, devices: int, rolling: Any) -> Any:
+    """Three models; and two of a step of which the first batch tells that it does not bear rolling."""
     torch.manual_seed(4)
     model, recorder = Net("adamw", warm_up=True), Recorder()
     strategy = {"num_pipelines": 3, "num_microbatches": 2, "averaging": Averaging(rolling=True)}
     runner = pipeline(2, devices, strategy, callbacks=[recorder], gradient_clip_val=0.1, val_check_interval=2)
     runner.fit(model, loader(Net, 64, 8), loader(Net, 16, 8))
-    return (
-        state(model),
-        [call[:3] for call in recorder.calls],
-        {k: float(v) for k, v in runner.callback_metrics.items()},
-    )
-
-
-def fit_open(devices: int, rolling: Any = "auto") -> dict[str, Tensor]:
-    """The first batch tells that the step does not bear it."""
+    calls = [call[:3] for call in recorder.calls if call[0] != "on_before_backward"]  # which rank 0 hears
+    metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
     torch.manual_seed(4)
-    model = Changing("adamw")
-    strategy = {"num_pipelines": 2, "num_microbatches": 2, "averaging": Averaging(rolling=rolling)}
-    pipeline(2, devices, strategy, max_epochs=1).fit(model, loader(Net, 40, 8))
-    return state(model)
+    drained, strategy = Changing("adamw"), {**strategy, "num_pipelines": 2, "averaging": Averaging(rolling=rolling)}
+    pipeline(2, devices, strategy, max_epochs=1).fit(drained, loader(Net, 40, 8))
+    return state(model), calls, metrics, state(drained)
 
 
-def in_process(rank: int) -> Any:
-    return [*fit(2), fit_open(2)]
-
-
-def fit_frozen(devices: int, schedule: str) -> dict[str, Tensor]:
+def fit_frozen(rank: int, devices: int) -> list[dict[str, Tensor]]:
     """The first stage has nothing to train in the first epoch."""
-    torch.manual_seed(4)
-    model = Finetuned()
-    unfreezing = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-2)
-    strategy = {"num_pipelines": 2, "num_microbatches": 2, "averaging": Averaging(rolling=True), "schedule": schedule}
-    runner = pipeline(2, devices, strategy, callbacks=[unfreezing])
-    runner.fit(model, loader(Finetuned, 56, 8))
-    return state(model)
-
-
-def frozen_in_process(rank: int) -> Any:
-    return [fit_frozen(2, schedule) for schedule in ("1f1b", "zb_h1")]
+    found = []
+    for schedule in ("1f1b", "zb_h1"):
+        torch.manual_seed(4)
+        model, rolling = Finetuned(), {"averaging": Averaging(rolling=True), "schedule": schedule}
+        unfreezing = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-2)
+        strategy = {"num_pipelines": 2, "num_microbatches": 2, **rolling}
+        pipeline(2, devices, strategy, callbacks=[unfreezing]).fit(model, loader(Finetuned, 56, 8))
+        found.append(state(model))
+    return found
 
 
 @pytest.mark.slow
 def test_stages_that_begin_to_train_and_split_backwards_roll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = processes.results(processes.run(2, frozen_in_process, folder=tmp_path))
+    results = processes.results(processes.run(2, fit_frozen, 2, folder=tmp_path))
     for order in (Lane.seniority, newest_first):
         monkeypatch.setattr(Lane, "seniority", order)
-        for i, schedule in enumerate(("1f1b", "zb_h1")):
-            expected = fit_frozen(1, schedule)
-            for found in results:
-                assert_equal(found[i], expected)
+        assert_equal(results, [fit_frozen(0, 1)] * 2)
 
 
 def test_two_processes_train_the_models_of_one(tmp_path: Path) -> None:
-    weights, calls, metrics = fit(1)
-    drained = fit_open(1, rolling=False)
-    for found in processes.results(processes.run(2, in_process, folder=tmp_path)):
-        assert_equal(found[0], weights)
-        assert found[2] == metrics
-        assert_equal(found[3], drained)
-        told = [call for call in calls if call[0] != "on_before_backward"]
-        assert [call for call in found[1] if call[0] != "on_before_backward"] == told
+    expected = fit(0, 1, False)
+    for found in processes.results(processes.run(2, fit, 2, "auto", folder=tmp_path)):
+        assert_equal(found, expected)

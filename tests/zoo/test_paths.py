@@ -66,21 +66,6 @@ class Ends(Path):
         return x
 
 
-class EndsBefore(Path):
-    """Some micro-batches lack the second part of the loss, and nothing else follows for them."""
-
-    def loss(self, batch: Any) -> Tensor:
-        x = batch[0]
-        for layer in self.layers[:3]:
-            x = F.gelu(layer(x))
-        loss = x.square().mean()
-        if self.is_other(batch[0]):
-            return loss
-        for layer in self.layers[3:]:
-            x = F.gelu(layer(x))
-        return loss + x.mean()
-
-
 class InPlace(Path):
     def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
         y = layer(x)
@@ -168,19 +153,7 @@ class Differentiates(Path):
         return y
 
 
-MODELS = (
-    Adds,
-    Alternatives,
-    MoreGlue,
-    DropsLayers,
-    Ends,
-    EndsBefore,
-    InPlace,
-    LongSkip,
-    TakesValues,
-    Prompts,
-    Differentiates,
-)
+MODELS = (Adds, Alternatives, MoreGlue, DropsLayers, Ends, InPlace, LongSkip, TakesValues, Prompts, Differentiates)
 
 
 def batches() -> list[Any]:
