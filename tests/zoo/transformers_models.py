@@ -71,6 +71,10 @@ def speech(size: int, length: int) -> dict[str, Tensor]:
     return {"input_features": torch.randn(size, 8, 16), "labels": torch.randint(3, VOCABULARY, (size, length))}
 
 
+def sounds(size: int, length: int) -> dict[str, Tensor]:
+    return {"input_values": torch.randn(size, 80 * length), "labels": torch.randint(1, VOCABULARY, (size, length - 2))}
+
+
 # -- models ----------------------------------------------------------------------------------------------------------
 
 _TEXT = {
@@ -161,6 +165,17 @@ def resnet() -> nn.Module:
     return transformers.ResNetForImageClassification(config)
 
 
+def wav2vec2() -> nn.Module:
+    """With LayerDrop, as by default: layers are left out by chance."""
+    config = transformers.Wav2Vec2Config(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=6, num_attention_heads=2, intermediate_size=32,
+        conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, mask_time_prob=0.0, ctc_loss_reduction="mean", ctc_zero_infinity=True,
+    )  # fmt: skip
+    assert config.layerdrop > 0
+    return transformers.Wav2Vec2ForCTC(config)
+
+
 # Name -> model and its batches.
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any]]] = {
     "bert": (bert, classified_texts),
@@ -179,4 +194,5 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any]]] = {
 DRAWING: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any]]] = {
     "bert": (lambda: bert(dropout=0.1), classified_texts),
     "gpt2": (lambda: gpt2(tied=False, dropout=0.1), texts),
+    "wav2vec2": (wav2vec2, sounds),
 }
