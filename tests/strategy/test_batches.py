@@ -26,21 +26,15 @@ from tests.models import MLP, ConvNet, Regression, loader
 from tests.trainers import both, pipeline, twins
 
 
-class TimeMajor(L.LightningModule):
+class TimeMajor(Regression):
     """nn.LSTM's default layout: (T, B, F)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(4, 8)
-        self.head = nn.Linear(8, 1)
+        self.lstm, self.head = nn.LSTM(4, 8), nn.Linear(8, 1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.mse_loss(self.head(self.lstm(batch[0])[0])[..., 0], batch[1])
-        self.log("loss", loss, on_epoch=True, on_step=False)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])[..., 0]
 
 
 def time_first(samples: list[Any]) -> Any:
@@ -66,7 +60,7 @@ def told() -> Iterator[list[str]]:
 def test_time_first_trains_as_on_one_device_with_a_warning(length: int) -> None:
     with told() as said:
         runners = both(TimeMajor, sequences(length))
-    expected, found = (float(runner.callback_metrics["loss"]) for runner in runners)
+    expected, found = (float(runner.callback_metrics["train_loss_epoch"]) for runner in runners)
     assert found == pytest.approx(expected, abs=1e-6)
     assert said and all("split_batch" in text for text in said)
 
@@ -78,7 +72,7 @@ def test_time_first_is_refused_where_micro_batches_were_asked_for() -> None:
     assert runner.global_step == 0
 
 
-class Detector(L.LightningModule):
+class Detector(Regression):
     """Takes batches as torchvision's detectors do: images of several sizes, and a dict for each."""
 
     def __init__(self) -> None:
@@ -86,14 +80,11 @@ class Detector(L.LightningModule):
         self.body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
         self.head = nn.Linear(4, 4)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def loss(self, batch: Any) -> Tensor:
         images, targets = batch
         features = torch.stack([self.body(image[None]).mean((0, 2, 3)) for image in images])
         boxes = torch.stack([target["boxes"].mean(0) for target in targets])
         return F.mse_loss(self.head(features), boxes)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def scenes(count: int, size: int | None = None) -> list[Any]:

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from tests import processes
-from tests.models import MLP, loader
+from tests.models import MLP, Regression, loader
 from tests.trainers import both, pipeline, trainer
 
 Make = Callable[..., L.Trainer]
@@ -360,13 +360,13 @@ def test_sequential_training_is_refused_as_by_lightning() -> None:
             make().fit(Several(), combined("sequential"))
 
 
-class Base(L.LightningModule):
+class Base(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(6)))
         self.decoder = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 3))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def loss(self, batch: Tensor) -> Tensor:
         return self.net(batch).square().mean()
 
     def value(self, batch: Tensor) -> Tensor:
@@ -374,9 +374,6 @@ class Base(L.LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("value", self.value(batch).mean())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 class DecodesToo(Base):
@@ -387,7 +384,7 @@ class DecodesToo(Base):
 class TrainsByWeights(Base):
     """Training calls no module, so what an evaluation calls as a whole lies on several stages."""
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def loss(self, batch: Tensor) -> Tensor:
         for block in self.net:
             batch = F.linear(batch, block[0].weight, block[0].bias).relu()
         return batch.square().mean()
