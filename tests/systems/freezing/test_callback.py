@@ -37,13 +37,14 @@ class FineTuned(Regression):
     """An embedding that is tied to nothing, five blocks, and a head."""
 
     example = staticmethod(MLP.example)
+    norm: Any = nn.BatchNorm1d
 
-    def __init__(self, dropout: float = 0.0, norm: Any = nn.BatchNorm1d) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = Counted(8, 8)
         self.encoder = nn.Module()
         self.encoder.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), norm(8), nn.Dropout(dropout), nn.Tanh()) for _ in range(5)
+            nn.Sequential(nn.Linear(8, 8), self.norm(8), nn.Dropout(dropout), nn.Tanh()) for _ in range(5)
         )
         self.head = nn.Linear(8, 8)
 

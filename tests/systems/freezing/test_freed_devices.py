@@ -35,8 +35,7 @@ SIZE, MICRO_BATCHES, EPOCHS = 512, 4, 4  # so large that sums of gradients take 
 class Layered(FineTuned):
     """Without statistics, which replicas would have each of its own."""
 
-    def __init__(self) -> None:
-        super().__init__(norm=nn.LayerNorm)
+    norm = nn.LayerNorm
 
 
 class Layouts(L.Callback):
