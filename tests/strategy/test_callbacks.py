@@ -288,14 +288,15 @@ def ema() -> L.Callback:
     return EMAWeightAveraging(decay=0.5)
 
 
-def averaged(rank: int, devices: int, make: Any, path: Path) -> list[dict[str, Any]]:
+def averaged(rank: int, path: Path, make: Any) -> list[dict[str, Any]]:
     """Train, and train on from a checkpoint between two averages; the weights after both, and what was logged."""
     found = []
     for number, epochs in enumerate((3, 5)):
         module, _ = twins(Normed)
         saved = ModelCheckpoint(path, f"{{epoch}}-{epochs}", save_top_k=-1, save_on_train_epoch_end=True)
         options = {"enable_checkpointing": True, "callbacks": [make(), saved]}
-        runner = pipeline(2, devices, {"num_microbatches": 2, "costs": "measured"}, max_epochs=epochs, **options)
+        strategy = {"num_microbatches": 2, "costs": "measured"}
+        runner = pipeline(2, processes.num_processes(), strategy, max_epochs=epochs, **options)
         data = loader(MLP, 16, 4)
         resumed = path / "epoch=1-3.ckpt" if number else None
         runner.fit(module, data, data if make is ema else None, ckpt_path=resumed, weights_only=False)
@@ -308,8 +309,7 @@ def averaged(rank: int, devices: int, make: Any, path: Path) -> list[dict[str, A
 @pytest.mark.parametrize("make", [swa, ema])
 def test_two_processes_average_like_one(make: Any, tmp_path: Path) -> None:
     """In the weights, or beside them."""
-    one = processes.results(processes.run(1, averaged, 1, make, tmp_path / "one", folder=tmp_path))[0]
-    two = processes.results(processes.run(2, averaged, 2, make, tmp_path / "two", folder=tmp_path))
+    two, one = processes.two_and_one(averaged, tmp_path, make)
     assert_equal(two, [one, one])
     for file in ("epoch=0-3.ckpt", "epoch=3-5.ckpt", "after-3.ckpt", "after-5.ckpt"):
         expected, found = (torch.load(tmp_path / sub / file, weights_only=False) for sub in ("one", "two"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -113,9 +112,9 @@ class Steps(L.Callback):
         self.before = own
 
 
-def fit_overflowing(rank: int) -> list[tuple[Any, ...]]:
+def fit_overflowing(rank: int, folder: Path) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
-    devices = int(os.environ["WORLD_SIZE"])
+    devices = processes.num_processes()
     for where in (0, 8):
         torch.manual_seed(3)
         model, steps = Overflowing(where, [1]), Steps()
@@ -134,8 +133,7 @@ def fit_overflowing(rank: int) -> list[tuple[Any, ...]]:
 
 
 def test_an_infinite_gradient_on_any_stage_skips_the_step_on_all(tmp_path: Path) -> None:
-    two = processes.results(processes.run(2, fit_overflowing, folder=tmp_path))
-    one = processes.results(processes.run(1, fit_overflowing, folder=tmp_path))[0]
+    two, one = processes.two_and_one(fit_overflowing, tmp_path)
     for rank in two:
         for (scales, changed, weights), (expected_scales, _, expected) in zip(rank, one, strict=True):
             assert scales == expected_scales

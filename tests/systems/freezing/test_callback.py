@@ -37,11 +37,12 @@ class FineTuned(Regression):
     """An embedding that is tied to nothing, five blocks, and a head."""
 
     example = staticmethod(MLP.example)
+    first: Any = Counted
     norm: Any = nn.BatchNorm1d
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.embed = Counted(8, 8)
+        self.embed = self.first(8, 8)
         self.encoder = nn.Module()
         self.encoder.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(8, 8), self.norm(8), nn.Dropout(dropout), nn.Tanh()) for _ in range(5)

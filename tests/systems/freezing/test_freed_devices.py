@@ -33,9 +33,9 @@ SIZE, MICRO_BATCHES, EPOCHS = 512, 4, 4  # so large that sums of gradients take 
 
 
 class Layered(FineTuned):
-    """Without statistics, which replicas would have each of its own."""
+    """Without statistics and counts, of which replicas would have each their own."""
 
-    norm = nn.LayerNorm
+    first, norm = nn.Linear, nn.LayerNorm
 
 
 class Layouts(L.Callback):
@@ -250,8 +250,12 @@ class Validated(Measured):
         self.log("val_loss", self.error)
 
 
+class Normed(Layered):
+    norm = nn.BatchNorm1d
+
+
 def with_objects(rank: int) -> list[Any]:
-    return [fit(rank, 2, model=model, max_epochs=3)[1].seen for model in (Measured, Validated, FineTuned)]
+    return [fit(rank, 2, model=model, max_epochs=3)[1].seen for model in (Measured, Validated, Normed)]
 
 
 @pytest.mark.slow
