@@ -110,7 +110,7 @@ def results(outcomes: list[Outcome]) -> list[Any]:
 
 
 def num_processes() -> int:
-    """How many there are, in one of them."""
+    """How many there are; in one of them, before the end of a training clears the environment."""
     return int(os.environ["WORLD_SIZE"])
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -39,6 +41,20 @@ def pipeline(
     """The same with stages, whose plan does not depend on the machine."""
     strategy = {"costs": "flops", "num_stages": num_stages, **(strategy or {})}
     return trainer(devices=devices, strategy=AvgPipeStrategy(**strategy), **options)
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the package logs, in a process that pytest does not see."""
+    messages: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("lightning_avgpipe")
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield messages
+    finally:
+        log.removeHandler(handler)
 
 
 def single(accumulate: int = 1, **options: Any) -> L.Trainer:

@@ -81,9 +81,14 @@ def _in_process(rank: int, make: Make, options: Mapping[str, Any]) -> dict[str, 
     return piped(make(), devices=2, **options).state_dict()
 
 
+def states_of_two_processes(make: Make, folder: Path, **options: Any) -> list[dict[str, Tensor]]:
+    """What each of two processes makes of the module."""
+    return processes.results(processes.run(2, _in_process, make, options, folder=folder))
+
+
 def assert_two_processes_equal(expected: Any, make: Make, folder: Path, **options: Any) -> None:
     """Two processes make of the module what is expected."""
-    for state in processes.results(processes.run(2, _in_process, make, options, folder=folder)):
+    for state in states_of_two_processes(make, folder, **options):
         assert_same(state, expected)
 
 

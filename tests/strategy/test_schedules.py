@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from lightning_avgpipe.strategy import schedule_choice
 from tests import processes
 from tests.driver import assert_same_parameters
 from tests.models import MLP, ConvNet, LSTMStack, Regression, TinyTransformer, loader
-from tests.trainers import assert_defaults_equal_accumulation, pipeline, trainer, twins
+from tests.trainers import assert_defaults_equal_accumulation, logged, pipeline, trainer, twins
 
 
 def backwards_first(num_stages: int, num_microbatches: int) -> list[str]:
@@ -42,16 +41,12 @@ def test_weights_equal_accumulation_bit_for_bit(model: type[Regression], schedul
 
 def fit(rank: int, schedule: str, num_stages: int, reader: str = "first") -> dict[str, Any]:
     """Train in several processes, the last batch of an epoch being small."""
-    said, handler, logger = list[str](), logging.Handler(), logging.getLogger("lightning_avgpipe")
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     torch.manual_seed(1)
     model = MLP("adamw", depth=6)
     options: dict[str, Any] = {"num_microbatches": 4, "schedule": schedule, "links": Links(reader=reader)}
     runner = pipeline(num_stages, 2, options)
-    runner.fit(model, loader(MLP, 19, 8), loader(MLP, 8, 4))
-    logger.removeHandler(handler)
+    with logged() as said:
+        runner.fit(model, loader(MLP, 19, 8), loader(MLP, 8, 4))
     metrics = {name: value.item() for name, value in runner.callback_metrics.items()}
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     return {"weights": weights, "metrics": metrics, "said": said}
