@@ -41,8 +41,9 @@ class Regression(L.LightningModule):
         return self(batch["image"] if isinstance(batch, dict) else batch[0])
 
     def configure_optimizers(self) -> Any:
-        if self.hparams["optimizer"] == "adamw":
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if self.hparams["optimizer"] in ("adam", "adamw"):
+            kind = torch.optim.Adam if self.hparams["optimizer"] == "adam" else torch.optim.AdamW
+            return kind(self.parameters(), lr=1e-2)
         return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
 
 

@@ -109,6 +109,20 @@ def results(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.result for outcome in outcomes]
 
 
+def num_processes() -> int:
+    """How many there are; in one of them, before the end of a training clears the environment."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def two_and_one(function: Callable[..., Any], folder: Path, *args: Any) -> tuple[list[Any], Any]:
+    """What ``function(rank, folder, *args)`` gives in each of two processes and in one, in folders of their own."""
+    found = []
+    for sub, count in (("two", 2), ("one", 1)):
+        (folder / sub).mkdir()
+        found.append(results(run(count, function, folder / sub, *args, folder=folder)))
+    return found[0], found[1][0]
+
+
 def _work(rank: int, world_size: int, port: int, function: Callable[..., Any], args: Any, folder: Path) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1",

@@ -60,11 +60,7 @@ def test_a_wrong_option_is_refused_at_once(options: dict[str, Any], message: str
         (Averaging, {"outer_optimizer": torch.optim.SGD, "outer_lr": 1.0}, "both move the reference"),
         (Averaging, {"every": 0}, "every=0: must be an integer from 1"),
         (AvgPipeStrategy, {"costs": "guessed"}, "costs='guessed': must be one of 'measured', 'flops'"),
-        (
-            AvgPipeStrategy,
-            {"costs_cache": False},
-            "costs_cache=False: must be 'auto' or the path of a directory",
-        ),
+        (AvgPipeStrategy, {"costs_cache": False}, "costs_cache=False: must be 'auto' or the path of a directory"),
         (
             Averaging,
             {"outer_optimizer": torch.optim.LBFGS},
@@ -132,22 +128,60 @@ class Disagreeing(MLP):
         return DataLoader([(torch.randn(4, 8), torch.randn(3, 8))], batch_size=None)  # type: ignore[arg-type]
 
 
+class Unused(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(8, 8)
+
+
+class Twice(MLP):
+    """Its validation goes back to an earlier stage."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(self(batch[0]))
+
+    def val_dataloader(self) -> Any:
+        return loader(MLP, 8, 8)
+
+
+def at(*names: str) -> dict[str, Any]:
+    return {"split_points": list(names)}
+
+
+NO_ROOM = r"does not fit into num_stages=2 stages with memory_limit=1\.0 KiB: .*"
+
+
 @pytest.mark.parametrize(
-    ("model", "num_stages", "kind", "message"),
+    ("model", "num_stages", "strategy", "kind", "message"),
     [
-        (Closure, 2, ConfigurationError, "Closure.configure_optimizers returns LBFGS"),
-        (Lazy, 2, ConfigurationError, r"'layers\.0\.weight' of Lazy has no shape before its first forward"),
-        (lambda: MLP(depth=2), 4, PartitionError, "num_stages=4 needs 3 cuts, but 2 cuts are legal in training_step"),
-        (GradientInside, 2, PartitionError, r"the step calls grad\(\) itself at test_errors\.py"),
+        (Closure, 2, {}, ConfigurationError, "Closure.configure_optimizers returns LBFGS"),
+        (Lazy, 2, {}, ConfigurationError, r"'layers\.0\.weight' of Lazy has no shape before its first forward"),
+        (
+            lambda: MLP(depth=2),
+            4,
+            {},
+            PartitionError,
+            "num_stages=4 needs 3 cuts, but 2 cuts are legal in training_step",
+        ),
+        (GradientInside, 2, {}, PartitionError, r"the step calls grad\(\) itself at test_errors\.py"),
+        (Twice, 2, {}, PartitionError, r"goes back from stage 1 \(unit 'layers"),
+        (Disagreeing, 2, {"num_microbatches": 2}, BatchError, r"\[0\].*4.*\[1\].*3.*split_batch"),
+        (MLP, 2, {"costs": "measured", "memory_limit": "1KiB"}, PartitionError, NO_ROOM),
+        (MLP, 2, {"costs": "flops", "memory_limit": "1KiB"}, PartitionError, NO_ROOM),
+        (MLP, 2, at("layers.3.wieght"), PartitionError, "'layers.3.wieght' is no submodule of MLP; did you mean"),
+        (MLP, 2, at("layers.0"), PartitionError, "'layers.0' is the first call of training_step; stage 0 would be"),
+        (MLP, 2, at("layers"), PartitionError, "split point 'layers' is the first call of training_step"),
+        (MLP, 3, at("layers.6", "layers.2"), PartitionError, "name split points in the order of their calls"),
+        (Unused, 2, at("unused"), PartitionError, "'unused' is never called by training_step; it calls: layers"),
     ],
 )
-def test_a_model_that_cannot_be_pipelined_is_refused(
-    model: Callable[[], MLP], num_stages: int, kind: type[AvgPipeError], message: str
+def test_what_cannot_be_divided_is_refused(
+    model: Callable[[], MLP], num_stages: int, strategy: dict[str, Any], kind: type[AvgPipeError], message: str
 ) -> None:
-    runner = pipeline(num_stages, max_steps=1)
+    runner, module = pipeline(num_stages, strategy=strategy, max_steps=1, num_sanity_val_steps=0), model()
     with pytest.raises(kind, match=message):
-        runner.fit(model(), loader(MLP, 8, 8))
-    assert runner.global_step == 0
+        runner.fit(module, None if isinstance(module, Disagreeing) else loader(MLP, 8, 8))
+    assert runner.global_step == isinstance(module, Twice)
 
 
 class Distributed(MLP):
@@ -162,58 +196,6 @@ def test_parameters_that_are_distributed_already_are_named() -> None:
             pipeline(2, max_steps=1).fit(Distributed(), loader(MLP, 8, 8))
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("costs", ["measured", "flops"])
-def test_stages_that_do_not_fit_into_memory_are_refused(costs: str) -> None:
-    runner = pipeline(2, strategy={"costs": costs, "memory_limit": "1KiB"}, max_steps=1)
-    with pytest.raises(PartitionError, match=r"does not fit into num_stages=2 stages with memory_limit=1\.0 KiB: .*"):
-        runner.fit(MLP(), loader(MLP, 8, 8))
-    assert runner.global_step == 0
-
-
-def test_leaves_that_disagree_on_the_batch_size_are_named() -> None:
-    with pytest.raises(BatchError, match=r"\[0\].*4.*\[1\].*3.*split_batch"):
-        pipeline(2, strategy={"num_microbatches": 2}, max_steps=1).fit(Disagreeing())
-
-
-@pytest.mark.parametrize(
-    ("split_points", "message"),
-    [
-        (["layers.3.wieght"], r"split point 'layers.3.wieght' is no submodule of MLP; did you mean"),
-        (["layers.0"], "split point 'layers.0' is the first call of training_step; stage 0 would be empty"),
-        (["layers"], "split point 'layers' is the first call of training_step"),
-    ],
-)
-def test_an_unusable_split_point_is_named(split_points: list[str], message: str) -> None:
-    with pytest.raises(PartitionError, match=message):
-        pipeline(2, strategy={"split_points": split_points}, max_steps=1).fit(MLP(), loader(MLP, 8, 8))
-
-
-def test_split_points_out_of_order_are_refused() -> None:
-    with pytest.raises(PartitionError, match="name split points in the order of their calls"):
-        pipeline(3, strategy={"split_points": ["layers.6", "layers.2"]}, max_steps=1).fit(MLP(), loader(MLP, 8, 8))
-
-
-def test_a_split_point_that_is_not_called_is_refused() -> None:
-    class Unused(MLP):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused = nn.Linear(8, 8)
-
-    with pytest.raises(PartitionError, match="split point 'unused' is never called by training_step; it calls: layers"):
-        pipeline(2, strategy={"split_points": ["unused"]}, max_steps=1).fit(Unused(), loader(MLP, 8, 8))
-
-
-def test_a_validation_step_that_goes_back_to_an_earlier_stage_is_refused() -> None:
-    class Twice(MLP):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self(self(batch[0]))
-
-    with pytest.raises(PartitionError, match=r"goes back from stage 1 \(unit 'layers"):
-        pipeline(2, max_steps=1, num_sanity_val_steps=0, val_check_interval=1).fit(
-            Twice(), loader(MLP, 8, 8), loader(MLP, 8, 8)
-        )
 
 
 def test_ranks_that_load_different_checkpoints_are_an_error() -> None:

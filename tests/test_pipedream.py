@@ -38,9 +38,7 @@ def test_on_one_level_no_plan_has_a_smaller_bottleneck(seed: int) -> None:
         for s in range(1, min(costs.num_units, devices) + 1)
         for cuts in combinations(range(1, costs.num_units), s - 1)
         for splits in combinations(range(1, devices), s - 1)
-        for ends, places in [
-            (list(pairwise((0, *cuts, costs.num_units))), list(pairwise((0, *splits, devices)))),
-        ]
+        for ends, places in [(list(pairwise((0, *cuts, costs.num_units))), list(pairwise((0, *splits, devices))))]
     )
     assert found.bottleneck_s == pytest.approx(best)
     assert bottleneck_s(costs, bandwidth, found.stages) == pytest.approx(best)

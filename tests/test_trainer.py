@@ -12,27 +12,27 @@ from lightning.pytorch.demos.transformer import LightningTransformer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_avgpipe import AvgPipeStrategy
 from tests.driver import accumulate, assert_same_parameters
 from tests.models import MLP, ConvNet, Regression, TinyTransformer, loader
-from tests.strategy.twins import twins
-from tests.trainers import pipeline, trainer
+from tests.trainers import both, pipeline, trainer, twins
 
 
-@pytest.mark.parametrize("model", [ConvNet, TinyTransformer])
-def test_fit_equals_single_device_to_rounding(model: type[Regression]) -> None:
-    piped, plain = twins(model)
-    for module, runner in ((plain, trainer()), (piped, pipeline(2))):
-        runner.fit(module, loader(model, 20, 8), loader(model, 8, 4, seed=1))
-    assert_same_parameters(plain, piped, exact=False)
+class Sum(MLP):
+    def loss(self, batch: Any) -> Tensor:
+        return (self(batch[0]) - batch[1]).square().sum() * 1e-3
 
 
-def test_the_strategy_has_a_name() -> None:
-    model = MLP()
-    runner = trainer(strategy="avgpipe", max_steps=2)
-    assert isinstance(runner.strategy, AvgPipeStrategy)
-    runner.fit(model, loader(MLP, 8, 4))
-    assert runner.global_step == 2
+class Ragged(MLP):
+    def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
+        inputs, targets = batch
+        return [(inputs[:1], targets[:1]), (inputs[1:], targets[1:])]
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"), [(ConvNet, {}), (TinyTransformer, {}), (Sum, {"loss_reduction": "sum"}), (Ragged, {})]
+)
+def test_fit_equals_single_device_to_rounding(model: type[Regression], strategy: dict[str, Any]) -> None:
+    both(model, loader(model, 20, 8), loader(model, 8, 4, seed=1), strategy=strategy)
 
 
 def test_validate_test_and_predict_equal_single_device() -> None:
@@ -45,6 +45,7 @@ def test_validate_test_and_predict_equal_single_device() -> None:
     expected, found = (runner.predict(module, data) for module, runner in runs)
     assert [p.shape for p in found] == [p.shape for p in expected]
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, found, strict=True))
+    assert "log" not in vars(piped)
 
 
 def test_outputs_of_a_step_are_those_of_the_whole_batch() -> None:
@@ -65,54 +66,6 @@ def test_outputs_of_a_step_are_those_of_the_whole_batch() -> None:
     torch.testing.assert_close(watch.outputs["loss"], expected)
 
 
-def test_a_sum_loss_adds_up_over_micro_batches() -> None:
-    class Sum(MLP):
-        def loss(self, batch: Any) -> Tensor:
-            return (self(batch[0]) - batch[1]).square().sum() * 1e-3
-
-    torch.manual_seed(3)
-    plain = Sum()
-    piped = copy.deepcopy(plain)
-    trainer().fit(plain, loader(MLP, 16, 8))
-    pipeline(2, strategy={"loss_reduction": "sum"}).fit(piped, loader(MLP, 16, 8))
-    assert_same_parameters(plain, piped, exact=False)
-
-
-def test_schedulers_and_limits_count_iterations() -> None:
-    class Scheduled(MLP):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    class Count(L.Callback):
-        validations = 0
-
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            self.validations += not trainer.sanity_checking
-
-    count = Count()
-    runner = pipeline(2, max_epochs=1, limit_train_batches=4, val_check_interval=2, callbacks=[count])
-    runner.fit(Scheduled(), loader(MLP, 80, 8), loader(MLP, 8, 8))
-    assert runner.global_step == 4
-    assert count.validations == 2
-    assert runner.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.5**4)
-
-
-def test_hooks_for_unusual_batches_are_used() -> None:
-    class Ragged(MLP):
-        def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
-            inputs, targets = batch
-            return [(inputs[:1], targets[:1]), (inputs[1:], targets[1:])]
-
-    piped = Ragged()
-    plain = MLP()
-    plain.load_state_dict(piped.state_dict())
-    trainer().fit(plain, loader(MLP, 16, 8))
-    pipeline(2).fit(piped, loader(MLP, 16, 8))
-    assert_same_parameters(plain, piped, exact=False)
-
-
 def test_a_plan_tells_what_each_stage_does(capsys: pytest.CaptureFixture[str]) -> None:
     runner = pipeline(3, max_steps=1)
     runner.fit(TinyTransformer(), loader(TinyTransformer, 8, 8))
@@ -131,18 +84,6 @@ def test_split_points_begin_the_stages() -> None:
     runner.fit(TinyTransformer(), loader(TinyTransformer, 8, 8))
     stages = runner.strategy.plan.stages
     assert [stage.units[0] for stage in stages] == ["embed", "blocks.1", "norm"]
-
-
-def test_fit_then_test_then_fit_again() -> None:
-    model = MLP()
-    runner = pipeline(2, max_epochs=1)
-    runner.fit(model, loader(MLP, 8, 4), loader(MLP, 8, 4))
-    first = runner.test(model, loader(MLP, 8, 4), verbose=False)
-    runner.fit_loop.max_epochs = 3
-    runner.fit(model, loader(MLP, 8, 4), loader(MLP, 8, 4))
-    second = runner.test(model, loader(MLP, 8, 4), verbose=False)
-    assert second[0]["test_loss"] < first[0]["test_loss"]
-    assert "log" not in vars(model)
 
 
 def test_lightning_transformer_trains_unmodified(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,101 +2,102 @@
 
 from __future__ import annotations
 
-import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests import processes
+from tests.averaging.models import assert_equal, state
 from tests.models import MLP, MODELS, Regression, TinyTransformer, Transposing, UNet, loader
-from tests.trainers import pipeline, trainer
+from tests.processes import num_processes, two_and_one
+from tests.trainers import pipeline
 
 
-def fit(rank: int, folder: Path, name: str, num_stages: int, devices: int, options: dict[str, Any]) -> dict[str, Any]:
+def fit(rank: int, folder: Path, kind: type[Regression], **options: Any) -> dict[str, Any]:
     """Everything that a training leaves behind, from the point of view of one rank."""
     torch.manual_seed(5)
-    model = {m.__name__: m for m in (*MODELS, Transposing)}[name](optimizer=options.get("optimizer", "sgd"))
-    checkpoint = ModelCheckpoint(
-        folder / "checkpoints", monitor="val_loss", filename="{step}-{val_loss:.2f}", save_last=True
-    )
+    model = kind("adamw")
+    checkpoint = ModelCheckpoint(folder / "checkpoints", "{step}-{val_loss:.2f}", monitor="val_loss", save_last=True)
+    loggers = CSVLogger(folder, name="csv", version=0), TensorBoardLogger(folder, name="tensorboard", version=0)
     runner = pipeline(
-        num_stages,
-        devices,
-        {"num_microbatches": options.get("num_microbatches", 3)},
-        callbacks=[checkpoint, EarlyStopping("val_loss", patience=1)],
-        enable_checkpointing=True,
-        logger=[CSVLogger(folder, name="csv", version=0), TensorBoardLogger(folder, name="tensorboard", version=0)],
-        log_every_n_steps=1,
-        max_epochs=3,
-        gradient_clip_val=options.get("gradient_clip_val"),
-        accumulate_grad_batches=options.get("accumulate", 1),
-    )
-    data = loader(type(model), 20, 8, shuffle=True), loader(type(model), 10, 4, seed=1)
+        2, num_processes(), {"num_microbatches": 3}, callbacks=[checkpoint, EarlyStopping("val_loss", patience=1)],
+        enable_checkpointing=True, logger=list(loggers), log_every_n_steps=1, max_epochs=3, gradient_clip_val=0.1,
+    )  # fmt: skip
+    data = loader(kind, 20, 8, shuffle=True), loader(kind, 10, 4, seed=1)
     runner.fit(model, *data)
-    metrics = {key: value.item() for key, value in runner.callback_metrics.items()}
-    validated = runner.validate(model, data[1], verbose=False)
-    tested = runner.test(model, data[1], verbose=False, ckpt_path="best")
-    predicted = runner.predict(model, data[1])
     return {
-        "weights": {key: value.clone() for key, value in model.state_dict().items()},
-        "metrics": metrics,
-        "validated": validated,
-        "tested": tested,
-        "predicted": predicted,
-        "best": checkpoint.best_model_path,
-        "rows": (folder / "csv" / "version_0" / "metrics.csv").read_text() if rank == 0 else None,
+        "metrics": {key: value.item() for key, value in runner.callback_metrics.items()},
+        "validated": runner.validate(model, data[1], verbose=False),
+        "tested": runner.test(model, data[1], verbose=False, ckpt_path="best"),
+        "weights": state(model),
+        "best": Path(checkpoint.best_model_path).name,
         "step": runner.global_step,
+        "of rank 0": (
+            runner.predict(model, data[1]),
+            (folder / "csv" / "version_0" / "metrics.csv").read_text() if rank == 0 else None,
+        ),
     }
 
 
-def both(folder: Path, name: str, **options: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The same training in two processes and in one."""
-    for sub in ("two", "one"):
-        (folder / sub).mkdir()
-    two = processes.results(processes.run(2, fit, folder / "two", name, 2, 2, options, folder=folder))
-    one = processes.results(processes.run(1, fit, folder / "one", name, 2, 1, options, folder=folder))[0]
-    return two, one
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(m.__name__, marks=() if m is UNet else pytest.mark.slow) for m in MODELS]
+    "kind", [pytest.param(kind, marks=() if kind is UNet else pytest.mark.slow) for kind in MODELS]
 )
-def test_two_processes_equal_one_bitwise(name: str, tmp_path: Path) -> None:
-    two, one = both(tmp_path, name, optimizer="adamw", gradient_clip_val=0.1)
-    for rank in two:
-        assert rank["weights"].keys() == one["weights"].keys()
-        for key, value in one["weights"].items():
-            assert torch.equal(rank["weights"][key], value), key
-        assert rank["metrics"] == one["metrics"]
-        assert rank["validated"] == one["validated"]
-        assert rank["tested"] == one["tested"]
-        assert Path(rank["best"]).name == Path(one["best"]).name
-        assert rank["step"] == one["step"]
-    assert two[0]["best"] == two[1]["best"]
-    assert two[0]["rows"] == one["rows"]
-    assert all(torch.equal(a, b) for a, b in zip(two[0]["predicted"], one["predicted"], strict=True))
+def test_two_processes_equal_one_bitwise(kind: type[Regression], tmp_path: Path) -> None:
+    two, one = two_and_one(fit, tmp_path, kind)
+    assert_equal(two[0], one)
+    assert_equal(*({key: found[key] for key in found if key != "of rank 0"} for found in (two[1], one)))
     assert list((tmp_path / "two" / "tensorboard").rglob("events*"))
 
 
-def several_stages_each(rank: int, folder: Path) -> dict[str, torch.Tensor]:
+def trained(rank: int, folder: Path, make: Any, num_stages: int, *strategy: Any) -> tuple[Any, Any]:
+    """Weights and metrics after an epoch, with a checkpoint."""
     torch.manual_seed(5)
-    model = TinyTransformer(dropout=0.2)
-    pipeline(4, int(os.environ["WORLD_SIZE"]), max_epochs=1).fit(model, loader(TinyTransformer, 12, 6))
-    return model.state_dict()
+    model = make()
+    runner = pipeline(num_stages, num_processes(), *strategy, max_epochs=1)
+    runner.fit(model, loader(type(model), 12, 6), loader(type(model), 6, 6))
+    runner.save_checkpoint(folder / "last.ckpt")
+    return state(model), {name: value.item() for name, value in runner.callback_metrics.items()}
 
 
-def test_two_stages_in_each_process_equal_four_in_one(tmp_path: Path) -> None:
-    two = processes.results(processes.run(2, several_stages_each, tmp_path, folder=tmp_path))
-    one = processes.results(processes.run(1, several_stages_each, tmp_path, folder=tmp_path))[0]
-    for rank in two:
-        assert all(torch.equal(rank[key], value) for key, value in one.items())
+def local_class() -> Any:
+    class Pair(NamedTuple):
+        x: Tensor
+        y: Tensor
+
+    return Pair
+
+
+PAIR = local_class()
+Function = Callable[[Tensor], Any]
+
+
+class Unit(nn.Module):
+    """A layer between two functions."""
+
+    def __init__(self, before: Function, after: Function) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.before, self.after = before, after
+
+    def forward(self, x: Any) -> Any:
+        return self.after(self.layer(self.before(x)))
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+# what the first unit returns, and how the second one reads it
+CONJUGATED = (lambda x: torch.fft.fft(x).conj()), (lambda x: torch.fft.ifft(x).real)
+LOCAL = (lambda x: PAIR(x, 2 * x)), (lambda pair: pair.x + pair.y)
 
 
 class Normed(MLP):
@@ -113,24 +114,43 @@ class Normed(MLP):
         return super().training_step(batch, batch_idx)
 
 
-def fit_normed(rank: int, folder: Path) -> tuple[Any, Any]:
-    torch.manual_seed(5)
-    model = Normed()
-    runner = pipeline(2, int(os.environ["WORLD_SIZE"]), {"num_microbatches": 2}, max_epochs=1)
-    runner.fit(model, loader(MLP, 16, 8), loader(MLP, 8, 8))
-    runner.save_checkpoint(folder / "normed.ckpt")
-    return model.state_dict(), {name: value.item() for name, value in runner.callback_metrics.items()}
+def returning(returned: Function, read: Function) -> MLP:
+    """What the first of two units returns, and how the second one reads it."""
+    model = MLP()
+    model.layers = nn.Sequential(Unit(same, returned), Unit(read, same))
+    return model
 
 
-def test_buffers_follow_the_stage_that_changes_them(tmp_path: Path) -> None:
-    two = processes.results(processes.run(2, fit_normed, tmp_path, folder=tmp_path))
-    saved = torch.load(tmp_path / "normed.ckpt", weights_only=True)["state_dict"]
-    ((one, metrics),) = processes.results(processes.run(1, fit_normed, tmp_path, folder=tmp_path))
-    assert one["steps"] == 4  # micro-batches
-    for name, value in one.items():
-        assert torch.equal(saved[name], value), name
-        assert all(torch.equal(state[name], value) for state, _ in two), name
-    assert two[0][1] == two[1][1] == metrics
+@pytest.mark.parametrize(
+    ("make", "num_stages", "strategy"),
+    [
+        (lambda: TinyTransformer(dropout=0.2), 4, {}),  # two stages in each process
+        (Normed, 2, {"num_microbatches": 2}),
+        (lambda: returning(*CONJUGATED), 2, {"split_points": ["layers.1"]}),
+        pytest.param(Transposing, 4, {"num_microbatches": 2}, marks=pytest.mark.slow),  # the order of dimensions
+    ],
+)
+def test_weights_buffers_and_checkpoints_are_those_of_one(
+    make: Any, num_stages: int, strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    two, one = two_and_one(trained, tmp_path, make, num_stages, strategy)
+    assert_equal(two, [one, one])
+    assert make is not Normed or one[0]["steps"] == 4  # micro-batches
+    saved = torch.load(tmp_path / "two" / "last.ckpt", weights_only=True)["state_dict"]
+    assert_equal({name: saved[name] for name in one[0]}, one[0])
+
+
+def refused(rank: int) -> str:
+    with pytest.raises(Exception) as caught:  # a PeerError on the other rank
+        pipeline(2, 2, {"split_points": ["layers.1"]}, max_epochs=1).fit(returning(*LOCAL), loader(MLP, 16, 8))
+    return str(caught.value)
+
+
+def test_a_class_that_other_processes_cannot_find_is_named_with_its_unit_on_all_ranks(tmp_path: Path) -> None:
+    for said in processes.results(processes.run(2, refused, folder=tmp_path)):
+        assert "unit 'layers.0' at models.py:" in said, said
+        assert "Pair" in said and "Define its class at the top level of a module" in said, said
+        assert "IndexError" not in said and "connection" not in said, said
 
 
 class Stream(IterableDataset[Any]):
@@ -195,23 +215,6 @@ def test_limits_and_schedulers_count_alike_on_all_ranks(tmp_path: Path) -> None:
     assert two[0][2] < 1.0
 
 
-def launch(method: str, folder: Path) -> None:
-    torch.manual_seed(5)
-    model = UNet()
-    expected = copy.deepcopy(model)
-    data = loader(UNet, 12, 6)
-    runner = pipeline(2, 2, {"start_method": method}, max_epochs=1)
-    runner.fit(model, data)
-    trainer(max_epochs=1).fit(expected, data)
-    for (name, a), b in zip(model.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_lightning_launches_the_processes(method: str, tmp_path: Path) -> None:
-    launch(method, tmp_path)
-
-
 def owned(rank: int, folder: Path) -> tuple[list[str], list[str]]:
     """Names of the parameters that are really there while the pipeline trains, and of the optimizer's states."""
     model: Regression = MLP("adamw")
@@ -237,15 +240,3 @@ def test_a_rank_holds_the_parameters_and_states_of_its_stage_only(tmp_path: Path
     assert not set(first) & set(last)
     assert set(first_states) == set(first)
     assert set(last_states) == set(last)
-
-
-@pytest.mark.slow
-def test_the_order_of_dimensions_in_memory_survives_the_journey(tmp_path: Path) -> None:
-    (tmp_path / "two").mkdir()
-    (tmp_path / "one").mkdir()
-    outcomes = processes.run(2, fit, tmp_path / "two", "Transposing", 4, 2, {"num_microbatches": 2}, folder=tmp_path)
-    one = processes.run(1, fit, tmp_path / "one", "Transposing", 1, 1, {"num_microbatches": 2}, folder=tmp_path)
-    expected = processes.results(one)[0]
-    for rank in processes.results(outcomes):
-        for key, value in expected["weights"].items():
-            assert torch.equal(rank["weights"][key], value), key

@@ -260,10 +260,7 @@ def alone(num_stages: int) -> Cluster:
 
 
 def run(
-    stage_map: StageMap,
-    work: Callable[[Cluster], Any],
-    injector: Injector | None = None,
-    timeout: timedelta = TIMEOUT,
+    stage_map: StageMap, work: Callable[[Cluster], Any], injector: Injector | None = None, timeout: timedelta = TIMEOUT
 ) -> list[Any]:
     """Call ``work(cluster)`` in a thread for each rank, while the cluster is open.
 

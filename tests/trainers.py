@@ -1,8 +1,11 @@
-"""Trainers without bars and banners."""
+"""Trainers without bars and banners, and the same training on one device and in stages."""
 
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -12,6 +15,10 @@ from torch.utils.data import DataLoader
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.planning import Plan
 from tests.driver import accumulate, assert_same_parameters
+from tests.models import Regression, loader
+
+MICROBATCHES = 4  # a power of two: dividing by it is exact, so both trainings agree bit for bit
+BATCH = 8
 
 
 def trainer(**options: Any) -> L.Trainer:
@@ -34,6 +41,75 @@ def pipeline(
     """The same with stages, whose plan does not depend on the machine."""
     strategy = {"costs": "flops", "num_stages": num_stages, **(strategy or {})}
     return trainer(devices=devices, strategy=AvgPipeStrategy(**strategy), **options)
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the package logs, in a process that pytest does not see."""
+    messages: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("lightning_avgpipe")
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield messages
+    finally:
+        log.removeHandler(handler)
+
+
+def single(accumulate: int = 1, **options: Any) -> L.Trainer:
+    """One device that accumulates micro-batches."""
+    return trainer(accumulate_grad_batches=accumulate * MICROBATCHES, **options)
+
+
+def staged(num_stages: int = 2, accumulate: int = 1, **options: Any) -> L.Trainer:
+    """The stages that compute the same, all in this process."""
+    strategy = {"num_microbatches": MICROBATCHES, **options.pop("strategy", {})}
+    return pipeline(num_stages, strategy=strategy, accumulate_grad_batches=accumulate, **options)
+
+
+def twins(make: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
+    """Two equal modules."""
+    torch.manual_seed(3)
+    one = make(**options)
+    return one, copy.deepcopy(one)
+
+
+def loaders(model: type[Regression], samples: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """The same samples, in micro-batches for one device and in batches for the stages."""
+    return loader(model, samples, BATCH // MICROBATCHES), loader(model, samples, BATCH)
+
+
+def both(
+    make: Callable[..., Any],
+    data: Any,
+    validation: Any = None,
+    num_stages: int = 2,
+    strategy: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[L.Trainer, L.Trainer]:
+    """Train a module on one device, and its twin in stages: the weights must be the same.
+
+    Args:
+        make: makes the module.
+        data: batches for both, when the weights are the same to rounding; or those of :func:`loaders`, when they are
+            the same bit for bit.
+        validation: batches for both.
+        num_stages: of the pipeline.
+        strategy: its options.
+        options: of both trainers, each of which gets a copy; of :func:`single` and :func:`staged` if there are
+            micro-batches.
+
+    Returns:
+        Both trainers after training, which have the modules.
+    """
+    exact = isinstance(data, tuple)
+    plain, stages = (single, staged) if exact else (trainer, pipeline)
+    runners = plain(**copy.deepcopy(options)), stages(num_stages, strategy=strategy or {}, **copy.deepcopy(options))
+    for runner, module, batches in zip(runners, twins(make), data if exact else (data, data), strict=True):
+        runner.fit(module, batches, validation)
+    assert_same_parameters(*(runner.lightning_module for runner in runners), exact=exact)
+    return runners
 
 
 def assert_defaults_equal_accumulation(module: L.LightningModule, batch: Any, num_stages: int, **strategy: Any) -> Plan:

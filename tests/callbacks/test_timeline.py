@@ -17,8 +17,9 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.utils.device import DeviceClock, DevicePort, Moment
 from tests import processes
+from tests.driver import assert_same_parameters
 from tests.models import MLP, loader
-from tests.trainers import pipeline, trainer
+from tests.trainers import pipeline, trainer, twins
 
 CPU = torch.device("cpu")
 
@@ -114,28 +115,18 @@ def test_parallel_pipelines_are_recorded_together(tmp_path: Path) -> None:
     assert all(0 <= float(row["avgpipe/bubble_fraction_simulated"]) < 1 for row in found)
 
 
-def test_accumulated_batches_are_recorded_once_per_step(tmp_path: Path) -> None:
-    callback = PipelineTimeline(every_n_steps=1, dirpath=tmp_path)
-    pipeline(2, callbacks=[callback], max_epochs=1, accumulate_grad_batches=2).fit(MLP(), loader(MLP, 40, 8))
+def test_accumulated_batches_are_recorded_once_per_step_and_no_number_changes(tmp_path: Path) -> None:
+    models = twins(MLP)
+    for model, callbacks in zip(models, ([], [PipelineTimeline(every_n_steps=1, dirpath=tmp_path)]), strict=True):
+        runner = pipeline(2, callbacks=callbacks, max_epochs=1, accumulate_grad_batches=2)
+        runner.fit(model, loader(MLP, 40, 8))
     assert sorted(path.name for path in tmp_path.glob("*.json")) == [f"trace_step=00000{i}.json" for i in (1, 2, 3)]
+    assert_same_parameters(*models)
 
 
-def test_recording_changes_no_number(tmp_path: Path) -> None:
-    weights = []
-    for callbacks in ([], [PipelineTimeline(every_n_steps=1, dirpath=tmp_path)]):
-        torch.manual_seed(5)
-        model = MLP()
-        pipeline(2, callbacks=callbacks, max_epochs=1).fit(model, loader(MLP, 24, 8))
-        weights.append(model.state_dict())
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_another_strategy_is_refused(tmp_path: Path) -> None:
+def test_another_strategy_and_no_steps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="the strategy is SingleDeviceStrategy; use"):
         trainer(callbacks=[PipelineTimeline(dirpath=tmp_path)]).fit(MLP(), loader(MLP, 8, 8))
-
-
-def test_a_number_of_steps_must_be_one() -> None:
     with pytest.raises(ConfigurationError, match="every_n_steps=0"):
         PipelineTimeline(every_n_steps=0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import random
@@ -20,7 +21,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_avgpipe import Averaging, AvgPipeStrategy, AvgPipeTuner
+from lightning_avgpipe import Averaging, AvgPipeTuner
 from lightning_avgpipe.callbacks import tuner as tuner_module
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.errors import ConfigurationError, TuningError
@@ -32,6 +33,7 @@ from tests import processes
 from tests.averaging.models import assert_equal
 from tests.averaging.models import state as weights_of
 from tests.models import MLP, Regression, loader
+from tests.strategy.test_rolling import Changing, Clears, Measured
 from tests.trainers import pipeline, trainer
 
 
@@ -129,34 +131,25 @@ class Witness(L.Callback):
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self.seen.append(state(trainer, pl_module, batch))
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append({**state(trainer, pl_module), "batch": {name: t.clone() for name, t in batch.items()}})
 
 
-def state(trainer: L.Trainer, module: Any, batch: Any = None) -> dict[str, Any]:
+def state(trainer: L.Trainer, module: Any) -> dict[str, Any]:
     """Everything by name."""
-    found: dict[str, Any] = {f"tensor {n}": t.detach().clone() for n, t in module.state_dict().items()}
-    found |= {f"gradient {n}": None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()}
-    if batch is not None:
-        found |= {f"batch {name}": tensor.clone() for name, tensor in batch.items()}
-    for i, optimizer in enumerate(trainer.optimizers):
-        found |= {
-            f"optimizer {i} {k} {name}": v for k, s in optimizer.state_dict()["state"].items() for name, v in s.items()
-        }
-        found[f"rate {i}"] = optimizer.param_groups[0]["lr"]
-        found[f"optimizer {i} attributes"] = sorted(vars(optimizer))
-    found["generators"] = (torch.get_rng_state(), repr(np.random.get_state()), repr(random.getstate()))
-    found["progress"] = repr(trainer.fit_loop.state_dict())
-    found["step"] = trainer.global_step
-    found["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    found["attributes"] = {n: v for n, v in vars(module).items() if n in ("losses", "calls", "_current_fx_name")}
-    found["attributes"] = repr(found["attributes"])
-    found["names"] = sorted(n for n in vars(module))
-    found["metric"] = repr((module.error._update_count, module.error.mean_value, module.error.weight))
-    found["class"] = type(module).instances
-    return found
+    return {
+        "tensors": weights_of(module),
+        "gradients": {n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()},
+        "optimizers": [copy.deepcopy(optimizer.state_dict()) for optimizer in trainer.optimizers],
+        "attributes of optimizers": [sorted(vars(optimizer)) for optimizer in trainer.optimizers],
+        "generators": (torch.get_rng_state(), repr(np.random.get_state()), repr(random.getstate())),
+        "progress": (repr(trainer.fit_loop.state_dict()), trainer.global_step),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "attributes": repr([module.losses, module.calls, module._current_fx_name]),
+        "names": sorted(vars(module)),
+        "metric": repr((module.error._update_count, module.error.mean_value, module.error.weight)),
+        "class": type(module).instances,
+    }
 
 
 def fitted(callbacks: list[Any], data: Any, strategy: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
@@ -204,21 +197,6 @@ def test_training_goes_on_as_if_the_choice_had_been_given_by_hand(
     assert_equal(found, expected)
 
 
-def test_rolling_iterations_begin_as_if_the_choice_had_been_given_by_hand(liking: Any, tmp_path: Path) -> None:
-    setting = Setting(4, 2, 1, rolling=True)
-    liking(setting)
-    tuner = AvgPipeTuner(3, [2, 4], profile_batches=6, dirpath=tmp_path)
-    found, _ = mlp(tuner, {"averaging": Averaging(rolling=True)}, max_epochs=2)
-    assert tuner.result.choice.setting == setting
-    expected, _ = mlp(None, {"averaging": Averaging(rolling=True), **by_hand(setting)}, max_epochs=2)
-    drained, _ = mlp(None, by_hand(setting), max_epochs=2)
-    for name, tensor in expected.state_dict().items():
-        assert torch.equal(found.state_dict()[name], tensor)
-    assert any(not torch.equal(drained.state_dict()[name], tensor) for name, tensor in expected.state_dict().items())
-    with pytest.raises(ConfigurationError, match=r"AvgPipeTuner\(refine=2\) times iterations one by one"):
-        mlp(AvgPipeTuner(2, refine=2, dirpath=tmp_path), {"averaging": Averaging(rolling=True)})
-
-
 @pytest.mark.parametrize("rolls", [True, False])
 def test_the_tuner_chooses_whether_to_roll_where_that_is_open(rolls: bool, liking: Any, tmp_path: Path) -> None:
     setting = Setting(4, 2, 1, rolling=rolls)
@@ -243,34 +221,12 @@ def test_the_tuner_chooses_whether_to_roll_where_that_is_open(rolls: bool, likin
     assert runner.strategy.rolls == rolls and runner.global_step == 6
 
 
-class Counting(MLP):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.calls = getattr(self, "calls", 0) + 1
-        return super().training_step(batch, batch_idx)
-
-
-class Measuring(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.error = torchmetrics.MeanMetric()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.error(loss.detach())
-        return loss
-
-
-class Hooked(MLP):
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        pass
-
-
 def test_what_cannot_roll_is_tuned_without(liking: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     liking(Setting(4, 2, 0, rolling=True), Setting(4, 2, 0))
     ways = [
-        ({}, Measuring, "the metric object 'error'"),
-        ({}, Hooked, "on_before_zero_grad"),
-        ({}, Counting, "changes 'calls'"),
+        ({}, Measured, "the metric object 'mean'"),
+        ({}, Clears, "on_before_zero_grad"),
+        ({}, Changing, "changes 'calls'"),
         ({"refine": 1}, MLP, "refine=1"),
     ]
     for options, module, why in ways:
@@ -285,12 +241,19 @@ def test_what_cannot_roll_is_tuned_without(liking: Any, tmp_path: Path, caplog: 
         assert why in said
 
 
-def test_what_does_not_roll_is_refused_before_it_is_tuned(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"Averaging\(rolling=True\) and Hooked\.on_before_zero_grad"):
-        runner = pipeline(
-            2, strategy={"averaging": Averaging(rolling=True)}, callbacks=[AvgPipeTuner(dirpath=tmp_path)]
-        )
-        runner.fit(Hooked(), loader(MLP, 16, 8))
+@pytest.mark.parametrize(
+    ("module", "refine", "message"),
+    [
+        (Clears, 0, r"Averaging\(rolling=True\) and Clears\.on_before_zero_grad"),
+        (MLP, 2, r"AvgPipeTuner\(refine=2\) times iterations one by one"),
+    ],
+)
+def test_what_does_not_roll_is_refused_before_it_is_tuned(
+    module: Any, refine: int, message: str, tmp_path: Path
+) -> None:
+    tuner, rolling = AvgPipeTuner(2, refine=refine, dirpath=tmp_path), {"averaging": Averaging(rolling=True)}
+    with pytest.raises(ConfigurationError, match=message):
+        pipeline(2, strategy=rolling, callbacks=[tuner]).fit(module(), loader(MLP, 16, 8))
     assert not [*tmp_path.iterdir()]
 
 
@@ -330,11 +293,8 @@ class ScarceStage:
 
 def mlp(tuner: Any, strategy: dict[str, Any] | None = None, devices: int = 1, **options: Any) -> tuple[Any, L.Trainer]:
     torch.manual_seed(3)
-    model = MLP("adamw")
-    callbacks, path = (
-        [*options.pop("callbacks", []), *([] if tuner is None else [tuner])],
-        options.pop("ckpt_path", None),
-    )
+    model, path = MLP("adamw"), options.pop("ckpt_path", None)
+    callbacks = [*options.pop("callbacks", []), *([] if tuner is None else [tuner])]
     runner = pipeline(2, devices, strategy, callbacks=callbacks, **{"max_epochs": 1, **options})
     runner.fit(model, loader(MLP, 32, 8), ckpt_path=path)
     return model, runner
@@ -360,32 +320,28 @@ def test_what_does_not_fit_when_it_is_tried_is_not_chosen(liking: Any, tmp_path:
     with ScarceStage(1, 2):
         mlp(tuner)
     assert {c.setting.num_microbatches for c in tuner.result.candidates} == {2, 8}
-    assert set(tuner.measured) == {Setting(8)}
-    assert tuner.result.choice.setting == Setting(8)
+    assert set(tuner.measured) == {Setting(8)} and tuner.result.choice.setting == Setting(8)
 
 
 def test_profiling_goes_on_with_more_micro_batches_where_the_first_do_not_fit(liking: Any, tmp_path: Path) -> None:
     tuner = AvgPipeTuner(1, [4, 16, 32], profile_batches=6, dirpath=tmp_path)
-    torch.manual_seed(0)
     with ScarceStage(1, 16):
         pipeline(2, callbacks=[tuner], max_epochs=1).fit(MLP(), loader(MLP, 64, 32))
-    assert tuner.result.profile.num_microbatches == 32
-    assert {c.setting.num_microbatches for c in tuner.result.candidates} == {32}
+    counts = {c.setting.num_microbatches for c in tuner.result.candidates}
+    assert counts == {tuner.result.profile.num_microbatches} == {32}
 
 
 def test_where_nothing_fits_the_error_says_where_and_what_would_help(tmp_path: Path) -> None:
     with ScarceStage(1, 8), pytest.raises(TuningError) as raised:
         mlp(AvgPipeTuner(1, [2, 4, 8], dirpath=tmp_path))
+    said = str(raised.value)
     for part in (
         "8 micro-batches",
         "rank 0, stage 1 in F1: tried to allocate 3.00 GiB",
         "more stages",
         "recompute=True",
     ):
-        assert part in str(raised.value)
-
-
-def test_a_limit_that_nothing_fits_says_what_is_missing_on_which_stage(tmp_path: Path) -> None:
+        assert part in said
     with pytest.raises(TuningError, match=r"none of .* fits memory_limit=1000 B.* on stage \d.*too much.*would help"):
         mlp(AvgPipeTuner(1, memory_limit=1000, dirpath=tmp_path))
 
@@ -517,28 +473,23 @@ def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message:
         AvgPipeTuner(**arguments)
 
 
-def test_candidates_that_the_batch_cannot_be_split_into_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TuningError, match=r"microbatch_candidates=\[4, 16\]: give numbers from 1 to 8"):
-        mlp(AvgPipeTuner(1, [4, 16], dirpath=tmp_path))
-
-
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
         ({"num_microbatches": 4}, "AvgPipeTuner chooses .* the strategy was given num_microbatches=4; remove"),
         ({"num_pipelines": 2, "advance": 1}, "was given num_pipelines=2, advance=1; remove"),
+        (None, r"microbatch_candidates=\[4, 16\]: give numbers from 1 to 8"),
     ],
 )
-def test_counts_given_by_hand_are_refused(strategy: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        mlp(AvgPipeTuner(), strategy)
+def test_counts_that_cannot_be_chosen_are_refused(strategy: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigurationError, TuningError), match=message):
+        mlp(AvgPipeTuner(1, [4] if strategy else [4, 16], dirpath=tmp_path), strategy)
 
 
 def test_another_strategy_and_one_with_nothing_to_pipeline_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="the strategy is SingleDeviceStrategy; use Trainer"):
-        trainer(callbacks=[AvgPipeTuner()]).fit(MLP(), loader(MLP, 8, 4))
-    with pytest.raises(ConfigurationError, match=r"nothing to pipeline.*num_stages=2"):
-        trainer(strategy=AvgPipeStrategy(), callbacks=[AvgPipeTuner()]).fit(MLP(), loader(MLP, 8, 4))
+    for strategy, message in (("auto", "is SingleDeviceStrategy; use Trainer"), ("avgpipe", "nothing to pipeline.*=2")):
+        with pytest.raises(ConfigurationError, match=message):
+            trainer(strategy=strategy, callbacks=[AvgPipeTuner()]).fit(MLP(), loader(MLP, 8, 4))
 
 
 def test_nothing_is_tuned_with_fast_dev_run_or_without_training(tmp_path: Path) -> None:
@@ -574,7 +525,7 @@ def test_loggers_hear_of_no_trial(tmp_path: Path) -> None:
     assert rows("tuned", [tuner]) == rows("by hand", [], **by_hand(tuner.result.choice.setting))
 
 
-def test_another_fit_goes_on_with_the_choice(tmp_path: Path) -> None:
+def test_another_fit_goes_on_with_the_choice_unless_it_does_not_fit_or_cannot_be_read(tmp_path: Path) -> None:
     tuner = AvgPipeTuner(1, [2, 4], profile_batches=4, dirpath=tmp_path)
     _, runner = mlp(tuner)
     chosen = tuner.result
@@ -582,15 +533,16 @@ def test_another_fit_goes_on_with_the_choice(tmp_path: Path) -> None:
     runner.fit(MLP(), loader(MLP, 32, 8))
     mlp(tuner)
     assert tuner.result is chosen
-
-
-def test_a_choice_for_another_number_of_stages_is_made_anew(tmp_path: Path) -> None:
-    tuner = AvgPipeTuner(1, [2, 4], profile_batches=4, dirpath=tmp_path)
-    mlp(tuner)
     again = AvgPipeTuner(1, [4], profile_batches=4, dirpath=tmp_path)
     again.load_state_dict(tuner.state_dict())
     pipeline(3, callbacks=[again], max_epochs=1).fit(MLP(), loader(MLP, 32, 8))
     assert again.result.profile.num_stages == 3
+    with pytest.warns(
+        UserWarning, match="chooses anew, since the checkpoint's choice cannot be read: this is no Result"
+    ):
+        again.load_state_dict({"result": "{}"})
+    mlp(again)
+    assert again.result.choice.setting.num_microbatches == 4 and again.result.profile.num_stages == 2
 
 
 class Annealed(MLP):
@@ -623,16 +575,6 @@ def test_schedulers_and_plan_are_those_of_the_choice_given_by_hand(liking: Any, 
     assert_equal(found[:3], expected[:3])
     # by hand an advance is asked for, which in one process names another schedule in the last line
     assert str(found[3]).splitlines()[:-1] == str(expected[3]).splitlines()[:-1]
-
-
-def test_a_saved_choice_that_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
-    tuner = AvgPipeTuner(1, [4], profile_batches=4, dirpath=tmp_path)
-    with pytest.warns(
-        UserWarning, match="chooses anew, since the checkpoint's choice cannot be read: this is no Result"
-    ):
-        tuner.load_state_dict({"result": "{}"})
-    mlp(tuner)
-    assert tuner.result.choice.setting.num_microbatches == 4
 
 
 def test_a_callback_that_knows_one_model_is_refused_unless_there_is_one(tmp_path: Path) -> None:

@@ -68,63 +68,35 @@ def test_training_gives_the_hosts_bits(simulated: Simulated) -> None:
 # -- races -----------------------------------------------------------------------------------------------------------
 
 
-def read_on_another_stream(waits: bool) -> tuple[set[str], float]:
+def on_another_stream(then: str, waits: bool) -> tuple[set[str], bool]:
+    """Something is read on another stream: what is found, and whether all numbers and addresses are as expected."""
     with device.reported() as report:
         x = torch.ones(4, device=sim())
-        stream = other_stream_after_now() if waits else torch.Stream(device=sim())
+        address = x.data_ptr()
+        stream = torch.Stream(device=sim()) if then == "read" and not waits else other_stream_after_now()
         with stream:
             y = x + 1
-        torch.accelerator.synchronize(0)
-        return kinds(report), float(y.sum())
-
-
-def test_a_missing_wait_is_a_race_and_gives_other_numbers(simulated: Simulated) -> None:
-    assert simulated(read_on_another_stream, True) == (set(), 8.0)
-    found, numbers = simulated(read_on_another_stream, False)
-    assert found == {"race"}
-    assert numbers != 8.0
-
-
-def written_while_read(waits: bool) -> set[str]:
-    with device.reported() as report:
-        x = torch.ones(4, device=sim())
-        stream = other_stream_after_now()
-        with stream:
-            y = x + 1
-        if waits:
-            torch.accelerator.current_stream(sim()).wait_event(stream.record_event())
-        x.zero_()
-        torch.accelerator.synchronize(0)
-        del y
-    return kinds(report)
-
-
-def test_writing_what_another_stream_reads_is_a_race(simulated: Simulated) -> None:
-    assert simulated(written_while_read, True) == set()
-    assert simulated(written_while_read, False) == {"race"}
-
-
-def freed(how: str) -> tuple[set[str], bool]:
-    with device.reported() as report:
-        x = torch.ones(4, device=sim())
-        address, stream = x.data_ptr(), other_stream_after_now()
-        with stream:
-            y = x + 1
-        if how == "recorded":
+        if waits and then == "recorded":
             x.record_stream(stream)
-        if how == "waited":
+        elif waits:
             torch.accelerator.current_stream(sim()).wait_event(stream.record_event())
-        del x
-        again = torch.empty(4, device=sim()).data_ptr() == address
+        if then == "written":
+            x.zero_()
+        elif then != "read":
+            del x
+            assert torch.empty(4, device=sim()).data_ptr() == address, "memory is used again at once"
         torch.accelerator.synchronize(0)
-        del y
-    return kinds(report), again
+        return kinds(report), float(y.sum()) == 8.0
 
 
-def test_memory_that_another_stream_uses_is_freed_early(simulated: Simulated) -> None:
-    assert simulated(freed, "recorded") == (set(), True)
-    assert simulated(freed, "waited") == (set(), True)
-    assert simulated(freed, "") == ({"freed early"}, True)
+@pytest.mark.parametrize(
+    ("then", "found"), [("read", "race"), ("written", "race"), ("freed", "freed early"), ("recorded", "freed early")]
+)
+def test_a_missing_wait_is_found(simulated: Simulated, then: str, found: str) -> None:
+    assert simulated(on_another_stream, then, True) == (set(), True)
+    without, same = simulated(on_another_stream, then, False)
+    assert without == {found}
+    assert same != (then == "read")  # of which nonsense is read
 
 
 def copied_to_the_host(pinned: bool, waits: bool) -> tuple[bool, int]:

@@ -69,30 +69,6 @@ def compared(*args: Any) -> tuple[list[str], list[str]]:
     )
 
 
-@pytest.mark.parametrize("strategy", [{}, {"num_pipelines": 2}, {"recompute": True}], ids=str)
-def test_weights_are_those_of_the_host(simulated: Simulated, strategy: dict[str, Any]) -> None:
-    differ, errors = simulated(compared, MLP, {"num_microbatches": 4, **strategy}, {"gradient_clip_val": 0.1})
-    assert not differ
-    assert not errors
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        {"num_pipelines": 4},
-        {"num_pipelines": 2, "averaging": Averaging(rolling=True)},
-        {"weight_policy": "stash"},
-        {"weight_policy": "spectrain"},
-        {"schedule": "zb_h1"},
-    ],
-    ids=str,
-)
-def test_weights_of_other_schedules_and_policies_are_those_of_the_host(
-    simulated: Simulated, strategy: dict[str, Any]
-) -> None:
-    assert simulated(compared, MLP, {"num_microbatches": 4, **strategy}, {}, 8) == ([], [])
-
-
 class AsksWeights(MLP):
     """Puts a table where a layer's weight is, and multiplies by that weight itself, outside of the layer."""
 
@@ -100,12 +76,6 @@ class AsksWeights(MLP):
         linear = next(layer for layer in self.modules() if isinstance(layer, torch.nn.Linear))
         table = torch.arange(linear.in_features, device=linear.weight.device)
         return super().training_step(batch, batch_idx) + (linear.weight[:, table] @ linear.weight.T).square().mean()
-
-
-@pytest.mark.parametrize("costs", ["flops", "measured"])
-def test_weights_used_outside_of_their_layer_are_where_the_step_computes(simulated: Simulated, costs: str) -> None:
-    strategy = {"num_microbatches": 4, "costs": costs, "costs_cache": None}
-    assert simulated(compared, AsksWeights, strategy, {}) == ([], [])
 
 
 class Counting(MLP):
@@ -195,8 +165,30 @@ class Asking(Logging):
         return super().training_step((batch[0] + noise, batch[1]), batch_idx)
 
 
-def test_modules_know_their_device_and_metric_objects_count_there(simulated: Simulated) -> None:
-    assert simulated(compared, Asking, {"num_microbatches": 2}, {}) == ([], [])
+CLIPS, MEASURED = {"gradient_clip_val": 0.1}, {"costs": "measured", "costs_cache": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "options"),
+    [
+        (MLP, {}, CLIPS),
+        (MLP, {"num_pipelines": 2}, CLIPS),
+        (MLP, {"recompute": True}, CLIPS),
+        (MLP, {"num_pipelines": 4}, {}),
+        (MLP, {"num_pipelines": 2, "averaging": Averaging(rolling=True)}, {}),
+        (MLP, {"weight_policy": "stash"}, {}),
+        (MLP, {"weight_policy": "spectrain"}, {}),
+        (MLP, {"schedule": "zb_h1"}, {}),
+        (AsksWeights, {}, {}),
+        (AsksWeights, MEASURED, {}),
+        (Asking, {}, {}),
+    ],
+    ids=str,
+)
+def test_weights_and_metric_objects_are_those_of_the_host(
+    simulated: Simulated, kind: type, strategy: dict[str, Any], options: dict[str, Any]
+) -> None:
+    assert simulated(compared, kind, {"num_microbatches": 4, **strategy}, options, 8) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -382,9 +374,6 @@ def tuned(strategy: dict[str, Any]) -> tuple[bool, list[str]]:
     return tuner.result.profile.device.in_turns, list(report.errors)
 
 
-def test_the_tuner_expects_nothing_side_by_side_of_lanes_that_share_a_stream(simulated: Simulated) -> None:
-    assert simulated(tuned, {"averaging": Averaging(streams=False)}) == (True, [])
-
-
-def test_the_tuner_expects_pipelines_with_streams_of_their_own_side_by_side(simulated: Simulated) -> None:
-    assert simulated(tuned, {}) == (False, [])
+@pytest.mark.parametrize("streams", [True, False])
+def test_the_tuner_expects_side_by_side_what_has_streams_of_its_own(simulated: Simulated, streams: bool) -> None:
+    assert simulated(tuned, {"averaging": Averaging(streams=streams)}) == (not streams, [])

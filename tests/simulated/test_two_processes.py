@@ -77,30 +77,21 @@ def latest_streams() -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "kind"),
     [
-        {"num_pipelines": 2, "recompute": True},
-        {"num_stages": 4},
-        {"num_pipelines": 2, "averaging": Averaging(rolling=True)},
-        {"num_pipelines": 2},
-        {"num_pipelines": 2, "averaging": Averaging(streams=False)},
-        {"weight_policy": "stash"},
+        ({"num_pipelines": 2, "recompute": True}, Asking),
+        ({"num_stages": 4}, Asking),
+        ({"num_pipelines": 2, "averaging": Averaging(rolling=True)}, MLP),  # metric objects would see batches mixed
+        ({"num_pipelines": 2}, Asking),
+        ({"num_pipelines": 2, "averaging": Averaging(streams=False)}, Asking),
+        ({"weight_policy": "stash"}, Asking),
+        ({}, Gathers),  # in a backward too, which is in a thread of autograd
     ],
     ids=str,
 )
-def test_weights_are_those_of_the_host(pair: list[SimulatedProcess], strategy: dict[str, Any]) -> None:
-    kind = MLP if strategy.get("averaging", Averaging()).rolling else Asking  # metric objects would see batches mixed
+def test_weights_are_those_of_the_host(pair: list[SimulatedProcess], strategy: dict[str, Any], kind: type) -> None:
     expected = fit(False, kind, {"num_microbatches": 4, **strategy}, {}, 8)
     for weights, errors, _ in both(pair, fitted, strategy, kind):
-        assert not errors
-        assert [name for name, tensor in expected.items() if tensor.tolist() != weights[name]] == []
-
-
-def test_a_backward_that_would_gather_finds_one_process_also_in_a_thread_of_autograd(
-    pair: list[SimulatedProcess],
-) -> None:
-    expected = fit(False, Gathers, {"num_microbatches": 4}, {}, 8)
-    for weights, errors, _ in both(pair, fitted, {}, Gathers):
         assert not errors
         assert [name for name, tensor in expected.items() if tensor.tolist() != weights[name]] == []
 
@@ -163,16 +154,14 @@ def test_no_wait_per_micro_batch_where_gradients_are_clipped(
             assert {place: (n - less[place]) / iterations for place, n in more.items() if n != less[place]} == expected
 
 
-def test_pipelines_that_share_a_stream_take_no_others(pair: list[SimulatedProcess]) -> None:
+@pytest.mark.parametrize("streams", [True, False])
+def test_each_of_several_pipelines_takes_a_stream_unless_they_share_one(
+    pair: list[SimulatedProcess], streams: bool
+) -> None:
     """There are 32; of those that share one each would wait for what the others wait for."""
-    on_one = {"averaging": Averaging(streams=False)}
-    one, four = (both(pair, fitted, {"num_pipelines": 1}), both(pair, fitted, {"num_pipelines": 4, **on_one}))
-    assert [streams for *_, streams in four] == [streams for *_, streams in one]
-
-
-def test_each_of_several_pipelines_takes_a_stream(pair: list[SimulatedProcess]) -> None:
-    one, four = (both(pair, fitted, {"num_pipelines": count}) for count in (1, 4))
-    assert [streams for *_, streams in four] == [(normal + 4, first) for *_, (normal, first) in one]
+    four = both(pair, fitted, {"num_pipelines": 4, "averaging": Averaging(streams=streams)})
+    one = both(pair, fitted, {"num_pipelines": 1})
+    assert [taken for *_, taken in four] == [(normal + 4 * streams, first) for *_, (normal, first) in one]
 
 
 def given_up() -> list[float]:

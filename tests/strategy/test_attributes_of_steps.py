@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -18,31 +17,13 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.lstm import LightningLSTM, SequenceSampler, SimpleLSTM
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_avgpipe import AvgPipeStrategy
-from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.errors import PartitionError
-from tests import processes
-from tests.driver import accumulate, assert_same_parameters
+from tests.driver import accumulate
+from tests.strategy.steps import NUM_MICROBATCHES, Layers, assert_same, assert_two_processes_equal, by_hand, data, piped
 from tests.trainers import assert_defaults_equal_accumulation, trainer
-
-NUM_MICROBATCHES = 4
-
-
-class Layers(L.LightningModule):
-    """Four layers, and a step that a test completes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
-
-    def through(self, x: Tensor) -> Tensor:
-        return self.d(self.c(self.b(self.a(x)).relu()).relu())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.1, momentum=0.9)
 
 
 def assigned(student: nn.Module, teacher: nn.Module) -> None:
@@ -92,7 +73,7 @@ class Clipped(Layers):
         for p in self.parameters():
             p.data.clamp_(-0.2, 0.2)
         self.c.weight.data.mul_(0.99)
-        return (self.through(batch[0]) - batch[1]).square().mean()
+        return self.loss(batch)
 
 
 class Shrinking(nn.Linear):
@@ -138,7 +119,7 @@ class Hooked(Layers):
             for layer in (self.a, self.b, self.c, self.d):
                 layer.register_forward_hook(lambda module, args, output: self.norms.append(output.square().mean()))
             self.is_hooked = True
-        return (self.through(batch[0]) - batch[1]).square().mean() + 0.1 * sum(self.norms)
+        return self.loss(batch) + 0.1 * sum(self.norms)
 
 
 @dataclass
@@ -168,9 +149,7 @@ class Counting(Layers):
         self.mean[0] = 0.9 * self.mean[0] + 0.1 * self.count["steps"]
         first, second, third = self.generators
         noise = torch.randn(8, generator=first) + second.random() + third.random()
-        loss = (
-            (self.through(batch[0] + 0.1 * noise) - batch[1]).square().mean() * float(self.mean[0]) * self.hparams.tau
-        )
+        loss = self.loss((batch[0] + 0.1 * noise, batch[1])) * float(self.mean[0]) * self.hparams.tau
         self.losses.append(loss.item())
         return loss / (self.b.progress.step + len(self.nested["of"]) + len(self.seen))
 
@@ -183,35 +162,6 @@ class Emptied(Callback):
         assert pl_module.count["steps"] == NUM_MICROBATCHES
         pl_module.losses.clear()
         pl_module.count["steps"] = 0
-
-
-def data() -> DataLoader:
-    generator = torch.Generator().manual_seed(1)
-    return DataLoader(TensorDataset(*torch.randn(2, 32, 8, generator=generator)), batch_size=8)
-
-
-def by_hand(module: Any) -> Any:
-    """What one process makes of the module, micro-batch by micro-batch."""
-    optimizer = module.configure_optimizers()
-    for batch in data():
-        optimizer.zero_grad()
-        for i, part in enumerate(split(tuple(batch), NUM_MICROBATCHES)):
-            (module.training_step(part.data, i) * part.weight).backward()
-        optimizer.step()
-    return module
-
-
-def piped(module: Any, num_stages: int, devices: int = 1, callbacks: Any = (), **options: Any) -> Any:
-    options = {"num_microbatches": NUM_MICROBATCHES, "costs_cache": None, **options}
-    strategy = AvgPipeStrategy(num_stages=num_stages, **options)
-    trainer(strategy=strategy, devices=devices, max_epochs=1, callbacks=list(callbacks)).fit(module, data())
-    return module
-
-
-def assert_same(module: nn.Module, other: nn.Module) -> None:
-    others = other.state_dict()
-    for name, tensor in module.state_dict().items():
-        assert torch.equal(tensor, others[name]), f"{name} differs"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +189,7 @@ def test_what_is_recomputed_changes_nothing_again(make: Callable[[], Layers]) ->
 
 
 def test_hooks_see_objects_once_changed_and_what_they_reset_is_reset_on_every_stage() -> None:
-    alone, staged = (piped(Counting(), k, callbacks=[Emptied()], costs="flops") for k in (1, 3))
+    alone, staged = (piped(Counting(), k, trainer_options={"callbacks": [Emptied()]}, costs="flops") for k in (1, 3))
     assert_same(staged, alone)
     assert staged.progress == alone.progress == Progress(4 * NUM_MICROBATCHES)
     assert staged.nested == alone.nested
@@ -272,8 +222,8 @@ class Models(Callback):
 
 def test_each_parallel_model_has_a_momentum_encoder_of_its_own() -> None:
     alone, staged = Models(), Models()
-    piped(Momentum(), 1, callbacks=[alone], num_pipelines=2, costs="flops")
-    piped(Momentum(), 2, callbacks=[staged], num_pipelines=2, costs="flops")
+    for num_stages, models in ((1, alone), (2, staged)):
+        piped(Momentum(), num_stages, trainer_options={"callbacks": [models]}, num_pipelines=2, costs="flops")
     for one, other in zip(alone.models, staged.models, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
     for name in ("teacher.0.weight", "teacher.2.bias"):
@@ -298,15 +248,9 @@ def test_a_tensor_without_a_name_that_a_step_changes_is_refused() -> None:
         piped(Hidden(), 2)
 
 
-def in_process(rank: int) -> dict[str, Tensor]:
-    return piped(Momentum(), 2, devices=2).state_dict()
-
-
 @pytest.mark.slow
 def test_two_processes_make_the_same_of_a_momentum_encoder(tmp_path: Path) -> None:
-    expected = by_hand(Momentum()).state_dict()
-    for state in processes.results(processes.run(2, in_process, folder=tmp_path)):
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+    assert_two_processes_equal(by_hand(Momentum()), Momentum, tmp_path)
 
 
 class Text(Dataset):
@@ -342,32 +286,29 @@ class DemoLSTM(LightningLSTM):
         self.log("val_loss", F.nll_loss(predicted, y.flatten()))
 
 
-def test_the_demo_of_an_lstm_carries_its_hidden_state_from_micro_batch_to_micro_batch() -> None:
+@pytest.mark.parametrize("count", [8, "auto"])
+def test_the_demo_of_an_lstm_carries_its_hidden_state_along_micro_batches_or_whole_batches(count: Any) -> None:
+    """By default from batch to batch, as on one device; otherwise from micro-batch to micro-batch."""
     plain, module = DemoLSTM(), DemoLSTM()
-    optimizer: Any = plain.configure_optimizers()
-    for _ in range(2):
-        for batch in plain.train_dataloader():
-            optimizer.zero_grad()
-            accumulate(plain, tuple(batch), 8)
-            optimizer.step()
-        plain.on_train_epoch_end()
-    training = trainer(strategy=AvgPipeStrategy(num_stages=2, num_microbatches=8), devices=1, max_epochs=2)
-    with pytest.warns(UserWarning, match="'hidden', which training_step keeps for the next time, goes"):
+    if count == "auto":
+        trainer(max_epochs=2).fit(plain)
+    else:
+        optimizer: Any = plain.configure_optimizers()
+        for _ in range(2):
+            for batch in plain.train_dataloader():
+                optimizer.zero_grad()
+                accumulate(plain, tuple(batch), count)
+                optimizer.step()
+            plain.on_train_epoch_end()
+    training = trainer(strategy=AvgPipeStrategy(num_stages=2, num_microbatches=count), devices=1, max_epochs=2)
+    goes = "'hidden', which training_step keeps for the next time, goes"
+    with pytest.warns(UserWarning, match=goes if count == 8 else "not split into micro-batches .* 'hidden', which"):
         training.fit(module)
     assert_same(module, plain)
     x, y = (torch.cat(parts) for parts in zip(*plain.val_dataloader(), strict=True))
     with torch.no_grad():
         loss = F.nll_loss(plain.model(x, plain.model.init_hidden(len(x)))[0], y.flatten())
     torch.testing.assert_close(training.callback_metrics["val_loss"], loss)
-
-
-def test_by_default_the_demo_of_an_lstm_carries_it_from_batch_to_batch_as_on_one_device() -> None:
-    plain, module = DemoLSTM(), DemoLSTM()
-    trainer(max_epochs=2).fit(plain)
-    training = trainer(strategy=AvgPipeStrategy(num_stages=2), devices=1, max_epochs=2)
-    with pytest.warns(UserWarning, match="not split into micro-batches for training_step.* 'hidden', which"):
-        training.fit(module)
-    assert_same_parameters(plain, module)
 
 
 class Collecting(Layers):
@@ -382,7 +323,7 @@ class Collecting(Layers):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen += batch[0][:, 0].tolist()
         self.by_size[len(batch[0])].append(float(batch[0][0, 0]))
-        loss = (self.through(batch[0]) - batch[1]).square().mean()
+        loss = self.loss(batch)
         self.losses.append(loss.item())
         return loss
 
@@ -417,30 +358,32 @@ def counted() -> int:
     return TOTAL
 
 
-class Outside(Layers):
-    """Counts in global variables and in classes, and collects in a list of the module's."""
-
-    runs = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        CALLS["steps"] += 1
-        type(self).runs += 1
-        number = CALLS["steps"] + self.runs + counted() + CLOCK.tick()
-        loss = (self.through(batch[0] * (1 + 0.01 * number)) - batch[1]).square().mean()
-        SEEN.append(loss.item())
-        return loss
-
-
 def test_variables_outside_of_modules_change_once_per_micro_batch() -> None:
+    """Global ones, those of classes, those that the step encloses, and a list of the module's."""
+
     def result(run: Callable[[Layers], nn.Module]) -> tuple[nn.Module, Any]:
         global TOTAL
-        CALLS["steps"], TOTAL, Clock.now, Outside.runs = 0, 0, 0, 0
+        CALLS["steps"], TOTAL, Clock.now, steps = 0, 0, 0, 0
         SEEN.clear()
+
+        class Outside(Layers):
+            runs = 0
+
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                nonlocal steps
+                CALLS["steps"] += 1
+                type(self).runs += 1
+                steps += 1
+                number = CALLS["steps"] + self.runs + steps + counted() + CLOCK.tick()
+                loss = self.loss((batch[0] * (1 + 0.01 * number), batch[1]))
+                SEEN.append(loss.item())
+                return loss
+
         module = run(Outside())
-        return module, (CALLS["steps"], TOTAL, Clock.now, Outside.runs, list(SEEN))
+        return module, (CALLS["steps"], TOTAL, Clock.now, Outside.runs, steps, list(SEEN))
 
     expected, counts = result(by_hand)
-    assert counts[:4] == (4 * NUM_MICROBATCHES,) * 4
+    assert counts[:5] == (4 * NUM_MICROBATCHES,) * 5
     for settings in ({"schedule": "1f1b", "verify": True}, {"recompute": True, "schedule": "afab"}):
         module, found = result(lambda module, settings=settings: piped(module, 3, costs="flops", **settings))
         assert_same(module, expected)
@@ -453,17 +396,14 @@ class OutsideLate(Layers):
     """Counts at the end of the step what its beginning reads."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = (self.through(batch[0] * (1 + 0.1 * CALLS["steps"])) - batch[1]).square().mean()
+        loss = self.loss((batch[0] * (1 + 0.1 * CALLS["steps"]), batch[1]))
         CALLS["steps"] += 1
         return loss
 
 
 @pytest.mark.parametrize(
     ("make", "name", "fit", "too_many"),
-    [
-        (Carried, "'state'", 3, 4),
-        (OutsideLate, r"'global tests\.strategy\.test_attributes_of_steps\.CALLS'", 1, 2),
-    ],
+    [(Carried, "'state'", 3, 4), (OutsideLate, r"'global tests\.strategy\.test_attributes_of_steps\.CALLS'", 1, 2)],
 )
 def test_what_is_read_before_another_stage_changes_it_is_not_cut_off_and_refused_by_name(
     make: Callable[[], Layers], name: str, fit: int, too_many: int
@@ -475,28 +415,6 @@ def test_what_is_read_before_another_stage_changes_it_is_not_cut_off_and_refused
     read = rf"{name} is read at test_attributes_of_steps.py:\d+ .* its contents are changed"
     with pytest.raises(PartitionError, match=read):
         piped(make(), too_many, costs="flops")
-
-
-def test_variables_that_a_step_encloses_change_once_per_micro_batch() -> None:
-    def make() -> tuple[Layers, list[float], Callable[[], int]]:
-        losses: list[float] = []
-        steps = 0
-
-        class Enclosing(Layers):
-            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-                nonlocal steps
-                steps += 1
-                loss = (self.through(batch[0] * (1 + 0.1 * steps)) - batch[1]).square().mean()
-                losses.append(loss.item())
-                return loss
-
-        return Enclosing(), losses, lambda: steps
-
-    (expected, seen, count), (module, found, counted) = make(), make()
-    by_hand(expected)
-    piped(module, 3, costs="flops")
-    assert_same(module, expected)
-    assert found == seen and counted() == count() == 4 * NUM_MICROBATCHES
 
 
 class Reversible(nn.Module):

@@ -1,9 +1,13 @@
-"""Batches of any layout train as on one device, or are refused before the first step."""
+"""Batches of any layout train as on one device, or are refused; each process gets the tensors that its stages need."""
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,28 +17,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_avgpipe import Averaging
+from lightning_avgpipe import Averaging, Links
 from lightning_avgpipe.errors import BatchError
-from tests.driver import assert_same_parameters
-from tests.models import MLP, loader
-from tests.trainers import pipeline, trainer
+from lightning_avgpipe.utils.placeholder import Absent
+from tests import processes
+from tests.driver import Engine, assert_same_parameters
+from tests.models import MLP, ConvNet, Regression, loader
+from tests.trainers import both, pipeline, twins
 
 
-class TimeMajor(L.LightningModule):
+class TimeMajor(Regression):
     """nn.LSTM's default layout: (T, B, F)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(4, 8)
-        self.head = nn.Linear(8, 1)
+        self.lstm, self.head = nn.LSTM(4, 8), nn.Linear(8, 1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.mse_loss(self.head(self.lstm(batch[0])[0])[..., 0], batch[1])
-        self.log("loss", loss, on_epoch=True, on_step=False)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])[..., 0]
 
 
 def time_first(samples: list[Any]) -> Any:
@@ -46,21 +46,23 @@ def sequences(length: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, x.cumsum(1).mean(2)), batch_size=8, collate_fn=time_first)
 
 
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """The warnings of batches that are not split."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    said += [text for text in (str(one.message) for one in caught) if re.search("(batches are )?not split", text)]
+
+
 @pytest.mark.parametrize("length", [6, 8])
 def test_time_first_trains_as_on_one_device_with_a_warning(length: int) -> None:
-    models, logged = [], []
-    for make in (trainer, partial(pipeline, 2)):
-        torch.manual_seed(3)
-        models.append(TimeMajor())
-        runner = make()
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            runner.fit(models[-1], sequences(length))
-        logged.append(float(runner.callback_metrics["loss"]))
-    assert_same_parameters(*models, exact=False)
-    assert logged[1] == pytest.approx(logged[0], abs=1e-6)
-    texts = [str(warning.message) for warning in said if "not split into micro-batches" in str(warning.message)]
-    assert texts and all("split_batch" in text for text in texts)
+    with told() as said:
+        runners = both(TimeMajor, sequences(length))
+    expected, found = (float(runner.callback_metrics["train_loss_epoch"]) for runner in runners)
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert said and all("split_batch" in text for text in said)
 
 
 def test_time_first_is_refused_where_micro_batches_were_asked_for() -> None:
@@ -70,7 +72,7 @@ def test_time_first_is_refused_where_micro_batches_were_asked_for() -> None:
     assert runner.global_step == 0
 
 
-class Detector(L.LightningModule):
+class Detector(Regression):
     """Takes batches as torchvision's detectors do: images of several sizes, and a dict for each."""
 
     def __init__(self) -> None:
@@ -78,14 +80,11 @@ class Detector(L.LightningModule):
         self.body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
         self.head = nn.Linear(4, 4)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def loss(self, batch: Any) -> Tensor:
         images, targets = batch
         features = torch.stack([self.body(image[None]).mean((0, 2, 3)) for image in images])
         boxes = torch.stack([target["boxes"].mean(0) for target in targets])
         return F.mse_loss(self.head(features), boxes)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def scenes(count: int, size: int | None = None) -> list[Any]:
@@ -101,12 +100,7 @@ def columns(samples: list[Any]) -> Any:
 # the last batch has two, or as many images as there are channels
 @pytest.mark.parametrize(("samples", "size"), [(14, None), (11, 3)])
 def test_lists_of_images_and_targets_train_as_on_one_device(samples: int, size: int | None) -> None:
-    models = []
-    for make in (trainer, partial(pipeline, 2)):
-        torch.manual_seed(3)
-        models.append(Detector())
-        make(max_epochs=1).fit(models[-1], DataLoader(scenes(samples, size), 4, collate_fn=columns))
-    assert_same_parameters(*models, exact=False)
+    both(Detector, DataLoader(scenes(samples, size), 4, collate_fn=columns), max_epochs=1)
 
 
 class Shared(MLP):
@@ -128,13 +122,8 @@ class WithPositions:
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_what_samples_share_is_repeated_or_keeps_the_batch_whole(weights: bool) -> None:
-    models = []
-    for make in (trainer, partial(pipeline, 2)):
-        torch.manual_seed(3)
-        models.append(Shared())
-        data = DataLoader(loader(MLP, 13, 4).dataset, batch_size=4, collate_fn=WithPositions(weights))
-        make().fit(models[-1], data, data)
-    assert_same_parameters(*models, exact=False)
+    data = DataLoader(loader(MLP, 13, 4).dataset, batch_size=4, collate_fn=WithPositions(weights))
+    both(Shared, data, data)
 
 
 def test_a_first_batch_of_one_sample_says_that_the_stages_take_turns() -> None:
@@ -179,16 +168,13 @@ class AllAtOnce(MLP):
     ],
 )
 def test_a_step_that_takes_no_part_of_a_batch_gets_whole_ones(of: tuple[str, ...], options: dict[str, Any]) -> None:
-    models, said = [], []
+    models = []
     for count in (1 if "training_step" in of else 8, "auto"):
-        torch.manual_seed(3)
-        model = AllAtOnce(*of) if count == "auto" else AllAtOnce("no step")
+        model, _ = twins(partial(AllAtOnce, *(of if count == "auto" else ("no step",))))
         runner = pipeline(2, strategy={"num_microbatches": count, **options}, max_epochs=1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with told() as said:
             runner.fit(model, loader(MLP, 32, 8), loader(MLP, 16, 8))
         models.append(model)
-        said = [str(warning.message) for warning in caught if "batches are not split" in str(warning.message)]
         assert runner.strategy.plan.num_stages == 2 and torch.isfinite(runner.callback_metrics["val_loss"])
     expected, found = models
     assert found.cleared == expected.cleared
@@ -222,16 +208,10 @@ class Begun(MLP):
 
 @pytest.mark.filterwarnings("ignore:std")
 def test_a_step_whose_loss_is_no_number_on_a_part_of_a_batch_gets_whole_ones() -> None:
-    models = []
-    for make in (partial(trainer, max_epochs=1), partial(pipeline, 2, max_epochs=1)):
-        torch.manual_seed(3)
-        models.append(Begun())
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            make().fit(models[-1], loader(MLP, 32, 8))
-    said = [str(warning.message) for warning in caught if "batches are not split" in str(warning.message)]
+    with told() as said:
+        one, other = both(Begun, loader(MLP, 32, 8), max_epochs=1)
     assert len(said) == 1 and "its loss is no finite number on 1 of the 8 samples of a batch" in said[0]
-    assert_same_parameters(*models)
+    assert_same_parameters(one.lightning_module, other.lightning_module)
 
 
 class Samples(L.Callback):
@@ -256,10 +236,118 @@ class Samples(L.Callback):
 def test_a_callback_that_moves_a_batch_of_its_own_gets_it_and_changes_nothing(
     hook: str, options: dict[str, Any]
 ) -> None:
-    models, samples = [], Samples(hook)
-    for callbacks in ([], [samples]):
-        torch.manual_seed(3)
-        models.append(MLP())
-        pipeline(2, strategy=options, callbacks=callbacks).fit(models[-1], loader(MLP, 24, 4))
+    samples, models = Samples(hook), twins(MLP)
+    for model, callbacks in zip(models, ([], [samples]), strict=True):
+        pipeline(2, strategy=options, callbacks=callbacks).fit(model, loader(MLP, 24, 4))
     assert samples.moved and all(torch.equal(batch["own"], torch.full((4, 8), 7.0)) for batch in samples.moved)
     assert_same_parameters(*models)
+
+
+class Sees(ConvNet):
+    """Notes which tensors of a batch are really there."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.seen: list[tuple[bool, ...]] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(tuple(not isinstance(batch[name], Absent) for name in ("image", "label")))
+
+
+class Augments(Sees):
+    """Random changes in the transfer hooks: they must be the same for all stages."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        flip = torch.rand(len(batch["label"])) < 0.5
+        return {"image": batch["image"] + flip[:, None, None, None], "label": (batch["label"] + flip) % 5}
+
+
+def fit(rank: int, kind: type[Sees], devices: int, options: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(5)
+    model = kind("adamw")
+    runner = pipeline(2, devices, {"num_microbatches": 3, **options}, max_epochs=2, limit_train_batches=3)
+    runner.fit(model, loader(Sees, 24, 6, shuffle=True), loader(Sees, 12, 6, seed=1))
+    return {"weights": {k: v.clone() for k, v in model.state_dict().items()}, "seen": model.seen}
+
+
+# each time the first batches travel whole: what the stages need is known after the first
+CASES: dict[str, tuple[Any, dict[str, Any], tuple[bool, bool], tuple[bool, bool]]] = {
+    "by default": (Sees, {}, (True, True), (True, False)),
+    "read by the first stage": (Sees, {"links": Links(reader="first")}, (False, True), (True, True)),
+    "whole": (Sees, {"links": Links(send_batch="all")}, (True, True), (True, True)),
+    "augmented": (Augments, {}, (True, True), (True, False)),
+}
+
+
+def fit_all(rank: int) -> dict[str, dict[str, Any]]:
+    return {name: fit(rank, model, 2, options) for name, (model, options, _, _) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    return processes.results(processes.run(2, fit_all, folder=tmp_path_factory.mktemp("two")))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_process_gets_what_it_needs(name: str, in_two: list[dict[str, dict[str, Any]]]) -> None:
+    model, _, *needed = CASES[name]
+    one = fit(0, model, 1, {})
+    for rank, expected in zip(in_two, needed, strict=True):
+        assert len(rank[name]["seen"]) == 6 and rank[name]["seen"][0] == (True, True)
+        assert set(rank[name]["seen"][2:]) == {expected}
+        for key, value in one["weights"].items():
+            assert torch.equal(rank[name]["weights"][key], value), key
+
+
+class ChangesLate(MLP):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            batch[0].mul_(2)
+
+
+class LooksAtInputs(MLP):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        batch[1].sum()
+
+
+def fail(rank: int, name: str) -> None:
+    model = {"ChangesLate": ChangesLate, "LooksAtInputs": LooksAtInputs}[name]()
+    pipeline(2, 2, max_epochs=1).fit(model, loader(MLP, 24, 6))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ChangesLate", r"a hook changed [0] of the batch after it was sent"),
+        ("LooksAtInputs", r"'[1]', a tensor of the batch that was not sent to this process"),
+    ],
+)
+def test_a_hook_that_cannot_work_is_told_what_to_do(name: str, message: str, tmp_path: Path) -> None:
+    for outcome in processes.run(2, fail, name, folder=tmp_path):
+        assert outcome.error is not None and message in outcome.error
+
+
+class Uses(Regression):
+    """Inputs through views, a mask made from the batch that a late block takes, labels, and an unused tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return {
+            "x": torch.randn(size, 2, 4), "mask": torch.ones(size), "y": torch.randn(size, 8), "id": torch.arange(size),
+        }  # fmt: skip
+
+    def loss(self, batch: Any) -> Tensor:
+        h = self.a(batch["x"].flatten(1))
+        late = batch["mask"][:, None] * 2
+        return nn.functional.mse_loss(self.c(self.b(h) * late), batch["y"])
+
+
+def test_the_plan_says_what_each_stage_needs() -> None:
+    engine = Engine(Uses(), 3, Uses.example(4), split_points=["b", "c"])
+    needed = [[leaf.name for leaf in stage.leaves] for stage in engine.plan.stages]
+    assert needed == [["['x']", "['mask']"], ["['mask']"], ["['mask']", "['y']"]]
+    assert "each micro-batch sends ['x'], ['mask'] to stage 0 (72 B); ['mask'] to stage 1 (8 B)" in str(engine.plan)

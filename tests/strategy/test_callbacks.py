@@ -10,11 +10,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
     BasePredictionWriter,
     BatchSizeFinder,
     DeviceStatsMonitor,
     EarlyStopping,
+    EMAWeightAveraging,
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -29,14 +29,14 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler
+from torch import nn
 
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import checks
 from tests import processes
-from tests.driver import assert_same_parameters
+from tests.averaging.models import assert_equal, state
 from tests.models import MLP, loader
-from tests.strategy.twins import twins
-from tests.trainers import pipeline, trainer
+from tests.trainers import both, pipeline, trainer, twins
 
 
 class Scheduled(MLP):
@@ -149,33 +149,6 @@ def test_predictions_are_written_as_on_one_device(tmp_path: Path) -> None:
     assert_same_predictions(expected, written(pipeline, tmp_path / "pipeline"))
 
 
-class Backbone(MLP):
-    """A part to fine-tune later."""
-
-    def __init__(self) -> None:
-        super().__init__("adamw")
-        self.backbone = self.layers[:4]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
-
-
-def fine_tuned(make: Any) -> MLP:
-    torch.manual_seed(3)
-    model = Backbone()
-    unfreeze = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01, verbose=False)
-    make(callbacks=[unfreeze], max_epochs=3).fit(model, loader(MLP, 24, 8))
-    return model
-
-
-def test_a_backbone_is_frozen_and_unfrozen_while_training() -> None:
-    torch.manual_seed(3)
-    start = Backbone()
-    expected, found = fine_tuned(trainer), fine_tuned(pipeline)
-    assert_same_parameters(expected, found, exact=False)
-    assert not torch.equal(start.layers[0].weight, found.layers[0].weight)
-
-
 def suggested(make: Any) -> float:
     torch.manual_seed(3)
     model = Scheduled()
@@ -214,19 +187,14 @@ class Failing(MLP):
             raise ValueError("enough")
 
 
-def test_a_checkpoint_is_written_on_an_exception(tmp_path: Path) -> None:
-    runner = pipeline(callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+def test_a_checkpoint_is_written_on_an_exception_and_by_a_run_after_it(tmp_path: Path) -> None:
+    saves = [OnExceptionCheckpoint(tmp_path / "failed"), ModelCheckpoint(tmp_path / "later")]
+    runner = pipeline(max_epochs=1, callbacks=saves, enable_checkpointing=True)
     with pytest.raises(ValueError, match="enough"):
         runner.fit(Failing(), loader(MLP, 32, 8))
-    assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 2
-
-
-def test_a_run_after_one_that_failed_saves_checkpoints(tmp_path: Path) -> None:
-    runner = pipeline(max_epochs=1, callbacks=[ModelCheckpoint(tmp_path)], enable_checkpointing=True)
-    with pytest.raises(ValueError, match="enough"):
-        runner.fit(Failing(), loader(MLP, 32, 8))
+    assert torch.load(tmp_path / "failed" / "on_exception.ckpt", weights_only=True)["global_step"] == 2
     runner.fit(MLP(), loader(MLP, 32, 8))
-    (path,) = tmp_path.glob("*.ckpt")
+    (path,) = (tmp_path / "later").glob("*.ckpt")
     assert torch.load(path, weights_only=True)["global_step"] == runner.global_step
 
 
@@ -248,19 +216,12 @@ def test_a_run_that_fails_before_training_leaves_what_a_run_before_it_saved(mome
     assert torch.load(path, weights_only=True)["global_step"] == 1
 
 
-def moving_average() -> Any:
-    kind = getattr(L.pytorch.callbacks, "WeightAveraging", None)
-    if kind is None:
-        pytest.skip("WeightAveraging came with Lightning 2.6")
-    return kind(multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+AVERAGES = [StochasticWeightAveraging(0.01, swa_epoch_start=1), EMAWeightAveraging(decay=0.5)]
 
 
-@pytest.mark.parametrize("make_callback", [lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1), moving_average])
-def test_averaged_weights_are_those_of_one_device(make_callback: Any) -> None:
-    plain, piped = twins(MLP)
-    for module, make in ((plain, trainer), (piped, pipeline)):
-        make(callbacks=[make_callback()], max_epochs=3).fit(module, loader(MLP, 24, 8), loader(MLP, 8, 8))
-    assert_same_parameters(plain, piped, exact=False)
+@pytest.mark.parametrize("average", AVERAGES, ids=lambda average: type(average).__name__)
+def test_averaged_weights_are_those_of_one_device(average: L.Callback) -> None:
+    both(MLP, loader(MLP, 24, 8), loader(MLP, 8, 8), callbacks=[average], max_epochs=3)
 
 
 class Sized(L.LightningDataModule):
@@ -284,13 +245,7 @@ def test_the_batch_size_finder_finds_what_it_would_on_one_device() -> None:
     assert found_size(pipeline) == found_size(trainer)
 
 
-@pytest.mark.parametrize(
-    "callback",
-    [
-        BatchSizeFinder,
-        lambda: ModelPruning("l1_unstructured", amount=0.5),
-    ],
-)
+@pytest.mark.parametrize("callback", [BatchSizeFinder, lambda: ModelPruning("l1_unstructured", amount=0.5)])
 def test_what_needs_the_whole_module_is_refused_on_several_processes(callback: Any) -> None:
     made = callback()
     message = rf"{type(made).__name__} .* not supported on 2 processes yet; remove it"
@@ -298,22 +253,81 @@ def test_what_needs_the_whole_module_is_refused_on_several_processes(callback: A
         checks.trainer(trainer(callbacks=[made]), world_size=2)
 
 
-def all_of_it(rank: int, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], float, dict[str, Any]]:
+def all_of_it(rank: int, folder: Path) -> tuple[list[dict[str, Any]], float, dict[str, Any]]:
     make = functools.partial(pipeline, 2, 2)
     fits = [fit(make, folder / interval, interval, monitor) for interval, monitor in PLATEAUS]
     predictions = written(make, folder / "predictions")
-    return fits, fine_tuned(make).state_dict(), suggested(make), predictions
+    return fits, suggested(make), predictions
 
 
 @pytest.mark.slow
 def test_in_two_processes_all_ranks_decide_as_one_device(tmp_path: Path) -> None:
     ranks = processes.results(processes.run(2, all_of_it, tmp_path / "two", folder=tmp_path))
     expected = [fit(trainer, tmp_path / "one" / interval, interval, monitor) for interval, monitor in PLATEAUS]
-    tuned, rate = fine_tuned(trainer).state_dict(), suggested(trainer)
-    for fits, weights, found_rate, _ in ranks:
+    rate = suggested(trainer)
+    for fits, found_rate, _ in ranks:
         for one, found in zip(expected, fits, strict=True):
             assert_alike(one, found)
-        for name, value in tuned.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
         assert found_rate == pytest.approx(rate)
-    assert_same_predictions(written(trainer, tmp_path / "predicted"), ranks[0][3])
+    assert_same_predictions(written(trainer, tmp_path / "predicted"), ranks[0][2])
+
+
+class Normed(MLP):
+    """With statistics, for which a last epoch of SWA passes without training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+
+def swa() -> L.Callback:
+    return StochasticWeightAveraging(0.02, swa_epoch_start=1)
+
+
+def ema() -> L.Callback:
+    return EMAWeightAveraging(decay=0.5)
+
+
+def averaged(rank: int, path: Path, make: Any) -> list[dict[str, Any]]:
+    """Train, and train on from a checkpoint between two averages; the weights after both, and what was logged."""
+    found, devices = [], processes.num_processes()
+    for number, epochs in enumerate((3, 5)):
+        module, _ = twins(Normed)
+        saved = ModelCheckpoint(path, f"{{epoch}}-{epochs}", save_top_k=-1, save_on_train_epoch_end=True)
+        options = {"enable_checkpointing": True, "callbacks": [make(), saved]}
+        runner = pipeline(2, devices, {"num_microbatches": 2, "costs": "measured"}, max_epochs=epochs, **options)
+        data = loader(MLP, 16, 4)
+        resumed = path / "epoch=1-3.ckpt" if number else None
+        runner.fit(module, data, data if make is ema else None, ckpt_path=resumed, weights_only=False)
+        runner.save_checkpoint(path / f"after-{epochs}.ckpt")
+        found += [state(module), {key: value.clone() for key, value in runner.callback_metrics.items()}]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [swa, ema])
+def test_two_processes_average_like_one(make: Any, tmp_path: Path) -> None:
+    """In the weights, or beside them."""
+    two, one = processes.two_and_one(averaged, tmp_path, make)
+    assert_equal(two, [one, one])
+    for file in ("epoch=0-3.ckpt", "epoch=3-5.ckpt", "after-3.ckpt", "after-5.ckpt"):
+        expected, found = (torch.load(tmp_path / sub / file, weights_only=False) for sub in ("one", "two"))
+        for part in ("state_dict", "current_model_state", "averaging_state"):
+            assert_equal(expected.get(part), found.get(part), f"{file} {part}")
+        averages = {key: state for key, state in expected["callbacks"].items() if "StochasticWeightAveraging" in key}
+        if make is swa and file == "epoch=3-5.ckpt":
+            assert any(state["n_averaged"] > 1 for state in averages.values())
+            assert_equal(averages, {key: found["callbacks"][key] for key in averages})
+        if make is ema and not file.startswith("after"):
+            with pytest.raises(AssertionError, match="differs"):
+                assert_equal(expected["state_dict"], expected["current_model_state"])
+
+
+def test_divided_checkpoints_have_no_average_beside_the_weights(tmp_path: Path) -> None:
+    options = {"num_microbatches": 2, "save_distributed_checkpoint": True}
+    refused = processes.run(2, refused_beside, options, folder=tmp_path)
+    assert all("WeightAveraging puts averages in their place" in str(one.error) for one in refused)
+
+
+def refused_beside(rank: int, options: dict[str, Any]) -> None:
+    pipeline(2, 2, options, callbacks=[EMAWeightAveraging()]).fit(MLP(), loader(MLP, 16, 4))

@@ -74,39 +74,29 @@ def test_print_config_shows_every_option_with_its_help(example: Any, capsys: pyt
         assert len(helps[name]) > 40, f"{name} has no help"
 
 
-def test_options_on_the_command_line_go_over_those_of_the_file(
-    example: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = printed(
-        example, capsys, "--config", str(CONFIGS / "language_model.yaml"), "--trainer.strategy.num_microbatches=8",
-        "--trainer.strategy.timeout=0:02:00", "--trainer.strategy.split_points=[blocks.2]", "--print_config",
-    )  # fmt: skip
-    strategy = yaml.safe_load(out)["trainer"]["strategy"]
-    assert strategy["class_path"] == "lightning_avgpipe.AvgPipeStrategy"
-    assert strategy["init_args"]["num_microbatches"] == 8
-    assert strategy["init_args"]["split_points"] == ["blocks.2"]
-    assert strategy["init_args"]["num_stages"] == "auto"
-    assert ":02:00" in str(strategy["init_args"]["timeout"])
+TUNER = ["--config", str(CONFIGS / "tuner.yaml")]
 
 
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("num_microbatches=0", r'"num_microbatches".*does not conform to restriction v>0'),
-        ("num_stages=two", r'"num_stages"'),
-        ("schedule=2f2b", r'"schedule".*Literal\[.advance_forward., .1f1b., .afab., .*.auto.\]'),
-        ("split_points=[1]", r'"split_points"'),
-        ("split_batch=no.such.function", r'"split_batch"'),
-        ("averaging.rolling=sometimes", r'"averaging.*rolling'),
-        ("timeout=soon", r'"timeout"'),
-        ("microbatches=8", r"'microbatches' is not accepted"),
+        ("strategy.num_microbatches=0", r'"num_microbatches".*does not conform to restriction v>0'),
+        ("strategy.num_stages=two", r'"num_stages"'),
+        ("strategy.schedule=2f2b", r'"schedule".*Literal\[.advance_forward., .1f1b., .afab., .*.auto.\]'),
+        ("strategy.split_points=[1]", r'"split_points"'),
+        ("strategy.split_batch=no.such.function", r'"split_batch"'),
+        ("strategy.averaging.rolling=sometimes", r'"averaging.*rolling'),
+        ("strategy.timeout=soon", r'"timeout"'),
+        ("strategy.microbatches=8", r"'microbatches' is not accepted"),
+        ("callbacks.max_num_pipelines=0", "max_num_pipelines"),
+        ("callbacks.predictor=oracle", "predictor"),
     ],
 )
 def test_wrong_values_are_refused_while_parsing(
     example: Any, argument: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        example("fit", STRATEGY, f"--trainer.strategy.{argument}")
+        example("fit", *(TUNER if argument.startswith("callbacks") else [STRATEGY]), f"--trainer.{argument}")
     assert ended.value.code == 2
     error = " ".join(capsys.readouterr().err.split())
     assert re.search(message, error), error
@@ -138,26 +128,41 @@ def test_a_written_config_holds_what_was_given(
     assert yaml.safe_load(out)["trainer"]["strategy"]["init_args"]["loss_weight"] == weight
 
 
-@pytest.mark.parametrize("strategy", ["short", "all_options"])
-def test_a_fit_through_the_command_line(strategy: str, example: Any, tmp_path: Path) -> None:
-    arguments = [
-        "fit", "--config", str(CONFIGS / f"{strategy}.yaml"), "--trainer.devices=1", "--trainer.max_steps=2",
-        "--trainer.val_check_interval=1", "--trainer.limit_val_batches=1", "--trainer.enable_progress_bar=false",
-        "--trainer.log_every_n_steps=1", "--model.layers=2", "--model.width=16", "--model.heads=2",
-        "--data.train_bytes=20000", "--data.val_bytes=4000",
-    ]  # fmt: skip
-    if strategy != "short":  # a name takes no options
-        arguments += ["--trainer.strategy.num_stages=2", "--trainer.strategy.num_microbatches=8"]
+SHORT = [
+    "--trainer.devices=1", "--trainer.max_steps=2", "--trainer.enable_progress_bar=false", "--model.layers=2",
+    "--model.width=16", "--model.heads=2", "--data.train_bytes=20000", "--data.val_bytes=4000",
+]  # fmt: skip
+VALIDATING = ["--trainer.val_check_interval=1", "--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=1"]
+
+
+@pytest.mark.parametrize(
+    ("config", "further"),
+    [
+        ("short", VALIDATING),  # a name, which takes no options
+        ("all_options", [*VALIDATING, "--trainer.strategy.num_stages=2", "--trainer.strategy.num_microbatches=8"]),
+        (
+            "tuner",
+            [
+                "--trainer.strategy.num_stages=2", "--trainer.limit_val_batches=0",
+                "--trainer.callbacks.profile_batches=4", "--trainer.callbacks.microbatch_candidates=[4,8]",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_a_fit_through_the_command_line(config: str, further: list[str], example: Any, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
-    trainer = example(*arguments).trainer
+    trainer = example("fit", "--config", str(CONFIGS / f"{config}.yaml"), *SHORT, *further).trainer
     torch.set_num_threads(threads)
     assert trainer.global_step == 2
     assert type(trainer.strategy) is AvgPipeStrategy
-    if strategy == "short":
+    if config == "short":
         assert trainer.strategy.passthrough  # there is nothing to pipeline
     else:
         assert trainer.strategy.plan.num_stages == 2
-    assert list(tmp_path.rglob("*.ckpt"))
+    if config == "tuner":
+        tuner = next(callback for callback in trainer.callbacks if isinstance(callback, AvgPipeTuner))
+        assert tuner.result.choice.setting.num_microbatches in (4, 8)
+    assert list(tmp_path.rglob("avgpipe_tuning.json" if config == "tuner" else "*.ckpt"))
 
 
 @pytest.mark.slow
@@ -179,33 +184,6 @@ def test_the_name_needs_the_import_and_the_class_path_does_not(tmp_path: Path) -
     assert first.startswith("refused False")
     assert "strategy='avgpipe'" in first
     assert second == "built AvgPipeStrategy"
-
-
-def test_the_tuner_is_a_callback_in_a_config(example: Any, tmp_path: Path) -> None:
-    arguments = [
-        "fit", "--config", str(CONFIGS / "tuner.yaml"), "--trainer.devices=1", "--trainer.max_steps=2",
-        "--trainer.strategy.num_stages=2", "--trainer.limit_val_batches=0", "--trainer.enable_progress_bar=false",
-        "--trainer.callbacks.profile_batches=4", "--trainer.callbacks.microbatch_candidates=[4,8]",
-        "--model.layers=2", "--model.width=16", "--model.heads=2", "--data.train_bytes=20000",
-        "--data.val_bytes=4000",
-    ]  # fmt: skip
-    threads = torch.get_num_threads()
-    trainer = example(*arguments).trainer
-    torch.set_num_threads(threads)
-    tuner = next(callback for callback in trainer.callbacks if isinstance(callback, AvgPipeTuner))
-    assert trainer.global_step == 2
-    assert tuner.result.choice.setting.num_microbatches in (4, 8)
-    assert list(tmp_path.rglob("avgpipe_tuning.json"))
-
-
-@pytest.mark.parametrize("argument", ["max_num_pipelines=0", "predictor=oracle"])
-def test_wrong_arguments_of_the_tuner_are_refused_while_parsing(
-    example: Any, argument: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        example("fit", "--config", str(CONFIGS / "tuner.yaml"), f"--trainer.callbacks.{argument}")
-    assert ended.value.code == 2
-    assert argument.split("=")[0] in capsys.readouterr().err
 
 
 def test_all_arguments_of_the_tuner_are_in_its_config_with_their_defaults() -> None:

@@ -133,19 +133,19 @@ def plainly() -> Iterator[Any]:
     yield train
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_frozen_stages_run_forwards_only_and_nothing_changes(scenario: str, plainly: Any) -> None:
-    module, forward_only = fit(0, scenario)
+OTHERWISE = [("an epoch's begin", {"recompute": True}), ("an epoch's begin", {"schedule": "afab"})]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "strategy"),
+    [*((scenario, {}) for scenario in SCENARIOS), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERWISE)],
+)
+def test_frozen_stages_run_forwards_only_and_nothing_changes(
+    scenario: str, strategy: dict[str, Any], plainly: Any
+) -> None:
+    module, forward_only = fit(0, scenario, 1, strategy)
     assert forward_only == SCENARIOS[scenario][2]
     assert_equal(module.state_dict(), plainly(scenario))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [{"recompute": True}, {"schedule": "afab"}], ids=str)
-def test_frozen_stages_with(strategy: dict[str, Any], plainly: Any) -> None:
-    module, forward_only = fit(0, "an epoch's begin", 1, strategy)
-    assert forward_only == SCENARIOS["an epoch's begin"][2]
-    assert_equal(module.state_dict(), plainly("an epoch's begin"))
 
 
 def test_parallel_models_are_those_of_stages_with_backwards() -> None:

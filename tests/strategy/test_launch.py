@@ -33,11 +33,11 @@ def options(folder: Path, **given: Any) -> list[str]:
     return [str(folder), json.dumps({"devices": 2, **given})]
 
 
-def expected() -> dict[str, torch.Tensor]:
+def expected(data: Any = None, **strategy: Any) -> dict[str, torch.Tensor]:
     """The same training in this process."""
     torch.manual_seed(5)
-    model = MLP()
-    pipeline(2, strategy={"num_microbatches": 2}, max_epochs=2).fit(model, loader(MLP, 24, 8, shuffle=True))
+    model, data = MLP(), data or loader(MLP, 24, 8, shuffle=True)
+    pipeline(2, strategy={"num_microbatches": 2, **strategy}, max_epochs=2).fit(model, data)
     return model.state_dict()
 
 
@@ -58,32 +58,34 @@ def commands(way: str, folder: Path, **given: Any) -> list[Command]:
     ]
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.slow) for way in ("script", "torchrun", "two nodes")]
-)
+def ended(process: Any) -> str:
+    """What a script has said that ends well."""
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, errors
+    return str(errors)
+
+
+def assert_trained(folder: Path, world_size: int, weights: dict[str, torch.Tensor]) -> None:
+    for rank in range(world_size):
+        found = torch.load(folder / f"weights-{rank}.pt")
+        assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["script", "torchrun", "two nodes"])
 def test_every_way_to_start_processes_trains_the_same(way: str, tmp_path: Path) -> None:
     with started(*commands(way, tmp_path)) as running:
         for process in running:
-            _, errors = process.communicate(timeout=LIMIT_S)
-            assert process.returncode == 0, errors
-    for rank in range(2):
-        weights = torch.load(tmp_path / f"weights-{rank}.pt")
-        assert all(torch.equal(weights[name], value) for name, value in expected().items())
+            ended(process)
+    assert_trained(tmp_path, 2, expected())
 
 
 @pytest.mark.slow
 def test_processes_agree_to_split_no_batches_for_a_step_that_takes_no_part_of_one(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    model = MLP()
-    pipeline(2, strategy={"num_microbatches": 1}, max_epochs=2).fit(model, loader(MLP, 24, 8, shuffle=True))
-    given = {"model": "AllAtOnce", "microbatches": "auto"}
-    with started(*commands("script", tmp_path, **given)) as (process,):
-        _, errors = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 0, errors
+    with started(*commands("script", tmp_path, model="AllAtOnce", microbatches="auto")) as (process,):
+        errors = ended(process)
     assert errors.count("batches are not split into micro-batches for training_step") == 1
-    for rank in range(2):
-        weights = torch.load(tmp_path / f"weights-{rank}.pt")
-        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert_trained(tmp_path, 2, expected(num_microbatches=1))
 
 
 @pytest.mark.slow
@@ -94,14 +96,8 @@ def test_every_way_to_start_processes_starts_those_that_share_devices(
     given = {"devices": 1, "sharing": 2, "model": "Divided", "use_distributed_sampler": False}
     with started(*commands(way, tmp_path, **given)) as running:  # on two nodes both groups are on both
         for process in running:
-            _, errors = process.communicate(timeout=LIMIT_S)
-            assert process.returncode == 0, errors
-    torch.manual_seed(5)
-    model = MLP()
-    pipeline(2, strategy={"num_microbatches": 2, "num_pipelines": 2}, max_epochs=2).fit(model, loader(MLP, 24, 6))
-    for rank in range(world_size):
-        weights = torch.load(tmp_path / f"weights-{rank}.pt")
-        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+            ended(process)
+    assert_trained(tmp_path, world_size, expected(loader(MLP, 24, 6), num_pipelines=2))
 
 
 @pytest.mark.slow
@@ -122,44 +118,31 @@ def test_sigterm_to_a_script_saves_and_ends_all_its_processes(tmp_path: Path) ->
             assert time.monotonic() < deadline, "training did not start"
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 0, errors
+        ended(process)
         saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
         assert saved["global_step"] > 0
         assert not any(value.is_meta for value in saved["state_dict"].values())
 
 
-DEATHS = {  # by which signal, when -> what the other process says
-    (
-        "SIGKILL",
-        "connecting",
-    ): r"rank 1 was started by process \d+, which ended or was killed before the",
-    ("SIGTERM", "starting"): r"PeerError: rank 1 was started by process \d+, which ended or was killed before",
-    ("SIGKILL", "training"): r"PeerError: rank 0 (\(stage 1\) is gone|broke)",
+DEATHS = {  # which process is killed by which signal, when -> how the first ends, and what is said
+    (0, "SIGKILL", "connecting"): r"rank 1 was started by process \d+, which ended or was killed before the",
+    (0, "SIGTERM", "starting"): r"PeerError: rank 1 was started by process \d+, which ended or was killed before",
+    (0, "SIGKILL", "training"): r"PeerError: rank 0 (\(stage 1\) is gone|broke)",
+    (1, "SIGKILL", "training"): r"PeerError: .*rank 1 (\(stage 0\) was killed by SIGKILL|broke)",
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("signal_name", "moment"),
-    DEATHS,
-)
-def test_a_killed_script_leaves_no_process_behind(signal_name: str, moment: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("victim", "by", "moment"), DEATHS)
+def test_a_killed_process_is_named_and_leaves_no_other_behind(
+    victim: int, by: str, moment: str, tmp_path: Path
+) -> None:
     """The other process ends long before its timeout; it closes the pipe that ``communicate`` reads."""
-    given = options(tmp_path, epochs=10_000, timeout_s=1800, dies=[signal_name, moment])
+    given = options(tmp_path, epochs=10_000, timeout_s=1800, dies=[by, moment], victim=victim)
     with started(([str(SCRIPT), *given], {})) as (process,):
         _, errors = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == -signal.Signals[signal_name]
-        assert re.search(DEATHS[signal_name, moment], errors), errors
-
-
-@pytest.mark.slow
-def test_a_script_names_the_process_that_was_killed_and_leaves_none(tmp_path: Path) -> None:
-    given = options(tmp_path, epochs=10_000, timeout_s=1800, dies=["SIGKILL", "training"], victim=1)
-    with started(([str(SCRIPT), *given], {})) as (process,):
-        _, errors = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 1
-        assert re.search(r"PeerError: .*rank 1 (\(stage 0\) was killed by SIGKILL|broke)", errors), errors
+        assert process.returncode == (1 if victim else -signal.Signals[by])
+        assert re.search(DEATHS[victim, by, moment], errors), errors
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import contextlib
 import csv
 import io
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torchmetrics.regression import PearsonCorrCoef
 from lightning_avgpipe.errors import AbsentValueError, ConfigurationError
 from tests import processes
 from tests.models import MLP, ConvNet, loader
-from tests.trainers import pipeline, trainer
+from tests.trainers import both, pipeline, trainer
 
 
 class Everything(ConvNet):
@@ -246,12 +245,9 @@ class Signature(Overrides):
 
 @pytest.mark.parametrize("model", [Overrides, Signature])
 def test_an_overridden_log_takes_part_whatever_its_signature(model: Any) -> None:
-    found = []
-    for make in (trainer, partial(pipeline, 2, strategy={"num_microbatches": 3})):
-        torch.manual_seed(3)
-        runner = make()
-        runner.fit(model(), loader(ConvNet, 22, 8), loader(ConvNet, 11, 8, seed=1))
-        found.append({name: float(value) for name, value in runner.callback_metrics.items()})
+    data = loader(ConvNet, 22, 8), loader(ConvNet, 11, 8, seed=1)
+    runners = both(model, *data, strategy={"num_microbatches": 3})
+    found = [{name: float(value) for name, value in runner.callback_metrics.items()} for runner in runners]
     if model is Overrides:
         for one in found:  # the largest mean of a batch, or of a micro-batch
             assert one.pop("mine/keywords") > 0

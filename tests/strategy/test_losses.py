@@ -16,10 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
-from tests.driver import assert_same_parameters
 from tests.models import MLP, loader
-from tests.strategy.twins import loaders, single, staged, twins
-from tests.trainers import pipeline, trainer
+from tests.trainers import both, loaders, pipeline, trainer, twins
 
 
 class Detached(MLP):
@@ -53,22 +51,6 @@ def test_a_loss_that_no_backward_can_start_from_is_refused_before_the_first_step
     assert runner.global_step == 0
 
 
-def refused(rank: int) -> list[str]:
-    found = []
-    for model, _ in WRONG:
-        runner = pipeline(2, 2, {"num_microbatches": 4})
-        with pytest.raises(Exception, match="loss") as caught:
-            runner.fit(model(), loader(MLP, 16, 8))
-        found.append(f"{runner.global_step}: {caught.value}")
-    return found
-
-
-@pytest.mark.slow
-def test_every_process_says_what_is_wrong_with_the_loss(tmp_path: Path) -> None:
-    for ranks in processes.results(processes.run(2, refused, folder=tmp_path)):
-        assert [text.startswith("0: ") for text in ranks] == [True] * len(WRONG)
-
-
 class OneElement(MLP):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx).reshape(1)
@@ -83,11 +65,7 @@ class InMapping(MLP):
 
 @pytest.mark.parametrize("model", [OneElement, InMapping])
 def test_any_form_that_lightning_takes_trains_as_on_one_device(model: Any) -> None:
-    one, other = twins(model)
-    micro_batches, batches = loaders(model, 24)
-    single().fit(one, micro_batches)
-    staged().fit(other, batches)
-    assert_same_parameters(one, other)
+    both(model, loaders(model, 24))
 
 
 # -- skipping --------------------------------------------------------------------------------------------------------
@@ -129,13 +107,9 @@ FIRST_BATCH = [-1, -1, -1, -1, 1, -1, 1, 1, -1, 1, 1, 1]
 def test_micro_batches_that_the_step_skips_contribute_nothing(
     num_stages: int, early: bool, recompute: bool, signs: list[int]
 ) -> None:
-    one, other = twins(Skips, early=early)
-    micro_batches, batches = data(signs)
-    expected, found = single(), staged(num_stages, strategy={"recompute": recompute})
-    expected.fit(one, micro_batches)
-    found.fit(other, batches)
+    make = partial(Skips, early=early)
+    expected, found = both(make, data(signs), num_stages=num_stages, strategy={"recompute": recompute})
     assert found.global_step == expected.global_step
-    assert_same_parameters(one, other)
 
 
 def test_a_model_whose_batch_is_skipped_stays_while_others_train() -> None:
@@ -190,25 +164,6 @@ def test_a_step_that_counts_what_it_skips_trains_when_it_has_counted(tmp_path: P
         assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
 
 
-def skip_in_rank(rank: int, precision: str) -> tuple[dict[str, Tensor], int]:
-    model = twins(Skips, early=True)[1]
-    runner = pipeline(2, 2, {"num_microbatches": 4}, precision=precision)
-    runner.fit(model, data(SIGNS)[1])
-    return model.state_dict(), runner.global_step
-
-
-@pytest.mark.slow
-def test_all_processes_skip_the_same_batches(tmp_path: Path) -> None:
-    ranks = processes.results(processes.run(2, skip_in_rank, "bf16-mixed", folder=tmp_path))
-    one = twins(Skips, early=True)[0]
-    expected = single(precision="bf16-mixed")
-    expected.fit(one, data(SIGNS)[0])
-    for weights, steps in ranks:
-        assert steps == expected.global_step
-        for name, value in one.state_dict().items():
-            assert torch.equal(weights[name], value), name
-
-
 # -- means over targets ----------------------------------------------------------------------------------------------
 
 
@@ -250,27 +205,18 @@ def tokens() -> DataLoader[Any]:
     return DataLoader([{"ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)], batch_size=8)
 
 
-WEIGHTS = [
-    (Tokens, lambda batch: (batch["labels"] != -100).sum()),
-    (Weighs, None),
-    (HasAnother, "labels"),
-]
+WEIGHTS = [(Tokens, lambda batch: (batch["labels"] != -100).sum()), (Weighs, None), (HasAnother, "labels")]
 
 
 @pytest.mark.parametrize(("model", "loss_weight"), WEIGHTS)
 def test_weighted_micro_batches_have_loss_gradients_and_logs_of_the_batch(model: Any, loss_weight: Any) -> None:
-    models, logged = [], []
-    for make in (trainer, partial(pipeline, 2, strategy={"num_microbatches": 4, "loss_weight": loss_weight})):
-        torch.manual_seed(3)
-        models.append(model())
-        runner = make(max_epochs=2)
-        runner.fit(models[-1], tokens(), tokens())
-        names = ("train_loss_step", "train_loss_epoch", "val_loss")
-        logged.append({name: float(runner.callback_metrics[name]) for name in names})
-    assert logged[1] == pytest.approx(logged[0], abs=1e-6)
-    for name, gradient in models[0].gradients.items():
-        torch.testing.assert_close(models[1].gradients[name], gradient, rtol=1e-4, atol=1e-6)
-    assert_same_parameters(*models, exact=False)
+    strategy = {"num_microbatches": 4, "loss_weight": loss_weight}
+    one, other = both(model, tokens(), tokens(), strategy=strategy)
+    names = ("train_loss_step", "train_loss_epoch", "val_loss")
+    expected, found = ({name: float(runner.callback_metrics[name]) for name in names} for runner in (one, other))
+    assert found == pytest.approx(expected, abs=1e-6)
+    for name, gradient in one.lightning_module.gradients.items():
+        torch.testing.assert_close(other.lightning_module.gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_unequal_numbers_of_targets_are_told() -> None:

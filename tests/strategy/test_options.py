@@ -17,14 +17,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 import lightning_avgpipe
-from lightning_avgpipe import (
-    AdaptiveFreezing,
-    Averaging,
-    AvgPipeStrategy,
-    AvgPipeTuner,
-    Links,
-    PipelineTimeline,
-)
+from lightning_avgpipe import AdaptiveFreezing, Averaging, AvgPipeStrategy, AvgPipeTuner, Links, PipelineTimeline
 from lightning_avgpipe.averaging import options as averaging
 from lightning_avgpipe.comm import options as links
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError, PartitionError
@@ -92,10 +85,7 @@ def test_examples_of_options_are_allowed() -> None:
         assert allowed.accepts(duration(example) if name == "timeout" else example), name
 
 
-@pytest.mark.parametrize(
-    ("given", "seconds"),
-    [(0.5, 0.5), ("30s", 30), ("1.5 h", 5400), ("0:02:00", 120)],
-)
+@pytest.mark.parametrize(("given", "seconds"), [(0.5, 0.5), ("30s", 30), ("1.5 h", 5400), ("0:02:00", 120)])
 def test_a_timeout_may_be_a_number_of_seconds_or_a_string(given: Any, seconds: float) -> None:
     strategy = AvgPipeStrategy(num_stages=2, timeout=given)
     assert strategy.options.timeout == timedelta(seconds=seconds)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from tests import processes
 from tests.driver import assert_same_parameters
 from tests.models import MLP, TinyTransformer, loader
-from tests.strategy.twins import loaders, single, staged, twins
-from tests.trainers import pipeline
+from tests.trainers import both, loaders, pipeline, single, staged, twins
 
 
 def half_mixed() -> MixedPrecision:
@@ -63,17 +62,10 @@ PRECISIONS = ("64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed", "own"
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_a_precision_trains_as_on_one_device_bitwise(name: str) -> None:
-    plain, piped = twins(MLP, optimizer="sgd" if name == "16-true" else "adamw")  # half has no 1e-8, AdamW's epsilon
-    small, large = loaders(MLP, 32)
-    logged = []
-    for module, runner, data in (
-        (plain, single(gradient_clip_val=0.1, **options(name)), small),
-        (piped, staged(gradient_clip_val=0.1, **options(name)), large),
-    ):
-        runner.fit(module, data, loader(MLP, 8, 4))
-        logged.append({key: value.item() for key, value in runner.callback_metrics.items() if "step" not in key})
-    assert next(plain.parameters()).dtype == next(piped.parameters()).dtype
-    assert_same_parameters(plain, piped)
+    make = partial(MLP, "sgd" if name == "16-true" else "adamw")  # half has no 1e-8, AdamW's epsilon
+    runners = both(make, loaders(MLP, 32), loader(MLP, 8, 4), gradient_clip_val=0.1, **options(name))
+    logged = [{k: v.item() for k, v in runner.callback_metrics.items() if "step" not in k} for runner in runners]
+    assert len({next(runner.lightning_module.parameters()).dtype for runner in runners}) == 1
     coarse = 1e-2 if name in ("bf16-true", "16-true") else 1e-6  # logged values have the precision of the loss
     assert logged[1] == pytest.approx(logged[0], rel=coarse)
 
@@ -120,9 +112,9 @@ class Steps(L.Callback):
         self.before = own
 
 
-def fit_overflowing(rank: int) -> list[tuple[Any, ...]]:
+def fit_overflowing(rank: int, folder: Path) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
-    devices = int(os.environ["WORLD_SIZE"])
+    devices = processes.num_processes()
     for where in (0, 8):
         torch.manual_seed(3)
         model, steps = Overflowing(where, [1]), Steps()
@@ -141,8 +133,7 @@ def fit_overflowing(rank: int) -> list[tuple[Any, ...]]:
 
 
 def test_an_infinite_gradient_on_any_stage_skips_the_step_on_all(tmp_path: Path) -> None:
-    two = processes.results(processes.run(2, fit_overflowing, folder=tmp_path))
-    one = processes.results(processes.run(1, fit_overflowing, folder=tmp_path))[0]
+    two, one = processes.two_and_one(fit_overflowing, tmp_path)
     for rank in two:
         for (scales, changed, weights), (expected_scales, _, expected) in zip(rank, one, strict=True):
             assert scales == expected_scales

@@ -70,22 +70,22 @@ def every_step(folder: Path) -> ModelCheckpoint:
     return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
 
 
-def through(folder: Path, num_stages: int, devices: int = 1, **options: Any) -> Regression:
+def through(folder: Path, devices: int = 1, plugins: Any = (), **options: Any) -> Regression:
     """Train two epochs of four batches, with a checkpoint after each batch."""
     torch.manual_seed(4)
-    model = Scheduled()
-    runner = pipeline(
-        num_stages, devices, {**MICRO, **options}, enable_checkpointing=True, callbacks=[every_step(folder)]
-    )
+    model, saving = Scheduled(), {"enable_checkpointing": True, "callbacks": [every_step(folder)]}
+    runner = pipeline(2, devices, {**MICRO, **options}, plugins=list(plugins), **saving)
     runner.fit(model, ResumableLoader(Scheduled))
     return model
 
 
-def resumed(path: Path, num_stages: int, devices: int = 1, **options: Any) -> Regression:
+def resumed(
+    path: Path | str, num_stages: int, devices: int = 1, weights_only: bool | None = None, **options: Any
+) -> Regression:
     """Do the rest of it, in a process that has drawn other random numbers since."""
     torch.manual_seed(99)
-    model = Scheduled()
-    pipeline(num_stages, devices, {**MICRO, **options}).fit(model, ResumableLoader(Scheduled), ckpt_path=path)
+    model, runner = Scheduled(), pipeline(num_stages, devices, MICRO, **options)
+    runner.fit(model, ResumableLoader(Scheduled), ckpt_path=path, weights_only=weights_only)
     return model
 
 
@@ -93,13 +93,17 @@ def resumed(path: Path, num_stages: int, devices: int = 1, **options: Any) -> Re
 def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Regression, Path]:
     folder = tmp_path_factory.mktemp("through")
     torch.set_num_threads(1)
-    return through(folder, 2), folder
+    return through(folder), folder
 
 
-@pytest.mark.parametrize(("step", "num_stages"), [(1, 3), (3, 2), (4, 1), (6, 3)])
-def test_a_resume_after_any_batch_is_bitwise(never_stopped: Any, step: int, num_stages: int) -> None:
+@pytest.mark.parametrize(
+    ("step", "num_stages", "weights_only"), [(1, 3, None), (3, 2, True), (4, 1, None), (6, 3, None)]
+)
+def test_a_resume_after_any_batch_is_bitwise(
+    never_stopped: Any, step: int, num_stages: int, weights_only: bool | None
+) -> None:
     model, folder = never_stopped
-    assert_same_parameters(model, resumed(folder / f"step={step}.ckpt", num_stages))
+    assert_same_parameters(model, resumed(folder / f"step={step}.ckpt", num_stages, weights_only=weights_only))
 
 
 class Fails(Callback):
@@ -214,16 +218,6 @@ def test_missing_weights_are_an_error_unless_loading_is_not_strict(tmp_path: Pat
     assert torch.equal(larger.layers[0].weight, model.layers[0].weight)
 
 
-def test_checkpoints_load_with_weights_only(never_stopped: Any) -> None:
-    model, folder = never_stopped
-    torch.manual_seed(99)
-    other = Scheduled()
-    pipeline(2, strategy=MICRO).fit(
-        other, ResumableLoader(Scheduled), ckpt_path=folder / "step=3.ckpt", weights_only=True
-    )
-    assert_same_parameters(model, other)
-
-
 class Elsewhere(CheckpointIO):
     """A plugin that keeps checkpoints in memory."""
 
@@ -243,24 +237,16 @@ class Elsewhere(CheckpointIO):
 def test_a_checkpoint_plugin_is_used(never_stopped: Any) -> None:
     model, _ = never_stopped
     plugin = Elsewhere()
-    torch.manual_seed(4)
-    pipeline(2, strategy=MICRO, plugins=[plugin], enable_checkpointing=True, callbacks=[every_step(Path("in"))]).fit(
-        Scheduled(), ResumableLoader(Scheduled)
-    )
+    through(Path("in"), plugins=[plugin])
     assert not Path("in").exists() or not list(Path("in").iterdir())
-    again = Scheduled()
     path = next(path for path in plugin.kept if path.endswith("step=3.ckpt"))
-    pipeline(3, strategy=MICRO, plugins=[plugin]).fit(again, ResumableLoader(Scheduled), ckpt_path=path)
-    assert_same_parameters(model, again)
+    assert_same_parameters(model, resumed(path, 3, plugins=[plugin]))
 
 
 def test_checkpoints_written_in_the_background_are_those_of_their_step(never_stopped: Any, tmp_path: Path) -> None:
     model, folder = never_stopped
     plugin = AsyncCheckpointIO()
-    torch.manual_seed(4)
-    pipeline(2, strategy=MICRO, plugins=[plugin], enable_checkpointing=True, callbacks=[every_step(tmp_path)]).fit(
-        Scheduled(), ResumableLoader(Scheduled)
-    )
+    through(tmp_path, plugins=[plugin])
     assert type(plugin.checkpoint_io) is LocalCheckpointIO
     for step in (1, 5, 8):
         one, other = (torch.load(place / f"step={step}.ckpt")["state_dict"] for place in (tmp_path, folder))
@@ -289,7 +275,7 @@ class Maps(Callback):
 def test_a_file_is_mapped_while_it_is_loaded_and_no_longer(never_stopped: Any) -> None:
     path = never_stopped[1] / "step=3.ckpt"
     maps = Maps(path)
-    pipeline(2, strategy=MICRO, callbacks=[maps]).fit(Scheduled(), ResumableLoader(Scheduled), ckpt_path=path)
+    resumed(path, 2, callbacks=[maps])
     assert maps.seen == {"loading": True, "training": False}
 
 
@@ -299,9 +285,9 @@ def test_a_file_is_mapped_while_it_is_loaded_and_no_longer(never_stopped: Any) -
 def in_two(rank: int, folder: Path) -> dict[str, Any]:
     """Train in two processes with shards and with files, and go on from both."""
     seen: dict[str, Any] = {}
-    sharded = through(folder / "shards", 2, 2, save_distributed_checkpoint=True)
+    sharded = through(folder / "shards", 2, save_distributed_checkpoint=True)
     seen["sharded"] = sharded.state_dict()
-    seen["files"] = through(folder / "files", 2, 2).state_dict()
+    seen["files"] = through(folder / "files", 2).state_dict()
     for kind in ("shards", "files"):
         seen[f"resumed from {kind}"] = resumed(folder / kind / "step=3.ckpt", 2, 2).state_dict()
     for path in (None, folder / "tied" / "step=2.ckpt"):  # a parameter with a copy on each process

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from lightning_avgpipe.averaging.staggered import StaggeredAveraging
 from lightning_avgpipe.engine.executor import Lane
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy import checks
+from lightning_avgpipe.strategy.checks import can_roll
 from lightning_avgpipe.strategy.combinations import Facts
 from tests import processes
 from tests.averaging.models import Batches, Models, Net, assert_equal, state, train
@@ -26,6 +29,7 @@ from tests.averaging.test_lightning import Finetuned
 from tests.driver import accumulate
 from tests.models import loader
 from tests.strategy.test_resume import ResumableLoader
+from tests.threads import alone
 from tests.trainers import pipeline
 
 
@@ -93,15 +97,8 @@ def test_models_take_turns_as_in_a_plain_loop(
     expected = copy.deepcopy(model)
     data = [Net.example(8) for _ in range(7)]  # a ragged end
     reference = in_turn(expected, data, num_pipelines, every)
-    trainer = {"accumulate_grad_batches": every}
-    train(
-        model,
-        Batches(data),
-        num_stages,
-        averaging=Averaging(rolling=True),
-        num_pipelines=num_pipelines,
-        trainer=trainer,
-    )
+    options = {"averaging": Averaging(rolling=True), "trainer": {"accumulate_grad_batches": every}}
+    train(model, Batches(data), num_stages, num_pipelines=num_pipelines, **options)
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, reference[name]), f"{name} differs"
@@ -164,13 +161,14 @@ def test_hooks_find_the_same_whatever_runs_ahead(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_hooks_come_as_without_rolling(ahead: None) -> None:
-    found = []
-    for rolling in (False, True):
-        recorder = Recorder()
+    recorders = {rolling: Recorder() for rolling in (False, True)}
+    for rolling, recorder in recorders.items():
         run([recorder], strategy={"averaging": Averaging(rolling=rolling)})
-        seen = [(name, step, index) for name, step, index, _ in recorder.calls if name != "on_before_optimizer_step"]
-        found.append(seen)
-    assert found[0] == found[1]
+    found, expected = (
+        [(name, step, index) for name, step, index, _ in recorder.calls if name != "on_before_optimizer_step"]
+        for recorder in recorders.values()
+    )
+    assert found == expected
 
 
 class Interrupts(L.Callback):
@@ -365,67 +363,146 @@ def test_groups_that_work_together_within_a_step_are_refused(strategy: Any, tune
         checks.overlapping(pipeline(1), given, Facts(2, 1, 2, 2, strategy.get("replicas", 1), tuned))
 
 
+# -- rolling where nothing stands against it, or as without, and then it is said why --------------------------------
+
+
+def left_open(
+    caplog: pytest.LogCaptureFixture, module: Any = Scaled, data: Any = None, **options: Any
+) -> tuple[Any, str]:
+    """The models of a run that may roll or not, and what it says about that."""
+    torch.manual_seed(3)
+    model, data = module(), loader(Net, 84, 8) if data is None else data()
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        models = train(model, data, 2, **{"averaging": Averaging(rolling="auto"), **options})
+    return [*models.models, state(model)], "".join(r.message for r in caplog.records if "do not roll" in r.message)
+
+
+def assert_drained(caplog: pytest.LogCaptureFixture, why: str, **options: Any) -> None:
+    found, said = left_open(caplog, **options)
+    averaging = replace(options.pop("averaging", Averaging()), rolling=False)
+    expected, _ = left_open(caplog, **options, averaging=averaging)
+    for a, b in zip(found, expected, strict=True):
+        assert_equal(a, b)
+    assert said.count("Averaging(rolling='auto'): pipelines do not roll: ") == 1 and why in said
+
+
+def test_what_nothing_stands_against_rolls(caplog: pytest.LogCaptureFixture) -> None:
+    found, said = left_open(caplog)
+    expected, _ = left_open(caplog, averaging=Averaging(rolling=True))
+    drained, _ = left_open(caplog, averaging=Averaging(rolling=False))
+    for a, b in zip(found, expected, strict=True):
+        assert_equal(a, b)
+    assert not said and any(not torch.equal(t, drained[-1][name]) for name, t in found[-1].items())
+
+
+@pytest.mark.parametrize(
+    ("why", "options"),
+    [
+        (r"Averaging(every=2)", {"averaging": Averaging(rolling="auto", every=2)}),
+        ("Clears.on_before_zero_grad", {"module": Clears}),
+        ("weight_policy='stash'", {"weight_policy": "stash", "num_pipelines": 1}),
+        # known with the first batch
+        ("changes 'calls'", {"module": Changing}),
+        ("the ResumableLoader saves its position", {"module": Net, "data": lambda: ResumableLoader(Net, 48, 8)}),
+    ],
+)
+def test_what_would_be_refused_at_the_start_trains_as_without_rolling(
+    why: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_drained(caplog, why, **options)
+
+
+class MeasuredLater(Measured):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) if batch_idx == 2 else Net.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("module", "named"), [(Heated, "'temperature'"), (MeasuredLater, "updates the metric object 'mean'")]
+)
+def test_what_is_found_later_is_an_error_that_names_the_option(module: Any, named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named) as raised:
+        run(module=module, strategy={"averaging": Averaging(rolling="auto")})
+    assert "with Averaging(rolling='auto')" in str(raised.value)
+    assert "use Averaging(rolling=False)" in str(raised.value)
+
+
+def test_each_run_decides_anew() -> None:
+    runner = pipeline(2, strategy={"num_pipelines": 2, "num_microbatches": 2, "averaging": Averaging(rolling="auto")})
+    rolled = []
+    for epochs, module in enumerate((Changing, Net, Measured, Net), 1):
+        runner.fit_loop.max_epochs = epochs
+        runner.fit(module(), loader(Net, 32, 8))
+        rolled.append(runner.strategy.rolls)
+        assert runner.global_step == 2 * epochs
+    assert rolled == [False, True, False, True]
+
+
+def test_more_pipelines_later_do_as_was_found_at_the_start() -> None:
+    more = Interrupts(lambda trainer: trainer.strategy.reconfigure(num_pipelines=2), (1,))  # type: ignore[attr-defined]
+    for module, rolls in ((Measured, False), (Changing, False), (Scaled, True)):
+        found = [
+            run([more], module=module, strategy={"num_pipelines": 1, "averaging": Averaging(rolling=rolling)})
+            for rolling in ("auto", rolls)
+        ]
+        assert_same(*found)
+        assert found[0][2].strategy.rolls == rolls
+        with pytest.raises(ConfigurationError, match="set it before the first batch"):
+            found[0][2].strategy.rolls = True
+
+
+@pytest.mark.parametrize(
+    ("tuned", "why"), [(False, ""), (True, "Averaging(rolling=True) with AvgPipeTuner in 2 groups of processes")]
+)
+def test_groups_roll_if_they_are_not_tuned(tuned: bool, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    runner = pipeline(1, strategy={"averaging": Averaging(rolling="auto"), "num_pipelines": 2})
+    runner.strategy.connect(Net())
+    with caplog.at_level(logging.INFO):
+        assert can_roll(runner, runner.strategy.options, alone(1), Facts(2, 1, 2, 2, 1, tuned)) != tuned
+    assert ("do not roll" in caplog.text) == tuned and why in caplog.text
+
+
 # -- several processes -----------------------------------------------------------------------------------------------
 
 
-def fit(devices: int) -> Any:
+def fit(rank: int, devices: int, rolling: Any) -> Any:
+    """Three models; and two of a step of which the first batch tells that it does not bear rolling."""
     torch.manual_seed(4)
     model, recorder = Net("adamw", warm_up=True), Recorder()
     strategy = {"num_pipelines": 3, "num_microbatches": 2, "averaging": Averaging(rolling=True)}
     runner = pipeline(2, devices, strategy, callbacks=[recorder], gradient_clip_val=0.1, val_check_interval=2)
     runner.fit(model, loader(Net, 64, 8), loader(Net, 16, 8))
-    return (
-        state(model),
-        [call[:3] for call in recorder.calls],
-        {k: float(v) for k, v in runner.callback_metrics.items()},
-    )
-
-
-def fit_open(devices: int, rolling: Any = "auto") -> dict[str, Tensor]:
-    """The first batch tells that the step does not bear it."""
+    calls = [call[:3] for call in recorder.calls if call[0] != "on_before_backward"]  # which rank 0 hears
+    metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
     torch.manual_seed(4)
-    model = Changing("adamw")
-    strategy = {"num_pipelines": 2, "num_microbatches": 2, "averaging": Averaging(rolling=rolling)}
-    pipeline(2, devices, strategy, max_epochs=1).fit(model, loader(Net, 40, 8))
-    return state(model)
+    drained, strategy = Changing("adamw"), {**strategy, "num_pipelines": 2, "averaging": Averaging(rolling=rolling)}
+    pipeline(2, devices, strategy, max_epochs=1).fit(drained, loader(Net, 40, 8))
+    return state(model), calls, metrics, state(drained)
 
 
-def in_process(rank: int) -> Any:
-    return [*fit(2), fit_open(2)]
-
-
-def fit_frozen(devices: int, schedule: str) -> dict[str, Tensor]:
+def fit_frozen(rank: int, devices: int) -> list[dict[str, Tensor]]:
     """The first stage has nothing to train in the first epoch."""
-    torch.manual_seed(4)
-    model = Finetuned()
-    unfreezing = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-2)
-    strategy = {"num_pipelines": 2, "num_microbatches": 2, "averaging": Averaging(rolling=True), "schedule": schedule}
-    runner = pipeline(2, devices, strategy, callbacks=[unfreezing])
-    runner.fit(model, loader(Finetuned, 56, 8))
-    return state(model)
-
-
-def frozen_in_process(rank: int) -> Any:
-    return [fit_frozen(2, schedule) for schedule in ("1f1b", "zb_h1")]
+    found = []
+    for schedule in ("1f1b", "zb_h1"):
+        torch.manual_seed(4)
+        model, rolling = Finetuned(), {"averaging": Averaging(rolling=True), "schedule": schedule}
+        unfreezing = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-2)
+        strategy = {"num_pipelines": 2, "num_microbatches": 2, **rolling}
+        pipeline(2, devices, strategy, callbacks=[unfreezing]).fit(model, loader(Finetuned, 56, 8))
+        found.append(state(model))
+    return found
 
 
 @pytest.mark.slow
 def test_stages_that_begin_to_train_and_split_backwards_roll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = processes.results(processes.run(2, frozen_in_process, folder=tmp_path))
+    results = processes.results(processes.run(2, fit_frozen, 2, folder=tmp_path))
     for order in (Lane.seniority, newest_first):
         monkeypatch.setattr(Lane, "seniority", order)
-        for i, schedule in enumerate(("1f1b", "zb_h1")):
-            expected = fit_frozen(1, schedule)
-            for found in results:
-                assert_equal(found[i], expected)
+        assert_equal(results, [fit_frozen(0, 1)] * 2)
 
 
 def test_two_processes_train_the_models_of_one(tmp_path: Path) -> None:
-    weights, calls, metrics = fit(1)
-    drained = fit_open(1, rolling=False)
-    for found in processes.results(processes.run(2, in_process, folder=tmp_path)):
-        assert_equal(found[0], weights)
-        assert found[2] == metrics
-        assert_equal(found[3], drained)
-        told = [call for call in calls if call[0] != "on_before_backward"]
-        assert [call for call in found[1] if call[0] != "on_before_backward"] == told
+    expected = fit(0, 1, False)
+    for found in processes.results(processes.run(2, fit, 2, "auto", folder=tmp_path)):
+        assert_equal(found, expected)

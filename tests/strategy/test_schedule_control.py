@@ -133,34 +133,24 @@ def test_weights_do_not_depend_on_the_advance_that_changes(fixed: Regression) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "warm_up"),
+    ("options", "later", "warm_ups"),
     [
-        ({}, (0, 0)),
-        ({"schedule": "1f1b"}, (1, 0)),
-        ({"advance": 1}, (2, 0)),
+        ({}, None, {(0, 0)}),
+        ({"schedule": "1f1b"}, None, {(1, 0)}),
+        ({"advance": 1}, None, {(2, 0)}),
+        ({}, 0, {(0, 0)}),
+        ({}, 1, {(0, 0), (2, 0)}),
     ],
 )
-def test_one_process_has_nothing_to_overlap_and_goes_depth_first_unless_asked(
-    options: dict[str, Any], warm_up: tuple[int, ...], fixed: Regression
-) -> None:
-    runner = pipeline(2, 1, {**SPLIT, **options}, max_steps=3)
-    torch.manual_seed(5)
-    model = MLP()
-    with mock.patch.object(Pipeline, "lanes", autospec=True, side_effect=Pipeline.lanes) as lanes:
-        runner.fit(model, loader(MLP, BATCH * 3, BATCH))
-    assert {call.args[2].warm_up for call in lanes.call_args_list} == {warm_up}
-
-
-@pytest.mark.parametrize(("advance", "warm_ups"), [(0, {(0, 0)}), (1, {(0, 0), (2, 0)})])
-def test_an_advance_that_is_given_while_training_runs_is_taken_in_one_process_too(
-    advance: int, warm_ups: set[tuple[int, ...]]
+def test_one_process_has_nothing_to_overlap_and_goes_depth_first_unless_asked_then_or_later(
+    options: dict[str, Any], later: int | None, warm_ups: set[tuple[int, ...]]
 ) -> None:
     class Reconfigured(Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_step == 1:
-                trainer.strategy.reconfigure(advance=advance)
+            if trainer.global_step == 1 and later is not None:
+                trainer.strategy.reconfigure(advance=later)
 
-    runner = pipeline(2, 1, SPLIT, max_steps=3, callbacks=[Reconfigured()])
+    runner = pipeline(2, 1, {**SPLIT, **options}, max_steps=3, callbacks=[Reconfigured()])
     with mock.patch.object(Pipeline, "lanes", autospec=True, side_effect=Pipeline.lanes) as lanes:
         runner.fit(MLP(), loader(MLP, BATCH * 3, BATCH))
     assert {call.args[2].warm_up for call in lanes.call_args_list} == warm_ups

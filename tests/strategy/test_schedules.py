@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,9 @@ from lightning_avgpipe.schedule import Schedule, StageCosts, build, peak_stash, 
 from lightning_avgpipe.schedule.choice import fastest
 from lightning_avgpipe.strategy import schedule_choice
 from tests import processes
+from tests.driver import assert_same_parameters
 from tests.models import MLP, ConvNet, LSTMStack, Regression, TinyTransformer, loader
-from tests.trainers import assert_defaults_equal_accumulation, pipeline, trainer
+from tests.trainers import assert_defaults_equal_accumulation, logged, pipeline, trainer, twins
 
 
 def backwards_first(num_stages: int, num_microbatches: int) -> list[str]:
@@ -40,31 +39,17 @@ def test_weights_equal_accumulation_bit_for_bit(model: type[Regression], schedul
     assert_defaults_equal_accumulation(model(), model.example(8), 4, schedule=schedule, num_microbatches=4)
 
 
-class Said(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def fit(rank: int, schedule: str, num_stages: int, reader: str = "first") -> dict[str, Any]:
     """Train in several processes, the last batch of an epoch being small."""
-    said, logger = Said(), logging.getLogger("lightning_avgpipe")
-    logger.addHandler(said)
-    logger.setLevel(logging.INFO)
     torch.manual_seed(1)
     model = MLP("adamw", depth=6)
     options: dict[str, Any] = {"num_microbatches": 4, "schedule": schedule, "links": Links(reader=reader)}
     runner = pipeline(num_stages, 2, options)
-    runner.fit(model, loader(MLP, 19, 8), loader(MLP, 8, 4))
-    logger.removeHandler(said)
+    with logged() as said:
+        runner.fit(model, loader(MLP, 19, 8), loader(MLP, 8, 4))
     metrics = {name: value.item() for name, value in runner.callback_metrics.items()}
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    return {"weights": weights, "metrics": metrics, "said": said.messages}
+    return {"weights": weights, "metrics": metrics, "said": said}
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -156,29 +141,16 @@ def test_auto_takes_what_is_fastest_and_fits_the_memory() -> None:
     )
 
 
-def weights(schedule: str, accumulate: int, num_pipelines: int, precision: Any) -> dict[str, torch.Tensor]:
-    torch.manual_seed(1)
-    model = MLP("adamw")
-    options: dict[str, Any] = {
-        "costs": "flops",
-        "num_pipelines": num_pipelines,
-        "num_microbatches": 4,
-    }
-    fitter = trainer(
-        strategy=AvgPipeStrategy(num_stages=3, schedule=schedule, **options), max_epochs=1,  # type: ignore[arg-type]
-        accumulate_grad_batches=accumulate, precision=precision, gradient_clip_val=0.1,
-    )  # fmt: skip
-    fitter.fit(model, DataLoader([MLP.example(8) for _ in range(4)], batch_size=None))
-    return copy.deepcopy(dict(model.state_dict()))
-
-
 @pytest.mark.parametrize(("accumulate", "num_pipelines", "precision"), [(2, 1, "bf16-mixed"), (1, 2, "32-true")])
 def test_halves_combine_with_accumulation_clipping_precision_and_parallel_models(
-    accumulate: int, num_pipelines: int, precision: str
+    accumulate: int, num_pipelines: int, precision: Any
 ) -> None:
-    expected = weights("1f1b", accumulate, num_pipelines, precision)
-    found = weights("zb_h1", accumulate, num_pipelines, precision)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    models = twins(MLP, optimizer="adamw")
+    for model, schedule in zip(models, ("1f1b", "zb_h1"), strict=True):
+        strategy = {"schedule": schedule, "num_pipelines": num_pipelines, "num_microbatches": 4}
+        options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "precision": precision}
+        pipeline(3, strategy=strategy, gradient_clip_val=0.1, **options).fit(model, loader(MLP, 32, 8))
+    assert_same_parameters(*models)
 
 
 def test_the_tuner_refuses_a_schedule_that_it_cannot_predict() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,62 +55,6 @@ class Siamese(Own):
     def loss(self, batch: Any) -> Tensor:
         left, right = (self.encoder(x) for x in batch)
         return self.head((left - right).abs()).square().mean()
-
-
-class TwoTowers(Own):
-    """Contrastive, with a temperature that is a parameter of no unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.text = mlp(3), mlp(3)
-        self.temperature = nn.Parameter(torch.tensor(0.7))
-
-    def loss(self, batch: Any) -> Tensor:
-        image = F.normalize(self.image(batch[0]), dim=-1)
-        text = F.normalize(self.text(batch[1]), dim=-1)
-        logits = image @ text.T * self.temperature.exp()
-        targets = torch.arange(len(logits), device=logits.device)
-        self.log("temperature", self.temperature.detach())
-        return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
-
-
-class EarlyLoss(Own):
-    """The loss needs an activation of the first layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.body, self.auxiliary = mlp(1), mlp(4), nn.Linear(WIDTH, WIDTH)
-
-    def loss(self, batch: Any) -> Tensor:
-        inputs, targets = batch
-        early = self.stem(inputs)
-        loss = F.mse_loss(self.body(early), targets)
-        self.log("sparsity", early.detach().abs().mean())
-        return loss + 0.3 * F.mse_loss(self.auxiliary(early), targets) + 0.01 * early.abs().mean()
-
-
-class Attending(Own):
-    """A recurrent encoder, and a decoder that looks at all of its outputs at each of its steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, WIDTH)
-        self.encoder = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.decoder_embed = nn.Embedding(11, WIDTH)
-        self.decoder = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.mix = nn.Linear(2 * WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 11)
-
-    @staticmethod
-    def example(size: int, length: int) -> Any:
-        return {"source": torch.randint(0, 11, (size, length)), "target": torch.randint(0, 11, (size, length - 1))}
-
-    def loss(self, batch: Any) -> Tensor:
-        memory, state = self.encoder(self.embed(batch["source"]))
-        hidden, _ = self.decoder(self.decoder_embed(batch["target"][:, :-1]), state)
-        weights = (hidden @ memory.transpose(1, 2)).softmax(-1)
-        hidden = torch.tanh(self.mix(torch.cat([hidden, weights @ memory], -1)))
-        return F.cross_entropy(self.head(hidden).transpose(1, 2), batch["target"][:, 1:])
 
 
 # -- structures ------------------------------------------------------------------------------------------------------
@@ -479,6 +424,55 @@ class Transformed(Own):
         return self.head(torch.vmap(lambda weight: torch.tanh(x @ weight))(self.weights).mean(0))
 
 
+class Adjoint(torch.autograd.Function):
+    """As adjoint methods do it: the forward keeps no graph, and the backward makes one, of the same parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, f: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.f = f
+        ctx.save_for_backward(x, *parameters)
+        with torch.no_grad():
+            return f(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.f(x)
+        found = torch.autograd.grad(y, (x, *parameters), gradient, allow_unused=True)
+        return None, *(torch.zeros_like(t) if g is None else g for g, t in zip(found, (x, *parameters), strict=True))
+
+
+class Flow:
+    """What the submodule returns: a function, and the parameters that it uses."""
+
+    def __init__(self, f: nn.Module) -> None:
+        self.f = f
+        self.parameters = tuple(f.parameters())
+
+
+class LazyFlow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self) -> Flow:
+        return Flow(self.f)
+
+
+class WithAdjoint(Own):
+    """Gradients that a function computes anew, for parameters that a submodule has handed out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flow, self.before, self.after = LazyFlow(), mlp(3), mlp(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flow = self.flow()
+        return self.after(Adjoint.apply(flow.f, self.before(x), *flow.parameters))
+
+
 class MixedBatch(Own):
     """Tensors, texts, numbers and Nones in one batch, which the step takes apart."""
 
@@ -504,9 +498,9 @@ def fixed(model: type[Regression]) -> type[Regression]:
 
 
 MODELS: tuple[type[Regression], ...] = (
-    Siamese, TwoTowers, EarlyLoss, Attending, Dataclasses, Structures, Packed, PackedInside, BatchNorms,
+    Siamese, Dataclasses, Structures, Packed, PackedInside, BatchNorms,
     OwnStatistics, Checkpointed, CheckpointedReentrant, Hooked, Parametrized, Frozen, FrozenMiddle,
-    Measured, GatedExperts, InPlace, Branching, Transformed, MixedBatch,
+    Measured, GatedExperts, InPlace, Branching, Transformed, WithAdjoint, MixedBatch,
     *map(fixed, (UNet, ConvNet, LSTMStack, TinyTransformer)),
 )  # fmt: skip
 

@@ -33,15 +33,15 @@ def assert_nothing_else_is_silently_wrong(seeds: Sequence[int], folder: Path | N
     assert counts["right"], f"none of the seeds {seeds} trains: {counts}"
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", range(0, 20, 10))
 def test_random_modules_train_as_in_one_process_or_are_refused(first: int) -> None:
     assert_nothing_else_is_silently_wrong(range(first, first + 10))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(40, SEEDS, 40))
+@pytest.mark.parametrize("first", range(20, SEEDS, 20))
 def test_many_random_modules_train_as_in_one_process_or_are_refused(first: int) -> None:
-    assert_nothing_else_is_silently_wrong(range(first, first + 40))
+    assert_nothing_else_is_silently_wrong(range(first, first + 20))
 
 
 @pytest.mark.slow

@@ -71,6 +71,10 @@ def speech(size: int, length: int) -> dict[str, Tensor]:
     return {"input_features": torch.randn(size, 8, 16), "labels": torch.randint(3, VOCABULARY, (size, length))}
 
 
+def sounds(size: int, length: int) -> dict[str, Tensor]:
+    return {"input_values": torch.randn(size, 80 * length), "labels": torch.randint(1, VOCABULARY, (size, length - 2))}
+
+
 # -- models ----------------------------------------------------------------------------------------------------------
 
 _TEXT = {
@@ -93,18 +97,6 @@ def bert(dropout: float = 0.0) -> nn.Module:
     return transformers.BertForSequenceClassification(config)
 
 
-def bert_masked() -> nn.Module:
-    config = transformers.BertConfig(**_TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return transformers.BertForMaskedLM(config)
-
-
-def roberta() -> nn.Module:
-    config = transformers.RobertaConfig(
-        **_TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=LABELS
-    )
-    return transformers.RobertaForSequenceClassification(config)
-
-
 def gpt2(tied: bool = True, dropout: float = 0.0) -> nn.Module:
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=4, n_head=2, bos_token_id=1, eos_token_id=2,
@@ -117,13 +109,9 @@ def gpt2_untied() -> nn.Module:
     return gpt2(tied=False)
 
 
-def llama(tied: bool = False) -> nn.Module:
-    config = transformers.LlamaConfig(**_TEXT, num_key_value_heads=1, tie_word_embeddings=tied)
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(**_TEXT, num_key_value_heads=1, tie_word_embeddings=False)
     return transformers.LlamaForCausalLM(config)
-
-
-def llama_tied() -> nn.Module:
-    return llama(tied=True)
 
 
 def mixtral() -> nn.Module:
@@ -177,15 +165,23 @@ def resnet() -> nn.Module:
     return transformers.ResNetForImageClassification(config)
 
 
+def wav2vec2() -> nn.Module:
+    """With LayerDrop, as by default: layers are left out by chance."""
+    config = transformers.Wav2Vec2Config(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=6, num_attention_heads=2, intermediate_size=32,
+        conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, mask_time_prob=0.0, ctc_loss_reduction="mean", ctc_zero_infinity=True,
+    )  # fmt: skip
+    assert config.layerdrop > 0
+    return transformers.Wav2Vec2ForCTC(config)
+
+
 # Name -> model and its batches.
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any]]] = {
     "bert": (bert, classified_texts),
-    "bert_masked": (bert_masked, padded_texts),
-    "roberta": (roberta, classified_texts),
     "gpt2": (gpt2, texts),
     "gpt2_untied": (gpt2_untied, padded_texts),
     "llama": (llama, texts),
-    "llama_tied": (llama_tied, padded_texts),
     "mixtral": (mixtral, padded_texts),
     "t5": (t5, translations),
     "bart": (bart, translations),
@@ -198,4 +194,5 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any]]] = {
 DRAWING: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any]]] = {
     "bert": (lambda: bert(dropout=0.1), classified_texts),
     "gpt2": (lambda: gpt2(tied=False, dropout=0.1), texts),
+    "wav2vec2": (wav2vec2, sounds),
 }

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy, AvgPipeTuner, Links, PipelineTimeline, PipeOptim
 from lightning_avgpipe.errors import ConfigurationError
@@ -64,16 +63,20 @@ def resolved(policy: str | PipeOptim) -> VersionPolicy:
     return POLICIES[policy] if isinstance(policy, str) else policy.policy
 
 
-def by_versions(module: Chain, policy: str | PipeOptim, streams: list[list[Any]], count: int) -> dict[str, Tensor]:
+def by_versions(module: Chain, policy: str | PipeOptim, streams: list[list[Any]], *counts: int) -> dict[str, Tensor]:
     """What a plain loop makes of the batches from one drain to the next, of so many micro-batches each."""
-    places = [Place(k, K, count) for k in range(K)]
-    stages = [
-        Stage(part, module.make(part.parameters()), place) for part, place in zip(module.parts, places, strict=True)
-    ]
-    for stream in streams:
+    stages = [Stage(part, module.make(part.parameters()), Place(k, K)) for k, part in enumerate(module.parts)]
+    for stream, count in zip(streams, counts, strict=True):
+        for k, stage in enumerate(stages):
+            stage.place = Place(k, K, count)
         micro_batches = [part for x, y in stream for part in zip(x.chunk(count), y.chunk(count), strict=True)]
         go_on(stages, resolved(policy), micro_batches, F.mse_loss, count)
     return dict(module.named_parameters())
+
+
+def assert_close(module: Chain, expected: dict[str, Tensor]) -> None:
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def fit(module: Any, data: Any, policy: str | PipeOptim, count: int, num_stages: int = K, **options: Any) -> L.Trainer:
@@ -97,11 +100,9 @@ def test_weights_are_those_of_a_loop_that_keeps_all_versions(policy: str | PipeO
     torch.manual_seed(0)
     model, data = Chain(Recurrent, make), batches(5, 2 * count)
     plain, untrained = copy.deepcopy(model), copy.deepcopy(model)
-    expected = by_versions(plain, policy, [data, data], count)  # an epoch ends with a drain
     fit(model, Batches(data), policy, count)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter, expected[name], rtol=1e-5, atol=1e-6, msg=name)
-    synchronous = by_versions(untrained, "flush", [data, data], count)
+    assert_close(model, by_versions(plain, policy, [data, data], count, count))  # an epoch ends with a drain
+    synchronous = by_versions(untrained, "flush", [data, data], count, count)
     assert any((p - synchronous[name]).abs().max() > 1e-4 for name, p in model.named_parameters())
 
 
@@ -110,16 +111,8 @@ def test_a_smaller_batch_at_the_end_begins_after_a_drain(policy: str) -> None:
     torch.manual_seed(0)
     model, data = Chain(Recurrent, MOMENTUM), [*batches(3, 6), *batches(1, 2)]
     plain = copy.deepcopy(model)
-    places = [Place(k, K, 3) for k in range(K)]
-    stages = [Stage(part, MOMENTUM(part.parameters()), place) for part, place in zip(plain.parts, places, strict=True)]
-    for stream, count in ((data[:3], 3), (data[3:], 2)):
-        for k, stage in enumerate(stages):
-            stage.place = Place(k, K, count)
-        micro_batches = [part for x, y in stream for part in zip(x.chunk(count), y.chunk(count), strict=True)]
-        go_on(stages, POLICIES[policy], micro_batches, F.mse_loss, count)
     fit(model, Batches(data), policy, 3, max_epochs=1)
-    for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6, msg=name)
+    assert_close(model, by_versions(plain, policy, [data[:3], data[3:]], 3, 2))
 
 
 class Problem:
@@ -158,13 +151,10 @@ def test_what_the_first_step_settles_for_all_is_no_change_by_a_hook(policy: str)
     assert_equal(state(model), state(plain))
     assert model.problem.kind == "regression"
 
-    model.hook = True
-    with pytest.raises(ConfigurationError, match=r"a hook of a batch.* has changed 'problem'"):
-        fit(model, Batches(data), policy, 3)
-    unsettled = Settling()
-    unsettled.hook = True
-    with pytest.raises(ConfigurationError, match=r"a hook of a batch.* has changed 'problem'"):
-        fit(unsettled, Batches(data), policy, 3)
+    for trained in (model, Settling()):
+        trained.hook = True
+        with pytest.raises(ConfigurationError, match=r"a hook of a batch.* has changed 'problem'"):
+            fit(trained, Batches(data), policy, 3)
 
 
 @pytest.mark.parametrize("policy", ["stash", *(pytest.param(p, marks=SLOW) for p in ("2bw", INEXACT))])
@@ -272,20 +262,6 @@ def test_validation_drains_and_sees_the_weights_of_its_batch() -> None:
     for options in ({"val_check_interval": 2}, {}):
         saving = ModelCheckpoint(every_n_train_steps=2, save_top_k=0)
         model, _ = train("stash", callbacks=[saving], enable_checkpointing=True, size=48, max_epochs=1, **options)
-        found.append(state(model))
-    assert_equal(*found)
-
-
-def test_data_of_unknown_length_is_read_to_its_end() -> None:
-    class Stream(IterableDataset):
-        def __iter__(self) -> Any:
-            return iter(batches(5, 2))
-
-    found = []
-    for data in (DataLoader(Stream(), batch_size=None), Batches(batches(5, 2))):
-        torch.manual_seed(3)
-        model = Chain(Recurrent, MOMENTUM)
-        fit(model, data, "stash", 1)
         found.append(state(model))
     assert_equal(*found)
 
@@ -411,16 +387,11 @@ def test_what_cannot_be_is_refused_before_a_step(options: dict[str, Any], named:
 
 
 def test_a_gradient_that_is_no_number_ends_training_if_asked() -> None:
-    data = batches(4, 2)
+    model, data = Chain(Recurrent, MOMENTUM), batches(4, 2)
     data[2][0].fill_(float("nan"))
+    raises = {"averaging": Averaging(on_nonfinite="raise")}
     with pytest.raises(Exception, match=r"batch_idx 2: the gradient of 'parts.0.*Other models and stages may"):
-        fit(
-            Chain(Recurrent, MOMENTUM),
-            Batches(data),
-            "stash",
-            1,
-            strategy={"averaging": Averaging(on_nonfinite="raise")},
-        )
+        fit(model, Batches(data), "stash", 1, strategy=raises)
 
 
 # -- several processes -----------------------------------------------------------------------------------------------
@@ -441,18 +412,14 @@ def fit_some(devices: int, count: int) -> Any:
     return found
 
 
-def in_process(rank: int) -> Any:
-    return fit_some(2, 1)
+def in_process(rank: int, count: int) -> Any:
+    return fit_some(2, count)
 
 
-def in_process_all(rank: int) -> Any:
-    return fit_some(2, len(RUNS))
-
-
-@pytest.mark.parametrize("work", [in_process, pytest.param(in_process_all, marks=SLOW)])
-def test_two_processes_train_the_model_of_one(work: Any, tmp_path: Path) -> None:
-    expected = fit_some(1, 1 if work is in_process else len(RUNS))
-    for results in processes.results(processes.run(2, work, folder=tmp_path)):
+@pytest.mark.parametrize("count", [1, pytest.param(len(RUNS), marks=SLOW)])
+def test_two_processes_train_the_model_of_one(count: int, tmp_path: Path) -> None:
+    expected = fit_some(1, count)
+    for results in processes.results(processes.run(2, in_process, count, folder=tmp_path)):
         for found, (weights, calls, metrics) in zip(results, expected, strict=True):
             assert_equal(found[0], weights)
             assert found[2] == metrics

@@ -37,13 +37,15 @@ class FineTuned(Regression):
     """An embedding that is tied to nothing, five blocks, and a head."""
 
     example = staticmethod(MLP.example)
+    first: Any = Counted
+    norm: Any = nn.BatchNorm1d
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.embed = Counted(8, 8)
+        self.embed = self.first(8, 8)
         self.encoder = nn.Module()
         self.encoder.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Tanh()) for _ in range(5)
+            nn.Sequential(nn.Linear(8, 8), self.norm(8), nn.Dropout(dropout), nn.Tanh()) for _ in range(5)
         )
         self.head = nn.Linear(8, 8)
 
@@ -192,11 +194,7 @@ def test_a_cache_that_cannot_work_is_refused(strategy: dict[str, Any], freezing:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "freezing",
-    [{"mode": "gradient_norm"}, {"every_n_epochs": 3, "cache": "1MB"}],
-    ids=str,
-)
+@pytest.mark.parametrize("freezing", [{"mode": "gradient_norm"}, {"every_n_epochs": 3, "cache": "1MB"}], ids=str)
 def test_a_script_freezes_as_one_process_does(freezing: dict[str, Any], tmp_path: Path) -> None:
     """With the default launcher, measured costs, shuffled data and a plan for each step of freezing."""
     options = {"alpha": 0.4, "replan": True, **freezing}

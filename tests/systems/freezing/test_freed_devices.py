@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import signal
 import threading
-import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,57 +25,17 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.options import Options
 from lightning_avgpipe.systems.freezing.callback import check_sharing_later
 from tests import processes
-from tests.commands import LIMIT_S, started
-from tests.models import MLP, Regression, loader
+from tests.models import loader
+from tests.systems.freezing.test_callback import FineTuned
 from tests.trainers import pipeline, trainer
 
 SIZE, MICRO_BATCHES, EPOCHS = 512, 4, 4  # so large that sums of gradients take little beside computing
 
 
-class FineTuned(Regression):
-    """An embedding, five blocks, and a head, which may take its time."""
+class Layered(FineTuned):
+    """Without statistics and counts, of which replicas would have each their own."""
 
-    example = staticmethod(MLP.example)
-
-    head_s = 0.0
-    norm: Any = nn.LayerNorm
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), self.norm(8), nn.Dropout(0.0), nn.Tanh()) for _ in range(5)
-        )
-        self.head = Slow(self.head_s)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-
-class WithSlowHead(FineTuned):
-    """With more than half of its time in a unit that no cut divides."""
-
-    head_s = 0.05  # dominates what a loaded machine adds to the other units and to messages
-
-
-class Slow(nn.Linear):
-    def __init__(self, seconds: float) -> None:
-        super().__init__(8, 8)
-        self.seconds = seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
-        return super().forward(x)
+    first, norm = nn.Linear, nn.LayerNorm
 
 
 class Layouts(L.Callback):
@@ -111,7 +69,7 @@ def fit(
     rank: int = 0,
     devices: int = 1,
     folder: Path | None = None,
-    model: Any = FineTuned,
+    model: Any = Layered,
     strategy: dict[str, Any] | None = None,
     freezing: dict[str, Any] | None = None,
     make: Any = pipeline,
@@ -166,7 +124,7 @@ def test_freed_devices_become_replicas_and_training_goes_on_as_in_one_process(tm
 def with_large_values(rank: int) -> Any:
     """What travels in training differs from what travels in validation, and is too large for a frame."""
     torch.manual_seed(3)
-    module, layouts = FineTuned(), Layouts()
+    module, layouts = Layered(), Layouts()
     strategy = {"num_microbatches": 2, "costs": "measured", "costs_cache": None, "timeout": 20.0}
     callbacks = [AdaptiveFreezing(alpha=0.4, freed="replicas"), layouts]
     runner = pipeline(2, 2, strategy, max_epochs=3, callbacks=callbacks)
@@ -229,25 +187,6 @@ def test_stages_are_halved_as_far_as_memory_allows(tmp_path: Path) -> None:
         assert_close(expected, weights)
 
 
-@pytest.mark.slow
-def test_a_script_shares_stages_and_trains_as_one_process_does(tmp_path: Path) -> None:
-    """With the default launcher, measured costs and shuffled data."""
-    freezing, epochs = {"alpha": 0.4, "freed": "replicas"}, 4
-    given = {"devices": 2, "model": "WithSlowHead", "epochs": epochs, "costs": "measured", "microbatches": 4}
-    script = str(Path(__file__).parent / "script.py")
-    with started(([script, str(tmp_path), json.dumps({**given, "freezing": freezing})], {})) as (process,):
-        _, errors = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 0, errors
-        assert "one stage on 2 processes" in errors
-    torch.manual_seed(5)
-    module, callback = WithSlowHead(), AdaptiveFreezing(**freezing)  # type: ignore[arg-type]
-    runner = pipeline(1, strategy={"num_microbatches": 4}, max_epochs=epochs, callbacks=[callback])
-    runner.fit(module, loader(MLP, 24, 8, shuffle=True))
-    for rank in range(2):
-        for name, tensor in torch.load(tmp_path / f"weights-{rank}.pt", weights_only=True).items():
-            torch.testing.assert_close(tensor, module.state_dict()[name], rtol=1e-4, atol=1e-6)
-
-
 def test_devices_become_nothing_but_replicas() -> None:
     with pytest.raises(ConfigurationError, match="freed='devices': must be one of 'replicas', or None"):
         AdaptiveFreezing(freed="devices")  # type: ignore[arg-type]
@@ -290,7 +229,7 @@ def test_devices_in_several_groups_are_refused() -> None:
         check_sharing_later(options_of(), StageMap.on(DeviceLayout(4), 2))
 
 
-class Measured(FineTuned):
+class Measured(Layered):
     """With a metric object that training updates."""
 
     def __init__(self) -> None:
@@ -304,14 +243,14 @@ class Measured(FineTuned):
 
 
 class Validated(Measured):
-    training_step = FineTuned.training_step
+    training_step = Layered.training_step
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.error.update(self(batch[0]), batch[1])
         self.log("val_loss", self.error)
 
 
-class Normed(FineTuned):
+class Normed(Layered):
     norm = nn.BatchNorm1d
 
 

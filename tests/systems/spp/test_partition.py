@@ -1,4 +1,4 @@
-"""SPP's planner against known plans, against brute force, and where it has to say no."""
+"""SPP's planner against known plans and brute force, in turns too; and where it has to say no."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.costs import UnitCosts
-from lightning_avgpipe.systems.spp.partition import execution_order, partition
-from lightning_avgpipe.systems.spp.problem import device_order
+from lightning_avgpipe.schedule import StageCosts, build, simulate, with_replicas
+from lightning_avgpipe.systems.spp.partition import all_plans, execution_order, partition
+from lightning_avgpipe.systems.spp.placement import least_in_turns_s, plan_in_turns, seconds_in_turns, slowness_of
+from lightning_avgpipe.systems.spp.problem import Network, PlacedStage, Problem, device_order
 
 Stages = tuple[tuple[int, int, tuple[int, ...]], ...]
 
@@ -70,3 +73,119 @@ def test_no_partition_has_a_smaller_bottleneck() -> None:
             every = all_stages(costs.num_units, order, num_stages)
             best = min(bottleneck_s(costs, bandwidth, num_microbatches, stages) for stages in every)
             assert bottleneck_s(costs, bandwidth, num_microbatches, found) == pytest.approx(best)
+
+
+def costs_of(units: int, draw: random.Random) -> UnitCosts:
+    def numbers(count: int, largest: float) -> tuple[float, ...]:
+        return tuple(draw.uniform(0, largest) for _ in range(count))
+
+    return UnitCosts(
+        numbers(units, 1), numbers(units, 2), numbers(units - 1, 3), numbers(units - 1, 3), numbers(units, 8)
+    )
+
+
+def problem_of(costs: UnitCosts, bandwidth: list[list[float]], num_microbatches: int) -> Problem:
+    return Problem(costs, Network.of(bandwidth), num_microbatches)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "afab"])
+def test_without_replicas_turns_take_what_the_simulator_says(name: str) -> None:
+    draw = random.Random(3)
+    problem = problem_of(costs_of(3, draw), [[draw.uniform(1, 4) for _ in range(3)] for _ in range(3)], 5)
+    stages = [PlacedStage(k, k + 1, k, k + 1) for k in range(3)]
+    schedule = build(name, 3, 5)
+    expected = simulate(schedule, problem.stage_costs(stages)).iteration_s
+    assert seconds_in_turns(problem, stages, schedule) == pytest.approx(expected)
+
+
+def test_replicas_in_turns_pass_each_micro_batch_whole() -> None:
+    # F of 2 s on two replicas, then F and B of 1 s on one; micro-batches 0 and 2 on the first replica
+    problem = problem_of(UnitCosts((2, 1), (2, 1), (0,), (0,), (0, 0)), [[1.0] * 3] * 3, 4)
+    stages = [PlacedStage(0, 1, 0, 2), PlacedStage(1, 2, 2, 3)]
+    schedule = with_replicas(build("afab", 2, 4), (2, 1))
+    #   replica 0   F0 F0 F2 F2 .. .. .. B0 B0 ..     forwards end at 2 and 4
+    #   replica 1   F1 F1 F3 F3
+    #   stage 1           F0 F1 F2 F3 B0 B1 B2 B3     busy from 2 to 10
+    assert seconds_in_turns(problem, stages, schedule) == 12
+    timeline = simulate(schedule, StageCosts((2, 1), (2, 1), (0,), (0,), (0,)), replicas=[(1, 2), (0,)])
+    assert timeline.rows == (1, 2, 0) and timeline.iteration_s == 12 and timeline.peak_stash == (2, 4)
+    forwards = [(timeline.device_of(s.stage, s.action.micro_batch), s.begin_s) for s in timeline.spans[:4]]
+    assert sorted(forwards) == [(1, 0), (1, 2), (2, 0), (2, 2)]
+    assert timeline.bubble_fraction == pytest.approx(1 - (4 * 4 + 4 * 2) / (3 * 12))
+    replayed = simulate(timeline.schedule(), StageCosts.measured(timeline), replicas=timeline.replicas)
+    assert (replayed.spans, replayed.replicas) == (timeline.spans, timeline.replicas)
+
+
+def test_all_reduces_go_round_a_ring_of_ascending_ranks() -> None:
+    # links of 8 between neighbours on a ring of four, of 1 across; two replicas that are no neighbours have only that
+    bandwidth = [[8.0 if (u - v) % 4 in (1, 3) else 1.0 for v in range(4)] for u in range(4)]
+    costs = UnitCosts((0,), (0,), (), (), (8,))
+    whole = Network.of(bandwidth, rings=True)
+    for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
+        problem = Problem(costs, whole.ordered(order), 1)
+        assert problem.reduce_s(PlacedStage(0, 1, 0, 4)) == 2 * 3 / 4 * 8 / 8
+    assert Problem(costs, whole.ordered((0, 2, 1, 3)), 1).reduce_s(PlacedStage(0, 1, 0, 2)) == 2 / 2 * 8 / 1
+    assert Problem(costs, Network.of(bandwidth), 1).reduce_s(PlacedStage(0, 1, 0, 4)) == 2 * 3 / 4 * 8 / 1
+
+
+def test_a_ring_of_fast_links_is_planned_as_copies() -> None:
+    bandwidth = [[1000.0 if (u - v) % 4 in (1, 3) else 1.0 for v in range(4)] for u in range(4)]
+    costs = UnitCosts((1,) * 4, (2,) * 4, (1,) * 3, (1,) * 3, (20,) * 4)
+    assert plan_in_turns(costs, bandwidth, 4).num_stages == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_plan_in_turns_is_faster_and_none_falls_short_of_its_bound(seed: int) -> None:
+    draw = random.Random(seed)
+    units, devices, count = draw.randint(1, 5), draw.randint(1, 4), draw.randint(1, 6)
+    costs = costs_of(units, draw)
+    bandwidth = [[draw.uniform(0.5, 8) for _ in range(devices)] for _ in range(devices)]
+    slowness = tuple(draw.choice((1.0, 1.0, 2.5)) for _ in range(devices)) if seed % 2 else ()
+    found = plan_in_turns(costs, bandwidth, count, slowness)
+    order = [device for _, _, ranks in found.stages for device in ranks]
+    assert sorted(order) == list(range(devices))
+    assert found.stages[-1][2][0] == 0
+    problem = Problem(costs, Network.of(bandwidth), count, slowness, draw.choice((1.0, 8.0)))
+    for stages in all_plans(problem):
+        schedule = with_replicas(build("1f1b", len(stages), count), [stage.replicas for stage in stages])
+        assert seconds_in_turns(problem, stages, schedule) >= least_in_turns_s(problem, stages) * (1 - 1e-9)
+    assert found.makespan_s >= found.bound_s * (1 - 1e-9)
+
+
+def test_an_all_reduce_begins_within_the_last_backward_bucket_by_bucket() -> None:
+    costs = UnitCosts((0, 0, 0), (1, 2, 4), (0, 0), (0, 0), (6, 2, 10))
+    stages, network = [PlacedStage(0, 3, 0, 2)], Network.of([[1.0] * 2] * 2)
+    #   backward    2 2 2 2 1 1 0      buckets from 8 bytes on: {2}, {1, 0}, and an all-reduce takes a second for a byte
+    #   all-reduce          2 2 2 2 2 2 2 2 2 2 1 1 0 0 0 0 0 0
+    problem = Problem(costs, network, 1, bucket_bytes=8)
+    assert seconds_in_turns(problem, stages, build("1f1b", 1, 1)) == 4 + 10 + 8
+    whole = Problem(costs, network, 1, bucket_bytes=100)
+    assert seconds_in_turns(whole, stages, build("1f1b", 1, 1)) == 7 + 18
+
+
+def test_a_slow_device_gets_less_to_do() -> None:
+    costs, bandwidth = UnitCosts((1,) * 8, (2,) * 8, (0,) * 7, (0,) * 7, (1000,) * 8), [[1.0] * 4] * 4
+    alike = plan_in_turns(costs, bandwidth, 8)
+    for device in range(4):
+        slowness = [3.0 if device == v else 1.0 for v in range(4)]
+        units = {ranks: last - first + 1 for first, last, ranks in plan_in_turns(costs, bandwidth, 8, slowness).stages}
+        assert units[(device,)] == 1 and {ranks: 2 for _, _, ranks in alike.stages} != units
+
+
+def test_devices_are_slow_that_take_clearly_longer_than_the_fastest() -> None:
+    assert slowness_of([1.0, 2.0, 1.2, 4.0]) == (1.0, 2.0, 1.0, 4.0)
+    assert slowness_of([1.0, 1.1]) == slowness_of([1.0, 0.0]) == slowness_of([]) == ()
+
+
+def test_plans_that_do_not_fit_are_left_out_and_none_is_an_error() -> None:
+    costs = UnitCosts((1,) * 2, (2,) * 2, (0,), (0,), (1,) * 2)
+    assert plan_in_turns(costs, [[1.0] * 2] * 2, 8).num_stages == 1
+    assert plan_in_turns(costs, [[1.0] * 2] * 2, 8, fits=lambda plan: plan.num_stages == 2).num_stages == 2
+    with pytest.raises(PartitionError, match="none of 2 plans for 2 devices fits their memory; use more devices"):
+        plan_in_turns(costs, [[1.0] * 2] * 2, 8, fits=lambda plan: False)
+
+
+def test_devices_with_fast_links_share_a_stage() -> None:
+    bandwidth = [[100.0 if u % 2 == v % 2 else 0.1 for v in range(4)] for u in range(4)]
+    costs = UnitCosts((1, 1), (2, 2), (0.1,), (0.1,), (5, 5))
+    assert [ranks for _, _, ranks in plan_in_turns(costs, bandwidth, 8).stages] == [(1, 3), (0, 2)]

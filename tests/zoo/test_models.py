@@ -1,4 +1,4 @@
-"""Random numbers belong to what draws them: cuts do not change them."""
+"""LightningModules of all sorts and stock models of transformers train and validate as a pipeline, unmodified."""
 
 from __future__ import annotations
 
@@ -11,11 +11,40 @@ import pytest
 import torch
 
 from tests.driver import Engine
+from tests.models import Regression
 from tests.zoo import own_models, transformers_models
+from tests.zoo.comparison import check
 from tests.zoo.transformers_models import HuggingFace
 
+
+# torch says so of a reentrant checkpoint in a validation
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("num_stages", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", own_models.MODELS, ids=lambda model: model.__name__)
+def test_stages_equal_a_module_bitwise(model: type[Regression], num_stages: int) -> None:
+    # another length, and a last batch of which one micro-batch is smaller
+    check(model(), [model.example(6, 6), model.example(6, 9), model.example(5, 5)], num_stages)
+
+
+FAST = ("bert", "gpt2", "bart")  # with three stages
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages"),
+    [
+        pytest.param(name, n, marks=() if n == 3 and name in FAST else pytest.mark.slow)
+        for name in transformers_models.MODELS
+        for n in (3, 4)
+    ],
+)
+def test_stages_equal_a_model_of_transformers_bitwise(name: str, num_stages: int) -> None:
+    build, batch = transformers_models.MODELS[name]
+    # another length, and a last batch of which one micro-batch is smaller
+    check(HuggingFace(build()), [batch(6, 6), batch(6, 9), batch(5, 5)], num_stages)
+
+
 STEPS = 3
-MODELS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[int, int], Any]]] = {
+DRAWING: dict[str, tuple[Callable[[], L.LightningModule], Callable[[int, int], Any]]] = {
     **{model.__name__: (model, model.example) for model in own_models.DRAWING},
     **{
         name: (lambda build=build: HuggingFace(build()), batch)
@@ -37,10 +66,10 @@ def trained(module: L.LightningModule, batches: list[Any], num_stages: int) -> d
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in transformers_models.DRAWING else ()) for n in MODELS]
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in transformers_models.DRAWING else ()) for n in DRAWING]
 )
 def test_dropout_does_not_depend_on_the_number_of_stages(name: str) -> None:
-    build, example = MODELS[name]
+    build, example = DRAWING[name]
     module = build()
     batches = [example(4, 5 + i) for i in range(STEPS)]
     expected = trained(copy.deepcopy(module), batches, 1)

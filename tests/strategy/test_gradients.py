@@ -1,31 +1,60 @@
-"""Clipping: one norm over all stages, whoever asks for it."""
+"""Gradients: accumulated over batches on top of micro-batches, and clipped by one norm over all stages."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from tests import processes
 from tests.driver import assert_same_parameters
-from tests.models import MLP, loader
-from tests.strategy.twins import MICROBATCHES, loaders, single, staged, twins
-from tests.trainers import pipeline
+from tests.models import MLP, UNet, loader
+from tests.trainers import MICROBATCHES, both, loaders, pipeline, single, staged, trainer, twins
+
+
+@pytest.mark.parametrize(
+    ("model", "accumulate", "batches", "steps"),
+    [(MLP, 4, 8, 4), (UNet, 2, 8, 8), (MLP, 2, 5, 6)],  # the last batches of an epoch are a step, even if they are few
+)
+def test_accumulated_batches_equal_one_device_bitwise(
+    model: type[Any], accumulate: int, batches: int, steps: int
+) -> None:
+    make, options = partial(model, "adamw"), {"accumulate": accumulate, "gradient_clip_val": 0.1}
+    one, two = both(make, loaders(model, 8 * batches), **options)
+    assert two.global_step == one.global_step == steps
+
+
+def test_a_scheduler_of_accumulation_is_followed() -> None:
+    plain, piped = twins(MLP)
+    small, large = loaders(MLP, 64)
+    one = trainer(max_epochs=4, callbacks=[GradientAccumulationScheduler({0: 4, 1: 16, 3: 8})])
+    two = staged(max_epochs=4, callbacks=[GradientAccumulationScheduler({1: 4, 3: 2})])
+    one.fit(plain, small)
+    two.fit(piped, large)
+    assert two.global_step == one.global_step == 8 + 2 + 2 + 4
+    assert_same_parameters(plain, piped)
+
+
+def test_a_validation_between_accumulated_batches_leaves_the_gradients_alone() -> None:
+    models, data = twins(MLP), (loader(MLP, 64, 8), loader(MLP, 8, 4))
+    for model, interval in zip(models, (1, 1.0), strict=True):
+        runner = staged(val_check_interval=interval, num_sanity_val_steps=0, max_epochs=1, accumulate=4)
+        runner.fit(model, *data)
+    assert_same_parameters(*models)
 
 
 @pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.02), ("value", 0.02), ("norm", 1e9)])
 def test_clipped_training_equals_one_device_bitwise(algorithm: str, limit: float) -> None:
-    plain, piped = twins(MLP)
-    for module, make, data in zip((plain, piped), (single, staged), loaders(MLP, 32), strict=True):
-        make(gradient_clip_val=limit, gradient_clip_algorithm=algorithm).fit(module, data)
-    assert_same_parameters(plain, piped)
+    both(MLP, loaders(MLP, 32), gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
 
 
 class ByLightning(MLP):
@@ -56,12 +85,11 @@ class InHook(MLP):
         clip_grad_norm_(self.parameters(), 0.02)
 
 
-class Trainers(MLP):
-    """Leaves it to Trainer(gradient_clip_val=...)."""
-
-
 class InCallback(MLP):
     """Leaves it to a callback."""
+
+    def configure_callbacks(self) -> Any:
+        return [Clips()]
 
 
 class InTwoGroups(MLP):
@@ -79,13 +107,11 @@ class Clips(L.Callback):
         clip_grad_norm_(module.parameters(), 0.02)
 
 
-MODELS = (Trainers, ByLightning, ByTorch, InHook, InCallback, InTwoGroups)
+MODELS = (MLP, ByLightning, ByTorch, InHook, InCallback, InTwoGroups)
 
 
 def options(model: type[MLP]) -> dict[str, Any]:
-    if model is InCallback:
-        return {"callbacks": [Clips()]}
-    return {"gradient_clip_val": 0.02} if model in (Trainers, InTwoGroups) else {}
+    return {"gradient_clip_val": 0.02} if model in (MLP, InTwoGroups) else {}
 
 
 def norms(runner: L.Trainer) -> dict[str, float]:

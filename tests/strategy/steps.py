@@ -1,0 +1,99 @@
+"""Four layers whose step does something unusual, and the ways to train them: by hand, in stages, in two processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_avgpipe import AvgPipeStrategy
+from lightning_avgpipe.engine.microbatch import split
+from tests import processes
+from tests.trainers import trainer
+
+NUM_MICROBATCHES = 4
+Make = Callable[[], Any]
+
+
+class Layers(L.LightningModule):
+    """Four layers, and a step that a test changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+
+    def through(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.b(self.a(x)).relu()).relu())
+
+    def loss(self, batch: Any) -> Tensor:
+        return (self.through(batch[0]) - batch[1]).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.1, momentum=0.9)
+
+
+def data() -> DataLoader:
+    """Four batches of eight."""
+    generator = torch.Generator().manual_seed(1)
+    return DataLoader(TensorDataset(*torch.randn(2, 32, 8, generator=generator)), batch_size=8)
+
+
+def by_hand(module: Any) -> Any:
+    """What one process makes of the module in an epoch, micro-batch by micro-batch."""
+    optimizer = module.configure_optimizers()
+    for batch_idx, batch in enumerate(data()):
+        optimizer.zero_grad()
+        for part in split(tuple(batch), NUM_MICROBATCHES):
+            (module.training_step(part.data, batch_idx) * part.weight).backward()
+        optimizer.step()
+    return module
+
+
+def piped(
+    module: Any, num_stages: int = 2, devices: int = 1, trainer_options: Mapping[str, Any] | None = None, **options: Any
+) -> Any:
+    """The module trained in stages, for an epoch unless the trainer is told otherwise."""
+    options = {"num_microbatches": NUM_MICROBATCHES, "costs_cache": None, **options}
+    runner = trainer(
+        strategy=AvgPipeStrategy(num_stages=num_stages, **options), devices=devices,
+        **{"max_epochs": 1, **(trainer_options or {})},
+    )  # fmt: skip
+    runner.fit(module, data(), data() if "validation_step" in vars(type(module)) else None)
+    return module
+
+
+def assert_same(module: nn.Module | Mapping[str, Tensor], other: nn.Module | Mapping[str, Tensor]) -> None:
+    """The same weights and buffers, bit for bit."""
+    one, two = (m.state_dict() if isinstance(m, nn.Module) else m for m in (module, other))
+    assert [name for name, tensor in two.items() if not torch.equal(tensor, one[name])] == []
+
+
+def _in_process(rank: int, make: Make, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    return piped(make(), devices=2, **options).state_dict()
+
+
+def states_of_two_processes(make: Make, folder: Path, **options: Any) -> list[dict[str, Tensor]]:
+    """What each of two processes makes of the module."""
+    return processes.results(processes.run(2, _in_process, make, options, folder=folder))
+
+
+def assert_two_processes_equal(expected: Any, make: Make, folder: Path, **options: Any) -> None:
+    """Two processes make of the module what is expected."""
+    for state in states_of_two_processes(make, folder, **options):
+        assert_same(state, expected)
+
+
+def errors_of_two_processes(make: Make, folder: Path, **options: Any) -> list[str]:
+    """With which errors two processes end, both of them."""
+    errors = [outcome.error for outcome in processes.run(2, _in_process, make, options, folder=folder)]
+    assert all(errors), errors
+    return [str(error) for error in errors]

@@ -1,0 +1,682 @@
+"""Hooks change and read what stages of other processes have: as if there were one process, or an error with the line.
+
+Some hooks of a module run on rank 0 only, some on every process, and some while micro-batches are under way.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torchmetrics import MeanMetric
+
+from tests import processes
+from tests.strategy.steps import (
+    Layers,
+    Make,
+    assert_same,
+    assert_two_processes_equal,
+    data,
+    errors_of_two_processes,
+    piped,
+)
+from tests.trainers import trainer
+
+TWO_EPOCHS, THREE_EPOCHS = {"max_epochs": 2}, {"max_epochs": 3}
+OUTSIDE = {"factor": 1.0}
+
+
+class Step(Layers):
+    """What its hooks change from the second epoch on, the check against plain training does not see."""
+
+    def others(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that have a gradient, as people write it."""
+        yield from (p for p in self.parameters() if p.grad is not None)
+
+
+# -- between micro-batches ---------------------------------------------------------------------------------------------
+
+
+class ClipsWeights(Step):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.current_epoch:
+            for parameter in self.parameters():
+                parameter.data.clamp_(-0.1, 0.1)
+
+
+class Teaches(Step):
+    """A teacher in the first stage follows its student."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.a).requires_grad_(False)
+
+    def through(self, x: Tensor) -> Tensor:
+        return super().through(x + self.teacher(x))
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.current_epoch:
+            for teacher, student in zip(self.teacher.parameters(), self.a.parameters(), strict=True):
+                teacher.mul_(0.5).add_(student.detach(), alpha=0.5)
+
+
+class Anneals(Step):
+    """A number that the Python of the step reads, for the first stage."""
+
+    tau = 1.0
+
+    def through(self, x: Tensor) -> Tensor:
+        return super().through(x * self.tau)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.current_epoch:
+            self.tau *= 0.7
+
+
+class Loads(nn.Linear):
+    """Counts what it gets in one buffer; a hook moves another one by that."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("load", torch.zeros(8))
+        self.register_buffer("shift", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.load += (x.detach() > 0).sum(0)
+        return super().forward(x) + self.shift
+
+
+class Balances(Step):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.d = Loads(), Loads()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for layer in (self.a, self.d):
+            layer.shift += 0.1 * torch.sign(layer.load.mean() - layer.load)
+            layer.load.zero_()
+
+
+class Centres(Step):
+    """What the step gathers in buffers of its own, a hook of every process applies in the next epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("mean", "total"):
+            self.register_buffer(name, torch.zeros(8))
+
+    def through(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.total += h.detach().sum(0)
+        return self.d(self.c(self.b(h - self.mean).relu()).relu())
+
+    def on_train_epoch_start(self) -> None:
+        self.mean.copy_(self.total / 100)
+        self.total.zero_()
+
+
+class ByItself(Step):
+    """Treats each gradient by itself, and leaves out those without numbers."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.others():
+            if not parameter.is_meta and parameter.grad.norm() > 0.01:  # type: ignore[union-attr]
+                parameter.grad *= 0.5
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        for parameter in self.others():
+            parameter.grad.clamp_(-0.01, 0.01)  # type: ignore[union-attr]
+        optimizer.step()
+
+
+class Steers(Step):
+    """A hook that nobody can pickle, on a value of the first stage, and its handle, which every stage has."""
+
+    def through(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.current_epoch:
+            kept = h.register_hook(lambda gradient: 0.5 * gradient)
+            h.register_hook(lambda gradient: -gradient).remove()
+            assert kept is not None
+        return self.d(self.c(self.b(h).relu()).relu())
+
+
+BETWEEN = (ClipsWeights, Teaches, Anneals, Balances, Centres, ByItself, Steers)
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[dict[str, Tensor]]:
+    """One process that accumulates micro-batches, the hooks once for each batch."""
+    found = []
+    for make in BETWEEN:
+        module = make()
+        module.training_step = accumulating(module)
+        trainer().fit(module, data())
+        found.append(module.state_dict())
+    return found
+
+
+def accumulating(module: Any) -> Any:
+    """Return a step that runs the micro-batches of a batch, and leaves the last backward to Lightning."""
+    step, hook = module.training_step, module.on_before_zero_grad
+
+    def run(batch: Any, batch_idx: int) -> Tensor:
+        parts = list(zip(*(tensor.tensor_split(4) for tensor in batch), strict=True))
+        loss = step(parts[0], batch_idx)
+        hook(None)
+        module.zero_grad()
+        for part in parts[1:]:
+            (loss / 4).backward()
+            loss = step(part, batch_idx)
+        return loss / 4
+
+    module.on_before_zero_grad = module.optimizer_zero_grad = lambda *args: None
+    return run
+
+
+def between(rank: int, devices: int, num_stages: int) -> list[dict[str, Tensor]]:
+    modules = [piped(make(), num_stages, devices, TWO_EPOCHS, costs="flops") for make in BETWEEN]
+    return [module.state_dict() for module in modules]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_hook_between_micro_batches_acts_on_all_stages_of_one_process(num_stages: int, plain: Any) -> None:
+    for found, expected in zip(between(0, 1, num_stages), plain, strict=True):
+        assert_same(found, expected)
+
+
+def test_a_hook_between_micro_batches_acts_on_the_stages_of_every_process(plain: Any, tmp_path: Path) -> None:
+    for rank in processes.results(processes.run(2, between, 2, 2, folder=tmp_path)):
+        for found, expected in zip(rank, plain, strict=True):
+            assert_same(found, expected)
+
+
+def test_a_hook_between_micro_batches_changes_no_weights_where_a_stage_is_ahead(tmp_path: Path) -> None:
+    errors = errors_of_two_processes(ClipsWeights, tmp_path, num_stages=4, trainer_options=TWO_EPOCHS)
+    assert all("behind the first micro-batch" in error for error in errors)
+
+
+# -- as in one process -------------------------------------------------------------------------------------------------
+
+
+class Annealed(Layers):
+    """Whatever a hook may change that the first stage reads, or its optimizer."""
+
+    power = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        OUTSIDE["factor"], Annealed.power = 1.0, 1.0
+        self.tau, self.count, self.hidden, self.seen = 1.0, 0, None, []
+        self.scale, self.array = {"x": torch.ones(8)}, np.ones(2)
+        self.register_buffer("shift", torch.zeros(8))
+        self.save_hyperparameters({"beta": 1.0})
+        self.percentile, self.act = np.float64(1.0), torch.tanh  # neither can be changed in place
+        self.writer = open(__file__)  # noqa: SIM115  # cannot be sent, and no other stage reads it
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.hidden is None:
+            self.hidden = torch.zeros(8)
+        self.count += 1
+        self.seen.append(self.count)
+        x = (
+            batch[0] * self.tau * OUTSIDE["factor"] ** self.power * self.scale["x"]
+            + float(self.array[0])
+            + self.shift
+            + self.hidden
+        )
+        self.hidden = self.hidden + 0.1
+        y = self.through(self.act(x * self.hparams.beta * float(self.percentile)))
+        return (y - batch[1]).square().mean() / self.count / len(self.seen)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.tau *= 0.9 if outputs["loss"] > 0 else 0.5  # which rank 0 alone knows
+        self.array[0] *= 0.8
+        self.percentile = np.float64(self.percentile * 0.9)
+        self.writer = open(__file__)  # noqa: SIM115
+
+    def on_train_epoch_end(self) -> None:
+        self.scale["x"] = self.scale["x"] * 0.5
+        self.shift += 0.1
+        self.hparams.beta *= 0.7
+        self.act = torch.sin if self.act is torch.tanh else torch.cos
+        OUTSIDE["factor"] *= 0.8
+        type(self).power += 0.5
+        self.count, self.hidden = 0, None
+        self.seen.clear()
+        self.a.weight.requires_grad_(False)
+        for group in self.optimizers().param_groups:
+            group["lr"] *= 0.5
+
+
+class ClippedEverywhere(Layers):
+    """Weights are clipped after each step, as in a WGAN, in a hook that all processes run."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.clip()
+
+    def clip(self) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+
+
+class Shakes(Layers):
+    """Each epoch begins with noise on all weights, of one generator."""
+
+    def on_train_epoch_start(self) -> None:
+        generator = torch.Generator().manual_seed(self.current_epoch)
+        for name, parameter in self.named_parameters():
+            self.begin(generator, name)
+            parameter.data.uniform_(-0.1, 0.1, generator=generator)
+
+    def begin(self, generator: torch.Generator, name: str) -> None:
+        """Go on with the numbers that follow."""
+
+
+class ShakesEach(Shakes):
+    def begin(self, generator: torch.Generator, name: str) -> None:
+        generator.manual_seed(self.current_epoch + len(name) + ord(name[0]))
+
+
+class Keeps(Layers):
+    """The step keeps its losses, from which hooks, a schedule and a callback choose learning rates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses, self.last = list[float](), 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.last = loss.item()
+        self.losses.append(self.last)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + self.last))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def on_train_epoch_start(self) -> None:
+        self.scale(sum(self.losses))
+        self.losses.clear()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.scale(self.last)
+
+    def scale(self, by: float) -> None:
+        for group in self.optimizers().param_groups:
+            group["lr"] *= 0.9 + 0.1 / (1 + by)
+
+    def configure_callbacks(self) -> Any:
+        return [Listens()]
+
+
+class Listens(L.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        module.scale(module.losses[-1])
+
+
+class Decides(L.Callback):
+    """Scales inputs by the metrics of the epoch that has ended, on every process."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.tau = 1 / (1 + float(trainer.callback_metrics.get("loss", 9.0)))
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.tau *= 1 / (1 + float(trainer.logged_metrics.get("val_loss", 9.0)))
+
+
+class Scales(Layers):
+    tau = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss((batch[0] * self.tau, batch[1]))
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_callbacks(self) -> Any:
+        return [Decides()]
+
+
+@pytest.mark.parametrize(
+    ("make", "num_stages"),
+    [
+        (Scales, 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((Annealed, 2), (Annealed, 4), (Keeps, 2))),
+        *(pytest.param(make, 2, marks=pytest.mark.slow) for make in (ClippedEverywhere, ShakesEach)),
+    ],
+)
+def test_two_processes_train_as_if_there_were_one(make: Make, num_stages: int, tmp_path: Path) -> None:
+    options = {"trainer_options": {**THREE_EPOCHS, "num_sanity_val_steps": 0}}
+    expected = piped(make(), 1, **options)
+    assert_two_processes_equal(expected, make, tmp_path, num_stages=num_stages, **options)
+
+
+class CallsOtherHooks(Layers):
+    """Hooks that share code call each other; what they change is read by the first stage."""
+
+    tau = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss((batch[0] * self.tau, batch[1]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.through(batch[0]).mean()
+
+    def test_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.through(batch[0]).mean()
+
+    def on_train_epoch_start(self) -> None:
+        self.on_train_epoch_end()
+
+    def on_train_epoch_end(self) -> None:
+        self.tau *= 0.5
+
+    def on_validation_epoch_end(self) -> None:
+        self.on_train_epoch_end()
+
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end()
+
+
+def annealed(rank: int, devices: int, num_stages: int) -> tuple[float, dict[str, Tensor]]:
+    options = {**TWO_EPOCHS, "num_sanity_val_steps": 0}
+    module = piped(CallsOtherHooks(), num_stages, devices, options, costs="flops")
+    module.trainer.test(module, data(), verbose=False)
+    return module.tau, module.state_dict()
+
+
+def test_hooks_that_call_each_other_are_followed_once(tmp_path: Path) -> None:
+    tau, expected = annealed(0, 1, 1)
+    assert tau == 0.5**7  # of two epochs three each, and of the test
+    for found, state in processes.results(processes.run(2, annealed, 2, 2, folder=tmp_path)):
+        assert found == tau
+        assert_same(state, expected)
+
+
+# -- what submodules keep ----------------------------------------------------------------------------------------------
+
+
+class Keeping(nn.Module):
+    """A layer that counts, keeps numbers and statistics, and makes a buffer of its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.calls, self.kept = nn.Linear(8, 8), nn.BatchNorm1d(8), 0, list[float]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.linear(x))
+        if not hasattr(self, "centre"):
+            self.register_buffer("centre", x.detach().mean(0))
+        self.calls += 1
+        self.kept.append(x.detach().square().mean().item())
+        return x - self.centre
+
+
+class Reads(L.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        module.of_callback = 1 + module.b.calls
+
+
+class Watching(Layers):
+    """Its hooks read what a layer of the first stage keeps: those of rank 0, those of all processes, and a callback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Keeping()  # type: ignore[assignment]
+        self.of_start = self.of_end = self.of_callback = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = self.of_start * self.of_end * self.of_callback
+        return self.loss(batch) / weight
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.of_start = 1 + self.b.calls
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("kept", sum(self.b.kept))  # type: ignore[arg-type]
+        self.of_end = 1 + float(self.b.norm.running_mean.abs().sum())  # type: ignore[union-attr]
+        self.b.kept.clear()  # type: ignore[union-attr, operator]
+
+    def configure_callbacks(self) -> Any:
+        return [Reads()]
+
+    def on_train_epoch_end(self) -> None:
+        self.log("variance", self.b.norm.running_var.mean())  # type: ignore[union-attr]
+
+
+def watched(rank: int, devices: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    options = {} if devices == 1 else {"split_points": ["c"]}
+    module = piped(Watching(), devices, devices, TWO_EPOCHS, **options)
+    return module.state_dict(), dict(module.trainer.callback_metrics)
+
+
+def test_hooks_read_what_submodules_of_another_process_keep(tmp_path: Path) -> None:
+    expected, metrics = watched(0, 1)
+    assert "b.centre" in expected  # which the layer has registered in its process
+    for state, found in processes.results(processes.run(2, watched, 2, folder=tmp_path)):
+        assert_same(state, expected)
+        assert found == metrics
+
+
+class Stops(Layers):
+    """The step, or a hook of rank 0, asks the trainer to stop."""
+
+    def __init__(self, in_step: bool) -> None:
+        super().__init__()
+        self.in_step = in_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if self.in_step and batch_idx == 1:
+            self.trainer.should_stop = True
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.in_step and batch_idx == 1:
+            self.trainer.should_stop = True
+
+
+def stopped(rank: int) -> list[int]:
+    return [piped(Stops(in_step), 2, 2, costs="flops").trainer.global_step for in_step in (True, False)]
+
+
+def test_a_wish_to_stop_of_the_step_or_of_a_hook_stops_all_processes(tmp_path: Path) -> None:
+    assert processes.results(processes.run(2, stopped, folder=tmp_path)) == [[2, 2], [2, 2]]
+
+
+class Prunes(Layers):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch:
+            prune.l1_unstructured(self.a, "weight", amount=0.5)
+
+
+def test_a_hook_may_prune_a_submodule_in_one_process() -> None:
+    state = piped(Prunes(), trainer_options=TWO_EPOCHS).state_dict()
+    assert {"a.weight_orig", "a.weight_mask"} <= state.keys() and "a.weight" not in state
+    assert int(state["a.weight_mask"].sum()) == state["a.weight_mask"].numel() // 2
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+class Follows(Step):
+    """A teacher in the last stage follows a student in the first, by operations that torch leaves out on meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.a).requires_grad_(False)
+
+    def through(self, x: Tensor) -> Tensor:
+        return super().through(x) + self.teacher(x)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch:
+            for teacher, student in zip(self.teacher.parameters(), self.a.parameters(), strict=True):
+                teacher.mul_(0.5).add_(student.detach(), alpha=0.5)
+
+
+class FollowsByForeach(Follows):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch:
+            torch._foreach_add_(list(self.teacher.parameters()), [p.detach() for p in self.a.parameters()])
+
+
+class SkipsBadGradients(Step):
+    def on_after_backward(self) -> None:
+        if self.current_epoch and not all(p.grad.isfinite().all() for p in self.others()):  # type: ignore[union-attr]
+            self.zero_grad()
+
+
+class ClipsByItsOwnNorm(Step):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.current_epoch:
+            norm = sum(float(p.grad.norm()) ** 2 for p in self.others()) ** 0.5  # type: ignore[union-attr]
+            for parameter in self.others():
+                parameter.grad *= 0.1 / norm
+
+
+class Sharpness(Step):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        if self.current_epoch:
+            torch.stack([p.grad.norm() for p in self.others()]).norm()  # type: ignore[union-attr]
+        optimizer.step()
+
+
+class Watches(L.Callback):
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if trainer.current_epoch:
+            module.seen = sum(p.grad.norm().item() for p in module.others())
+
+
+class Watched(Step):
+    def configure_callbacks(self) -> Any:
+        return [Watches()]
+
+
+class Counts(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.mean = MeanMetric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.update(x.detach().mean())
+        return super().forward(x)
+
+
+class CountsInside(Step):
+    """A metric object in a unit of the first stage; a hook of rank 0 computes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Counts()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", self.a.mean.compute())
+
+
+class TooLarge(Layers):
+    """A hook makes what cannot be sent to the stage that reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.through(batch[0] + self.table[:8]).square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.table = torch.zeros(1_000_000)
+
+
+class Clipped(ClippedEverywhere):
+    """The hook is one of rank 0."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Nothing yet."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.clip()
+
+
+class Replaces(Layers):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch:
+            nn.utils.parametrizations.weight_norm(self.a)
+
+
+class Rebuilds(Layers):
+    """A hook of rank 0 changes the first layer, which another process has, otherwise than by a value."""
+
+    def on_train_epoch_end(self) -> None:
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        self.a = nn.Linear(8, 8)
+
+
+class Hooks(Rebuilds):
+    def rebuild(self) -> None:
+        self.a.weight.register_hook(lambda gradient: gradient * 0.1)
+
+
+class Bypasses(Rebuilds):
+    def rebuild(self) -> None:
+        self.a.forward = lambda x: x  # type: ignore[method-assign]
+
+
+class Reroutes(Rebuilds):
+    """A hook replaces a method of the whole module."""
+
+    def rebuild(self) -> None:
+        self.forward = lambda x: x  # type: ignore[method-assign]
+
+
+class Forgets(Rebuilds):
+    """A hook clears the optimizer's states, of which each process has a part."""
+
+    def rebuild(self) -> None:
+        self.optimizers().optimizer.state.clear()
+
+
+HERE, RANK_0 = r"test_hooks_of_processes\.py:\d+", r"on_train_epoch_end\(\) runs on rank 0 only and changes"
+USED = f"{RANK_0} what other processes use"
+REFUSED = {
+    Follows: rf"add_\(\) at {HERE} in on_train_batch_start in a hook",
+    FollowsByForeach: rf"_foreach_add_\(\) at {HERE} in on_train_batch_start in a hook",
+    SkipsBadGradients: rf"SkipsBadGradients\.on_after_backward at {HERE} in .* needs the numbers of",
+    ClipsByItsOwnNorm: r"ClipsByItsOwnNorm\.configure_gradient_clipping at .* needs the numbers of",
+    Sharpness: rf"Sharpness\.optimizer_step at {HERE} in optimizer_step needs the numbers of",
+    Watched: rf"Watches\.on_before_optimizer_step at {HERE} in .* needs the numbers of",
+    CountsInside: rf"a metric is called at {HERE} in forward inside a submodule that runs on another stage than",
+    TooLarge: f"{RANK_0} 'table'",
+    Clipped: r"on_train_batch_end\(\) runs on rank 0 only and changes 'a\.bias', 'a\.weight'",
+    Shakes: rf"uniform_\(\) at {HERE}",
+    Replaces: r"the module's parameters 'a\.weight', 'a\.parametrizations\.weight\.original0'",
+    Rebuilds: rf"{USED}.*'a' \(replaced, or by",
+    Hooks: rf"{USED}.*'a\.weight' \(replaced, or by",
+    Bypasses: rf"{USED}.*'a' \(replaced, or by",
+    Reroutes: rf"{USED}.*the LightningModule \(replaced, or by",
+    Forgets: rf"{USED}.*'optimizer 0' \(replaced, or by",
+}
+FAST = (Follows, Sharpness, CountsInside, Replaces)
+
+
+@pytest.mark.parametrize("make", [pytest.param(m, marks=() if m in FAST else pytest.mark.slow) for m in REFUSED])
+def test_a_hook_that_needs_or_changes_what_another_process_has_is_an_error(make: Any, tmp_path: Path) -> None:
+    errors = errors_of_two_processes(make, tmp_path, trainer_options=THREE_EPOCHS, timeout=20)
+    assert any(re.search(REFUSED[make], error) for error in errors), errors
