@@ -90,6 +90,22 @@ def test_what_killed_processes_left_half_written_is_removed_with_the_next_checkp
     assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", *kept}
 
 
+def save_from_another_job(path: Path) -> None:
+    LocalCheckpointIO().save_checkpoint({"of": "the other job"}, path)
+
+
+def test_of_two_jobs_that_save_to_one_path_at_the_same_time_the_last_one_wins(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    with replacing(path) as new:
+        torch.save({"of": "this job"}, new)
+        other = multiprocessing.get_context("fork").Process(target=save_from_another_job, args=(path,))
+        other.start()
+        other.join(60)
+        assert other.exitcode == 0 and torch.load(path) == {"of": "the other job"}
+    assert torch.load(path) == {"of": "this job"}
+    assert [left.name for left in tmp_path.iterdir()] == ["last.ckpt"]
+
+
 def save_folder_from_another_job(path: Path) -> None:
     with replacing(path) as new:
         new.mkdir()
