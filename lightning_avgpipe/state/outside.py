@@ -71,9 +71,9 @@ def names_in(functions: Iterable[Callable[..., Any]], classes: Sequence[type]) -
     waiting: list[Any] = list(functions)
     found, seen = set[str](), set[types.CodeType]()
     while waiting:
-        function = waiting.pop()
-        function = getattr(function, "__func__", function)
-        waiting.append(getattr(function, "__wrapped__", None))
+        function = _bare(waiting.pop())
+        if callable(wrapped := inspect.getattr_static(function, "__wrapped__", None)):
+            waiting.append(wrapped)
         if not isinstance(function, types.FunctionType) or function.__code__ in seen or not _is_users(function):
             continue
         codes = [function.__code__]
@@ -139,8 +139,7 @@ class _Reached:
 
     def enter(self, thing: Any) -> None:
         """Search a function or a class, and the function that it, or another object, wraps."""
-        if isinstance(thing, (staticmethod, classmethod, types.MethodType)):
-            thing = thing.__func__
+        thing = _bare(thing)
         if id(thing) in self._seen:
             return
         self._seen.add(id(thing))
@@ -236,6 +235,11 @@ class _Reached:
 
     def _variable(self, owner: str, namespace: Any, name: str) -> None:
         self.variables.setdefault(f"{owner}.{name}", Variable(namespace, name))
+
+
+def _bare(thing: Any) -> Any:
+    """Return the function of a method."""
+    return thing.__func__ if isinstance(thing, (staticmethod, classmethod, types.MethodType)) else thing
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

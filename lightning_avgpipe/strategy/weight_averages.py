@@ -16,7 +16,7 @@ from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import StochasticWeightAveraging, pl
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.weights.initialisation import on_meta
-from lightning_avgpipe.weights.ownership import give_up, take_back
+from lightning_avgpipe.weights.ownership import give_up
 
 
 @contextlib.contextmanager
@@ -37,9 +37,6 @@ def averaging_parts(trainer: pl.Trainer, module: nn.Module, deployment: Deployme
 def _average_parts(undo: contextlib.ExitStack, callback: Any, module: nn.Module, deployment: Deployment) -> None:
     """Let a callback's average give up the parameters that the module gives up; parameters on meta stay there.
 
-    When training ends the callback copies the average to the module. The module is whole after that, and so is the
-    average.
-
     Args:
         undo: undoes the changes.
         callback: callback that keeps an average besides the weights.
@@ -55,26 +52,14 @@ def _average_parts(undo: contextlib.ExitStack, callback: Any, module: nn.Module,
             "are on the meta device until then; build it with contents, or remove the callback"
         )
     deployment.holdings.copies.append(lambda: average.module)
-    copied: list[bool] = []
 
-    def on_parts(function: Callable[..., Any], ends: bool = False) -> Callable[..., Any]:
+    def on_parts(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             _Part(average.module, module)
-            result = function(*args, **kwargs)
-            copied.extend([True] * ends)
-            return result
+            return function(*args, **kwargs)
 
         return run
-
-    @undo.callback
-    def make_whole() -> None:
-        if not copied:  # training did not end, and the module has other weights
-            return
-        whole = ((name, parameter) for name, parameter in module.named_parameters() if not parameter.is_meta)
-        take_back(average.module, {name: parameter.detach().clone() for name, parameter in whole})
-        for old, new in zip(average.module.buffers(), module.buffers(), strict=True):
-            old.copy_(new)
 
     def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
         _Part(average.module, module)
@@ -82,7 +67,7 @@ def _average_parts(undo: contextlib.ExitStack, callback: Any, module: nn.Module,
         return own | {f"module.{name}": value for name, value in deployment.holdings.state_dict(average.module).items()}
 
     for name in ("_swap_models", "_copy_average_to_current"):
-        undo.enter_context(replaced(callback, name, on_parts(getattr(callback, name), name != "_swap_models")))
+        undo.enter_context(replaced(callback, name, on_parts(getattr(callback, name))))
     undo.enter_context(replaced(average, "update_parameters", on_parts(average.update_parameters)))
     undo.enter_context(replaced(average, "state_dict", state_dict))
 

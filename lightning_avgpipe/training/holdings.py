@@ -139,7 +139,7 @@ class Holdings:
         kinds: list[Belongings] = [ModuleTensors(self._module)]
         if final:
             kinds += [OptimizerStates(self._optimizers(), lambda: dict(self._module.named_parameters())), *others]
-            kinds += [ModuleTensors(copy) for other in self.copies if (copy := other()) is not None]
+            kinds += self._of_copies()
             self._relocate(planned, kinds)
         else:
             kept = {name: tuple(dict.fromkeys((*self._owners[name], *planned[name]))) for name in planned}
@@ -216,7 +216,7 @@ class Holdings:
             named[name].copy_(arrival.on(named[name].device))
 
     def restore(self) -> None:
-        """Bring the whole module back to every process, unless it began on meta. Every process calls it.
+        """Bring the whole module and its copies back to every process, unless it began on meta. Every process calls it.
 
         A module that began on meta is too large for that: each process keeps its own stages, on the host, and all
         buffers.
@@ -226,7 +226,10 @@ class Holdings:
         everybody = tuple(range(self._cluster.group.world_size))
         names = [name for name, _ in self._module.named_buffers()] if self._scattered else list(self._owners)
         whole = {**self._owners, **dict.fromkeys(names, everybody)}
-        self._relocate(whole, [ModuleTensors(self._module)], torch.device("cpu"))
+        self._relocate(whole, [ModuleTensors(self._module), *self._of_copies()], torch.device("cpu"))
+
+    def _of_copies(self) -> list[Belongings]:
+        return [ModuleTensors(copy) for other in self.copies if (copy := other()) is not None]
 
     def load_later(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load optimizer states once their parameters have contents.

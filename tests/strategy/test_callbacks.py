@@ -315,8 +315,8 @@ def test_two_processes_average_like_one(make: Any, tmp_path: Path) -> None:
         for part in ("state_dict", "current_model_state", "averaging_state"):
             assert_equal(expected.get(part), found.get(part), f"{file} {part}")
         averages = {key: state for key, state in expected["callbacks"].items() if "StochasticWeightAveraging" in key}
-        if make is swa and file == "epoch=3-5.ckpt":
-            assert any(state["n_averaged"] > 1 for state in averages.values())
+        if make is swa and file != "epoch=0-3.ckpt":
+            assert any(state["n_averaged"] > 0 for state in averages.values())
             assert_equal(averages, {key: found["callbacks"][key] for key in averages})
         if make is ema and not file.startswith("after"):
             with pytest.raises(AssertionError, match="differs"):
