@@ -7,7 +7,7 @@ The first micro-batch shows what a step assigns and changes, and the cuts allow 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -42,7 +42,12 @@ class LateEffects:
         program: program of the stage.
         module: the whole module.
         repeats: whether an earlier stage of this process has run the code before this stage's part.
+
+    Attributes:
+        learns_for_iteration: whether the whole first iteration shows what is not late, and not only its first forward.
     """
+
+    learns_for_iteration: ClassVar[bool] = False
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         self._program, self._module, self._repeats = program, module, repeats
@@ -180,6 +185,8 @@ class LateChanges(LateEffects):
     A change is described once.
     """
 
+    learns_for_iteration = True  # micro-batches may take turns in what they change and put back
+
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         super().__init__(program, module, repeats)
         graph = program.graph
@@ -233,6 +240,8 @@ class LateHooks(LateEffects):
     A stage that leaves the step before ``handle.remove()`` keeps a hook, and the next one registers another. Where a
     stage repeats nothing of an earlier one, each process has it once. A hook is described once.
     """
+
+    learns_for_iteration = True
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         super().__init__(program, module, repeats)

@@ -62,6 +62,7 @@ class Unforeseen:
         self._program = program
         self._module = module
         self._iterations = 0
+        self._has_run = False  # whether a forward has ended
         self._assignments = LateAssignments(program, module, repeats)
         self._shared = SharedObjects(program, module, repeats)
         others = LateChanges(program, module, repeats), LateHooks(program, module, repeats)
@@ -95,7 +96,7 @@ class Unforeseen:
         self._holders = [variable(module, *key) for key, _ in program.graph.holders if not program.is_last]
 
     def begin_iteration(self) -> None:
-        """Begin an iteration. What begins in the first one, and was put back in the captured step, is not late."""
+        """Begin an iteration. What is done in the first one, and was put back in the captured step, is not late."""
         self._iterations += 1
 
     @contextlib.contextmanager
@@ -117,7 +118,9 @@ class Unforeseen:
         generators = Snapshot(given, opaque="generators").restored() if given else _NOTHING
         with self.sharing(), self._generators.watched(), generators:
             yield
-        self._check_late([effects.end() for effects in self._late])
+        for effects in self._late:
+            self._check_late(effects, effects.end())
+        self._has_run = True
         if iterators is not None and (taken := iterators.advanced()):
             raise self._changed(
                 f"takes items from the iterator '{taken}', and did not when it was followed to be divided; each stage "
@@ -168,7 +171,7 @@ class Unforeseen:
         """
         self._shared.begin()
         yield
-        self._check_late([self._shared.end()])
+        self._check_late(self._shared, self._shared.end())
 
     def begin_part(self) -> None:
         """Begin the stage's part of the step, whose earlier nodes are those of other stages.
@@ -176,7 +179,8 @@ class Unforeseen:
         Raises:
             StepChangedError: code before it has changed what each stage of this process would change again.
         """
-        self._check_late([effects.begin_part() for effects in (self._shared, *self._late)])
+        for effects in (self._shared, *self._late):
+            self._check_late(effects, effects.begin_part())
 
     def node(self, operation: Operation, node: Node) -> contextlib.AbstractContextManager[None]:
         """Run a node of this stage within this context, and check its draws."""
@@ -217,10 +221,9 @@ class Unforeseen:
             "every micro-batch (by nothing, if need be)"
         )
 
-    def _check_late(self, found: Sequence[str | None]) -> None:
-        for late in found if self._iterations > 1 else ():
-            if late is not None:
-                raise self._changed(late)
+    def _check_late(self, effects: LateEffects, late: str | None) -> None:
+        if late is not None and self._has_run and (self._iterations > 1 or not effects.learns_for_iteration):
+            raise self._changed(late)
 
     def _changed(self, what: str) -> StepChangedError:
         return StepChangedError(f"{self._program.graph.step} {what}")
