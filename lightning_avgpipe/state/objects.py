@@ -6,7 +6,8 @@ kind                   state                           restored by
 container, object      items and attributes            replacing items and attributes in place
 variable, buffers      its value, or values            assignment in the namespace, class, cell or module
 module, class          attributes, no registries       assignment
-function, tuple        what it refers to               nothing: these references never change
+tuple, partial         what it refers to               nothing: these references never change
+function               its closure and attributes      attributes, likewise
 array, generator       a copy of its contents          copying the contents back; arrays count only as contents
 bytes, C data          a copy of its contents          likewise, like arrays
 iterator               how far it has come             nothing: an iterator cannot be put back
@@ -219,6 +220,17 @@ def _put_context_variable(obj: contextvars.ContextVar[Any], state: ObjectState) 
         obj.set(state.attributes["value"])
 
 
+def _read_function(obj: types.FunctionType) -> ObjectState:
+    items = *(obj.__closure__ or ()), *(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values()
+    return ObjectState(items, {name: held for name, held in vars(obj).items() if name != "__wrapped__"})
+
+
+def _put_function(obj: types.FunctionType, state: ObjectState) -> None:
+    for name in vars(obj).keys() - state.attributes.keys() - {"__wrapped__"}:
+        delattr(obj, name)
+    vars(obj).update(state.attributes)
+
+
 def _put_module(obj: nn.Module, state: ObjectState) -> None:
     for name in vars(obj).keys() - state.attributes.keys() - OF_EVERY_MODULE:
         del vars(obj)[name]
@@ -245,12 +257,7 @@ _EXACT: dict[type, _Kind] = {
     types.CellType: _Kind(_read_cell, _put_cell),
     contextvars.ContextVar: _Kind(_read_context_variable, _put_context_variable),
     types.MethodType: _Kind(lambda obj: ObjectState((obj.__self__, obj.__func__), {}), _put_nothing),
-    types.FunctionType: _Kind(
-        lambda obj: ObjectState(
-            (*(obj.__closure__ or ()), *(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values()), {}
-        ),
-        _put_nothing,
-    ),
+    types.FunctionType: _Kind(_read_function, _put_function),
 }
 _BY_BASE: tuple[tuple[Any, _Kind], ...] = (
     (nn.Module, _Kind(
@@ -263,7 +270,7 @@ _BY_BASE: tuple[tuple[Any, _Kind], ...] = (
     )),
     (GENERATORS, _Kind(ObjectState.of_contents, lambda obj, state: _put_generator(obj, state.items))),
 )  # fmt: skip
-# Types whose references to other objects never change.
+# Types whose references to other objects never change, but for the attributes of functions.
 FIXED = frozenset((tuple, frozenset, types.FunctionType, types.MethodType, functools.partial))
 
 

@@ -112,7 +112,7 @@ class Snapshot:
             elif is_open(cls) or id(obj) in opened or (objects.is_generator(obj) and next(numbering) in generators):
                 state = state_of(obj)
                 self._states.append((obj, state))
-                if cls not in FIXED:
+                if cls not in FIXED or state.attributes:
                     self.indices[id(obj)] = len(self.owners)
                     self.owners.append(obj)
                 children = state.children()

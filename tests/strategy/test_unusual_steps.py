@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -575,6 +576,65 @@ def notes(module: Any, loss: Any) -> None:
     module.history.append(1.0)
 
 
+COUNT = 0
+
+
+def count(module: Any, loss: Any) -> None:
+    global COUNT
+    COUNT += 1
+
+
+def counted(function: Any) -> Any:
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        run.calls += 1
+        return function(*args)
+
+    run.calls = 0
+    return run
+
+
+decorated = counted(nothing)
+
+
+class Hidden(Late):
+    """Holds a layer that is no submodule."""
+
+    def __init__(self, first: Any, last: Any) -> None:
+        super().__init__(first, last)
+        self.kept, self.plain, self.mask = [Scaled(self.box)], torch.ones(8), torch.ones(8)
+
+
+def hidden(module: Any, loss: Any) -> None:
+    module.kept[0].alpha *= 0.9
+
+
+def plain(module: Any, loss: Any) -> None:
+    module.plain = module.plain * 0.9
+
+
+def hook(module: Any, loss: Any) -> None:
+    module.b.register_forward_hook(lambda layer, args, result: None)
+
+
+class LateBetween(Hidden):
+    """The statement comes between layers, with an operation that the captured step did not have."""
+
+    def through(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if self.trainer.global_step >= BEGIN:
+            x = x * 0.9
+            self.first(self, None)
+        return self.d(self.c(self.b(x)))  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+def made_again(module: Any, loss: Any) -> None:
+    module.mask = torch.arange(8) > 2
+
+
 LATE: dict[str, Any] = {"split_points": ["c"], "costs": "flops"}
 
 
@@ -594,11 +654,34 @@ def assert_as_by_hand(make: Callable[[], Any]) -> Any:
         (factor, nothing, r"changes what 'box' holds, .* which each stage in this process would do again"),
         (notes, history, r"changes what 'history' holds, .* which each stage in this process would do again"),
         (nothing, lambda m, loss: loss / (1 + m.b.seen.mean()), r"reads the buffer 'b.seen' in mean\(\) at"),
+        (nothing, hook, r"registers a hook of 'b', .* an earlier stage would not see"),
     ],
 )
 def test_what_only_one_stage_would_do_ends_training_with_its_name(first: Any, last: Any, says: str) -> None:
     with pytest.raises(StepChangedError, match=says):
         piped(Late(first, last), **LATE)
+
+
+@pytest.mark.parametrize("kind", [Hidden, LateBetween])
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        (count, r"changes what 'global [\w.]*COUNT' holds"),
+        (decorated, "changes what 'first' holds"),
+        (notes, "changes what 'history' holds"),
+        (hook, "registers a hook of 'b'"),
+        (hidden, rf"assigns 'Scaled.alpha' at {LINE} hidden"),
+        (plain, rf"assigns 'plain' at {LINE} plain"),
+    ],
+)
+def test_what_several_stages_would_do_ends_training_with_its_name(kind: Any, first: Any, says: str) -> None:
+    with pytest.raises(StepChangedError, match=rf"{says}, .* which each stage in this process would do again"):
+        piped(kind(first, nothing), **LATE)
+
+
+@pytest.mark.parametrize("kind", [Hidden, LateBetween])
+def test_a_tensor_that_each_stage_makes_alike_may_be_made_late(kind: Any) -> None:
+    piped(kind(made_again, nothing), **LATE)
 
 
 def frozen(module: Any, loss: Any) -> None:
