@@ -170,6 +170,7 @@ class AttributeEvents:
         held: the tensors that attributes hold, and the tensors that are computed from them.
         reads: attribute -> its reads.
         first_reads: attribute -> number of nodes before its first read.
+        read_between: attributes that code between units reads.
         of_units: attributes that units have assigned, to another value or the same.
     """
 
@@ -185,6 +186,7 @@ class AttributeEvents:
         self._before: dict[Key, Any] = {}
         self.held = HeldTensors()
         self.first_reads: dict[Key, int] = {}
+        self.read_between: set[Key] = set()
         self.of_units: set[Key] = set()
 
     def _value(self, key: Key) -> Any:
@@ -229,6 +231,8 @@ class AttributeEvents:
             held = getattr(type(module), name, _MISSING)
             if held is _MISSING or hasattr(held, "__get__"):
                 return
+        if not in_unit:
+            self.read_between.add(key)
         reads, carried = self.reads.setdefault(key, []), key not in self._assignments
         adds = _only_adds(sys._getframe(2), held)
         known = adds or any(r.held is held and r.carried >= carried and not r.adds for r in reads)

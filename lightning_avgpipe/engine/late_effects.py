@@ -234,6 +234,38 @@ class LateChanges(LateEffects):
         return f"changes what '{joined(*late[0])}' holds" if late else None
 
 
+class ReadState:
+    """What code between units reads of modules' attributes, as far as units can change it.
+
+    A micro-batch may do what another one did only if it reads the same.
+
+    Args:
+        program: program of the stage.
+        module: the whole module.
+    """
+
+    def __init__(self, program: StageProgram, module: nn.Module) -> None:
+        self._read = {joined(*key): (vars(module.get_submodule(key[0])), key[1]) for key in program.graph.read_between}
+        self._values = self._now()
+        of_units = Snapshot(_held_by(module, program.graph.units)).indices.keys()
+        self._objects = Snapshot(self._values.values()).among(of_units)
+
+    def _now(self) -> dict[str, Any]:
+        return {name: own.get(key) for name, (own, key) in self._read.items()}
+
+    def note(self) -> None:
+        """Note the present state."""
+        self._values = self._now()
+        self._objects.follow([obj for obj, *_ in self._objects.modified()])
+
+    def changed(self) -> str | None:
+        """Return a description of what has changed since the state was noted; None: nothing has."""
+        for name, value in self._now().items():
+            if not _is_equal(self._values[name], value):
+                return f"'{name}'"
+        return next((f"an object of {type(obj).__qualname__}" for obj, *_ in self._objects.modified()), None)
+
+
 class LateHooks(LateEffects):
     """The hooks of modules that code between units registers, and that the captured step did not register.
 

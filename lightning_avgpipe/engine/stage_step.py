@@ -25,6 +25,7 @@ from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.capture.tracer import uncompiled, watching
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.flat_program import UNUSED, VALUES, FlatProgram, ProgramWriter, Surprise, description
+from lightning_avgpipe.engine.late_effects import ReadState
 from lightning_avgpipe.engine.part import Observe, Part, Path, ReplayContext, Replayed, Runner
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.replay import replay
@@ -32,6 +33,7 @@ from lightning_avgpipe.engine.stage_values import Answers
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.engine.tensor_use import ForeignTensors, Inspection, Rewritten
 from lightning_avgpipe.engine.unforeseen import Unforeseen
+from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.utils import tree
@@ -134,6 +136,7 @@ class Programs:
         self._iteration = 0
         self._audits = True
         self._written: list[tuple[Form, FlatProgram]] = []
+        self._read = ReadState(program, module)
         if (why := why_follow(program) if static else _NOT_STATIC) is not None:
             self._end(why)
 
@@ -146,7 +149,23 @@ class Programs:
 
     def find(self, form: Form) -> list[FlatProgram]:
         """Return the programs for this form, one for each set of answers; empty if the micro-batch must be followed."""
+        if not self._written or self._read.changed() is not None:
+            self._written.clear()
+            self._read.note()
         return [] if self._audits else self._of(form)
+
+    def check_read(self) -> None:
+        """Check that a program which has run has changed nothing that the step might have read after that.
+
+        Raises:
+            StepChangedError: it has.
+        """
+        if (changed := self._read.changed()) is not None:
+            raise StepChangedError(
+                f"a submodule of stage {self._stage} changes {changed}, which it did not do with the first micro-batch "
+                "of this batch, and which the step reads between submodules. Let every micro-batch change it (by nothing, "
+                "if need be), or set static_step=False, so that each one is followed"
+            )
 
     def _of(self, form: Form) -> list[FlatProgram]:
         _, described, told = form
@@ -259,9 +278,11 @@ class StageStep:
             for written in self._programs.find(form):
                 try:
                     with watched(), self.rewritten.saved(trains), self._unforeseen.sharing():
-                        return self._run_program(written, form, part, task.around(micro_batch))
+                        replayed = self._run_program(written, form, part, task.around(micro_batch))
                 except Surprise:
                     continue
+                self._programs.check_read()
+                return replayed
             writer = self._programs.writer()
         with self._inspected(task) as inspection, self.rewritten.saved(trains):
             with watched(), self._unforeseen.checked(part.args):

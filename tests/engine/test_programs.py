@@ -270,6 +270,47 @@ class Decides(Logged):
         return y if y.mean() > -100 else -y
 
 
+class Cooling(nn.Linear):
+    """Begins late to change a number of its own: with the first micro-batch of the third batch, or with another one."""
+
+    factor, calls = 1.0, 0
+
+    def __init__(self, micro_batch: int) -> None:
+        super().__init__(8, 8)
+        self.begins = 2 * MICRO + micro_batch
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > self.begins:
+            self.factor *= 0.9
+        return super().forward(x)
+
+
+class ReadsFactor(Logged):
+    def __init__(self, layer: int, micro_batch: int) -> None:
+        super().__init__()
+        self.layers[layer] = self.cooling = Cooling(micro_batch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.cooling.factor
+
+
+@pytest.mark.parametrize(("layer", "micro_batch"), [(1, 0), (7, 0)])
+def test_what_a_submodule_begins_to_change_is_read_by_every_micro_batch(layer: int, micro_batch: int) -> None:
+    model, found = ReadsFactor(layer, micro_batch), []
+    for static in (False, "auto"):
+        found.append(trained(copy.deepcopy(model), static_step=static).lightning_module)
+    followed, repeated = found
+    assert followed.cooling.factor < 1
+    assert_same_parameters(followed, repeated)
+
+
+@pytest.mark.parametrize("layer", [1, 7])
+def test_what_it_changes_in_a_micro_batch_that_is_repeated_comes_too_late(layer: int) -> None:
+    with pytest.raises(StepChangedError, match=rf"changes '(cooling|layers\.{layer})\.factor', .* static_step=False"):
+        trained(ReadsFactor(layer, 2))
+
+
 def test_a_mode_that_a_step_begins_to_set_late_ends_training() -> None:
     with pytest.raises(StepChangedError, match=r"assigns 'training' at test_programs\.py:\d+ in training_step"):
         trained(Freezes())
