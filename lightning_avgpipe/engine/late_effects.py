@@ -251,7 +251,8 @@ class ReadState:
         self._objects = Snapshot(self._values.values()).among(of_units)
 
     def _now(self) -> dict[str, Any]:
-        return {name: own.get(key) for name, (own, key) in self._read.items()}
+        held = {name: own.get(key) for name, (own, key) in self._read.items()}
+        return {name: value for name, value in held.items() if not isinstance(value, Tensor)}  # those a program follows
 
     def note(self) -> None:
         """Note the present state."""
@@ -261,7 +262,7 @@ class ReadState:
     def changed(self) -> str | None:
         """Return a description of what has changed since the state was noted; None: nothing has."""
         for name, value in self._now().items():
-            if not _is_equal(self._values[name], value):
+            if not _is_equal(self._values.get(name), value):
                 return f"'{name}'"
         return next((f"an object of {type(obj).__qualname__}" for obj, *_ in self._objects.modified()), None)
 

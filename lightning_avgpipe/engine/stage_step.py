@@ -163,8 +163,8 @@ class Programs:
         if (changed := self._read.changed()) is not None:
             raise StepChangedError(
                 f"a submodule of stage {self._stage} changes {changed}, which it did not do with the first micro-batch "
-                "of this batch, and which the step reads between submodules. Let every micro-batch change it (by nothing, "
-                "if need be), or set static_step=False, so that each one is followed"
+                "of this batch, and which the step reads between submodules. Let every micro-batch change it (by "
+                "nothing, if need be), or set static_step=False, so that each one is followed"
             )
 
     def _of(self, form: Form) -> list[FlatProgram]:
