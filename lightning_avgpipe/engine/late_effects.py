@@ -93,7 +93,7 @@ class LateAssignments(LateEffects):
         self._described: set[tuple[int, str]] = set()  # of modules that are no submodules
 
     def begin(self) -> None:
-        self._noted = {}
+        self._noted, self._asked = {}, None
 
     def note(self, module: nn.Module, name: str, before: bool, asked: Attestation | None) -> None:
         """Note that an attribute is about to be assigned, before the stage's part of the step or in it.
