@@ -333,10 +333,10 @@ def test_what_an_earlier_channel_has_awaited_on_the_connection_takes_nothing_of_
 
 
 class Counting(L.Callback):
-    """Notes the threads of this package in the last iteration."""
+    """Notes the threads of this package in the last iteration that do not end with a wait."""
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.threads = threads()
+        self.threads = [name for name in threads() if not name.startswith("avgpipe waits")]
 
 
 def trained(rank: int) -> list[list[str]]:
