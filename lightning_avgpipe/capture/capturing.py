@@ -132,7 +132,7 @@ def _graph(
         of_units=tuple(sorted(effects.of_units - holders.keys())),
         written=effects.objects.written(recorder.state.changes.nameless),
         reads=tuple(effects.attributes.first_reads.items()),
-        read_between=tuple(sorted(effects.attributes.read_between)),
+        read_between=tuple(effects.attributes.read_between.items()),
         buffers_read=tuple(recorder.buffers_read.items()),
         pinned=tuple(draft.pinned),
         leaking=frozenset(recorder.hidden.leaking),

@@ -170,7 +170,7 @@ class AttributeEvents:
         held: the tensors that attributes hold, and the tensors that are computed from them.
         reads: attribute -> its reads.
         first_reads: attribute -> number of nodes before its first read.
-        read_between: attributes that code between units reads.
+        read_between: attribute that code between units reads -> number of nodes before its last read.
         of_units: attributes that units have assigned, to another value or the same.
     """
 
@@ -186,7 +186,7 @@ class AttributeEvents:
         self._before: dict[Key, Any] = {}
         self.held = HeldTensors()
         self.first_reads: dict[Key, int] = {}
-        self.read_between: set[Key] = set()
+        self.read_between: dict[Key, int] = {}
         self.of_units: set[Key] = set()
 
     def _value(self, key: Key) -> Any:
@@ -232,7 +232,7 @@ class AttributeEvents:
             if held is _MISSING or hasattr(held, "__get__"):
                 return
         if not in_unit:
-            self.read_between.add(key)
+            self.read_between[key] = position
         reads, carried = self.reads.setdefault(key, []), key not in self._assignments
         adds = _only_adds(sys._getframe(2), held)
         known = adds or any(r.held is held and r.carried >= carried and not r.adds for r in reads)

@@ -205,7 +205,7 @@ class CallGraph:
         holders: ``((path, name), position)`` of the attributes and variables that lead to objects which code between
             units changes in place, with the position of the first change.
         reads: ``((path, name), position)`` of all attributes that the step reads, with the position of the first read.
-        read_between: ``(path, name)`` of the attributes that code between units reads.
+        read_between: ``((path, name), position)`` of the attributes that code between units reads, with the last read.
         buffers_read: ``(full name, position)`` of the buffers that operations between units take, with the first one.
         pinned: ``(first, last, reason)``: no cut at these positions is legal.
         leaking: units that leave tensors where they cannot be followed, such as in a global list. If the unit is
@@ -242,7 +242,7 @@ class CallGraph:
     carried: tuple[str, ...] = ()
     holders: tuple[tuple[tuple[str, str], int], ...] = ()
     reads: tuple[tuple[tuple[str, str], int], ...] = ()
-    read_between: tuple[tuple[str, str], ...] = ()
+    read_between: tuple[tuple[tuple[str, str], int], ...] = ()
     buffers_read: tuple[tuple[str, int], ...] = ()
     pinned: tuple[tuple[int, int, str], ...] = ()
     leaking: frozenset[str] = frozenset()

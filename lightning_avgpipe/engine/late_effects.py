@@ -242,10 +242,13 @@ class ReadState:
     Args:
         program: program of the stage.
         module: the whole module.
+        in_part: whether only reads count that come after the stage has begun its part of the step.
     """
 
-    def __init__(self, program: StageProgram, module: nn.Module) -> None:
-        self._read = {joined(*key): (vars(module.get_submodule(key[0])), key[1]) for key in program.graph.read_between}
+    def __init__(self, program: StageProgram, module: nn.Module, in_part: bool = False) -> None:
+        first, last = (program.start + 1, program.end) if in_part else (0, len(program.graph.nodes))
+        keys = [key for key, position in program.graph.read_between if first <= position <= last]
+        self._read = {joined(*key): (vars(module.get_submodule(key[0])), key[1]) for key in keys}
         self._values = self._now()
         of_units = Snapshot(_held_by(module, program.graph.units)).indices.keys()
         self._objects = Snapshot(self._values.values()).among(of_units)

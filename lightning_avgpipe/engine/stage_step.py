@@ -136,7 +136,7 @@ class Programs:
         self._iteration = 0
         self._audits = True
         self._written: list[tuple[Form, FlatProgram]] = []
-        self._read = ReadState(program, module)
+        self._read, self._read_in_part = ReadState(program, module), ReadState(program, module, in_part=True)
         if (why := why_follow(program) if static else _NOT_STATIC) is not None:
             self._end(why)
 
@@ -149,18 +149,21 @@ class Programs:
 
     def find(self, form: Form) -> list[FlatProgram]:
         """Return the programs for this form, one for each set of answers; empty if the micro-batch must be followed."""
+        if self._audits:
+            return []
         if not self._written or self._read.changed() is not None:
             self._written.clear()
             self._read.note()
-        return [] if self._audits else self._of(form)
+            self._read_in_part.note()
+        return self._of(form)
 
     def check_read(self) -> None:
-        """Check that a program which has run has changed nothing that the step might have read after that.
+        """Check that a program which has run has changed nothing that this stage might have read after that.
 
         Raises:
             StepChangedError: it has.
         """
-        if (changed := self._read.changed()) is not None:
+        if (changed := self._read_in_part.changed()) is not None:
             raise StepChangedError(
                 f"a submodule of stage {self._stage} changes {changed}, which it did not do with the first micro-batch "
                 "of this batch, and which the step reads between submodules. Let every micro-batch change it (by "

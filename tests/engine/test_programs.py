@@ -295,7 +295,7 @@ class ReadsFactor(Logged):
         return super().training_step(batch, batch_idx) * self.cooling.factor
 
 
-@pytest.mark.parametrize(("layer", "micro_batch"), [(1, 0), (7, 0)])
+@pytest.mark.parametrize(("layer", "micro_batch"), [(1, 0), (7, 0), (1, 2)])
 def test_what_a_submodule_begins_to_change_is_read_by_every_micro_batch(layer: int, micro_batch: int) -> None:
     model, found = ReadsFactor(layer, micro_batch), []
     for static in (False, "auto"):
@@ -305,10 +305,9 @@ def test_what_a_submodule_begins_to_change_is_read_by_every_micro_batch(layer: i
     assert_same_parameters(followed, repeated)
 
 
-@pytest.mark.parametrize("layer", [1, 7])
-def test_what_it_changes_in_a_micro_batch_that_is_repeated_comes_too_late(layer: int) -> None:
-    with pytest.raises(StepChangedError, match=rf"changes '(cooling|layers\.{layer})\.factor', .* static_step=False"):
-        trained(ReadsFactor(layer, 2))
+def test_what_it_changes_in_a_micro_batch_that_is_repeated_comes_too_late() -> None:
+    with pytest.raises(StepChangedError, match=r"changes '(cooling|layers\.7)\.factor', .* static_step=False"):
+        trained(ReadsFactor(7, 2))
 
 
 def test_a_mode_that_a_step_begins_to_set_late_ends_training() -> None:
