@@ -234,42 +234,6 @@ class LateChanges(LateEffects):
         return f"changes what '{joined(*late[0])}' holds" if late else None
 
 
-class ReadState:
-    """What code between units reads of modules' attributes, as far as units can change it.
-
-    A micro-batch may do what another one did only if it reads the same.
-
-    Args:
-        program: program of the stage.
-        module: the whole module.
-        in_part: whether only reads count that come after the stage has begun its part of the step.
-    """
-
-    def __init__(self, program: StageProgram, module: nn.Module, in_part: bool = False) -> None:
-        first, last = (program.start + 1, program.end) if in_part else (0, len(program.graph.nodes))
-        keys = [key for key, position in program.graph.read_between if first <= position <= last]
-        self._read = {joined(*key): (vars(module.get_submodule(key[0])), key[1]) for key in keys}
-        self._values = self._now()
-        of_units = Snapshot(_held_by(module, program.graph.units)).indices.keys()
-        self._objects = Snapshot(self._values.values()).among(of_units)
-
-    def _now(self) -> dict[str, Any]:
-        held = {name: own.get(key) for name, (own, key) in self._read.items()}
-        return {name: value for name, value in held.items() if not isinstance(value, Tensor)}  # those a program follows
-
-    def note(self) -> None:
-        """Note the present state."""
-        self._values = self._now()
-        self._objects.follow([obj for obj, *_ in self._objects.modified()])
-
-    def changed(self) -> str | None:
-        """Return a description of what has changed since the state was noted; None: nothing has."""
-        for name, value in self._now().items():
-            if not _is_equal(self._values.get(name), value):
-                return f"'{name}'"
-        return next((f"an object of {type(obj).__qualname__}" for obj, *_ in self._objects.modified()), None)
-
-
 class LateHooks(LateEffects):
     """The hooks of modules that code between units registers, and that the captured step did not register.
 
@@ -305,6 +269,42 @@ class LateHooks(LateEffects):
             return None
         self._modules = {}
         return f"registers a hook of '{path or 'the LightningModule'}'"
+
+
+class ReadState:
+    """What code between units reads of modules' attributes, as far as units can change it.
+
+    The operations of a micro-batch may be repeated for another one only if that reads the same.
+
+    Args:
+        program: program of the stage.
+        module: the whole module.
+        in_part: whether only reads count that come after the stage has begun its part of the step.
+    """
+
+    def __init__(self, program: StageProgram, module: nn.Module, in_part: bool = False) -> None:
+        first, last = (program.start + 1, program.end) if in_part else (0, len(program.graph.nodes))
+        keys = [key for key, position in program.graph.read_between if first <= position <= last]
+        self._read = {joined(*key): (vars(module.get_submodule(key[0])), key[1]) for key in keys}
+        self._values = self._now()
+        of_units = Snapshot(_held_by(module, program.graph.units)).indices.keys()
+        self._objects = Snapshot(self._values.values()).among(of_units)
+
+    def _now(self) -> dict[str, Any]:
+        held = {name: own.get(key) for name, (own, key) in self._read.items()}
+        return {name: value for name, value in held.items() if not isinstance(value, Tensor)}  # those a program follows
+
+    def note(self) -> None:
+        """Note the present state."""
+        self._values = self._now()
+        self._objects.follow([obj for obj, *_ in self._objects.modified()])
+
+    def changed(self) -> str | None:
+        """Return a description of what has changed since the state was noted; None: nothing has."""
+        for name, value in self._now().items():
+            if not _is_equal(self._values.get(name), value):
+                return f"'{name}'"
+        return next((f"an object of {type(obj).__qualname__}" for obj, *_ in self._objects.modified()), None)
 
 
 def _is_metric(module: nn.Module) -> bool:
