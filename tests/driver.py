@@ -71,7 +71,7 @@ class Engine:
         )
         rows = build(schedule, self.num_stages, len(parts), advance=advance)
         losses = run_together([self.pipeline], self.step, [rows], [task], observers)[0].results
-        self.pipeline.steps[self.step].copies.sum_gradients()
+        self.pipeline.steps[self.step].copies.begin_sum().finish()
         assert losses is not None
         return losses
 

@@ -110,7 +110,7 @@ class PipelineTimeline(Callback):
         recorder = self._recorder
         if recorder is None:
             return
-        self._stop(trainer)
+        self._stop()
         if trainer.global_step == self._steps_before:
             return  # gradients accumulate, the step comes with a later batch
         cluster = _cluster(trainer)
@@ -121,9 +121,9 @@ class PipelineTimeline(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Stop recording."""
-        self._stop(trainer)
+        self._stop()
 
-    def _stop(self, trainer: pl.Trainer) -> None:
+    def _stop(self) -> None:
         self._undo.close()
         self._recorder = None
 

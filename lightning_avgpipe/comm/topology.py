@@ -162,44 +162,15 @@ class StageMap:
 
     @classmethod
     def on(cls, device_layout: DeviceLayout, num_stages: int, placement: Placement = "loop") -> StageMap:
-        """Map stages to the processes of a device layout.
-
-        Raises:
-            ConfigurationError: K is neither a multiple nor a divisor of the number of devices of a replica, or the
-                number of groups is not a multiple of the number of replicas.
-        """
-        if device_layout.stage_replicas:
-            return cls._with_stage_replicas(device_layout, num_stages)
-        devices, replicas = device_layout.devices_of_replica, device_layout.replicas
-        if num_stages % devices and devices % num_stages:
-            each = " of each replica" if replicas > 1 else ""
-            raise ConfigurationError(
-                f"num_stages={num_stages} on {devices} devices{each}: the number of stages must be a multiple of the "
-                f"number of devices; use num_stages={max(1, num_stages // devices) * devices}"
-            )
-        layout = device_layout.groups(num_stages)
-        if len(layout) % replicas or device_layout.num_devices % len(layout[0]):
-            size = len(layout[0])
-            raise ConfigurationError(
-                f"replicas={replicas} of {num_stages} stages on {device_layout.num_devices} devices: each replica has "
-                f"{size} of them, and there must be a whole number of replicas; use devices={replicas * size}, or "
-                "another number of replicas or stages"
-            )
-        shared = device_layout.sharing > 1
-        return cls(num_stages, layout, replicas=replicas, placement=placement, shares_devices=shared)
-
-    @classmethod
-    def _with_stage_replicas(cls, device_layout: DeviceLayout, num_stages: int) -> StageMap:
-        counts = device_layout.stage_replicas
-        asked = f"replicas={list(counts)}"
-        if len(counts) != num_stages:
-            raise ConfigurationError(f"{asked} names {len(counts)} stages, but num_stages={num_stages}")
-        if device_layout.num_devices % sum(counts) or device_layout.sharing > 1:
-            raise ConfigurationError(
-                f"{asked} needs {sum(counts)} devices, or a multiple, with one process each, but there are "
-                f"{device_layout.num_devices} with {device_layout.sharing}"
-            )
-        return cls(num_stages, device_layout.groups(num_stages), stage_replicas=counts)
+        """Map stages to the processes of a device layout, which has been checked for this number of stages."""
+        return cls(
+            num_stages,
+            device_layout.groups(num_stages),
+            replicas=device_layout.replicas,
+            placement=placement,
+            stage_replicas=device_layout.stage_replicas,
+            shares_devices=device_layout.sharing > 1,
+        )
 
     def placed(self, devices: Sequence[Sequence[int]]) -> StageMap:
         """Return a map of the same processes with other stages, each of which one or more processes host.

@@ -19,6 +19,8 @@ _COMPARED_BYTES = 64 * 1024**2  # of each tensor at a time
 # Random numbers are repeated, which is as fast as memory. Rows differ: none is as long as a multiple of a large prime.
 _PERIOD, _SCALE = 65_521, 0.02
 
+_META = torch.device("meta")
+
 # What identifies the contents of a file: device, inode, bytes, and the time of the last change.
 _State = tuple[int, int, int, int]
 
@@ -31,14 +33,18 @@ class Unread:
         shape: shape of the tensor.
         dtype: dtype of the tensor.
         dtype_name: name of the dtype in safetensors.
+        device: device of the tensor that indexing gives; on another one than meta it has small random numbers.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     dtype_name: str
+    device: torch.device = _META
 
     def __getitem__(self, _: object) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        if self.device == _META:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return noise(self.shape, self.dtype, self.device)
 
     @property
     def nbytes(self) -> int:
@@ -52,30 +58,6 @@ class Unread:
     def get_dtype(self) -> str:
         """Return the name of the dtype, as a slice of safetensors does."""
         return self.dtype_name
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Small random numbers in the place of a tensor in a file, as a slice of safetensors.
-
-    Attributes:
-        tensor: tensor in the file.
-        device: device of the numbers.
-    """
-
-    tensor: Unread
-    device: torch.device
-
-    def __getitem__(self, _: object) -> Tensor:
-        return noise(self.tensor.shape, self.tensor.dtype, self.device)
-
-    def get_shape(self) -> list[int]:
-        """Return the shape, as a slice of safetensors does."""
-        return self.tensor.get_shape()
-
-    def get_dtype(self) -> str:
-        """Return the name of the dtype, as a slice of safetensors does."""
-        return self.tensor.get_dtype()
 
 
 def noise(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.loading.adapters import keep_adapters
-from lightning_avgpipe.loading.files import Files, Noise, noise
+from lightning_avgpipe.loading.files import Files, noise
 from lightning_avgpipe.loading.quantized import (
     as_quantized,
     check_quantizer,
@@ -132,7 +132,7 @@ class StoredModel:
         if example and parameter.nbytes > _READ_BYTES and not quantized:
             return noise(parameter.shape, parameter.dtype, device)
         small = [name for name in group.sources if not example or self.files.tensors[name].nbytes <= _READ_BYTES]
-        slices: dict[str, Any] = {name: Noise(self.files.tensors[name], device) for name in group.sources}
+        slices: dict[str, Any] = {name: replace(self.files.tensors[name], device=device) for name in group.sources}
         targets = {name: self._skeleton.get_parameter(name) for name in group.targets}
         try:
             with self.files.slices(small) as read, _alone(self._skeleton, targets):

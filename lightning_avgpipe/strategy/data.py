@@ -28,15 +28,12 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import (
     RunningStage,
     _Stateful,
-    is_overridden,
     pl,
     rank_zero_warn,
     sized_len,
 )
-from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.patching import nothing, replaced
 from lightning_avgpipe.utils.torch_compat import version_of
-
-_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class _End:
@@ -45,12 +42,6 @@ class _End:
 
 class _Later:
     """A marker for a batch that is sent after its transfer hooks."""
-
-
-def has_transfer_hooks(trainer: pl.Trainer) -> bool:
-    """Return whether user code changes batches on their way to the device."""
-    owners = [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
-    return any(is_overridden(hook, owner) for owner in owners if owner is not None for hook in _TRANSFER_HOOKS)
 
 
 def batches_wanted(trainer: pl.Trainer, dataloader: Any) -> float:
@@ -163,22 +154,14 @@ def mirror(dataloader: Any, cluster: Cluster, distributor: Callable[[], Distribu
             f"Links(reader='first') with a {type(dataloader).__name__} that saves its state: checkpoints are saved by "
             "rank 0, which would not know it; use Links(reader='last')"
         )
-    if cluster.reads:
-        mirrored = _Reader(dataloader, distributor)
-        vars(mirrored).update(expected_batches=expected)
-        if resumable:
-            # as attributes of its own: Python 3.12 does not ask __getattr__ whether an object follows a protocol
-            vars(mirrored).update(state_dict=dataloader.state_dict, load_state_dict=dataloader.load_state_dict)
-        return mirrored
-    follower = _Follower(distributor, length)
-    vars(follower).update(expected_batches=expected)
-    if resumable:  # Lightning compares the number of such loaders with that in the checkpoint, on every rank
-        vars(follower).update(state_dict=dict, load_state_dict=_ignore)
-    return follower
-
-
-def _ignore(state: Any) -> None:
-    """Ignore the state of rank 0's dataloader, which has no meaning for a process that receives batches."""
+    mirrored = _Reader(dataloader, distributor) if cluster.reads else _Follower(distributor, length)
+    # as attributes of its own: Python 3.12 does not ask __getattr__ whether an object follows a protocol
+    vars(mirrored).update(expected_batches=expected)
+    if resumable and cluster.reads:
+        vars(mirrored).update(state_dict=dataloader.state_dict, load_state_dict=dataloader.load_state_dict)
+    elif resumable:  # Lightning compares the number of such loaders with that in the checkpoint, on every rank
+        vars(mirrored).update(state_dict=dict, load_state_dict=nothing)
+    return mirrored
 
 
 class _Reader:

@@ -21,7 +21,7 @@ from lightning_avgpipe.planning.planner import SOURCES, Planner, PlanSource
 from lightning_avgpipe.planning.recompute_policy import chosen
 from lightning_avgpipe.planning.trained import Freezing
 from lightning_avgpipe.schedule import Schedule
-from lightning_avgpipe.strategy import lightning_changes as changes
+from lightning_avgpipe.strategy import hooks
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.iteration import STEP, Iteration
@@ -66,7 +66,7 @@ def deploy(context: RunContext) -> Deployment:
     parts = module, cluster, planner, lambda: trainer.optimizers, origin, options.averaging, metrics, weights
     compiler = None if options.compile is False else Compiler({} if options.compile is True else options.compile)
     static = options.static_step
-    if static == "auto" and context.fitting and changes.acts_between_micro_batches(trainer):
+    if static == "auto" and context.fitting and hooks.has_any(trainer, hooks.BETWEEN_MICRO_BATCHES):
         static = False  # what such a hook changes, the Python of the step may read for the next micro-batch
     execution = Execution(recompute, compiler, options.averaging.streams, static)
     return Deployment(*parts, options.shard is not None, execution)

@@ -21,6 +21,7 @@ from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.schedule import FORWARD
 from lightning_avgpipe.state.writes import Writes
 from lightning_avgpipe.utils.lightning import pl
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import host_lent
 from lightning_avgpipe.utils.torch_compat import version_of
 
@@ -63,17 +64,10 @@ class Progress:
 @contextlib.contextmanager
 def as_it_will_be(trainer: pl.Trainer, progress: Progress | None) -> Iterator[None]:
     """Within this context the trainer's counters are those of ``progress``; None leaves them."""
-    if progress is None:
+    with contextlib.ExitStack() as undo:
+        for owner, name, value in () if progress is None else progress.values:
+            undo.enter_context(replaced(owner, name, value))
         yield
-        return
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in progress.values]
-    for owner, name, value in progress.values:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
 @dataclass(kw_only=True)

@@ -18,13 +18,13 @@ from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.strategy.batches import Batches
+from lightning_avgpipe.strategy.hooks import users_hooks
 from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, looking_on
 from lightning_avgpipe.strategy.metric_objects import local_metrics, metrics_of
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
-from lightning_avgpipe.strategy.without_numbers import users_hooks
 from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.training.stepping import norms_over_stages, scalers_of, scaling_together
+from lightning_avgpipe.training.stepping import norms_over_stages, scalers_of, scaling_together, without_gradients
 from lightning_avgpipe.utils.lightning import (
     BaseFinetuning,
     BasePredictionWriter,
@@ -34,32 +34,6 @@ from lightning_avgpipe.utils.lightning import (
     result,
 )
 from lightning_avgpipe.utils.patching import nothing, replaced
-
-# Hooks between the steps of an epoch, and at its end, that may look at weights.
-_HOOKS_BETWEEN_STEPS = (
-    *(f"on_train_{what}_{when}" for what in ("batch", "epoch") for when in ("start", "end")),
-    "on_train_end",
-    "on_before_zero_grad",
-    "optimizer_zero_grad",
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-    "lr_scheduler_step",
-)
-_HOOKS_BETWEEN_MICRO_BATCHES = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
-_HOOKS_OF_STEPS = (
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "optimizer_zero_grad",
-    "optimizer_step",
-    "configure_gradient_clipping",
-)
-_HOOKS_OF_EVALUATION = tuple(
-    f"on_{stage}_{when}" for stage in ("validation", "test", "predict")
-    for when in ("end", "epoch_start", "epoch_end", "batch_start", "batch_end")
-)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -182,7 +156,7 @@ def several_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deploym
     with contextlib.ExitStack() as undo:
         trainer._logger_connector = connector
         undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
-        undo.enter_context(_without_comparing_contents())
+        undo.enter_context(replaced(BaseFinetuning, "filter_on_optimizer", staticmethod(_without_known)))
         # Only rank 0 logs: without this, Lightning would recommend sync_dist=True for every value.
         undo.enter_context(replaced(result, "_distributed_is_initialized", lambda: False))
         undo.enter_context(averaging_parts(trainer, module, deployment))
@@ -196,20 +170,6 @@ def several_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deploym
             if not early:  # then batches arrive converted
                 undo.enter_context(replaced(trainer.precision_plugin, "convert_input", _pass_on))
         yield
-
-
-@contextlib.contextmanager
-def _without_comparing_contents() -> Iterator[None]:
-    """Within this context callbacks that unfreeze find an optimizer's parameters by identity.
-
-    Lightning compares contents, which the parameters of other processes do not have.
-    """
-    before = BaseFinetuning.filter_on_optimizer
-    BaseFinetuning.filter_on_optimizer = staticmethod(_without_known)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        BaseFinetuning.filter_on_optimizer = staticmethod(before)  # type: ignore[method-assign]
 
 
 def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
@@ -254,31 +214,6 @@ def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, cluster: C
     return run
 
 
-def looks_between_steps(trainer: pl.Trainer) -> bool:
-    """Return whether user code may look at the weights between the end of a step and the beginning of the next."""
-    return _users_have(trainer, _HOOKS_BETWEEN_STEPS)
-
-
-def acts_in_steps(trainer: pl.Trainer) -> bool:
-    """Return whether user code runs within a step, after a forward, and sees what its own process has."""
-    return _users_have(trainer, _HOOKS_OF_STEPS)
-
-
-def looks_in_evaluation(trainer: pl.Trainer) -> bool:
-    """Return whether user code may look at the module between the batches of an evaluation, or after them."""
-    return _users_have(trainer, _HOOKS_OF_EVALUATION)
-
-
-def acts_between_micro_batches(trainer: pl.Trainer) -> bool:
-    """Return whether user code runs behind the forward of the first micro-batch, and before those of others."""
-    return _users_have(trainer, _HOOKS_BETWEEN_MICRO_BATCHES)
-
-
-def _users_have(trainer: pl.Trainer, hooks: Sequence[str]) -> bool:
-    """Return whether the module, or a callback that is not Lightning's, has some of these hooks."""
-    return any(True for _ in users_hooks(trainer, hooks))
-
-
 def _pass_on(batch: Any, dataloader_idx: int = 0) -> Any:
     return batch
 
@@ -307,11 +242,7 @@ def _grad_norm_over_stages(
 ) -> dict[str, Tensor]:
     """Return what ``grad_norm`` returns, for the gradients of all processes, on the host. Every process calls it."""
     prefix = "_".join(("grad", str(float(norm_type)), "norm"))
-    absent = [p for p in module.parameters() if p.is_meta and p.grad is not None]
-    with contextlib.ExitStack() as undo:
-        for p in absent:
-            undo.callback(setattr, p, "grad", p.grad)
-            p.grad = None
+    with without_gradients(p for p in module.parameters() if p.is_meta):
         own = {name: norm.cpu() for name, norm in _of_process(module, norm_type, group_separator).items()}
     found = {name: norm for norms in cluster.group.exchange_objects(own) for name, norm in norms.items()}
     names = (f"{prefix}{group_separator}{name}" for name, _ in module.named_parameters())

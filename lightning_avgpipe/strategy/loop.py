@@ -26,12 +26,12 @@ from lightning_avgpipe.engine.pipeline import Outcome, run_together
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.schedule import Schedule, build
+from lightning_avgpipe.strategy import hooks
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches, recount
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.deploying import Preparation, announce, planned
 from lightning_avgpipe.strategy.iteration import STEP, Finish, Iteration, IterationOrder, Progress
-from lightning_avgpipe.strategy.lightning_changes import acts_in_steps, looks_between_steps, looks_in_evaluation
 from lightning_avgpipe.strategy.optimizer_view import read_only
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
@@ -108,7 +108,7 @@ class Iterations:
     @functools.cached_property
     def observed(self) -> bool:
         """Whether hooks of the user may read in training what steps have changed."""
-        return looks_between_steps(self.trainer) or acts_in_steps(self.trainer)
+        return hooks.has_any(self.trainer, (*hooks.BETWEEN_STEPS, *hooks.WITHIN_STEPS))
 
     @contextlib.contextmanager
     def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:
@@ -132,7 +132,7 @@ class Iterations:
         iteration = self.new_iteration(step, [batch], rest)
         iteration.trains = False
         if self.run(iteration):
-            self.bring(looks_in_evaluation(self.trainer))
+            self.bring(hooks.has_any(self.trainer, hooks.OF_EVALUATION))
         (outcome,) = iteration.outcomes
         return None if outcome.results is None else merge(outcome.results, *self.splitter.counts(iteration.works[0]))
 
@@ -303,7 +303,7 @@ class Iterations:
         own = self.models.replicas.observers(schedules[0], num_pipelines, not self.accumulates) if trains else []
         if iteration.clears is not None:
             own = [iteration.clears, *own]
-        with control.iteration(tasks[0], works, plan, schedules[0], num_pipelines):
+        with control.iteration(tasks[0], works, plan, schedules[0]):
             try:
                 iteration.outcomes = run_together(pipelines, step, schedules, tasks, [*own, *control.observers])
                 if iteration.clears is not None:
@@ -377,7 +377,7 @@ class Iterations:
         """Return the schedule of a pipeline with these micro-batches."""
         if not trains:
             return build("forward", self.cluster.stage_map.num_stages, len(parts))
-        return self.schedule_control.schedule(parts, self.configuration.num_pipelines, plan)
+        return self.schedule_control.schedule(parts, plan)
 
     def _of_replicas(self, outcomes: list[Outcome]) -> list[Outcome]:
         """Return the outcomes of all replicas of the last stage together, if there are any. All of them call it."""
@@ -401,7 +401,7 @@ class Iterations:
             return frozenset()
         found = shortcut.known([(part.data, part.size) for part in works[0]], schedule, num_pipelines)
         # memory is measured in an iteration in which everything runs
-        return frozenset() if self.schedule_control.measures(works, num_pipelines) else found
+        return frozenset() if self.schedule_control.measures(works) else found
 
     def _run_skipped(self, iteration: Iteration) -> None:
         """Run a batch that trains nothing, before the step is captured, for what the step changes and logs.

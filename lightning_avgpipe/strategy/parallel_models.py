@@ -194,12 +194,12 @@ class ParallelModels:
         """Step the optimizers of one of the pipelines 1..; return whether any has stepped."""
         precision = self._trainer.precision_plugin
         loss = next((result for result in results if result is not None), torch.zeros((), device=self._cluster.device))
-        closure = functools.partial(_done, None if number in self.skipped or number in self.check.left_out else loss)
+        result = None if number in self.skipped or number in self.check.left_out else loss
         stepped = False
         with ensemble.placed(number), self.step_log.muted():
             for made in ensemble.optimizers.of(number):
                 with _counting_steps(made) as steps:
-                    precision.optimizer_step(made, model=self._module, closure=closure, **kwargs)
+                    precision.optimizer_step(made, model=self._module, closure=lambda: result, **kwargs)
                 stepped |= bool(steps)
         return stepped
 
@@ -253,11 +253,6 @@ def check_number(number: int, size: int) -> None:
             f"parallel_model({number}): there are {size} parallel models here; they begin with the first batch of "
             "training and end with it"
         )
-
-
-def _done(result: Any) -> Any:
-    """Return the result of an iteration that has run; a closure for the optimizers of other pipelines."""
-    return result
 
 
 @contextlib.contextmanager

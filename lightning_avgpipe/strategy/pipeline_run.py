@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import MicroBatchError, StageError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.strategy import commands, rolling
+from lightning_avgpipe.strategy import commands, hooks, rolling
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.context import Own, RunContext
@@ -38,6 +38,7 @@ from lightning_avgpipe.utils.lightning import (
     _AutomaticOptimization,
     call,
 )
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify import Subject
 from lightning_avgpipe.verify.report import Verdicts
 
@@ -135,8 +136,8 @@ class PipelineRun:
             loss_is_mean=self.configuration.options.loss_reduction == "mean",
             loss_weight=lambda: self.iterations.splitter.loss_weight,
             showing=self.models.showing,
-            observed=changes.looks_between_steps(self.context.trainer),
-            acting=changes.acts_in_steps(self.context.trainer),
+            observed=hooks.has_any(self.context.trainer, hooks.BETWEEN_STEPS),
+            acting=hooks.has_any(self.context.trainer, hooks.WITHIN_STEPS),
             undo_changes=self._changes.close,
             options=self.configuration.options.shared,
             verdicts=Verdicts(self.configuration.options.cache_directory),
@@ -151,7 +152,7 @@ class PipelineRun:
             enter(self.without_numbers.installed())
         enter(changes.observing(trainer, self.models.step_log, cluster.leaders))
         if fitting:
-            observed = changes.looks_between_steps(trainer)
+            observed = hooks.has_any(trainer, hooks.BETWEEN_STEPS)
             enter(PipelineOptimization(self.iterations, observed, self.without_numbers).installed())
             enter(changes.showing_reference(trainer, deployment))
         if fitting or several:
@@ -256,35 +257,6 @@ class PipelineRun:
         return self.models.showing(number)
 
 
-class _PipelineClosure(Closure):
-    """A closure that runs an iteration: forwards and backwards in the order of the schedule.
-
-    Attributes:
-        shares_loss: whether all processes return the loss, which the last stage has: an optimizer of the user's may
-            step by it (Polyak's step size).
-    """
-
-    iterations: Iterations
-    shares_loss: bool
-    without_numbers: WithoutNumbers
-    zero_grad: Callable[[], None] | None
-
-    @torch.enable_grad()
-    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        with self.without_numbers.lifted() as by_hook, self.iterations.clearing_gradients(self.zero_grad):
-            result = self._step_fn()
-        if by_hook:  # which may look at gradients
-            self.without_numbers.show_gradients()
-        if self.shares_loss:
-            result.loss = self.iterations.cluster.control.publish(result.loss)
-        if result.closure_loss is None:
-            self.warning_cache.warn(
-                "`training_step` returned `None` for all micro-batches of a batch, which is skipped. If this was on "
-                "purpose, ignore this warning"
-            )
-        return result
-
-
 class PipelineOptimization(_AutomaticOptimization):
     """Replaces Lightning's automatic optimization: one optimizer step per iteration of the pipeline.
 
@@ -298,9 +270,7 @@ class PipelineOptimization(_AutomaticOptimization):
 
     def __init__(self, iterations: Iterations, observed: bool, without_numbers: WithoutNumbers) -> None:
         super().__init__(iterations.trainer)
-        original = self.trainer.fit_loop.epoch_loop.automatic_optimization
-        self.optim_progress = original.optim_progress
-        self._replaced = (original,)  # in a tuple: a loop saves the progress of loops among its attributes
+        self.optim_progress = self.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
         self._iterations = iterations
         self._observed = observed
         self._without_numbers = without_numbers
@@ -309,12 +279,12 @@ class PipelineOptimization(_AutomaticOptimization):
     def installed(self) -> Iterator[None]:
         """Within this context the optimization of a batch is an iteration of the pipeline."""
         loop = self.trainer.fit_loop.epoch_loop
-        loop.automatic_optimization = self
+        original = loop.automatic_optimization
         try:
-            yield
+            with replaced(loop, "automatic_optimization", self):
+                yield
         finally:
-            (loop.automatic_optimization,) = self._replaced
-            loop.automatic_optimization.optim_progress = self.optim_progress
+            original.optim_progress = self.optim_progress
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Run one iteration; the loss and the metrics are known on every rank afterwards."""
@@ -352,10 +322,27 @@ class PipelineOptimization(_AutomaticOptimization):
         self.trainer.strategy.post_training_step()
         return ClosureResult.from_training_step_output(output, self.trainer.accumulate_grad_batches)
 
+    def _iterate(
+        self, step: Callable[[], ClosureResult], zero_grad: Callable[[], None] | None, shares_loss: bool
+    ) -> ClosureResult:
+        """Run an iteration: forwards and backwards in the order of the schedule.
+
+        Args:
+            step: calls the training step.
+            zero_grad: clears the gradients; None if they accumulate.
+            shares_loss: whether all processes return the loss, which the last stage has: an optimizer of the user's may
+                step by it (Polyak's step size).
+        """
+        with self._without_numbers.lifted() as by_hook, self._iterations.clearing_gradients(zero_grad):
+            result = step()
+        if by_hook:  # which may look at gradients
+            self._without_numbers.show_gradients()
+        if shares_loss:
+            result.loss = self._iterations.cluster.control.publish(result.loss)
+        return result
+
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
-        closure = _PipelineClosure(step_fn=self._make_step_fn(kwargs))
-        closure.iterations, closure.without_numbers = self._iterations, self._without_numbers
-        closure.zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
         several = self._iterations.cluster.group.world_size > 1
-        closure.shares_loss = several and not type(optimizer).__module__.startswith("torch.")
-        return closure
+        shares_loss = several and not type(optimizer).__module__.startswith("torch.")
+        zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
+        return Closure(partial(self._iterate, self._make_step_fn(kwargs), zero_grad, shares_loss))

@@ -22,6 +22,7 @@ from lightning_avgpipe.state.outside import outside
 from lightning_avgpipe.state.parcel import Packer, Parcel
 from lightning_avgpipe.state.snapshot import Snapshot, assign, leading
 from lightning_avgpipe.state.writes import Writes
+from lightning_avgpipe.strategy.hooks import WITH_RESULTS
 from lightning_avgpipe.strategy.metric_objects import metrics_of
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import OF_EVERY_LIGHTNING_MODULE, is_overridden, pl
@@ -31,10 +32,6 @@ from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.tensors import is_strided, tensor_bytes
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS, version_of
 
-# Hooks of the LightningModule that look at what a step returned or collected, which only the last stage has.
-HOOKS = tuple(
-    f"on_{stage}_{when}_end" for stage in ("train", "validation", "test", "predict") for when in ("batch", "epoch")
-)
 LARGEST = 2**20  # most bytes that are sent of an attribute that a step reads on other processes
 _LARGE = 2**16  # most bytes that are sent of any other attribute, which may grow with every batch
 _MISSING = object()
@@ -55,7 +52,7 @@ def hooks_with_results(trainer: pl.Trainer, cluster: Cluster, deployment: Deploy
     """
     module, hooks = trainer.lightning_module, _Hooks(trainer, cluster, deployment)
     with contextlib.ExitStack() as undo:
-        for name in HOOKS:
+        for name in WITH_RESULTS:
             if name in vars(module) or is_overridden(name, module):
                 undo.enter_context(replaced(module, name, hooks.around(name, getattr(module, name))))
         yield

@@ -14,20 +14,18 @@ import copy
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.averaging_step import average
 from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.comm.probe import ClockOffset
 from lightning_avgpipe.engine.accounting import Footprint
-from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.observer import MemoryGuard
 from lightning_avgpipe.engine.recording import Recorder, Recording
 from lightning_avgpipe.engine.task import Task
@@ -35,11 +33,12 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory import Holding, holdings
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.state.untouched import unchanged, untouched
-from lightning_avgpipe.strategy.data import has_transfer_hooks
+from lightning_avgpipe.strategy.hooks import changes_batches
+from lightning_avgpipe.strategy.iteration import Works
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.schedule_choice import Order
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
-from lightning_avgpipe.training.stepping import scalers_of
+from lightning_avgpipe.training.stepping import scalers_of, without_gradients
 from lightning_avgpipe.tuning import Setting
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import DummyLogger, pl
@@ -73,14 +72,7 @@ class _Trials(ScheduleControl):
         """Do nothing: a forward and a backward of every stage is measured."""
 
     @contextlib.contextmanager
-    def iteration(
-        self,
-        task: Task,
-        works: Sequence[Sequence[MicroBatch]],
-        plan: Plan,
-        schedule: Schedule,
-        num_pipelines: int = 1,
-    ) -> Iterator[None]:
+    def iteration(self, task: Task, works: Works, plan: Plan, schedule: Schedule) -> Iterator[None]:
         """Within this context a trial iteration runs."""
         if not self.runs:
             raise _Prepared
@@ -286,8 +278,8 @@ def rehearsing(
     with contextlib.ExitStack() as undo:
         undo.enter_context(torch.enable_grad())
         undo.enter_context(_unheard(trainer, module))
-        undo.enter_context(_without_gradients(module))
-        if trainer.datamodule is not None and has_transfer_hooks(trainer):  # type: ignore[attr-defined]
+        undo.enter_context(without_gradients(module.parameters()))
+        if trainer.datamodule is not None and changes_batches(trainer):  # type: ignore[attr-defined]
             undo.enter_context(unchanged(trainer.datamodule))  # type: ignore[attr-defined]
         undo.enter_context(untouched(module))
         rehearsal = Rehearsal(trainer, run, undo.enter_context(_trying(run, batch)))
@@ -329,17 +321,3 @@ def _unheard(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
         undo.callback(setattr, trainer, "loggers", loggers)
         trainer.loggers = [DummyLogger() for _ in loggers]
         yield
-
-
-@contextlib.contextmanager
-def _without_gradients(module: pl.LightningModule) -> Iterator[None]:
-    gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in module.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            # a parameter that has moved to another process or device loses its gradient, as at any first batch
-            same = gradient is not None and gradient.device == parameter.device
-            parameter.grad = gradient if same else None

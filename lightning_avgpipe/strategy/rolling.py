@@ -254,7 +254,7 @@ class RollingOrder(IterationOrder):
             and deployment.models.ensemble.models.size == num_pipelines
             and not deployment.replans
             and not [*self.loop.schedule_control.observers]
-            and not self.loop.schedule_control.measures(iteration.works, num_pipelines)
+            and not self.loop.schedule_control.measures(iteration.works)
         )
 
     def _begin(self, iteration: Iteration, n: int) -> None:

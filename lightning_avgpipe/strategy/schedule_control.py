@@ -28,6 +28,7 @@ from lightning_avgpipe.planning.memory import holdings, nbytes, with_doubles
 from lightning_avgpipe.schedule import Action, Schedule, in_turn, peak_stash
 from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decision, IterationShape
 from lightning_avgpipe.strategy.context import RunContext
+from lightning_avgpipe.strategy.iteration import Works
 from lightning_avgpipe.strategy.schedule_choice import Order, ScheduleChoice
 from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
 from lightning_avgpipe.utils import tree
@@ -89,15 +90,14 @@ class ScheduleControl:
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._unlogged: Decision | None = None
 
-    def schedule(self, parts: Sequence[MicroBatch], num_pipelines: int = 1, plan: Plan | None = None) -> Schedule:
+    def schedule(self, parts: Sequence[MicroBatch], plan: Plan | None = None) -> Schedule:
         """Return the schedule of a pipeline with these micro-batches, for the next iteration of training.
 
         Args:
             parts: micro-batches of the pipeline.
-            num_pipelines: N.
             plan: plan of the stages, which decides whether values may pass stages; None: the schedule is as asked for.
         """
-        shape = self._shape(parts, num_pipelines)
+        shape = self._shape(parts)
         return self.choice.schedule(shape, self._shapes[shape].advance, plan)
 
     def freeze(self, stages: int) -> None:
@@ -115,20 +115,13 @@ class ScheduleControl:
         for known in (self.peaks, self._shapes, self._ran, self._peaks, self._recent):
             known.clear()
 
-    def measures(self, works: Sequence[Sequence[MicroBatch]], num_pipelines: int) -> bool:
+    def measures(self, works: Works) -> bool:
         """Return whether the memory of such an iteration will be measured; all ranks return the same."""
-        known = self._shapes[self._shape(works[0], num_pipelines)]
-        return len(works) == num_pipelines and known.advance not in known.metered
+        known = self._shapes[self._shape(works[0])]
+        return len(works) == self._context.configuration.num_pipelines and known.advance not in known.metered
 
     @contextlib.contextmanager
-    def iteration(
-        self,
-        task: Task,
-        works: Sequence[Sequence[MicroBatch]],
-        plan: Plan,
-        schedule: Schedule,
-        num_pipelines: int = 1,
-    ) -> Iterator[None]:
+    def iteration(self, task: Task, works: Works, plan: Plan, schedule: Schedule) -> Iterator[None]:
         """Within this context an iteration runs, of training or not.
 
         Args:
@@ -136,18 +129,17 @@ class ScheduleControl:
             works: micro-batches of every pipeline that has a batch.
             plan: plan of the step.
             schedule: schedule of pipeline 0.
-            num_pipelines: N. Memory is measured when all pipelines have a batch.
         """
         if not task.trains:
             self._follows = False
             yield
             return
-        shape = self._shape(works[0], num_pipelines)
+        shape = self._shape(works[0])
         known = self._shapes[shape]
         advance = known.advance
         self._take(plan, len(works[0]))
         meter = None
-        if self.measures(works, num_pipelines):
+        if self.measures(works):
             meter = self._meter(task, plan, works)
             known.metered.add(advance)
         self._number += 1
@@ -155,7 +147,7 @@ class ScheduleControl:
         with self.observers.having(*([] if meter is None else [meter])), lap:
             yield
         if meter is not None:
-            found = self._footprints(meter, plan, schedule, len(works[0]), num_pipelines)
+            found = self._footprints(meter, plan, schedule, len(works[0]))
             self._measured += [(self._number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
         size = sum(part.size for work in works for part in work)
         known.largest = max(size, known.largest)
@@ -210,14 +202,15 @@ class ScheduleControl:
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
-    def _shape(self, parts: Sequence[MicroBatch], num_pipelines: int) -> IterationShape:
+    def _shape(self, parts: Sequence[MicroBatch]) -> IterationShape:
         """Return the shape of an iteration with these micro-batches.
 
         Lengths count as equal if the largest tensor has as many elements per sample, up to a factor of 2.
         """
         first = parts[0]
         elements = max((tensor.numel() for tensor in tree.tensors(first.data)), default=0) // max(1, first.size)
-        return IterationShape(len(parts), num_pipelines, self._cluster.stage_map.num_stages, elements.bit_length())
+        num_pipelines, num_stages = self._context.configuration.num_pipelines, self._cluster.stage_map.num_stages
+        return IterationShape(len(parts), num_pipelines, num_stages, elements.bit_length())
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -242,12 +235,10 @@ class ScheduleControl:
         batches = tree.tensors((tuple(map(tuple, task.args)), [part.data for parts in works for part in parts]))
         return HostMeter([*module.parameters(), *module.buffers(), *of_others, *batches])
 
-    def _footprints(
-        self, meter: Meter, plan: Plan, schedule: Schedule, num_microbatches: int, num_pipelines: int
-    ) -> dict[int, Footprint]:
+    def _footprints(self, meter: Meter, plan: Plan, schedule: Schedule, num_microbatches: int) -> dict[int, Footprint]:
         """Return what each stage has kept in an iteration, given what it holds for all parallel models."""
         cluster, configuration, ensemble = self._cluster, self._context.configuration, self._models.ensemble
-        rolls = configuration.rolls
+        rolls, num_pipelines = configuration.rolls, configuration.num_pipelines
         held = holdings(
             plan, cluster.stages, self._module, self._context.trainer.optimizers, num_microbatches, num_pipelines,
             cluster.stage_map.num_teams, configuration.options.policy,

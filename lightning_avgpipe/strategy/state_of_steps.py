@@ -18,17 +18,12 @@ from lightning_avgpipe.capture.events import Key
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.state.outside import names_in, outside, variable
 from lightning_avgpipe.state.parcel import Packer
-from lightning_avgpipe.strategy.rank_zero_hooks import HOOKS, LARGEST, accept, accept_variable, packed, unpacked
+from lightning_avgpipe.strategy.hooks import SHARED, WITH_RESULTS
+from lightning_avgpipe.strategy.rank_zero_hooks import LARGEST, accept, accept_variable, packed, unpacked
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import pl
 
 STEP = "training_step"
-# Hooks that every process of a group runs, as often and in the same order, while a model trains.
-_SHARED = frozenset(
-    f"on_{what}_{when}"
-    for what in ("train_epoch", "train_batch", "validation_epoch", "validation")
-    for when in ("start", "end")
-) | {"on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step", "lr_scheduler_step"}
 
 
 class StateOfSteps:
@@ -56,7 +51,7 @@ class StateOfSteps:
             owner: the module or callback that has the hook.
             name: name of the hook.
         """
-        if name not in _SHARED or (owner is self._module and name in HOOKS):  # rank 0 alone runs the latter
+        if name not in SHARED or (owner is self._module and name in WITH_RESULTS):  # rank 0 alone runs the latter
             return
         keys = list(self._keys(owner, name)) if STEP in self._deployment.pipeline.steps else []
         if not keys:

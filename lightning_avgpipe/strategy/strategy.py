@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.options import Links
-from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
+from lightning_avgpipe.comm.topology import DeviceLayout
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.state import outside
-from lightning_avgpipe.strategy import checks, combinations, commands, launch
+from lightning_avgpipe.strategy import checks, combinations, commands, hooks, launch
 from lightning_avgpipe.strategy.batches import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
 from lightning_avgpipe.strategy.checkpoint_state import CheckpointState
@@ -36,7 +36,6 @@ from lightning_avgpipe.strategy.data import (
     Distributor,
     batches_wanted,
     check_alike,
-    has_transfer_hooks,
     mirror,
     sharing,
 )
@@ -372,7 +371,6 @@ class AvgPipeStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         checks.processes(self.num_stages, self.device_layout)
-        StageMap.on(self.device_layout, self.num_stages)
         self._launcher = self._system.launcher(self) or launch.launcher(self, self.options.start_method)
         if self.passthrough and self._undivided:
             rank_zero_info(
@@ -516,7 +514,7 @@ class AvgPipeStrategy(ParallelStrategy):
         cluster = self._connection.arrange(self.num_stages, self.global_rank, self.root_device, layout, options)
         self._connection.open(self.cluster_environment, options)
         self._peers = Peers(trainer, cluster, self._in_step)
-        sends, early = cluster.reads and cluster.group.world_size > 1, not has_transfer_hooks(trainer)
+        sends, early = cluster.reads and cluster.group.world_size > 1, not hooks.changes_batches(trainer)
         wanted = partial(batches_wanted, trainer)
         self._distributor = Distributor(cluster.batches, self._needs, sends, early, wanted)
         if trainer.state.fn == TrainerFn.FITTING and not self.passthrough and self.whole is None:

@@ -30,6 +30,7 @@ from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.context import Own, RunContext
 from lightning_avgpipe.strategy.deploying import announce, deploy, give_back
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
+from lightning_avgpipe.strategy.hooks import AROUND_WHOLE_STEPS
 from lightning_avgpipe.strategy.log import SyncedLoggerConnector
 from lightning_avgpipe.strategy.metric_objects import BatchValues, local_metrics, metrics_of
 from lightning_avgpipe.strategy.parallel_models import check_number
@@ -38,19 +39,6 @@ from lightning_avgpipe.utils.lightning import is_overridden, is_param_in_hook_si
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.weights.by_size import divide_by_size
 
-# Hooks of the LightningModule in which it may call its submodules or look at their weights.
-_HOOKS = (
-    *(
-        f"on_{stage}{what}_{when}"
-        for stage in ("train", "validation", "test", "predict")
-        for what in ("", "_epoch", "_batch")
-        for when in ("start", "end")
-    ),
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-)
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -127,7 +115,7 @@ class PassthroughRun:
         """Do nothing."""
 
 
-class WholeRun:
+class WholeRun(PassthroughRun):
     """A run of the trainer in which all processes run whole steps in lockstep; its plan tells who owns what.
 
     Args:
@@ -138,11 +126,9 @@ class WholeRun:
         check: check of gradients before a step.
     """
 
-    plan: Plan | None = None
-
     def __init__(self, context: RunContext) -> None:
-        self.check = GradientCheck(context)
-        self._context, self._trainer, self._cluster = context, context.trainer, context.cluster
+        super().__init__(context)
+        self._trainer, self._cluster = context.trainer, context.cluster
         self._module = context.module
         self._batches = Batches(context)
         self._lockstep: Lockstep | None = None
@@ -182,19 +168,6 @@ class WholeRun:
         """Return the reader's batch on every rank's device, after its transfer hooks."""
         return self._batches.to_device(batch, device, dataloader_idx)
 
-    def needs(self, batch: Any, rank: int) -> frozenset[str] | None:
-        """Return None: all tensors of a batch are needed."""
-        return None
-
-    def end_iteration(self) -> None:
-        """Apply the changes that were asked for."""
-        self._context.configuration.take_over(self._cluster)
-
-    def showing(self, number: int | None) -> AbstractContextManager[None]:
-        """Return a context within which the module is the only model, which is also the reference."""
-        check_number(number or 0, 1)
-        return contextlib.nullcontext()
-
     # -- lockstep ----------------------------------------------------------------------------------------------------
 
     @property
@@ -218,7 +191,7 @@ class WholeRun:
             )
             for optimization in (loop.automatic_optimization, loop.manual_optimization):
                 undo.enter_context(replaced(optimization, "run", functools.partial(self._run, optimization.run)))
-            for name in _HOOKS:
+            for name in AROUND_WHOLE_STEPS:
                 if is_overridden(name, module):
                     undo.enter_context(replaced(module, name, self._together(name, getattr(module, name))))
             for each in (*self._trainer.optimizers, *self._trainer.strategy._lightning_optimizers):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,24 +19,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_avgpipe.errors import AbsentValueError
+from lightning_avgpipe.strategy import hooks
 from lightning_avgpipe.strategy.state_of_steps import StateOfSteps
 from lightning_avgpipe.utils.device import all_generators
-from lightning_avgpipe.utils.lightning import LIGHTNING, LambdaCallback, is_overridden, pl
+from lightning_avgpipe.utils.lightning import is_overridden, pl
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import raising_line, source_line
 from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import is_mutable, targets
-
-_OF_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
-_OTHERS = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
-_HOOKS = tuple(
-    name
-    for name in dict.fromkeys((*dir(pl.LightningModule), *dir(pl.Callback)))
-    # not augmentations, in which no weight takes part
-    if name in _OTHERS or (name.startswith("on_") and name != "on_gpu" and "batch_transfer" not in name)
-)
-# callbacks of these packages look at weights through the strategy only
-_LOOK_AT_NO_WEIGHTS = tuple(f"{name}." for name in (*LIGHTNING, "lightning_avgpipe"))
 
 
 class WithoutNumbers:
@@ -58,8 +48,9 @@ class WithoutNumbers:
     def installed(self) -> Iterator[None]:
         """Within this context hooks of the module, and of callbacks that are not Lightning's, are wrapped."""
         with contextlib.ExitStack() as undo:
-            module = self._trainer.lightning_module  # whose schedulers may call functions of the user
-            for owner, name in dict.fromkeys((*users_hooks(self._trainer, _HOOKS), (module, "lr_scheduler_step"))):
+            of_schedulers = self._trainer.lightning_module, "lr_scheduler_step"  # which may call functions of the user
+            found = (*hooks.users_hooks(self._trainer, hooks.SEEING_WEIGHTS), of_schedulers)
+            for owner, name in dict.fromkeys(found):
                 base = pl.Callback if isinstance(owner, pl.Callback) else pl.LightningModule
                 # one that is not overridden Lightning, which looks through one wrapper, would call
                 if is_overridden(name, owner, base) or name == "lr_scheduler_step":
@@ -99,7 +90,7 @@ class WithoutNumbers:
             if self._mode is not None:
                 return hook(*args, **kwargs)
             self._state.bring(owner, name)
-            if name in _OF_GRADIENTS:
+            if name in hooks.GRADIENTS:
                 self.show_gradients()
             optimizers = self._trainer.optimizers if name == "optimizer_step" else ()
             around, self._running = self._running, (owner, name)
@@ -181,19 +172,3 @@ def _is_left_out(written: list[Tensor], given: tuple[Any, ...]) -> bool:
         if any(isinstance(item, Tensor) and item.is_meta and not target.is_meta for target, item in pairs):
             return True
     return False
-
-
-def users_hooks(trainer: pl.Trainer, names: Collection[str]) -> Iterator[tuple[Any, str]]:
-    """Yield owners and names of those hooks that the module has, and callbacks that are not Lightning's."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    owners: list[tuple[Any, type]] = [(trainer.lightning_module, pl.LightningModule)]
-    owners += [
-        (callback, pl.Callback)
-        for callback in callbacks  # a LambdaCallback is Lightning's, but the functions that it calls are the user's
-        if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(_LOOK_AT_NO_WEIGHTS)
-    ]
-    for owner, base in owners:
-        for name in names:
-            hook = getattr(owner, name, None)
-            if hasattr(base, name) and getattr(hook, "__func__", hook) is not getattr(base, name):
-                yield owner, name

@@ -221,8 +221,7 @@ class Holdings:
         A module that began on meta is too large for that: each process keeps its own stages, on the host, and all
         buffers.
         """
-        if self._owners:
-            self._take_in()
+        self._take_in()
         everybody = tuple(range(self._cluster.group.world_size))
         names = [name for name, _ in self._module.named_buffers()] if self._scattered else list(self._owners)
         whole = {**self._owners, **dict.fromkeys(names, everybody)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,23 @@ def global_norm(
     dtype = parameters[0].dtype if parameters else torch.float32
     present = norms[1] > 0
     return torch.linalg.vector_norm((norms[0, present] / norms[1, present]).to(dtype), norm_type)
+
+
+@contextlib.contextmanager
+def without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Take the gradients of parameters away within this context.
+
+    A parameter that has moved to another process or device meanwhile gets none back.
+    """
+    gradients = [(p, p.grad) for p in parameters]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            same = gradient is not None and gradient.device == parameter.device
+            parameter.grad = gradient if same else None
 
 
 # -- the loss scale ----------------------------------------------------------------------------------------------------
@@ -222,14 +239,14 @@ class OptimizerShards:
         def together(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
             with contextlib.ExitStack() as hidden:
                 if closure is None:
-                    hidden.enter_context(self._hidden())
+                    hidden.enter_context(without_gradients(self._of_others()))
                     result = step(*args, **kwargs)
                 else:
                     given = closure
 
                     def run() -> Any:
                         found = given()
-                        hidden.enter_context(self._hidden())
+                        hidden.enter_context(without_gradients(self._of_others()))
                         return found
 
                     result = step(run, *args, **kwargs)
@@ -238,18 +255,6 @@ class OptimizerShards:
 
         with replaced(inner, "step", together):  # the first closure assigns parameters, so hide after it
             yield
-
-    @contextlib.contextmanager
-    def _hidden(self) -> Iterator[None]:
-        """Remove the gradients of parameters that other replicas step within this context."""
-        gradients = [(p, p.grad) for p in self._of_others() if p.grad is not None]
-        for parameter, _ in gradients:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
 
     def _exchange(self) -> None:
         """Copy each parameter from the replica that has stepped it to all others."""

@@ -70,13 +70,6 @@ def give_up(module: nn.Module, names: Iterable[str]) -> None:
         return_freed()
 
 
-def take_back(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Fill parameters that were given up with these contents."""
-    parameters = dict(module.named_parameters())
-    for name, tensor in tensors.items():
-        fill(parameters[name], tensor)
-
-
 def fill(parameter: Tensor, contents: Tensor) -> None:
     """Give contents to a parameter or tensor that has none, without changing the object."""
     if parameter.is_meta:

@@ -116,19 +116,15 @@ class TiedParameters:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def sum_gradients(self) -> None:
-        """Give every copy the sum of all copies' gradients. Every process calls it, before the optimizer steps.
+    def begin_sum(self) -> GradientSum:
+        """Begin to give every copy the sum of all copies' gradients. Every process calls it before optimizers step.
 
         The sum runs over stages in ascending order, so it depends neither on the schedule nor on the placement of
-        stages.
+        stages. Until it has ended, nothing may use the gradients.
 
         Raises:
             ConfigurationError: a gradient is sparse.
         """
-        self.begin_sum().finish()
-
-    def begin_sum(self) -> GradientSum:
-        """Begin :meth:`sum_gradients`. Every process calls it. Until it has ended, nothing may use the gradients."""
         together: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name, stages in self._copied.items():
             together[stages].append(name)

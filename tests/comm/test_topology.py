@@ -133,8 +133,6 @@ def test_every_stage_has_its_processes_and_every_process_its_stages(stage_map: S
 def test_replicas_take_devices_from_stages_and_not_from_each_other() -> None:
     assert StageMap.on(DeviceLayout(4, replicas=2), 4).layout == ((0, 1), (2, 3))  # two stages on each device
     assert StageMap.on(DeviceLayout(2, sharing=2, replicas=2), 2).layout == ((0, 1), (2, 3))
-    with pytest.raises(ConfigurationError, match="replicas=2 of 2 stages on 5 devices: each replica has 2 of them"):
-        StageMap.on(DeviceLayout(5, replicas=2), 2)
 
 
 def test_replicas_of_stages_share_micro_batches() -> None:
@@ -146,20 +144,6 @@ def test_replicas_of_stages_share_micro_batches() -> None:
     last = StageMap.on(DeviceLayout(3, stage_replicas=(1, 2)), 2)
     assert [last.ranks(1), last.ranks(1, trains=False), last.owner(1)] == [(0, 1), (0,), 0]
     assert names(stage_map)[10] == "rank 10 (stage 0, replica 1 of group 1)"
-
-
-@pytest.mark.parametrize(
-    ("devices", "replicas", "num_stages", "message"),
-    [
-        (5, (3, 1), 2, r"replicas=\[3, 1\] needs 4 devices, or a multiple"),
-        (4, (3, 1), 3, r"names 2 stages, but num_stages=3"),
-    ],
-)
-def test_replicas_of_stages_that_do_not_fit_are_refused(
-    devices: int, replicas: tuple[int, ...], num_stages: int, message: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        StageMap.on(DeviceLayout(devices, stage_replicas=replicas), num_stages)
 
 
 # -- who meets whom ----------------------------------------------------------------------------------------------------

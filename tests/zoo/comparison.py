@@ -168,7 +168,7 @@ def in_one_process(
             tasks = [subject.task(step, parts, iteration)]
             results = run_together([pipeline], step, [schedule], tasks)[0].results
         if step == TRAINING:
-            pipeline.steps[TRAINING].copies.sum_gradients()
+            pipeline.steps[TRAINING].copies.begin_sum().finish()
         assert results is not None
         return results
 

@@ -1,0 +1,85 @@
+"""The hooks of a user: which there are, by what they may do, and whether the module or a callback has some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from lightning_avgpipe.utils.lightning import LIGHTNING, LambdaCallback, is_overridden, pl
+
+_STAGES = ("train", "validation", "test", "predict")
+_ENDS = ("start", "end")
+_OF_OPTIMIZATION = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
+
+TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+# Hooks that see gradients.
+GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+# Hooks behind the forward of the first micro-batch of a batch, and before those of others.
+BETWEEN_MICRO_BATCHES = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
+# Hooks within a step of training, after a forward, that see what their own process has.
+WITHIN_STEPS = (*BETWEEN_MICRO_BATCHES, *GRADIENTS, "optimizer_step")
+# Hooks between the end of a step of training and the beginning of the next that may look at weights.
+BETWEEN_STEPS = (
+    *(f"on_train_{what}_{when}" for what in ("batch", "epoch") for when in _ENDS),
+    "on_train_end",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    *TRANSFER,
+    "lr_scheduler_step",
+)
+# Hooks between the batches of an evaluation, or after them, that may look at the module.
+OF_EVALUATION = tuple(
+    f"on_{stage}_{when}"
+    for stage in _STAGES[1:]
+    for when in ("end", "epoch_start", "epoch_end", "batch_start", "batch_end")
+)
+# Hooks of the LightningModule that look at what a step returned or collected, which only the last stage has.
+WITH_RESULTS = tuple(f"on_{stage}_{what}_end" for stage in _STAGES for what in ("batch", "epoch"))
+# Hooks that every process of a group runs, as often and in the same order, while a model trains.
+SHARED = frozenset(
+    f"on_{what}_{when}" for what in ("train_epoch", "train_batch", "validation_epoch", "validation") for when in _ENDS
+) | {"on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step", "lr_scheduler_step"}
+# Hooks of a LightningModule whose steps run whole, in which it may call its submodules or look at their weights.
+AROUND_WHOLE_STEPS = (
+    *(f"on_{stage}{what}_{when}" for stage in _STAGES for what in ("", "_epoch", "_batch") for when in _ENDS),
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+)
+# All hooks but augmentations of batches, in which no weight takes part.
+SEEING_WEIGHTS = tuple(
+    name
+    for name in dict.fromkeys((*dir(pl.LightningModule), *dir(pl.Callback)))
+    if name in _OF_OPTIMIZATION or (name.startswith("on_") and name != "on_gpu" and "batch_transfer" not in name)
+)
+
+# Callbacks of these packages look at weights through the strategy only.
+_LOOK_AT_NO_WEIGHTS = tuple(f"{name}." for name in (*LIGHTNING, "lightning_avgpipe"))
+
+
+def users_hooks(trainer: pl.Trainer, names: Collection[str]) -> Iterator[tuple[Any, str]]:
+    """Yield owners and names of those hooks that the module has, and callbacks that are not Lightning's."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    owners: list[tuple[Any, type]] = [(trainer.lightning_module, pl.LightningModule)]
+    owners += [
+        (callback, pl.Callback)
+        for callback in callbacks  # a LambdaCallback is Lightning's, but the functions that it calls are the user's
+        if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(_LOOK_AT_NO_WEIGHTS)
+    ]
+    for owner, base in owners:
+        for name in names:
+            hook = getattr(owner, name, None)
+            if hasattr(base, name) and getattr(hook, "__func__", hook) is not getattr(base, name):
+                yield owner, name
+
+
+def has_any(trainer: pl.Trainer, names: Collection[str]) -> bool:
+    """Return whether the module, or a callback that is not Lightning's, has some of these hooks."""
+    return any(True for _ in users_hooks(trainer, names))
+
+
+def changes_batches(trainer: pl.Trainer) -> bool:
+    """Return whether user code changes batches on their way to the device."""
+    owners = [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
+    return any(is_overridden(hook, owner) for owner in owners if owner is not None for hook in TRANSFER)
