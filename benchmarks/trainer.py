@@ -60,7 +60,7 @@ class _Clock(L.Callback):
 
     Attributes:
         seconds: from the end of one step to that of the next.
-        simulated_s: of the same iterations; none of what is no pipeline, or rolls.
+        simulated_s: of the same iterations; none of what is not a pipeline, or rolls.
     """
 
     def __init__(self, records: bool) -> None:

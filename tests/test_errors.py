@@ -168,7 +168,7 @@ NO_ROOM = r"does not fit into num_stages=2 stages with memory_limit=1\.0 KiB: .*
         (Disagreeing, 2, {"num_microbatches": 2}, BatchError, r"\[0\].*4.*\[1\].*3.*split_batch"),
         (MLP, 2, {"costs": "measured", "memory_limit": "1KiB"}, PartitionError, NO_ROOM),
         (MLP, 2, {"costs": "flops", "memory_limit": "1KiB"}, PartitionError, NO_ROOM),
-        (MLP, 2, at("layers.3.wieght"), PartitionError, "'layers.3.wieght' is no submodule of MLP; did you mean"),
+        (MLP, 2, at("layers.3.wieght"), PartitionError, "'layers.3.wieght' is not a submodule of MLP; did you mean"),
         (MLP, 2, at("layers.0"), PartitionError, "'layers.0' is the first call of training_step; stage 0 would be"),
         (MLP, 2, at("layers"), PartitionError, "split point 'layers' is the first call of training_step"),
         (MLP, 3, at("layers.6", "layers.2"), PartitionError, "name split points in the order of their calls"),

@@ -72,7 +72,7 @@ class Ensemble:
             Whether anything has changed.
 
         Raises:
-            ConfigurationError: an optimizer trains something that is no parameter of the module.
+            ConfigurationError: an optimizer trains something that is not a parameter of the module.
         """
         changed, before = self._follow(), self.models.size
         if size == before:

@@ -88,7 +88,7 @@ class ModelOptimizers:
         """Check that each model can have a copy of everything that is trained.
 
         Raises:
-            ConfigurationError: an optimizer trains something that is no parameter of the module.
+            ConfigurationError: an optimizer trains something that is not a parameter of the module.
         """
         known = {id(parameter) for parameter in module.parameters()}
         for optimizer in self._own():

@@ -81,7 +81,9 @@ class PipelineTimeline(Callback):
         if trainer.strategy.whole is not None:
             rank_zero_warn(f"PipelineTimeline writes nothing: {type(pl_module).__name__} {trainer.strategy.whole}")
         elif trainer.strategy.passthrough:
-            rank_zero_warn("PipelineTimeline writes nothing: one device, one stage and one micro-batch are no pipeline")
+            rank_zero_warn(
+                "PipelineTimeline writes nothing: one device, one stage and one micro-batch are not a pipeline"
+            )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

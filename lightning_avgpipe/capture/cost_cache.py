@@ -100,7 +100,7 @@ def _numbers(found: dict[str, Any], name: str, count: int) -> tuple[float, ...]:
     """Return a list of finite, non-negative numbers, one for each node of the step."""
     numbers = found[name]
     if not isinstance(numbers, list) or len(numbers) != count:
-        raise ValueError(f"{name} is no list of {count} numbers")
+        raise ValueError(f"{name} is not a list of {count} numbers")
     if not all(type(n) in (int, float) and n >= 0 and math.isfinite(n) for n in numbers):
         raise ValueError(f"{name} has something else than finite numbers from 0")
     return tuple(map(float, numbers))

@@ -280,7 +280,7 @@ class AttributeEvents:
                 self._by_units[key][self._now()[0]] = unit
 
     def was_free(self) -> None:
-        """Count the last unit as code between units: it is no node, so every stage that gets that far runs it."""
+        """Count the last unit as code between units: it is not a node, so every stage that gets that far runs it."""
         self.pass_over()
         here = self._now()[0]
         self.reads = {key: as_free(reads, here) for key, reads in self.reads.items()}
@@ -402,7 +402,7 @@ def _layout(value: Any) -> Any:
     """Return the tree structure of a value that holds tensors only; None if it holds anything else."""
     try:
         leaves, spec = tree.flatten(value)
-    except RecursionError:  # a value that contains itself is no tree
+    except RecursionError:  # a value that contains itself is not a tree
         return None
     return spec if leaves and all(isinstance(leaf, Tensor) for leaf in leaves) else None
 
@@ -539,7 +539,7 @@ class ObjectEvents:
                 self.by_nodes[id(obj)].append(_OfNode(self._now()[0], names, by))
 
     def was_free(self, module: nn.Module, changed: Iterable[tuple[Any, Names]]) -> None:
-        """Count the last unit as code between units: it is no node, so every stage that gets that far runs it."""
+        """Count the last unit as code between units: it is not a node, so every stage that gets that far runs it."""
         here = self._now()[0]
         for names in self._reads.values():
             names.update({name: set(as_free(reads, here)) for name, reads in names.items()})

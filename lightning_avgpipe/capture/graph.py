@@ -1,7 +1,7 @@
 """Define the call graph of a step function: nodes in program order, the values between them, and where it may be cut.
 
 Only what depends on the model is recorded. Glue that needs only the batch (masks, positions, shifted labels) is *free*:
-every stage executes it for itself, so it is no node.
+every stage executes it for itself, so it is not a node.
 
 ::
 

@@ -135,7 +135,7 @@ class Provenance(TorchDispatchMode):
         return None if made is None else made[0]
 
     def forget(self) -> None:
-        """Forget the tensors of the last unit, which was no node, so that its tensors are free."""
+        """Forget the tensors of the last unit, which was not a node, so that its tensors are free."""
         self._made.forget(lambda made: made[0] == self._node)
 
 

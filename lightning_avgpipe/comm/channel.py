@@ -9,6 +9,7 @@ A stage whose neighbour has replicas, which share the micro-batches, has channel
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,14 +19,15 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.topology import Route
 
 
-class Traffic(Protocol):
-    """An observer of the messages that travel between processes. Any thread may call it."""
+class Traffic:
+    """A base class for observers of the messages between processes, which any thread may call; it does nothing."""
 
     def queued(self) -> None:
         """Note that a message is queued to be sent."""
 
     def sending(self, route: Route, micro_batch: int, stream: Any) -> AbstractContextManager[None]:
         """Return a context in which a queued message is sent: on a stream, or by the host if the stream is None."""
+        return contextlib.nullcontext()
 
     def arrived(self, route: Route, micro_batch: int, stream: Any, at_s: float | None) -> None:
         """Note that a message arrives when the stream reaches this point, or has arrived if the stream is None.

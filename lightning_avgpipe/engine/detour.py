@@ -167,7 +167,7 @@ class Detour:
         return tuple(writes)
 
     def _may_write(self, value: int | None, is_owned: bool) -> bool:
-        """Return whether a node may write into a value, or on the last stage into a tensor that is no weight."""
+        """Return whether a node may write into a value, or on the last stage into a tensor that is not a weight."""
         if value is None:
             return self._program.is_last and not is_owned
         return value not in self._shared

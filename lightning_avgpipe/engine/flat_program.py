@@ -278,7 +278,7 @@ class FlatProgram:
 
 
 def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, observe: Observe | None) -> list[Tensor]:
-    """Execute an instruction that is no node; return the tensors of its result."""
+    """Execute an instruction that is not a node; return the tensors of its result."""
     if instruction.kind == "observe" and observe is not None:
         result = observe(instruction.run, args, kwargs)
     elif instruction.module is not None:

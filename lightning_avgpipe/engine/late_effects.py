@@ -79,7 +79,7 @@ class LateEffects:
 class LateAssignments(LateEffects):
     """The assignments of attributes by code between units that the captured step did not make.
 
-    One of a module that is no submodule, but in a list, is described once.
+    One of a module that is not a submodule, but in a list, is described once.
     """
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:

@@ -137,7 +137,7 @@ class Lockstep(StepTracer):
         self._units = units
 
     def _is_open(self, part: nn.Module) -> bool:
-        """Return whether hooks or observers inside of a module see what happens there, so that it is no unit."""
+        """Return whether hooks or observers inside of a module see what happens there, so that it is not a unit."""
         inner = [module for module in part.modules() if module is not part]
         return any(m._forward_hooks or m._forward_pre_hooks or id(m) in self._observers for m in inner)
 

@@ -26,7 +26,7 @@ def trainable_loss(result: Any) -> torch.Tensor:
     """Return the loss in what training_step returned for a micro-batch, from which a backward can start.
 
     Raises:
-        ConfigurationError: there is no loss, it is no single number, or it needs no gradient.
+        ConfigurationError: there is no loss, it is not a single number, or it needs no gradient.
     """
     found = loss_in(result)
     if found.numel() != 1:
@@ -63,7 +63,7 @@ def weighted(parts: Sequence[MicroBatch], loss_weight: LossWeight) -> list[Micro
         parts: micro-batches of a batch.
         loss_weight: return the weight of a micro-batch, in any unit; or the name of a leaf.
     Raises:
-        ConfigurationError: no leaf has the name, or a weight is no finite number of at least 0.
+        ConfigurationError: no leaf has the name, or a weight is not a finite number of at least 0.
     """
     weights = counts([part.data for part in parts], loss_weight)
     total = sum(weights)
@@ -77,7 +77,7 @@ def counts(parts: Sequence[Any], loss_weight: LossWeight) -> list[float]:
     """Return the weights of micro-batches, in any unit; the host waits for them once.
 
     Raises:
-        ConfigurationError: no leaf has the name, or a weight is no finite number of at least 0.
+        ConfigurationError: no leaf has the name, or a weight is not a finite number of at least 0.
     """
     if isinstance(loss_weight, str):
         return _numbers(_targets([_leaf(data, loss_weight) for data in parts]))

@@ -253,5 +253,5 @@ def _equal(a: Any, b: Any) -> bool:
         return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
     try:
         return a is b or (type(a) is type(b) and bool(a == b))
-    except Exception:  # an array, or another type whose == is no yes or no
+    except Exception:  # an array, or another type whose == gives no bool
         return False

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_avgpipe.comm.channel import Traffic
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.comm.topology import Route
 from lightning_avgpipe.errors import MemoryShortage
 from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.utils.device import is_out_of_memory
@@ -35,7 +35,7 @@ class Work:
     results: Mapping[int, Any] = field(default_factory=dict)
 
 
-class Observer:
+class Observer(Traffic):
     """A base class for observers of iterations; by default it does nothing.
 
     The main thread calls the methods about actions; any thread may call those about messages.
@@ -48,16 +48,6 @@ class Observer:
     def waiting(self, note: str) -> AbstractContextManager[None]:
         """Observe a wait of the executor, which lasts for this context."""
         return contextlib.nullcontext()
-
-    def queued(self) -> None:
-        """Observe that a message will be sent."""
-
-    def sending(self, route: Route, micro_batch: int, stream: Any) -> AbstractContextManager[None]:
-        """Observe the sending of a queued message within this context, on a stream, or (None) by the host."""
-        return contextlib.nullcontext()
-
-    def arrived(self, route: Route, micro_batch: int, stream: Any, at_s: float | None) -> None:
-        """Observe the arrival of a message: when its stream gets here, or (None) now."""
 
     def activity(self, kind: Literal["step", "averaging"]) -> AbstractContextManager[None]:
         """Observe other work of the device after the iteration, which lasts for this context."""

@@ -99,7 +99,7 @@ class ForwardState:
         """Restore the state before the first execution within this context, and the present state after it.
 
         Raises:
-            StepChangedError: a tensor that is no buffer was changed in place, which cannot be undone.
+            StepChangedError: a tensor that is not a buffer was changed in place, which cannot be undone.
         """
         now = self._now()
         outer, _repeating.now = _repeating.now, True

@@ -38,7 +38,7 @@ WAY_OUT = (
 _NAMES_PER_SIZE = 4  # in messages
 _LONGEST = 80  # characters of a value that messages show
 _RECORD = 3  # most elements of a list of tensors that counts as a record (input, target, weight), not as samples
-# Types that are the same for all samples; anything else that is no container may hold samples.
+# Types that are the same for all samples; anything else that is not a container may hold samples.
 _CONSTANTS = (
     *(NoneType, bool, int, float, complex, str, bytes, Enum, type, np.generic, torch.dtype, torch.device, torch.Size),
     *(pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, range, slice),

@@ -96,7 +96,7 @@ class Files:
         for path in map(Path, paths):
             if path.suffix != ".safetensors":
                 raise ConfigurationError(
-                    f"{path} is no safetensors file, and other kinds cannot be read a tensor at a time; load the model "
+                    f"{path} is not a safetensors file, and others cannot be read a tensor at a time; load the model "
                     "once on one process and write it again with model.save_pretrained()"
                 )
             states[path] = _state(path)

@@ -87,8 +87,8 @@ def _check(model: Any, merge: bool, options: Mapping[str, Any]) -> None:
     transformers: Any = sys.modules.get("transformers")
     if not (_of_peft(model) or (transformers is not None and isinstance(model, transformers.PreTrainedModel))):
         raise ConfigurationError(
-            f"{type(model).__name__} is no model of transformers or peft; give the one that your LightningModule has "
-            "in an attribute, or save a checkpoint"
+            f"{type(model).__name__} is not a model of transformers or peft; give the one in an attribute of your "
+            "LightningModule, or save a checkpoint"
         )
     if refused := [name for name in _REFUSED if name in options]:
         raise ConfigurationError(f"{', '.join(refused)}: rank 0 writes safetensors files of all weights; leave it out")

@@ -88,7 +88,7 @@ class Divisible:
         known = {name for name, _ in self.module.named_modules() if name}
         for point in names:
             if point not in known:
-                what = f"split point {point!r} is no submodule of {type(self.module).__name__}"
+                what = f"split point {point!r} is not a submodule of {type(self.module).__name__}"
                 raise PartitionError(f"{what}; {close_to(point, known)}")
             while above := [unit for unit in units if point.startswith(f"{unit}.") and self.opens(unit)]:
                 units = self.refine(units, above)

@@ -241,7 +241,9 @@ def parse(row: str) -> tuple[Action, ...]:
         kind, number = kinds.get(word[0]), word[1:]
         if kind is None or not number.isdecimal():
             letters = ", ".join(f"{kind} ({kind.name})" for kind in KINDS)
-            raise ScheduleError(f"{word!r} in the row {row!r} is no action; write a letter of {letters} and a number")
+            raise ScheduleError(
+                f"{word!r} in the row {row!r} is not an action; write a letter of {letters} and a number"
+            )
         actions.append(Action(kind, int(number)))
     return tuple(actions)
 

@@ -23,7 +23,8 @@ from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.combinations import Facts
 from lightning_avgpipe.strategy.options import Configuration, Options
-from lightning_avgpipe.training.stepping import check_separable, scalers_of
+from lightning_avgpipe.training.optimizer_shards import check_separable
+from lightning_avgpipe.training.stepping import scalers_of
 from lightning_avgpipe.utils.lightning import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
@@ -321,7 +322,7 @@ def synchronised(running: pl.Trainer, given: Options, stage_map: StageMap) -> No
         if is_so:
             raise ConfigurationError(
                 "sync_batchnorm=True makes the replicas of a stage wait for each other within an action, so with "
-                f"{what} they could wait for ever, or normalise apart; it needs {needed}. Change that, or remove it: "
+                f"{what} they could wait forever, or normalise apart; it needs {needed}. Change that, or remove it: "
                 "then each micro-batch is normalised by itself"
             )
 
@@ -414,7 +415,7 @@ def check_changes(changes: Mapping[str, Any], configuration: Configuration, stra
         strategy: strategy that is asked.
     Raises:
         ConfigurationError: a change that cannot be made.
-        PartitionError: a split point that is no submodule.
+        PartitionError: a split point that is not a submodule.
     """
     now, wanted, module = configuration.options, configuration.wanted(changes), strategy.lightning_module
     layout, num_stages = strategy.device_layout, strategy.num_stages

@@ -327,7 +327,7 @@ class Peers:
         return tensor if gathered is None else gathered
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce the tensors of all peers; what is no tensor stays as it is.
+        """Reduce the tensors of all peers; anything else is returned unchanged.
 
         Args:
             tensor: tensor of this process.

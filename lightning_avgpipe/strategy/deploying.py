@@ -63,13 +63,23 @@ def deploy(context: RunContext) -> Deployment:
         **planned(context),
     )
     origin = context.state.take_origin(cluster, seed)
-    parts = module, cluster, planner, lambda: trainer.optimizers, origin, options.averaging, metrics, weights
     compiler = None if options.compile is False else Compiler({} if options.compile is True else options.compile)
     static = options.static_step
     if static == "auto" and context.fitting and hooks.has_any(trainer, hooks.BETWEEN_MICRO_BATCHES):
         static = False  # what such a hook changes, the Python of the step may read for the next micro-batch
     execution = Execution(recompute, compiler, options.averaging.streams, static)
-    return Deployment(*parts, options.shard is not None, execution)
+    return Deployment(
+        module,
+        cluster,
+        planner,
+        lambda: trainer.optimizers,
+        origin=origin,
+        averaging=options.averaging,
+        observers=metrics,
+        weights=weights,
+        shards=options.shard is not None,
+        execution=execution,
+    )
 
 
 def planned(context: RunContext) -> dict[str, Any]:
@@ -220,7 +230,7 @@ class Preparation:
             )
         if self._optional(iteration) and not graph.finite:
             size, total = works[0][0].size, sum(part.size for part in works[0])
-            raise MicroBatchError(f"its loss is no finite number on {size} of the {total} samples of a batch")
+            raise MicroBatchError(f"its loss is not finite on {size} of the {total} samples of a batch")
         return True
 
     def agree_on_trained(self) -> Freezing:

@@ -146,7 +146,7 @@ class GradientCheck:
         spared = "the reference model" if several else "the model"
         skips = "leaves such a model out of the step" if several else "leaves out such a step"
         raise NonFiniteError(
-            f"{which}batch_idx {batch_idx}: the gradient of '{name}' is infinite or no number (NaN). "
+            f"{which}batch_idx {batch_idx}: the gradient of '{name}' is infinite or NaN. "
             f"{so_far.format(spared)}. Look at this batch and the loss, lower the learning "
             f"rate, or clip gradients; Averaging(on_nonfinite='skip') {skips}, None looks at nothing"
         )
@@ -155,7 +155,7 @@ class GradientCheck:
         trainer = self._trainer
         rank_zero_warn(
             f"batch_idx {trainer.fit_loop.epoch_loop.batch_idx}: pipeline {' and '.join(map(str, pipelines))} had a "
-            "gradient that is infinite or no number, and was left out of the step; avgpipe/skipped_models counts this"
+            "gradient that is infinite or NaN, and was left out of the step; avgpipe/skipped_models counts this"
         )
         for logger in trainer.loggers:
             logger.log_metrics({"avgpipe/skipped_models": self.skipped_models}, step=trainer.global_step)

@@ -73,7 +73,7 @@ def launcher(strategy: AvgPipeStrategy, start_method: Any) -> _Launcher | None:
     if start_method == "popen":
         if _IS_INTERACTIVE and not external:
             raise ConfigurationError(
-                f"strategy='avgpipe' with {processes} processes runs the script again, but a notebook is no script. "
+                f"strategy='avgpipe' with {processes} processes runs the script again, but a notebook is not a script. "
                 "Use strategy='avgpipe_notebook', which forks this process, or devices=1, which hosts all stages in it "
                 "(with num_stages=...)"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -24,7 +24,7 @@ from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, looki
 from lightning_avgpipe.strategy.metric_objects import local_metrics, metrics_of
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.training.stepping import norms_over_stages, scalers_of, scaling_together, without_gradients
+from lightning_avgpipe.training.stepping import norms_over_stages, without_gradients
 from lightning_avgpipe.utils.lightning import (
     BaseFinetuning,
     BasePredictionWriter,
@@ -49,23 +49,6 @@ def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> I
         values, training = step_log.batch_values, lambda: bool(trainer.training)
         where = {"in_step": lambda: step_log.in_step, "elsewhere": lambda: step_log.elsewhere}
         undo.enter_context(local_metrics(metrics_of(module), values, leaders, training, **where))
-        yield
-
-
-@contextlib.contextmanager
-def scaling(
-    trainer: pl.Trainer, cluster: Cluster, together_with: Callable[[Optimizer], Sequence[Optimizer]]
-) -> Iterator[None]:
-    """Within this context loss scalers of all stages and models skip the same steps.
-
-    Args:
-        trainer: trainer that has the scalers.
-        cluster: the connected processes.
-        together_with: optimizer -> the optimizers of other models that step with it.
-    """
-    with contextlib.ExitStack() as undo:
-        for scaler in scalers_of(trainer.precision_plugin):
-            undo.enter_context(scaling_together(scaler, cluster, together_with))
         yield
 
 

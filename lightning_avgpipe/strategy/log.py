@@ -365,7 +365,7 @@ def _portable(entry: _Entry) -> _Entry:
 
 
 def _reduce(values: list[Any], sizes: list[float], reduce_fx: Any) -> Any:
-    """Reduce the values of the micro-batches to one; what is no number (a metric object) keeps its own state."""
+    """Reduce the values of the micro-batches to one; what is not a number (a metric object) keeps its own state."""
     if len(values) == 1 or not all(isinstance(value, (Tensor, int, float)) for value in values):
         return values[-1]
     stacked, name = torch.stack([as_tensor(value) for value in values]), reduction_name(reduce_fx)

@@ -163,7 +163,7 @@ def tell_device(module: nn.Module, device: torch.device) -> None:
             if any(isinstance(state, Tensor) and state.is_meta for state in one._defaults.values()):
                 raise ConfigurationError(
                     f"the metric object '{name}' was built without contents (init_module(empty_init=True), or "
-                    "torch.device('meta')), and nobody knows from which numbers it counts; make it in setup() of the "
+                    "torch.device('meta')), so its initial values are unknown; make it in setup() of the "
                     "module, or build the module with contents"
                 )
             kept = {name: vars(one)[name] for name in ("_modules", "_parameters", "_buffers")}

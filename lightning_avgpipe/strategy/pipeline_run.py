@@ -31,6 +31,7 @@ from lightning_avgpipe.strategy.state_of_steps import StateOfSteps
 from lightning_avgpipe.strategy.without_numbers import WithoutNumbers
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
+from lightning_avgpipe.training.stepping import scaling_together
 from lightning_avgpipe.utils.lightning import (
     Closure,
     ClosureResult,
@@ -112,7 +113,7 @@ class PipelineRun:
         if fitting:
             commands.advise(trainer, cluster)
         if fitting and options.replicated(cluster.stage_map.replicas):
-            commands.refuse_to_verify(options.verify, "with replicas each has but a share of the batch that counts")
+            commands.refuse_to_verify(options.verify, "with replicas each process has only a share of the batch")
         alike = options.policy.drains and not (options.compile or options.shares_stages or options.system)
         if fitting and (options.verifies or alike):
             # else only if asked for: weights are older, units are compiled, replicas of a stage share micro-batches, or
@@ -156,7 +157,7 @@ class PipelineRun:
             enter(PipelineOptimization(self.iterations, observed, self.without_numbers).installed())
             enter(changes.showing_reference(trainer, deployment))
         if fitting or several:
-            enter(changes.scaling(trainer, cluster, self.models.together_with))
+            enter(scaling_together(trainer.precision_plugin, cluster, self.models.together_with))
         if not several:
             return
         enter(changes.several_processes(trainer, cluster, deployment, self.context.distributor.early))

@@ -327,18 +327,14 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @property
     def _groups_here(self) -> int:
-        if self._connection.cluster is not None:
-            return self._connection.cluster.stage_map.num_groups
         return len(self.device_layout.groups(self.num_stages))
 
     @property
     def group_number(self) -> int:
         """The number of this process's group, 0-based."""
-        before = self._groups_here * self._system.world_number
-        if self._connection.cluster is not None:
-            return before + self._connection.cluster.group_number
         groups = enumerate(self.device_layout.groups(self.num_stages))
-        return before + next(number for number, ranks in groups if self.global_rank in ranks)
+        here = next(number for number, ranks in groups if self.global_rank in ranks)
+        return self._groups_here * self._system.world_number + here
 
     @property
     def root_device(self) -> torch.device:
@@ -790,7 +786,7 @@ class AvgPipeStrategy(ParallelStrategy):
         Raises:
             ConfigurationError: a number that cannot work, or a callback that supports one model only; on several
                 processes also, at the end of the iteration, if not all have asked for the same changes.
-            PartitionError: a split point that is no submodule.
+            PartitionError: a split point that is not a submodule.
         """
         changes = {name: value for name, value in locals().items() if name != "self"}
         check_changes(changes, self._configuration, self)

@@ -34,7 +34,7 @@ from lightning_avgpipe.strategy.hooks import AROUND_WHOLE_STEPS
 from lightning_avgpipe.strategy.log import SyncedLoggerConnector
 from lightning_avgpipe.strategy.metric_objects import BatchValues, local_metrics, metrics_of
 from lightning_avgpipe.strategy.parallel_models import check_number
-from lightning_avgpipe.training.stepping import norms_over_stages
+from lightning_avgpipe.training.stepping import norms_over_stages, scaling_together
 from lightning_avgpipe.utils.lightning import is_overridden, is_param_in_hook_signature, pl
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.weights.by_size import divide_by_size
@@ -141,7 +141,7 @@ class WholeRun(PassthroughRun):
         deployment = self._deployment = deploy(context)
         context.state.begin(deployment)
         enter(self._adapted())
-        enter(changes.scaling(trainer, cluster, lambda optimizer: []))
+        enter(scaling_together(trainer.precision_plugin, cluster, lambda optimizer: []))
         enter(changes.several_processes(trainer, cluster, deployment, context.distributor.early))
         enter(changes.known_at_epoch_end(trainer))
         self._undo.callback(give_back, context, deployment)

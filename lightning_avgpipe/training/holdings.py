@@ -19,7 +19,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.training.stepping import OptimizerShards
+from lightning_avgpipe.training.optimizer_shards import OptimizerShards
 from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.tensors import strided_parts, words
 from lightning_avgpipe.weights.initialisation import Origin
@@ -338,7 +338,7 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, 
 
 
 def full_ensemble_state(ensemble: Ensemble, cluster: Cluster, owner: Mapping[str, int]) -> dict[str, Any]:
-    """Return on rank 0 the own state of all parallel models, in types that can be read without this package.
+    """Return on rank 0 the state of each parallel model, in types that can be read without this package.
 
     The models of all groups follow each other, so a checkpoint does not depend on the number of groups. Pipeline 0's
     optimizer state is left out, since it is the checkpoint's.

@@ -180,7 +180,7 @@ class ParallelPipelines:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self, answers: Mapping[str, int]) -> dict[str, Any] | None:
-        """Return on rank 0 the own state of all parallel models; None if there is one model. Every process calls it.
+        """Return on rank 0 the state of each parallel model; None if there is one model. Every process calls it.
 
         Args:
             answers: rank that answers for each parameter and buffer, by full name.

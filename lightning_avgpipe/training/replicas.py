@@ -238,7 +238,7 @@ class ReplicaSync:
             if not can_run_together(schedule, counts):
                 raise ConfigurationError(
                     f"sync_batchnorm=True with replicas={list(counts)}: in the schedule {schedule.name!r} replicas "
-                    "would wait for each other for ever, as stages do not divide micro-batches alike; use "
+                    "would wait for each other forever, as stages do not divide micro-batches alike; use "
                     "schedule='afab', or as many replicas of each stage"
                 )
             self._checked.add(key)

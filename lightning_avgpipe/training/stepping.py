@@ -1,22 +1,18 @@
-"""The optimizers' step, which all processes make together: gradient norms, the loss scale, and shards of states."""
+"""The optimizers' step, which all processes make together: norms of gradients, and the loss scale."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from lightning_avgpipe.averaging.optimizers import clone_optimizer, unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.patching import replaced
 
 
@@ -109,7 +105,7 @@ def scalers_of(precision: Any) -> list[GradScaler]:
 
 @contextlib.contextmanager
 def scaling_together(
-    scaler: GradScaler, cluster: Cluster, others: Callable[[Optimizer], Sequence[Optimizer]]
+    precision: Any, cluster: Cluster, others: Callable[[Optimizer], Sequence[Optimizer]]
 ) -> Iterator[None]:
     """Treat an infinite gradient on one process, or in one pipeline, as one everywhere, within this context.
 
@@ -118,17 +114,17 @@ def scaling_together(
     it. A stage without gradients reports no infinite one.
 
     Args:
-        scaler: gradient scaler of this process.
+        precision: precision plugin of this process, which has the gradient scalers.
         cluster: cluster of the processes; all groups decide together.
         others: returns, for an optimizer of the first pipeline, those of other pipelines that step after it.
     """
-    if not scaler.is_enabled():
-        yield
-        return
-    if scaler._scale is None:
-        scaler._lazy_init_scale_growth_tracker(cluster.device)
-    agreement = _Agreement(scaler, cluster, others)
-    with replaced(scaler, "_unscale_grads_", agreement.unscale), replaced(scaler, "update", agreement.update):
+    with contextlib.ExitStack() as undo:
+        for scaler in filter(GradScaler.is_enabled, scalers_of(precision)):
+            if scaler._scale is None:
+                scaler._lazy_init_scale_growth_tracker(cluster.device)
+            agreement = _Agreement(scaler, cluster, others)
+            undo.enter_context(replaced(scaler, "_unscale_grads_", agreement.unscale))
+            undo.enter_context(replaced(scaler, "update", agreement.update))
         yield
 
 
@@ -166,143 +162,3 @@ class _Agreement:
             return
         self._waiting = []
         self._update(*args)
-
-
-# -- shards of optimizer states ----------------------------------------------------------------------------------------
-
-
-_TRIED_STEPS = 3
-
-
-def shards(sizes: Sequence[int], count: int) -> list[int]:
-    """Return which replica keeps the states of each parameter: large ones first, each to the least loaded replica.
-
-    Args:
-        sizes: numbers of elements of the parameters.
-        count: number of replicas.
-    """
-    loads, found = [0] * count, [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        found[i] = loads.index(min(loads))
-        loads[found[i]] += sizes[i]
-    return found
-
-
-class OptimizerShards:
-    """The division of optimizer states among the replicas of this process's stages (ZeRO-1).
-
-    ::
-
-        replica 0    gradients of a b c, all summed    steps a    sends a, gets b c
-        replica 1    gradients of a b c, all summed    steps b c  sends b c, gets a
-
-    An optimizer skips parameters without gradient, and makes no state for them. So while it steps, a replica hides the
-    gradients of parameters that others step. The optimizer must treat each parameter independently, as nearly all do;
-    :func:`check_separable` tries this.
-
-    Args:
-        module: module with the parameters.
-        cluster: cluster of the processes; without replicas all methods do nothing.
-    """
-
-    def __init__(self, module: nn.Module, cluster: Cluster) -> None:
-        self._module = module
-        self._cluster = cluster
-        self._parts: list[list[Tensor]] = []  # by replica, the parameters that it steps
-
-    def assign(self, optimizers: Sequence[Optimizer]) -> None:
-        """Divide the placed parameters of this process among the replicas, and drop the states that others keep."""
-        replicas = self._cluster.replicas
-        if replicas is None:
-            self._parts = []
-            return
-        self._parts = [[] for _ in range(replicas.count)]
-        here: list[Tensor] = [p for p in self._module.parameters() if not p.is_meta]
-        for alike in ([p for p in here if p.requires_grad], [p for p in here if not p.requires_grad]):
-            for parameter, replica in zip(alike, shards([p.numel() for p in alike], replicas.count), strict=True):
-                self._parts[replica].append(parameter)
-        for other in self._of_others():
-            for optimizer in optimizers:
-                optimizer.state.pop(other, None)
-
-    def _of_others(self) -> Iterator[Tensor]:
-        replicas = self._cluster.replicas
-        return (p for n, part in enumerate(self._parts) if replicas and n != replicas.number for p in part)
-
-    @contextlib.contextmanager
-    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Make a step of the optimizer a step of all replicas together within this context. All of them step."""
-        inner = unwrapped(optimizer)
-        step = inner.step
-
-        @functools.wraps(step)
-        def together(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-            with contextlib.ExitStack() as hidden:
-                if closure is None:
-                    hidden.enter_context(without_gradients(self._of_others()))
-                    result = step(*args, **kwargs)
-                else:
-                    given = closure
-
-                    def run() -> Any:
-                        found = given()
-                        hidden.enter_context(without_gradients(self._of_others()))
-                        return found
-
-                    result = step(run, *args, **kwargs)
-            self._exchange()
-            return result
-
-        with replaced(inner, "step", together):  # the first closure assigns parameters, so hide after it
-            yield
-
-    def _exchange(self) -> None:
-        """Copy each parameter from the replica that has stepped it to all others."""
-        for replica, part in enumerate(self._parts):
-            assert self._cluster.replicas is not None
-            self._cluster.replicas.copy([p.detach() for p in part if p.grad is not None], replica)
-
-
-def check_separable(optimizer: Optimizer) -> None:
-    """Check, by trying, that an optimizer treats each parameter independently, so that it can step a part of them.
-
-    Raises:
-        ConfigurationError: the optimizer does not, or cannot be tried.
-    """
-    name = type(optimizer).__name__
-    refused = (
-        f"shard='optimizer' with {name}, which %s: each replica steps a part of the parameters, so use an "
-        "optimizer that treats each by itself, such as SGD or AdamW, or leave shard out"
-    )
-    try:
-        together, alone = _tried(optimizer, True), _tried(optimizer, False)
-    except Exception as error:  # of any type: it is the user's code
-        raise ConfigurationError(refused % f"cannot step some of them ({type(error).__name__}: {error})") from error
-    if not torch.equal(together, alone):
-        raise ConfigurationError(refused % "makes the step of a parameter depend on others")
-
-
-def _tried(optimizer: Optimizer, together: bool) -> Tensor:
-    """Return a small parameter after a few steps of the optimizer, together with others or alone."""
-    generator = torch.Generator().manual_seed(0)
-
-    def like(parameter: Tensor) -> Tensor:
-        return torch.rand((2,) * parameter.ndim, generator=generator, device="cpu").to(parameter.dtype)
-
-    groups = [(group, group["params"][0]) for group in optimizer.param_groups if group["params"]]
-    small = [nn.Parameter(like(parameter)) for _, parameter in groups]
-    own = {id(p): to for (group, _), to in zip(groups, small, strict=True) for p in group["params"]}
-    made = clone_optimizer(optimizer, own)
-    for name in vars(made):
-        if name.endswith("hooks"):
-            vars(made)[name] = OrderedDict()
-    made.state.clear()
-    made.param_groups[:] = [{**group, "params": [to]} for (group, _), to in zip(groups, small, strict=True)]
-    first, further = small[0], nn.Parameter(like(small[0]))
-    made.param_groups[0]["params"].append(further)
-    for _ in range(_TRIED_STEPS):
-        for parameter in (first, further, *small[1:]):
-            gradient = like(parameter)  # always drawn, so that both runs draw the same numbers
-            parameter.grad = gradient if together or parameter is first else None
-        made.step()
-    return first.detach()

@@ -238,7 +238,7 @@ class Name(str):
 
 def _parse_name(text: object) -> Name:
     if not isinstance(text, str):
-        raise ValueError(f"{text!r} is no name")
+        raise ValueError(f"{text!r} is not a name")
     try:
         function = pkgutil.resolve_name(text) if "." in text else None
     except (ImportError, AttributeError, ValueError):
@@ -250,7 +250,7 @@ def _parse_name(text: object) -> Name:
 
 def _write_name(value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no name")
+        raise ValueError(f"{value!r} is not a name")
     return str(value)
 
 

@@ -56,7 +56,7 @@ def problem(entry: Private) -> str | None:
     if entry.takes is None:
         return None
     if not callable(found):
-        return "is no function"
+        return "is not a function"
     wanted, given = entry.takes.split(), inspect.signature(found).parameters
     needed = {n for n, p in given.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     if [n for n in given if n in wanted] == wanted and needed <= {"self", *wanted}:

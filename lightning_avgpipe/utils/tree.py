@@ -67,7 +67,7 @@ def flatten(obj: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], TreeSpe
 def _endless(obj: Any) -> RecursionError:
     return RecursionError(
         f"a {type(obj).__name__} leads back into itself, through items of a container or attributes of a "
-        "dataclass, so it is no tree; remove the reference that leads back, or make its type a plain class"
+        "dataclass, so it is not a tree; remove the reference that leads back, or make its type a plain class"
     )
 
 

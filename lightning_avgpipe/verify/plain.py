@@ -72,7 +72,7 @@ class Traces:
         buffers: name of a buffer -> its contents after all backwards.
         attributes: name of an attribute of a module -> its value after all backwards.
         weights: parameter -> its contents after the optimizer's step; empty if there is none.
-        logged: name -> the number that is logged for the batch; None if that is no number.
+        logged: name -> the number that is logged for the batch; None if that is not a number.
         whole: the loss of the batch in one piece, the mean over its micro-batches, and their number; None: not wanted,
             or not found.
         compiled: whether a plain run has compiled anything, which may round otherwise.
@@ -351,7 +351,7 @@ class _Logged:
         self._entries[name].append((value, self.size, options.get("reduce_fx", "mean")))
 
     def of_batch(self) -> dict[str, Any]:
-        """Return the reduced value of each name; None for what is no number, or is reduced in another way."""
+        """Return the reduced value of each name; None for what is not a number, or is reduced in another way."""
         return {name: _reduced(entries) for name, entries in self._entries.items()}
 
 

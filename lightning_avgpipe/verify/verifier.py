@@ -221,7 +221,7 @@ class Verifier:
             why = "devices that others do not need share stages"
         elif subject.plan.graph.from_entropy:
             modules = ", ".join(f"'{path}'" for path in sorted(subject.plan.graph.seeding))
-            why = f"{modules} may seed random numbers with one that nobody can know (torch.seed)"
+            why = f"{modules} may seed random numbers unpredictably (torch.seed)"
         if why:
             self.close()
             if self._asked and not subject.cluster.stage_map.stage_replicas:

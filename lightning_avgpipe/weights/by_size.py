@@ -147,7 +147,9 @@ def _cuts_at(names: Sequence[str], split_points: Sequence[str], num_stages: int)
     for point in split_points:
         found = next((i for i, name in enumerate(names) if is_within(name, point)), None)
         if found is None:
-            raise PartitionError(f"split point {point!r} is no submodule with parameters; there are {', '.join(names)}")
+            raise PartitionError(
+                f"split point {point!r} is not a submodule with parameters; there are {', '.join(names)}"
+            )
         cuts.append(found)
     if len(cuts) != num_stages - 1 or sorted({0, *cuts}) != [0, *cuts]:
         raise PartitionError(

@@ -173,7 +173,7 @@ class TiedParameters:
         for name in names:
             gradient, parameter = None, self._parameters[name]
             copy = self._stand_ins[stage].get(name)
-            # the parameter itself has a gradient too if the step reads it from a place that is no slot, say a closure
+            # the parameter itself has a gradient too if the step reads it from elsewhere than a slot, say a closure
             for leaf in (parameter,) if copy is None else (parameter, copy.stand_in):
                 if leaf.grad is not None:
                     gradient = leaf.grad if gradient is None else gradient + leaf.grad

@@ -1,4 +1,4 @@
-"""A gradient that is no number does not reach the reference model."""
+"""A gradient that is NaN does not reach the reference model."""
 
 from __future__ import annotations
 

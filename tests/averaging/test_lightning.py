@@ -235,7 +235,7 @@ def test_an_optimizer_of_what_the_module_does_not_know_is_refused() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD([*self.parameters(), torch.zeros(3, requires_grad=True)], lr=0.1)
 
-    with pytest.raises(ConfigurationError, match=r"SGD trains a tensor of shape \(3,\) that is no parameter"):
+    with pytest.raises(ConfigurationError, match=r"SGD trains a tensor of shape \(3,\) that is not a parameter"):
         train(Outside(), loader(MLP, 16, 8))
 
 

@@ -538,7 +538,7 @@ def test_another_fit_goes_on_with_the_choice_unless_it_does_not_fit_or_cannot_be
     pipeline(3, callbacks=[again], max_epochs=1).fit(MLP(), loader(MLP, 32, 8))
     assert again.result.profile.num_stages == 3
     with pytest.warns(
-        UserWarning, match="chooses anew, since the checkpoint's choice cannot be read: this is no Result"
+        UserWarning, match="chooses anew, since the checkpoint's choice cannot be read: this is not a Result"
     ):
         again.load_state_dict({"result": "{}"})
     mlp(again)

@@ -161,7 +161,7 @@ def test_nothing_of_a_measurement_remains() -> None:
 
 
 class Store:
-    """An object that is no tree, and collects what units give it."""
+    """An object that is not a tree, and collects what units give it."""
 
     def __init__(self) -> None:
         self.pairs: dict[int, tuple[Tensor, int]] = {}

@@ -182,7 +182,7 @@ def test_a_unit_that_overwrites_its_input_cannot_be_named() -> None:
 
 
 class Accumulating(MLP):
-    """A tensor that is no buffer, changed in place inside a unit."""
+    """A tensor that is not a buffer, changed in place inside a unit."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -122,7 +122,7 @@ def test_a_function_may_give_rows_as_text() -> None:
         (lambda k, m: ["F0 B0", "B0 F0"], DeadlockError, "stage 0 at B0, stage 1 at B0"),
         (lambda k, m: ["F0", "F0"], ScheduleError, "has no backwards"),
         (lambda k, m: ["F0 B0"], ScheduleError, "1 rows for 2 stages"),
-        (lambda k, m: ["F0 X0", "F0"], ScheduleError, "'X0' in the row 'F0 X0' is no action"),
+        (lambda k, m: ["F0 X0", "F0"], ScheduleError, "'X0' in the row 'F0 X0' is not an action"),
         (lambda k, m: "F0 B0", ScheduleError, "return a row for each stage"),
         (lambda k, m: build("1f1b", 3, 1), ScheduleError, "asked for 2 stages and 1 micro-batches"),
         (lambda k, m: ["F0 F0 B0", "F0 B0"], ScheduleError, "stage 0 has 3 actions and repeats F0"),

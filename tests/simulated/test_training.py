@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -323,10 +324,11 @@ def found_infinite(count: int) -> Counter[str]:
     layers = [torch.nn.Linear(2, 2, device=place) for _ in range(count)]
     optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in layers]
     scaler = torch.amp.GradScaler(device.NAME)
+    precision = SimpleNamespace(scaler=scaler)
     scaler.scale(torch.ones((), device=place))
     for layer in layers:
         layer(torch.ones(1, 2, device=place)).sum().backward()
-    with device.reported() as report, scaling_together(scaler, cluster, lambda optimizer: optimizers[1:]):
+    with device.reported() as report, scaling_together(precision, cluster, lambda optimizer: optimizers[1:]):
         scaler.unscale_(optimizers[0])
     return Counter({wait.why: number for wait, number in report.waits.items()})
 

@@ -210,7 +210,7 @@ class Begun(MLP):
 def test_a_step_whose_loss_is_no_number_on_a_part_of_a_batch_gets_whole_ones() -> None:
     with told() as said:
         one, other = both(Begun, loader(MLP, 32, 8), max_epochs=1)
-    assert len(said) == 1 and "its loss is no finite number on 1 of the 8 samples of a batch" in said[0]
+    assert len(said) == 1 and "its loss is not finite on 1 of the 8 samples of a batch" in said[0]
     assert_same_parameters(one.lightning_module, other.lightning_module)
 
 

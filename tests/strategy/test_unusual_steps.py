@@ -598,7 +598,7 @@ decorated = counted(nothing)
 
 
 class Hidden(Late):
-    """Holds a layer that is no submodule."""
+    """Holds a layer that is not a submodule."""
 
     def __init__(self, first: Any, last: Any) -> None:
         super().__init__(first, last)

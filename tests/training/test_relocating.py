@@ -262,7 +262,7 @@ def test_what_a_step_keeps_in_attributes_is_refused_where_it_would_move(tmp_path
 @pytest.mark.parametrize(
     ("points", "error", "message"),
     [
-        (["layers.99"], PartitionError, "'layers.99' is no submodule of MLP"),
+        (["layers.99"], PartitionError, "'layers.99' is not a submodule of MLP"),
         (["layers.2", "layers.4"], ConfigurationError, "names 2 units, but num_stages=2 needs 1"),
     ],
 )

@@ -231,7 +231,7 @@ class WeightStore:
                 raise ConfigurationError(
                     f"training_step uses the parameter '{names[id(leaf)]}' from a place where versions of it cannot be "
                     f"put, as weight_policy='{self.policy.name}' has to: a closure, a functools.partial, a global or "
-                    "an object that is no nn.Module. Get it from the module when it is used (self.layer.weight), or "
+                    "an object that is not an nn.Module. Get it from the module when it is used (self.layer.weight) or "
                     "use weight_policy='flush'"
                 )
 

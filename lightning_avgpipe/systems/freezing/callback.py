@@ -277,7 +277,7 @@ def check_sharing_later(given: Options, stage_map: StageMap) -> None:
         "num_stages": (count != group_size, f"one stage on each of {group_size} devices; use num_stages={group_size}"),
         "replicas": (given.replicates, "none at first, since it makes them of what is freed"),
         "num_pipelines": (given.num_pipelines > 1, "one model; use num_pipelines=1"),
-        "verify": (given.verifies, "no verification, since a replica has but a share of a batch"),
+        "verify": (given.verifies, "no verification, since a replica has only a share of a batch"),
     }
     if stage_map.num_groups > 1:
         refused["num_stages"] = True, f"all devices in one group; use num_stages={stage_map.world_size}"

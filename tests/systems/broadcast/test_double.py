@@ -137,7 +137,7 @@ class Cooling(nn.Linear):
 
 
 class Collecting(nn.Linear):
-    """Writes into a tensor of its own that is no buffer."""
+    """Writes into a tensor of its own that is not a buffer."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)

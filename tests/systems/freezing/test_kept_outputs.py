@@ -44,7 +44,7 @@ def test_a_sample_is_known_by_its_content_whatever_is_beside_it() -> None:
     assert digests({"x": X[:2], "y": torch.ones(2)}, 2, {"['x']"}) == digests(
         {"x": X[:2], "y": torch.zeros(2)}, 2, {"['x']"}
     )
-    assert digests((X[:2], "de"), 2, None) != digests((X[:2], "en"), 2, None)  # what is no tensor counts for all
+    assert digests((X[:2], "de"), 2, None) != digests((X[:2], "en"), 2, None)  # what is not a tensor counts for all
 
 
 def test_what_is_read_has_the_bits_that_were_given() -> None:
