@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.capture.draft import ANYWHERE, Pin
 from lightning_avgpipe.state.objects import OF_EVERY_MODULE, Variable, is_generator
-from lightning_avgpipe.state.outside import outside, places
+from lightning_avgpipe.state.outside import lines_naming, outside
 from lightning_avgpipe.state.snapshot import Snapshot, leading
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import is_within, joined
@@ -469,8 +469,8 @@ class ObjectEvents:
         watched = list(self._chosen.items())
         self._seen = {id(obj): obj for obj, items in watched if items is None and type(obj).__flags__ & _HEAP_TYPE}
         others = {id(obj) for obj, _ in watched if id(obj) not in self._seen and not is_generator(obj)}
-        reached = {key: Snapshot([held], opaque=True) for key, held in self.attributes.items() if others}
-        found = {key: {one for one in others if snapshot.reach({one})} for key, snapshot in reached.items()}
+        held = self.attributes if others else {}
+        found = {key: others & Snapshot([value], opaque=True).reached() for key, value in held.items()}
         self.leading = {key: ids for key, ids in found.items() if ids}
         self._reads: dict[int, dict[str, set[Read]]] = defaultdict(lambda: defaultdict(set))
         self.by_nodes: dict[int, list[_OfNode]] = defaultdict(list)
@@ -573,8 +573,8 @@ class ObjectEvents:
 
     def _positions(self, held: Any) -> list[tuple[int, int]]:
         """Return the first and last positions of changes between units of what an object leads to."""
-        reached = Snapshot([held], opaque=True)
-        return [(change.first, change.last) for key, change in self.between.items() if reached.reach({key})]
+        reached = Snapshot([held], opaque=True).reached()
+        return [(change.first, change.last) for key, change in self.between.items() if key in reached]
 
     def of_units(self) -> tuple[Key, ...]:
         """Return the attributes that units or glue assign, and those whose objects units change."""
@@ -622,7 +622,7 @@ class ObjectEvents:
         """
         variables = {("", name) for name in outside(self._module)}
         for key in self.holders():
-            lines = places(self._module, key[1]) if key in variables else []
+            lines = lines_naming(self._module, key[1]) if key in variables else []
             if len(lines) == 1:
                 continue  # a single line: it reads the variable, if at all, where it changes it
             if key in reads:

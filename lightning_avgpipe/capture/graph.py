@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -197,16 +197,16 @@ class CallGraph:
             unit, uses; operations on them are nodes.
         rewritten: full names of the parameters and buffers that the step changes in place, so that a later backward
             would find changed contents.
-        attributes: ``(path of the module, name)`` of the attributes that code between units assigns.
-        passing: ``(path, name)`` of the attributes that code between units assigns and sets back before the step ends.
-        of_units: ``(path, name)`` of the attributes that units assign, or that lead to objects which units change.
-        written: ``(path, name)`` of the attributes and variables that lead to tensors which the step writes into.
+        assigned_between: ``(path of the module, name)`` of the attributes that code between units assigns.
+        set_back: ``(path, name)`` of the attributes that code between units assigns and sets back before the step ends.
+        changed_by_units: ``(path, name)`` of the attributes that units assign, or whose objects they change.
+        written_tensors: ``(path, name)`` of the attributes and variables whose tensors the step writes into.
         carried: full names of the attributes whose tensors go from one micro-batch to the next.
-        holders: ``((path, name), position)`` of the attributes and variables that lead to objects which code between
-            units changes in place, with the position of the first change.
-        reads: ``((path, name), position)`` of all attributes that the step reads, with the position of the first read.
-        read_between: ``((path, name), position)`` of the attributes that code between units reads, with the last read.
-        buffers_read: ``(full name, position)`` of the buffers that operations between units take, with the first one.
+        mutated_between: ``(path, name)`` of the attributes and variables that lead to objects which code between units
+            changes in place -> position of the first change.
+        reads: ``(path, name)`` of all attributes that the step reads -> position of the first read.
+        read_between: ``(path, name)`` of the attributes that code between units reads -> position of the last read.
+        buffers_read: full names of the buffers that operations between units take -> position of the first one.
         pinned: ``(first, last, reason)``: no cut at these positions is legal.
         leaking: units that leave tensors where they cannot be followed, such as in a global list. If the unit is
             followed instead, this is no obstacle when, for instance, a forward hook leaves them.
@@ -218,7 +218,7 @@ class CallGraph:
         uncalled: paths of the modules that the step did not call.
         neighbours: full names of uncalled modules and of their parameters, each with the path of a called neighbour;
             and of parameters in lists that no operation used, each with the name of a used one.
-        inner_flops: ``(path, operations)`` of the modules within units that were called.
+        inner_flops: paths of the modules within units that were called -> operations.
     """
 
     step: str
@@ -235,15 +235,15 @@ class CallGraph:
     batch_writes: bool = False
     glue_states: frozenset[str] = frozenset()
     rewritten: frozenset[str] = frozenset()
-    attributes: tuple[tuple[str, str], ...] = ()
-    passing: tuple[tuple[str, str], ...] = ()
-    of_units: tuple[tuple[str, str], ...] = ()
-    written: tuple[tuple[str, str], ...] = ()
+    assigned_between: tuple[tuple[str, str], ...] = ()
+    set_back: tuple[tuple[str, str], ...] = ()
+    changed_by_units: tuple[tuple[str, str], ...] = ()
+    written_tensors: tuple[tuple[str, str], ...] = ()
     carried: tuple[str, ...] = ()
-    holders: tuple[tuple[tuple[str, str], int], ...] = ()
-    reads: tuple[tuple[tuple[str, str], int], ...] = ()
-    read_between: tuple[tuple[tuple[str, str], int], ...] = ()
-    buffers_read: tuple[tuple[str, int], ...] = ()
+    mutated_between: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    reads: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    read_between: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    buffers_read: Mapping[str, int] = field(default_factory=dict)
     pinned: tuple[tuple[int, int, str], ...] = ()
     leaking: frozenset[str] = frozenset()
     followed_calls: tuple[FollowedCall, ...] = ()
@@ -253,7 +253,17 @@ class CallGraph:
     iterators: tuple[tuple[str, str], ...] = ()
     uncalled: frozenset[str] = frozenset()
     neighbours: tuple[tuple[str, str], ...] = ()
-    inner_flops: tuple[tuple[str, float], ...] = ()
+    inner_flops: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def called(self) -> frozenset[str]:
+        """The names of the units that the step calls."""
+        return units_in(self.nodes)
+
+    @cached_property
+    def changed_between(self) -> tuple[tuple[str, str], ...]:
+        """The attributes and variables that code between units assigns, or whose objects it changes."""
+        return tuple(dict.fromkeys((*self.assigned_between, *self.mutated_between)))
 
     @cached_property
     def changed(self) -> frozenset[str]:
@@ -286,7 +296,7 @@ class CallGraph:
         return [(i, min(calls, key=lambda call: call.end - call.begin)) for i, calls in zip(asked, around, strict=True)]
 
     @cached_property
-    def places(self) -> dict[str, int]:
+    def expected_at(self) -> dict[str, int]:
         """The node after which a later batch may call an uncalled module, by name of the module or its parameter.
 
         This is the last glue node after a called neighbour, since the module may be called instead of the neighbour, or
@@ -429,7 +439,7 @@ def _instead(first: Node, last: Node) -> str:
 
 def changed_in_common(graph: CallGraph) -> str:
     """Return the name of something that a step changes and that parallel models and batches share; "" if nothing."""
-    changed = [*graph.attributes, *graph.of_units, *(key for key, _ in graph.holders)]
+    changed = [*graph.assigned_between, *graph.changed_by_units, *graph.mutated_between]
     if changed:
         return f"'{joined(*changed[0])}'"
     return "its batch" if graph.batch_writes else ""
@@ -524,6 +534,11 @@ def _upkeep(nodes: Sequence[Node], kept: frozenset[int]) -> set[int]:
                 chosen.discard(node.index)
         if len(chosen) == before:
             return chosen
+
+
+def units_in(nodes: Iterable[Node]) -> frozenset[str]:
+    """Return the names of the units that some nodes call."""
+    return frozenset(node.name for node in nodes if node.kind == "call")
 
 
 def made_by(node: Node) -> Iterable[int]:

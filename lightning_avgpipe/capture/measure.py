@@ -127,8 +127,7 @@ class _Timer(StepTracer):
     def __init__(self, trial: NodeTrial, saved: SavedTensors | None, bar: tqdm) -> None:
         self._graph, self._module, self._device = graph, module, device = trial.graph, trial.module, trial.device
         units = {id(module.get_submodule(path)): path for path in graph.units}
-        called = {node.name for node in graph.nodes if node.kind == "call"}
-        away = {id(t) for path in called for t in tensors_of(module.get_submodule(path))}
+        away = {id(t) for path in graph.called for t in tensors_of(module.get_submodule(path))}
         super().__init__(units, owned_tensors(module, graph.glue_states), device, away)
         self._trial = trial
         self._calls: Counter[Hashable] = Counter()  # calls that have been measured in this run

@@ -33,7 +33,7 @@ class Units:
         ignore: modules that only observe; they and their submodules are no units.
     """
 
-    def __init__(self, root: nn.Module, given: Sequence[str], ignore: Collection[nn.Module] = ()) -> None:
+    def __init__(self, root: nn.Module, given: Sequence[str], ignore: Collection[nn.Module]) -> None:
         self._paths = {id(m): path for path, m in root.named_modules()}
         self._given = tuple(given)
         self._units = {id(root.get_submodule(path)): path for path in given}
@@ -58,7 +58,7 @@ class Units:
         return tuple(dict.fromkeys((*(path for path in self._given if path not in partly), *self._called)))
 
 
-def neighbours(root: nn.Module, called: Collection[str], used: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+def neighbours(root: nn.Module, called: Collection[str], used: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield the full names of uncalled modules, and of their parameters, each with the path of a called neighbour.
 
     ::

@@ -26,7 +26,7 @@ _MOST, _LONGEST_S, _FEWEST = 48, 30.0, 6
 Run = Callable[..., Any]
 
 
-class Way(NamedTuple):
+class CapturedRun(NamedTuple):
     """A capture of a step that leaves out submodules by chance.
 
     Attributes:
@@ -45,7 +45,7 @@ class Way(NamedTuple):
         Raises:
             PartitionError: the stage of a missing submodule is not known.
         """
-        free = self.missing - self.graph.places.keys()
+        free = self.missing - self.graph.expected_at.keys()
         outside = [path for path in sorted(free) if not any(path.startswith(f"{unit}.") for unit in units)]
         if outside:
             raise PartitionError(
@@ -57,7 +57,7 @@ class Way(NamedTuple):
 
 def fullest(
     graph: CallGraph, run: Run, module: nn.Module, device: torch.device, follow: Callable[[Run], CallGraph]
-) -> Way:
+) -> CapturedRun:
     """Capture a step repeatedly, and return the capture in which chance left out the fewest submodules.
 
     The stages are those of one capture. A micro-batch may leave out other calls.
@@ -71,14 +71,14 @@ def fullest(
     """
     ways, begin = [(graph, run)], time.perf_counter()
     if not left_out(graph, module):
-        return Way(graph, run)
+        return CapturedRun(graph, run)
     for seed in range(_MOST):
         other = partial(_seeded, run, seed, device)
         with contextlib.suppress(SkippedStepError):
             ways.append((follow(other), other))
         always = frozenset.intersection(*(left_out(way, module) for way, _ in ways))
         best = min(ways, key=lambda way: len(left_out(way[0], module)))
-        found = Way(*best, left_out(best[0], module) - always)
+        found = CapturedRun(*best, left_out(best[0], module) - always)
         if len(ways) >= _FEWEST and (not found.missing or time.perf_counter() - begin > _LONGEST_S):
             break
     _log.debug("%s was followed on %d ways", graph.step, len(ways))

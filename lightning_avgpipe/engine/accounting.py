@@ -4,9 +4,9 @@
 
     actions of a stage     F0    F1    B0    F2    B1    B2
     change in bytes        +s    +s    -s    +s    -s    -s
-    kept                   s     2s    s     2s    s     0       the crest is 2s; AFAB's would be 3s
+    kept                   s     2s    s     2s    s     0       the high water is 2s; AFAB's would be 3s
 
-What an action adds or frees does not depend on the order, so the crest of any row follows from one measured iteration.
+What an action adds or frees does not depend on the order, so that of any row follows from one measured iteration.
 
 The lanes of several pipelines on a stage are counted together. The prediction for another row assumes that all of them
 run it at the same time, so that all of them stash the most at once.
@@ -40,12 +40,12 @@ class Footprint:
 
     Attributes:
         peak: most bytes in use, with weights, gradients, optimizer states and the batch.
-        crest: most bytes that actions had added by the end of one of them.
+        high_water: most bytes that actions had added by the end of one of them.
         changes: bytes that each action adds, summed over pipelines.
     """
 
     peak: int
-    crest: int
+    high_water: int
     changes: Mapping[Action, int]
 
     @classmethod
@@ -58,20 +58,20 @@ class Footprint:
             row: actions of the stage in a schedule.
         """
         changes = {action: action.kind.stash * stash for action in row}
-        crest = _crest(row, changes)
-        return cls(held + crest, crest, changes)
+        high_water = _high_water(row, changes)
+        return cls(held + high_water, high_water, changes)
 
     def predicted(self, row: Sequence[Action]) -> int:
         """Return the peak in bytes if the stage ran its actions in this order."""
-        return self.peak + _crest(row, self.changes) - self.crest
+        return self.peak + _high_water(row, self.changes) - self.high_water
 
 
-def _crest(row: Sequence[Action], changes: Mapping[Action, int]) -> int:
-    kept = crest = 0
+def _high_water(row: Sequence[Action], changes: Mapping[Action, int]) -> int:
+    kept = high_water = 0
     for action in row:
         kept += changes[action]
-        crest = max(crest, kept)
-    return crest
+        high_water = max(high_water, kept)
+    return high_water
 
 
 class Meter(Observer, ABC):
@@ -88,7 +88,7 @@ class Meter(Observer, ABC):
         return self._measured(work, do)
 
     def finish(self, holdings: Mapping[int, Holding]) -> dict[int, Footprint]:
-        """Return the measured footprints, by stage; the crest is that of all pipelines at the same time."""
+        """Return the measured footprints, by stage; the high water is that of all pipelines at the same time."""
         found = {}
         for stage, row in self._rows.items():
             kept, rows = [*self._kept[stage], self._now(stage)], defaultdict(list)
@@ -96,8 +96,8 @@ class Meter(Observer, ABC):
             for (pipeline, action), (before, after) in zip(row, pairwise(kept), strict=True):
                 changes[action] += after - before
                 rows[pipeline].append(action)
-            crest = _crest(max(rows.values(), key=len), changes)
-            found[stage] = Footprint(self._peak(stage, max(kept) - kept[0], holdings), crest, dict(changes))
+            high_water = _high_water(max(rows.values(), key=len), changes)
+            found[stage] = Footprint(self._peak(stage, max(kept) - kept[0], holdings), high_water, dict(changes))
         return found
 
     @abstractmethod

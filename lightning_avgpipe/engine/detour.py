@@ -55,7 +55,7 @@ class Detour:
         known: KnownTensors[int],
         owned: Mapping[int, str],
         before: Sequence[Entry | OffPathNode],
-        shared: frozenset[int] = frozenset(),
+        shared: frozenset[int],
     ) -> None:
         self._program = program
         self._known = known

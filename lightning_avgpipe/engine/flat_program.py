@@ -133,7 +133,7 @@ def slots_in(templates: Iterable[Any]) -> list[int]:
 InstructionKind = Literal["glue", "question", "object", "node", "observe", "skipped"]
 
 
-class Surprise(Exception):
+class OtherAnswer(Exception):
     """An answer that differs, so that the step must be followed. Only operations on the batch have run so far."""
 
 
@@ -235,7 +235,7 @@ class FlatProgram:
             part: part of the step.
             runner: executes its nodes.
         Raises:
-            Surprise: the batch gives another answer.
+            OtherAnswer: the batch gives another answer.
             StepChangedError: an operation returned another number of tensors.
         """
         slots: list[Any] = [None] * self.num_slots
@@ -286,7 +286,7 @@ def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, obse
     else:
         result = instruction.run(*args, **kwargs)
     if instruction.kind == "question" and result != instruction.answer:
-        raise Surprise
+        raise OtherAnswer
     return [result] if type(result) is Tensor else tree.tensors(result)
 
 

@@ -51,8 +51,7 @@ class LateEffects:
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         self._program, self._module, self._repeats = program, module, repeats
-        calls = (node.name for node in program.graph.nodes[: program.start] if node.kind == "call")
-        self._earlier = set(calls) - program.own  # units of earlier stages alone
+        self._earlier = program.called_before - program.own  # units of earlier stages alone
 
     def begin(self) -> None:
         """Begin a forward."""
@@ -85,8 +84,8 @@ class LateAssignments(LateEffects):
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         super().__init__(program, module, repeats)
         graph = program.graph
-        self._known = {*graph.attributes, *graph.passing, *graph.of_units}
-        self._read = {key for key, position in graph.reads if position < program.start}
+        self._known = {*graph.assigned_between, *graph.set_back, *graph.changed_by_units}
+        self._read = {key for key, position in graph.reads.items() if position < program.start}
         self._paths: dict[int, str] = {}
         self._noted: dict[tuple[int, str, bool], tuple[nn.Module, str, Any, str]] = {}
         self._asked: Attestation | None = None
@@ -144,17 +143,16 @@ class SharedObjects(LateEffects):
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         super().__init__(program, module, repeats)
         graph = program.graph
-        calls = {node.name for node in graph.nodes if node.kind == "call"} if program.num_stages > 1 else set()
-        here = {node.name for node in program.nodes if node.kind == "call"}
-        own, others = (Snapshot(_held_by(module, units)) for units in (calls & here, calls - here))
-        known = Snapshot(variable(module, *key) for key in (*graph.attributes, *graph.of_units, *_leads(program)))
+        here = program.called
+        own, others = (Snapshot(_held_by(module, units)) for units in (here, graph.called - here))
+        known = Snapshot(
+            variable(module, *key) for key in (*graph.assigned_between, *graph.changed_by_units, *_leads(program))
+        )
         shared = own.indices.keys() & others.indices.keys() - known.indices.keys()
         self._objects = own.among(shared)
-        self._shares = bool(shared)
 
     def begin(self) -> None:
-        if self._shares:
-            self._objects.follow([obj for obj, *_ in self._objects.modified()])
+        self._objects.follow([obj for obj, *_ in self._objects.modified()])
 
     def begin_part(self) -> str | None:
         if not self._repeats:
@@ -162,7 +160,7 @@ class SharedObjects(LateEffects):
         return None
 
     def end(self) -> str | None:
-        for obj, before, now in self._objects.modified() if self._shares else ():
+        for obj, before, now in self._objects.modified():
             if not _only_grew(before, now):
                 return (
                     f"changes {self._name(obj)}, which submodules of other stages hold too, and did not when it was "
@@ -173,9 +171,8 @@ class SharedObjects(LateEffects):
 
     def _name(self, obj: Any) -> str:
         held = {joined(*key): value for key, value in attributes_of(dict(self._module.named_modules())).items()}
-        found = (
-            name for name, value in {**held, **outside(self._module)}.items() if Snapshot([value]).reach({id(obj)})
-        )
+        held |= outside(self._module)
+        found = (name for name, value in held.items() if id(obj) in Snapshot([value]).reached())
         return f"an object in '{next(found, 'an attribute')}'"
 
 
@@ -190,14 +187,14 @@ class LateChanges(LateEffects):
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         super().__init__(program, module, repeats)
         graph = program.graph
-        changed = {*graph.attributes, *graph.of_units, *graph.written, *_leads(program)}
+        changed = {*graph.assigned_between, *graph.changed_by_units, *graph.written_tensors, *_leads(program)}
         self._known = [variable(module, *key) for key in changed]
         between = {path: m for path, m in module.named_modules() if not nearest(path, set(graph.units))}
         metrics = {path for path, m in between.items() if _is_metric(m)}  # they hear of each value once
         if repeats:
             keys = {*attributes_of(between), *(("", name) for name in outside(module))}
         else:
-            keys = {key for key, position in graph.reads if position < program.start}
+            keys = {key for key, position in graph.reads.items() if position < program.start}
         keys = {key for key in keys if not nearest(key[0], metrics) and (key[0] or key[1] not in _OF_LIGHTNING)}
         self._roots = {key: variable(module, *key) for key in sorted(keys - changed) if program.start}
         self._before: Snapshot | None = None
@@ -284,7 +281,7 @@ class ReadState:
 
     def __init__(self, program: StageProgram, module: nn.Module, in_part: bool = False) -> None:
         first, last = (program.start + 1, program.end) if in_part else (0, len(program.graph.nodes))
-        keys = [key for key, position in program.graph.read_between if first <= position <= last]
+        keys = [key for key, position in program.graph.read_between.items() if first <= position <= last]
         self._read = {joined(*key): (vars(module.get_submodule(key[0])), key[1]) for key in keys}
         self._values = self._now()
         of_units = Snapshot(_held_by(module, program.graph.units)).indices.keys()
@@ -313,8 +310,8 @@ def _is_metric(module: nn.Module) -> bool:
 
 def _leads(program: StageProgram) -> Iterator[tuple[str, str]]:
     """Yield the attributes that lead to objects which the captured step changes, or sets for a while."""
-    yield from (key for key, _ in program.graph.holders)
-    yield from program.graph.passing
+    yield from program.graph.mutated_between
+    yield from program.graph.set_back
 
 
 def _held_by(module: nn.Module, units: Iterable[str]) -> Iterator[Any]:

@@ -62,7 +62,7 @@ class Lockstep(StepTracer):
         module: nn.Module,
         exchange: Exchange,
         owner: Mapping[str, int],
-        observers: Collection[nn.Module] = (),
+        observers: Collection[nn.Module],
     ) -> None:
         super().__init__({}, {})
         self.exchange = exchange

@@ -35,7 +35,7 @@ class Weights(Protocol):
     def constant(self) -> bool:
         """Whether the weights do not change within an iteration."""
 
-    def places(self, stage: int) -> bool:
+    def swaps(self, stage: int) -> bool:
         """Return whether anything is put into the module for an action of a stage."""
 
     def placed(self, stage: int) -> AbstractContextManager[dict[int, str]]:
@@ -164,7 +164,7 @@ class OwnModule:
         program: as given.
         module: as given.
         attributes: values of attributes of this stage.
-        places: whether anything is put into the module while the stage works.
+        swaps: whether anything is put into the module while the stage works.
     """
 
     def __init__(
@@ -179,17 +179,17 @@ class OwnModule:
         self.module = module
         self._weights = weights
         self._of_units = of_units or OwnAttributes(module, (), True)
-        self.attributes = OwnAttributes(module, (*program.graph.attributes, *program.holders), shown)
-        self._passing = [variable(module, *key) for key in program.graph.passing if not program.is_last]
+        self.attributes = OwnAttributes(module, (*program.graph.assigned_between, *program.holders), shown)
+        self._passing = [variable(module, *key) for key in program.graph.set_back if not program.is_last]
         self._elsewhere = [
             (variable(module, *key), Elsewhere(joined(*key), _ELSEWHERE)) for key in program.changed_elsewhere
         ]
         own = not (self._of_units.are_shown and self.attributes.are_shown) or bool(self._passing or self._elsewhere)
-        self.places = own or weights.places(program.stage)
+        self.swaps = own or weights.swaps(program.stage)
 
     def placed(self) -> AbstractContextManager[dict[int, str]]:
         """Put the stage's weights and attributes into the module in this context; yield ``id -> name`` of copies."""
-        return self._placed() if self.places else _NOTHING
+        return self._placed() if self.swaps else _NOTHING
 
     @contextlib.contextmanager
     def _placed(self) -> Iterator[dict[int, str]]:
@@ -210,5 +210,4 @@ class OwnModule:
 
     def changed_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that the stage's forwards change, by name."""
-        names = dict.fromkeys(name for node in self.program.nodes for name in node.states)
-        return {name: self.module.get_buffer(name) for name in names}
+        return {name: self.module.get_buffer(name) for name in self.program.states}

@@ -189,7 +189,7 @@ class Pipeline:
         shortcut = None
         if self.shortcut is not None and kept:
             shortcut = self.shortcut(kept, self.cluster, graph, freezing, bisect.bisect_right(cuts, kept))
-        of_units = OwnAttributes(self._module, graph.of_units, self.number == 0)
+        of_units = OwnAttributes(self._module, graph.changed_by_units, self.number == 0)
         stages = [
             Stage(
                 programs[k],
@@ -246,7 +246,7 @@ class Pipeline:
     def read_elsewhere(self) -> frozenset[tuple[str, str]]:
         """Return ``(path, name)`` of the attributes that step functions read on other processes than the last."""
         steps = [loaded for loaded in self.steps.values() if loaded.cuts]
-        return frozenset(key for of in steps for key, position in of.graph.reads if position <= of.cuts[-1])
+        return frozenset(key for of in steps for key, position in of.graph.reads.items() if position <= of.cuts[-1])
 
     def lanes(self, step: str, schedule: Schedule, task: Task, observers: Sequence[Observer] = ()) -> list[Lane]:
         """Return the lanes of this process, ready to begin an iteration.
@@ -404,7 +404,7 @@ class Engine:
         for n in numbers:
             pipeline, _, lanes = self._begun.pop(n)
             clear(lanes, channels)
-            pipeline.steps[self._step].own[-1].end()
+            pipeline.steps[self._step].of_units.end()
 
 
 def run_together(
@@ -421,7 +421,9 @@ def run_together(
         return engine.finish([pipeline.number for pipeline in pipelines])
     finally:
         engine.clear()
-        added = [obj for pipeline in pipelines[1:] for own in pipeline.steps[step].own[-2:] for obj in own.added()]
+        others = [pipeline.steps[step] for pipeline in pipelines[1:]]
+        states = [own for loaded in others for own in (loaded.stages[-1].module.attributes, loaded.of_units)]
+        added = [obj for own in states for obj in own.added()]
         for own in (own for pipeline in pipelines for own in pipeline.steps[step].own):
             own.accept(added)
 

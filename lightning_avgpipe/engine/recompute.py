@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.engine.own_module import OwnModule
 from lightning_avgpipe.engine.part import Observe
-from lightning_avgpipe.engine.tensor_use import places
+from lightning_avgpipe.engine.tensor_use import registers_of
 from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.planning.recompute_policy import Recompute, repeated
@@ -71,8 +71,8 @@ class ForwardState:
         self,
         modules: Sequence[nn.Module],
         buffers: set[int],
-        parameters: Sequence[nn.Parameter] = (),
-        read: Sequence[Any] = (),
+        parameters: Sequence[nn.Parameter],
+        read: Sequence[Any],
     ) -> None:
         self._modules = modules
         self._read = read
@@ -137,7 +137,7 @@ class Observations:
         observe: call them; None: they are called directly.
     """
 
-    def __init__(self, observe: Observe | None = None) -> None:
+    def __init__(self, observe: Observe | None) -> None:
         self._observe = observe
         self._results: list[Any] = []
 
@@ -182,7 +182,7 @@ class UnitRepeater:
         if not self._recompute.includes(node.name) or not torch.is_grad_enabled():
             return run
         modules = list(self._module.get_submodule(node.name).modules())
-        changed = [register.get(name) for register, name in places(self._module, node.states)]
+        changed = [register.get(name) for register, name in registers_of(self._module, node.states)]
         draws = RandomState(self._device)  # kept even if the unit has not drawn so far, since it may begin to
         parameters = [tensor for tensor in changed if isinstance(tensor, nn.Parameter)]
         surroundings: ForwardState | None = None
@@ -243,14 +243,14 @@ class Repetition:
 
     def surroundings(self, rewritten: Sequence[nn.Parameter]) -> ForwardState:
         """Return a record of the state before a forward that writes into these parameters."""
-        states = {name for node in self._program.nodes for name in node.states}
+        states = self._program.states
         buffers = {id(b) for name, b in self._module.named_buffers() if name in states} if states else set()
         return ForwardState(self._scope, buffers, rewritten, self._read)
 
 
 def _scope(program: StageProgram, module: nn.Module) -> list[nn.Module]:
     """Return the modules that a stage's forward may change: its units, and what lies outside of all units."""
-    mine = {node.name for node in program.nodes if node.kind == "call"}
+    mine = program.called
     foreign = {
         id(inner)
         for path in program.graph.units
@@ -263,7 +263,7 @@ def _scope(program: StageProgram, module: nn.Module) -> list[nn.Module]:
 
 def _unowned(program: StageProgram, module: nn.Module) -> list[Any]:
     """Return the variables that units change (global counters), and random generators in others, for late draws."""
-    changed, found = {name for path, name in program.graph.of_units if not path}, list[Any]()
+    changed, found = {name for path, name in program.graph.changed_by_units if not path}, list[Any]()
     for name, variable in outside(module).items():
         found += [variable] if name in changed else Snapshot([variable], opaque="generators").opaque
     return found

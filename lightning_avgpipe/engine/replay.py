@@ -41,7 +41,7 @@ from lightning_avgpipe.engine.part import (
     Tapped,
 )
 from lightning_avgpipe.engine.recompute import is_repeating
-from lightning_avgpipe.engine.stage_values import Answers, StageValues, modes_of
+from lightning_avgpipe.engine.stage_values import SkippedCalls, StageValues, modes_of
 from lightning_avgpipe.errors import AbsentValueError, StepChangedError
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
@@ -64,7 +64,7 @@ def replay(
     context: ReplayContext,
     around: Around | None = None,
     writer: ProgramWriter = UNUSED,
-    answers: Answers | None = None,
+    answers: SkippedCalls | None = None,
 ) -> Replayed:
     """Execute one stage's part of a step on one micro-batch.
 
@@ -119,7 +119,7 @@ class _Replayer(StepTracer):
         context: ReplayContext,
         runner: Runner,
         writer: ProgramWriter,
-        answers: Answers | None,
+        answers: SkippedCalls | None,
     ) -> None:
         super().__init__(context.units, context.owned, context.device)
         program, before = part.program, part.entries

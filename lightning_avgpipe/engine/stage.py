@@ -21,7 +21,7 @@ from lightning_avgpipe.engine.prefix import Prefix, Shortcut
 from lightning_avgpipe.engine.recompute import Observations, Repetition
 from lightning_avgpipe.engine.stage_step import StageStep
 from lightning_avgpipe.engine.task import Gate, Inputs, Stash, Task, entered
-from lightning_avgpipe.engine.tensor_use import ForeignTensors, explained, places
+from lightning_avgpipe.engine.tensor_use import ForeignTensors, naming_overwritten_buffers, registers_of
 from lightning_avgpipe.errors import ScheduleError, StepChangedError, UnsendableError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, Kind, Schedule
@@ -112,9 +112,9 @@ class Stage:
         self._device = device
         changes = dict.fromkeys(name for node in program.nodes for name in node.changes)
         changed = [name for name, _ in module.named_buffers() if name in changes]
-        self._changed = dict(zip(changed, places(module, changed), strict=True))  # buffers, register and name
+        self._changed = dict(zip(changed, registers_of(module, changed), strict=True))  # buffers, register and name
         self._seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
-        self._explained = explained(program, module)
+        self._explained = naming_overwritten_buffers(program, module)
         self._kept_by_seeding: dict[int, Snapshot] = {}
         self._step = StageStep(program, module, device, foreign_tensors, execution, repeats)
         self._prefix = Prefix(program, device, kept)
@@ -402,7 +402,7 @@ class Stage:
 
     def in_backward(self, micro_batch: int) -> AbstractContextManager[dict[int, str]]:
         """Run a backward, or a part of one, within this context; yields ``id -> name`` of copies of weights."""
-        prepared = self.module.places or micro_batch in self._kept_by_seeding
+        prepared = self.module.swaps or micro_batch in self._kept_by_seeding
         return self._in_backward(micro_batch) if prepared else self._explained
 
     @contextmanager

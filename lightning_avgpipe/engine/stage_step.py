@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.capture.tracer import uncompiled, watching
 from lightning_avgpipe.engine.execution import Execution, OwnStream
-from lightning_avgpipe.engine.flat_program import UNUSED, VALUES, FlatProgram, ProgramWriter, Surprise, description
+from lightning_avgpipe.engine.flat_program import UNUSED, VALUES, FlatProgram, OtherAnswer, ProgramWriter, description
 from lightning_avgpipe.engine.late_effects import ReadState
 from lightning_avgpipe.engine.part import Observe, Part, Path, ReplayContext, Replayed, Runner
 from lightning_avgpipe.engine.randomness import Drawing
 from lightning_avgpipe.engine.replay import replay
-from lightning_avgpipe.engine.stage_values import Answers
+from lightning_avgpipe.engine.stage_values import SkippedCalls
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.engine.tensor_use import ForeignTensors, Inspection, Rewritten
 from lightning_avgpipe.engine.unforeseen import Unforeseen
@@ -54,8 +54,8 @@ def why_follow(program: StageProgram) -> str | None:
     reasons = {
         "it changes its batch": graph.batch_writes,
         "it changes buffers between units": graph.glue_states or program.upkeep or program.elsewhere,
-        "it changes attributes or objects": graph.attributes or graph.passing or graph.holders,
-        "it writes into tensors of its own": graph.written or graph.carried,
+        "it changes attributes or objects": graph.assigned_between or graph.set_back or graph.mutated_between,
+        "it writes into tensors of its own": graph.written_tensors or graph.carried,
         "it draws from Python's or NumPy's generators": graph.host_drawing,
         "it has generators of its own": graph.generators,
         "it holds iterators": graph.iterators,
@@ -67,7 +67,7 @@ def why_follow(program: StageProgram) -> str | None:
 _NOT_STATIC = "static_step=False, or a hook of yours runs between micro-batches (such as on_before_zero_grad)"
 
 
-class Form(NamedTuple):
+class Signature(NamedTuple):
     """The properties that micro-batches must share to run one program; all but the tensors are compared.
 
     Attributes:
@@ -81,7 +81,7 @@ class Form(NamedTuple):
     told: tuple[Any, ...]
 
     @classmethod
-    def of(cls, part: Part, static: bool) -> Form:
+    def of(cls, part: Part, static: bool) -> Signature:
         """Return the form of a micro-batch.
 
         Args:
@@ -135,7 +135,7 @@ class Programs:
         self._module, self._context = module, context
         self._iteration = 0
         self._audits = True
-        self._written: list[tuple[Form, FlatProgram]] = []
+        self._written: list[tuple[Signature, FlatProgram]] = []
         self._read, self._read_in_part = ReadState(program, module), ReadState(program, module, in_part=True)
         if (why := why_follow(program) if static else _NOT_STATIC) is not None:
             self._end(why)
@@ -147,7 +147,7 @@ class Programs:
         if self._audits or not self.static:
             self._written.clear()
 
-    def find(self, form: Form) -> list[FlatProgram]:
+    def find(self, form: Signature) -> list[FlatProgram]:
         """Return the programs for this form, one for each set of answers; empty if the micro-batch must be followed."""
         if self._audits:
             return []
@@ -170,7 +170,7 @@ class Programs:
                 "nothing, if need be), or set static_step=False, so that each one is followed"
             )
 
-    def _of(self, form: Form) -> list[FlatProgram]:
+    def _of(self, form: Signature) -> list[FlatProgram]:
         _, described, told = form
         return [program for known, program in self._written if known.described == described and known.told == told]
 
@@ -180,7 +180,7 @@ class Programs:
             return UNUSED
         return ProgramWriter(self._module, self._context, checks_purity=self._audits and not self.static)
 
-    def keep(self, form: Form, writer: ProgramWriter) -> None:
+    def keep(self, form: Signature, writer: ProgramWriter) -> None:
         """Keep the program that was written, or note why there can be none."""
         program = writer.program
         if program is None:
@@ -188,7 +188,7 @@ class Programs:
             return
         before = next((other for other in self._of(form) if other.answers == program.answers), None)
         if before is None:
-            bare = Form((), form.described, form.told)  # keeps no tensor alive
+            bare = Signature((), form.described, form.told)  # keeps no tensor alive
             self._written.append((bare, program))
         elif before != program:
             self._end("it does something else with each micro-batch")
@@ -223,7 +223,7 @@ class StageStep:
         device: torch.device,
         foreign_tensors: ForeignTensors | None,
         execution: Execution,
-        repeats: bool = False,
+        repeats: bool,
     ) -> None:
         graph = program.graph
         self._graph = graph
@@ -241,7 +241,7 @@ class StageStep:
             compiler=execution.compiler,
             unforeseen=self._unforeseen,
         )
-        self._answers = Answers(program, device)
+        self._answers = SkippedCalls(program, device)
         self._programs = Programs(program, module, self._context, execution.static)
         self._began_on_host = False  # in this iteration
         self.rewritten = Rewritten(program, module)
@@ -277,12 +277,12 @@ class StageStep:
         trains, writer = task.trains, UNUSED
         if self._may_repeat(part, task):
             assert task.around is not None
-            form = Form.of(part, self._programs.static)
+            form = Signature.of(part, self._programs.static)
             for written in self._programs.find(form):
                 try:
                     with watched(), self.rewritten.saved(trains), self._unforeseen.sharing():
                         replayed = self._run_program(written, form, part, task.around(micro_batch))
-                except Surprise:
+                except OtherAnswer:
                     continue
                 self._programs.check_read()
                 return replayed
@@ -310,7 +310,7 @@ class StageStep:
         return (len(task.args) > 1 or self._programs.static) and not self._context.drawing.late_on_host
 
     def _run_program(
-        self, program: FlatProgram, form: Form, part: Part, around: AbstractContextManager[None]
+        self, program: FlatProgram, form: Signature, part: Part, around: AbstractContextManager[None]
     ) -> Replayed:
         """Run a program that was written for another micro-batch on this one."""
         runner = Runner(part, self._context)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.engine.part import Entry, Part, Path, ReplayContext
+from lightning_avgpipe.engine.tensor_use import nodes_of
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.objects import ObjectState, put_state, state_of
@@ -65,17 +66,8 @@ class StageValues:
 
     def leads_to_received(self, tensors: Sequence[Tensor], besides: Sequence[Tensor]) -> bool:
         """Return whether autograd follows these tensors to received values, others than ``besides``."""
-        asked = {t.grad_fn for t in besides}
-        ends = {t.grad_fn for t in self._received.values() if t.grad_fn is not None} - asked
-        seen, left = set[Any](), [t.grad_fn for t in tensors if t.grad_fn is not None]
-        while left:
-            node = left.pop()
-            if node in ends:
-                return True
-            following = {node for node, _ in node.next_functions if node is not None} - seen
-            seen |= following
-            left += following
-        return False
+        ends = {t.grad_fn for t in self._received.values()} - {t.grad_fn for t in besides}
+        return not ends.isdisjoint(nodes_of(tensors))
 
     def to_send(self, value: int) -> Tensor:
         """Return the tensor to send for a value; an empty one if the step ended before the value was made."""
@@ -192,7 +184,7 @@ class Answer(NamedTuple):
     calls: tuple[str, ...]
 
 
-class Answers:
+class SkippedCalls:
     """The answers to the calls before a stage.
 
     Args:

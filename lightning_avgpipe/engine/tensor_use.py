@@ -34,7 +34,7 @@ ForeignTensors = Callable[[Collection[str]], Mapping[str, Sequence[Tensor]]]
 _MODIFIED = re.compile(r"modified by an inplace operation.*?Tensor \[([\d, ]*)\]\].*? is at version (\d+)", re.DOTALL)
 
 
-def places(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str]]:
+def registers_of(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str]]:
     """Return for each of these parameters and buffers its register and its name there; the tensor may be replaced."""
     found = []
     for name in names:
@@ -53,30 +53,30 @@ class Rewritten:
     """
 
     def __init__(self, program: StageProgram, module: nn.Module) -> None:
-        names = dict.fromkeys(name for node in program.nodes for name in node.states if name in program.graph.rewritten)
-        self._places = places(module, list(names))  # register and name of each
+        names = [name for name in program.states if name in program.graph.rewritten]
+        self._registers = registers_of(module, names)  # register and name of each
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters among them."""
-        held = (register[name] for register, name in self._places)
+        held = (register[name] for register, name in self._registers)
         return [tensor for tensor in held if isinstance(tensor, nn.Parameter)]
 
     def saved(self, trains: bool) -> AbstractContextManager[Any]:
         """Let autograd save copies of these tensors within this context."""
-        if not self._places or not trains:
+        if not self._registers or not trains:
             return nullcontext()
         return SavedHooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         # looked up each time, since a step may give a parameter other memory
-        mine = {address(register[name]) for register, name in self._places if register[name] is not None}
+        mine = {address(register[name]) for register, name in self._registers if register[name] is not None}
         if address(tensor) not in mine:
             return tensor
         with torch.no_grad():
             return tensor.detach().clone()
 
 
-class explained:
+class naming_overwritten_buffers:
     """A context for backwards of a stage that explains their errors about a buffer that was changed in place.
 
     It gives ``id -> name`` of the weights that were put into the module for it: none.

@@ -30,21 +30,20 @@ from lightning_avgpipe.capture.graph import GeneratorUse, Node
 from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.late_effects import LateAssignments, LateChanges, LateEffects, LateHooks, SharedObjects
-from lightning_avgpipe.engine.tensor_use import places
+from lightning_avgpipe.engine.tensor_use import registers_of
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.objects import Variable, is_generator
 from lightning_avgpipe.state.outside import outside, variable
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.names import is_within, joined
+from lightning_avgpipe.utils.names import is_within, joined, listed
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import version_of
 
 _WRITES = re.compile(
     r"\w*[a-z0-9]_|__setitem__|data\.__set__|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
 )
-_SHOWN = 3  # units that a message names
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None), bool, int, float, str))
 _NOTHING = contextlib.nullcontext()
 
@@ -58,7 +57,7 @@ class Unforeseen:
         repeats: whether an earlier stage of this process has run this code before.
     """
 
-    def __init__(self, program: StageProgram, module: nn.Module, repeats: bool = False) -> None:
+    def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         self._program = program
         self._module = module
         self._iterations = 0
@@ -68,32 +67,27 @@ class Unforeseen:
         others = LateChanges(program, module, repeats), LateHooks(program, module, repeats)
         self._late: tuple[LateEffects, ...] = (self._assignments, *others)
         self._generators = _Generators(program, module)
-        self._constants: dict[str, tuple[dict[str, Any], str]] = {}  # buffers outside of units, register and name
-        nodes, units = program.graph.nodes, program.graph.units
-        here, there = (
-            {node.name for node in some if node.kind == "call"}
-            for some in (program.nodes, (*nodes[: program.start], *nodes[program.end :]))
-        )
-        self._called = here & there  # units that other stages call too
         graph = program.graph
-        read = (*graph.buffers_read, *((joined(*key), position) for key, position in graph.reads))
+        self._called = program.called & program.called_elsewhere
+        read = {**graph.buffers_read, **{joined(*key): position for key, position in graph.reads.items()}}
         # in one process all stages have the same buffers
-        self._read_before = {name for name, position in read if position < program.start and not repeats}
+        self._read_before = {name for name, position in read.items() if position < program.start and not repeats}
         names = [
             name
             for name, _ in module.named_buffers()
-            if name not in program.graph.changed
+            if name not in graph.changed
             and (
                 self._is_shared(name)
                 or name in self._read_before
-                or not (program.is_last or any(is_within(name, unit) for unit in units))
+                or not (program.is_last or any(is_within(name, unit) for unit in graph.units))
             )
         ]
-        self._constants = dict(zip(names, places(module, names), strict=True))
+        # buffers that no forward of this stage may change: register and name
+        self._constants = dict(zip(names, registers_of(module, names), strict=True))
         elsewhere = [name for name, _ in module.named_buffers() if name in program.buffers_elsewhere]
-        self._elsewhere = dict(zip(elsewhere, places(module, elsewhere), strict=True))
+        self._elsewhere = dict(zip(elsewhere, registers_of(module, elsewhere), strict=True))
         self._absent: dict[int, str] = {}  # id of a buffer -> its name, while a forward runs
-        self._holders = [variable(module, *key) for key, _ in program.graph.holders if not program.is_last]
+        self._holders = [variable(module, *key) for key in program.graph.mutated_between if not program.is_last]
 
     def begin_iteration(self) -> None:
         """Begin an iteration. What is done in the first one, and was put back in the captured step, is not late."""
@@ -250,9 +244,7 @@ class _Generators:
         self._module = module
         self._uses = program.graph.generators if program.num_stages > 1 else ()
         self._roots: dict[tuple[str, str], Variable] = {}  # found once: variables outside of modules take long
-        nodes = program.graph.nodes
-        called = {node.name for node in (*nodes[: program.start], *nodes[program.end :]) if node.kind == "call"}
-        self._own = program.own - called
+        self._own = program.own - program.called_elsewhere
         self._units = [_reaching(use, program, module) for use in self._uses]
         self._found: dict[int, tuple[Any, int]] = {}  # id of a generator -> the generator, and the index of its use
         self._before = Snapshot(())
@@ -325,7 +317,7 @@ class _Generators:
             allowed = units <= self._own and node.name in units
         if not allowed:
             others = [path for path in sorted(units) if path != node.name]
-            beside = f", which others may draw from too ({_listed(others)})" if others else ""
+            beside = f", which others may draw from too ({listed(list(map(repr, others)))})" if others else ""
             self._refuse(f"{self._name(use)} in {node}{beside}")
 
     def _look(self, position: int) -> None:
@@ -370,7 +362,3 @@ def _reaching(use: GeneratorUse, program: StageProgram, module: nn.Module) -> fr
             ):
                 found.add(unit)
     return frozenset(found)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

@@ -156,7 +156,7 @@ class Plan:
         for stage in self.stages:
             for name in (*stage.units, *stage.parameters, *stage.states):
                 found[name] = (*found.get(name, ()), stage.index)
-        for name, position in self.graph.buffers_read:
+        for name, position in self.graph.buffers_read.items():
             found.setdefault(name, (bisect.bisect_right(self.cuts, position),))
         return {name: tuple(dict.fromkeys(stages)) for name, stages in found.items()}
 
@@ -264,7 +264,7 @@ def make_plan(
     for k, (start, end) in enumerate(itertools.pairwise(bounds)):
         nodes = graph.executed(start, end)
         used = (name for node in nodes for name in node.parameters)
-        beside = (name for name, place in graph.places.items() if start <= place < end and name in sizes)
+        beside = (name for name, place in graph.expected_at.items() if start <= place < end and name in sizes)
         parameters = tuple(dict.fromkeys((*used, *beside)))
         sends = tuple(graph.values[v] for v in graph.live(end)) if k < len(cuts) else ()
         stages.append(

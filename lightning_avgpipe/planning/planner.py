@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from lightning_avgpipe.capture.costs import Costs, Link
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure
-from lightning_avgpipe.capture.ways import Way, fullest
+from lightning_avgpipe.capture.ways import CapturedRun, fullest
 from lightning_avgpipe.capture.wire_format import Wire
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.balance import cut_at, cut_balanced, limits, scattered
@@ -211,7 +211,7 @@ class Planner:
         memory, subject = self.memory(conditions), self.subject
         units = self._initial(units)
         graph = subject.capture(step, units)
-        way = Way(graph, step.run)
+        way = CapturedRun(graph, step.run)
         if self.num_stages > 1:
             follow = lambda run: subject.capture(step._replace(run=run), units)  # noqa: E731
             way = fullest(graph, step.run, subject.module, subject.place, follow)

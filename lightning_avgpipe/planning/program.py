@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lightning_avgpipe.capture.graph import CallGraph, Node
+from lightning_avgpipe.capture.graph import CallGraph, Node, units_in
 from lightning_avgpipe.utils.names import nearest
 from lightning_avgpipe.utils.placeholder import Description
 
@@ -52,14 +52,15 @@ class StageProgram:
     @cached_property
     def holders(self) -> tuple[tuple[str, str], ...]:
         """The attributes (module path, name) that hold objects which the step changes by the end of this stage."""
-        return tuple(key for key, position in self.graph.holders if position <= self.end or self.is_last)
+        return tuple(
+            key for key, position in self.graph.mutated_between.items() if position <= self.end or self.is_last
+        )
 
     @cached_property
     def changed_elsewhere(self) -> tuple[tuple[str, str], ...]:
         """The attributes (module path, name) that only units of other stages change, and that are not sent along."""
         here, exporting = self.own, {node.name for node in self.graph.nodes if node.exports}
-        called = {node.name for node in self.graph.nodes if node.kind == "call"}
-        units = {key: nearest(key[0], called) for key in self.graph.of_units if key[0]}
+        units = {key: nearest(key[0], self.graph.called) for key in self.graph.changed_by_units if key[0]}
         return tuple(key for key, unit in units.items() if unit and unit not in here | exporting)
 
     @cached_property
@@ -68,6 +69,26 @@ class StageProgram:
         others = (node for node in self.graph.nodes if not self.start <= node.index < self.end)
         changed = frozenset(name for node in others for name in node.changes)
         return changed.difference(self.graph.glue_states, *(node.states for node in self.nodes))
+
+    @cached_property
+    def called(self) -> frozenset[str]:
+        """The names of the units that the stage calls."""
+        return units_in(self.nodes)
+
+    @cached_property
+    def called_before(self) -> frozenset[str]:
+        """The names of the units that earlier stages call."""
+        return units_in(self.graph.nodes[: self.start])
+
+    @cached_property
+    def called_elsewhere(self) -> frozenset[str]:
+        """The names of the units that other stages call."""
+        return self.called_before | units_in(self.graph.nodes[self.end :])
+
+    @cached_property
+    def states(self) -> tuple[str, ...]:
+        """The names of the parameters and buffers that the stage uses or changes as states."""
+        return tuple(dict.fromkeys(name for node in self.nodes for name in node.states))
 
     @cached_property
     def own(self) -> frozenset[str]:
@@ -89,7 +110,7 @@ class StageProgram:
         return _names(self.graph.nodes[self.end :]) | self._neighbours(self.end, len(self.graph.nodes))
 
     def _neighbours(self, start: int, end: int) -> frozenset[str]:
-        return frozenset(name for name, place in self.graph.places.items() if start <= place < end)
+        return frozenset(name for name, place in self.graph.expected_at.items() if start <= place < end)
 
     @cached_property
     def alike(self) -> dict[tuple[str, str], Node]:
@@ -112,8 +133,7 @@ class StageProgram:
 
 
 def _names(nodes: Sequence[Node]) -> frozenset[str]:
-    called = (node.name for node in nodes if node.kind == "call")
-    return frozenset((*called, *(name for node in nodes for name in node.parameters)))
+    return units_in(nodes).union(*(node.parameters for node in nodes))
 
 
 def stage_programs(graph: CallGraph, cuts: Sequence[int]) -> tuple[StageProgram, ...]:

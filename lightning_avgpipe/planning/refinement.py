@@ -117,7 +117,7 @@ class Refinement:
         """
         weights, whole = _sums(graph, costs.node), _sums(graph, [node.flops for node in graph.nodes])
         per_flop = {unit: weights[unit] / whole[unit] for unit in chosen if whole.get(unit)}
-        flops = dict(graph.inner_flops)
+        flops = graph.inner_flops
         units, opened, heavy = graph.units, set[str](), list(chosen)
         limit = _BALANCED * sum(costs.node) / self._num_stages
         while heavy:

@@ -86,7 +86,7 @@ def names_in(functions: Iterable[Callable[..., Any]], classes: Sequence[type]) -
     return frozenset(found)
 
 
-def places(module: nn.Module, name: str) -> list[str]:
+def lines_naming(module: nn.Module, name: str) -> list[str]:
     """Return the lines of the module's code that name a variable, such as ``file.py:12 in forward``."""
     lines = _reached(*_code_of(module)).lines
     last = next(part for part in reversed(name.split(".")) if not part.isdecimal())

@@ -154,10 +154,6 @@ class Snapshot:
         """Return the ids of the objects and tensors that are reached."""
         return {id(obj) for obj in (*(obj for obj, _ in self._states), *self.tensors)}
 
-    def reach(self, others: Collection[int]) -> bool:
-        """Return whether an object or tensor with one of these ids is among the reached ones."""
-        return not self.reached().isdisjoint(others)
-
     # -- restore ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -224,7 +220,9 @@ class Snapshot:
 
 def leading(held: Mapping[K, Any], chosen: Collection[int], opaque: Opaque = True) -> tuple[K, ...]:
     """Return the keys of the values that lead to an object or tensor with one of these ids."""
-    return tuple(key for key, value in held.items() if chosen and Snapshot([value], opaque=opaque).reach(chosen))
+    if not chosen:
+        return ()
+    return tuple(k for k, value in held.items() if not Snapshot([value], opaque=opaque).reached().isdisjoint(chosen))
 
 
 def assign(obj: Any, other: Any) -> bool:

@@ -186,7 +186,7 @@ class Overlap:
         """Note the values that a step reads: until the next call hooks must not change them."""
         module, graph = self._module, self._loop.deployment.pipeline.graph(STEP)
         if graph is not self._graph:
-            keys = [key for key, _ in graph.reads if key[1] not in _IGNORED and key not in graph.written]
+            keys = [key for key in graph.reads if key[1] not in _IGNORED and key not in graph.written_tensors]
             self._read = {".".join(filter(None, key)): variable(module, *key) for key in keys} | outside(module)
         self._held = {name: self._hold(name) for name in self._read}
         self._graph, self._is_first = graph, graph is not self._graph

@@ -268,7 +268,7 @@ class Profiler:
             else:
                 footprint = kept[k].footprint
                 activations = sum(max(0, added) for action, added in footprint.changes.items() if action.kind.stash > 0)
-                rest = footprint.peak - footprint.crest - kept[k].holding.total - other
+                rest = footprint.peak - footprint.high_water - kept[k].holding.total - other
                 transient = setting.num_microbatches * max(0, rest)
             found[k] = StageMemory(
                 context + other + models[k].shared,

@@ -148,7 +148,7 @@ class ScheduleControl:
             yield
         if meter is not None:
             found = self._footprints(meter, plan, schedule, len(works[0]))
-            self._measured += [(self._number, k, f.peak, f.crest, f.changes) for k, f in found.items()]
+            self._measured += [(self._number, k, f.peak, f.high_water, f.changes) for k, f in found.items()]
         size = sum(part.size for work in works for part in work)
         known.largest = max(size, known.largest)
         ordinary = self._follows and meter is None and not [*self.observers] and size == known.largest

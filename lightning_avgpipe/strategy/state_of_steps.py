@@ -69,7 +69,7 @@ class StateOfSteps:
     def _keys(self, owner: Any, name: str) -> Iterator[Key]:
         """Yield the attributes and variables that the step changes between submodules, and that a hook names."""
         graph = self._deployment.pipeline.graph(STEP)
-        changed = dict.fromkeys((*graph.attributes, *(key for key, _ in graph.holders)))
+        changed = graph.changed_between
         if changed and (owner, name) not in self._named:
             classes = type(self._module), type(owner)
             self._named[owner, name] = names_in(self._functions(owner, name), classes)

@@ -63,7 +63,7 @@ class StateOfUnits:
             if name in buffers and name in answers:
                 path, _, leaf = name.rpartition(".")
                 yield (path, leaf), answers[name]
-        for path, name in graph.of_units:
+        for path, name in graph.changed_by_units:
             hosts = hosts_of(plan, path, self._cluster.stage_map) if path and plan is not None else set()
             if len(hosts) == 1:
                 yield (path, name), hosts.pop()

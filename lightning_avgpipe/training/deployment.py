@@ -293,9 +293,10 @@ def check_movable(before: Plan, after: Plan, old: StageMap, new: StageMap, model
 def _staying(before: Plan, after: Plan, old: StageMap, new: StageMap, models: int) -> Iterator[Key]:
     for plan in (before, after):
         graph, last = plan.graph, plan.cuts[-1] if plan.cuts else 0
-        early = {key for key, position in graph.reads if models > 1 or (old.group_size > 1 and position <= last)}
-        yield from early.intersection((*graph.attributes, *(key for key, _ in graph.holders)))
-    for key in {*before.graph.of_units, *before.graph.written}:
+        several = old.group_size > 1
+        early = {key for key, position in graph.reads.items() if models > 1 or (several and position <= last)}
+        yield from early.intersection(graph.changed_between)
+    for key in {*before.graph.changed_by_units, *before.graph.written_tensors}:
         if models > 1 or hosts_of(before, key[0], old) != hosts_of(after, key[0], new):
             yield key
 

@@ -143,7 +143,7 @@ class ParallelPipelines:
 
     def _written(self) -> list[Tensor]:
         """Return tensors in attributes and variables that training writes into, without parameters and buffers."""
-        keys = self._first.graph("training_step").written
+        keys = self._first.graph("training_step").written_tensors
         found = Snapshot(variable(self._module, *key) for key in keys).tensors
         named = {address(t) for t in (*self._module.parameters(), *self._module.buffers())}
         return [t for t in found if address(t) not in named and t.is_leaf and not t.requires_grad]

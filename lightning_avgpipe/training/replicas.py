@@ -60,11 +60,11 @@ def _kept_on(graph: CallGraph, bounds: Sequence[int], shared: Sequence[int]) -> 
     """Yield attributes that a step changes and reads on or before a stage with replicas: path of a module, and name."""
     if not shared:
         return
-    early = {key for key, position in graph.reads if position <= bounds[shared[-1] + 1]}
-    yield from early.intersection((*graph.attributes, *(key for key, _ in graph.holders)))
+    early = {key for key, position in graph.reads.items() if position <= bounds[shared[-1] + 1]}
+    yield from early.intersection(graph.changed_between)
     nodes = (node for k in shared for node in graph.executed(bounds[k], bounds[k + 1]) if node.kind != "glue")
     units = {name for node in nodes for name in node.name.split(", ")}  # of a region several
-    for path, name in {*graph.of_units, *graph.written}:
+    for path, name in {*graph.changed_by_units, *graph.written_tensors}:
         if not path or any(f"{path}.".startswith(f"{unit}.") or f"{unit}.".startswith(f"{path}.") for unit in units):
             yield path, name
 

@@ -94,7 +94,7 @@ class TiedParameters:
                 leaf = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
                 self._stand_ins[k][name] = _Copy(parameter, leaf, slots[id(parameter)])
 
-    def places(self, stage: int) -> bool:
+    def swaps(self, stage: int) -> bool:
         """Return whether anything is put into the module for an action of a stage."""
         return bool(self._stand_ins[stage])
 

@@ -387,8 +387,8 @@ def keeping(step: str, position: int) -> CallGraph:
         frozenset(),
         ("first", "last"),
         frozenset(),
-        holders=((key, position),),
-        reads=((key, position),),
+        mutated_between={key: position},
+        reads={key: position},
     )
 
 

@@ -145,7 +145,7 @@ class WeightStore:
         here = self._stages[stage]
         here.now = self.policy.uses(here.place, micro_batch)[backward]
 
-    def places(self, stage: int) -> bool:
+    def swaps(self, stage: int) -> bool:
         """Return whether anything is put into the module for an action of a stage: always."""
         return True
 

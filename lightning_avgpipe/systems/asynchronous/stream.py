@@ -182,7 +182,7 @@ class Stream(Observer):
                 lane.drop(sent - taken, self._pipeline.cluster.waits)
         clear(self._lanes)
         if self._lanes:
-            self._pipeline.steps[self._step].own[-1].end()
+            self._pipeline.steps[self._step].of_units.end()
         with torch.no_grad():
             for stage, before in self._kept[self.batch]:
                 for name, buffer in stage.module.changed_buffers().items():

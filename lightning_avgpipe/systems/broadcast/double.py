@@ -40,7 +40,7 @@ class Double:
     def __init__(self, program: StageProgram, module: nn.Module) -> None:
         self._module = module
         self._parameters = parameters_of(program)
-        self._buffers = tuple(dict.fromkeys(name for node in program.nodes for name in node.states))
+        self._buffers = program.states
         self._held: dict[str, Tensor] = {}
         self._slots: list[tuple[Slot, str]] = []
 
@@ -62,7 +62,7 @@ class Double:
         places = slots_for(self._module, own.values())
         self._slots = [(slot, name) for name, tensor in own.items() for slot in places[id(tensor)]]
 
-    def places(self, stage: int) -> bool:
+    def swaps(self, stage: int) -> bool:
         """Return whether anything is put into the module for an action of a stage: always."""
         return True
 
@@ -87,11 +87,11 @@ def _check_repeatable(program: StageProgram) -> None:
         ConfigurationError: the forwards change more than buffers; the message names one such thing.
     """
     graph, parameters = program.graph, set(parameters_of(program))
-    units = {node.name for node in program.nodes if node.kind == "call"}
+    units = program.called
     changed = [f"the parameter '{name}'" for node in program.nodes for name in node.states if name in parameters]
     changed += [
         f"the attribute '{joined(*key)}'"
-        for key in (*graph.of_units, *graph.written)
+        for key in (*graph.changed_by_units, *graph.written_tensors)
         if (unit := nearest(key[0], graph.units)) in units or not unit
     ]
     changed += [f"objects that outlive the step ({node})" for node in program.nodes if node.lasting]

@@ -343,7 +343,7 @@ def frozen_prefix(graph: CallGraph, trained: Collection[str]) -> tuple[int, str]
             begins = min((call.begin for call in graph.followed_calls if call.path == path), default=0)
             if begins < most:
                 most, why = begins, f"{f'the code of {path!r}' if path else graph.step} draws random numbers"
-    assigning = {path for path, _ in graph.of_units}
+    assigning = {path for path, _ in graph.changed_by_units}
     for node in graph.nodes:
         found = (
             "draws random numbers" if node.draws or graph.host_drawing.intersection(node.drawn)
