@@ -6,25 +6,33 @@ The first micro-batch shows what a step assigns and changes, and the cuts allow 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.capture.events import attributes_of
 from lightning_avgpipe.engine.attestation import Attestation
+from lightning_avgpipe.engine.tensor_use import registers_of
+from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS, ObjectState, is_generator
 from lightning_avgpipe.state.outside import KINDS, outside, variable
 from lightning_avgpipe.state.snapshot import Snapshot, leading
 from lightning_avgpipe.utils.lightning import OF_EVERY_LIGHTNING_MODULE
-from lightning_avgpipe.utils.names import joined, nearest
+from lightning_avgpipe.utils.names import is_within, joined, nearest
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.tensors import same_contents
-from lightning_avgpipe.utils.torch_compat import REGISTRIES
+from lightning_avgpipe.utils.torch_compat import REGISTRIES, version_of
 
 _MISSING = object()
+_WRITES = re.compile(
+    r"\w*[a-z0-9]_|__setitem__|data\.__set__|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
+)
 _OF_LIGHTNING = OF_EVERY_LIGHTNING_MODULE - {"_hparams"}
 _ADVICE = "Do so in a hook such as on_train_batch_start, or from the first step on (by nothing, if need be)"
 
@@ -44,10 +52,11 @@ class LateEffects:
         repeats: whether an earlier stage of this process has run the code before this stage's part.
 
     Attributes:
-        learns_for_iteration: whether the whole first iteration shows what is not late, and not only its first forward.
+        learns: what shows, after the captured step, which effects are not late: ``"nothing"``, the first
+            ``"forward"``, or the whole first ``"iteration"``.
     """
 
-    learns_for_iteration: ClassVar[bool] = False
+    learns: ClassVar[Literal["nothing", "forward", "iteration"]] = "forward"
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         self._program, self._module, self._repeats = program, module, repeats
@@ -63,6 +72,15 @@ class LateEffects:
     def end(self) -> str | None:
         """End the forward; return a description of an effect in it; None: there was none."""
         return None
+
+    def check(self, late: str | None) -> None:
+        """Raise an error if there is a description of a late effect.
+
+        Raises:
+            StepChangedError: there is.
+        """
+        if late is not None:
+            raise StepChangedError(f"{self._program.graph.step} {late}")
 
     def _again(self, what: str) -> str:
         return self._late(what, "each stage in this process would do again")
@@ -182,7 +200,7 @@ class LateChanges(LateEffects):
     A change is described once.
     """
 
-    learns_for_iteration = True  # micro-batches may take turns in what they change and put back
+    learns = "iteration"  # micro-batches may take turns in what they change and put back
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         super().__init__(program, module, repeats)
@@ -238,7 +256,7 @@ class LateHooks(LateEffects):
     stage repeats nothing of an earlier one, each process has it once. A hook is described once.
     """
 
-    learns_for_iteration = True
+    learns = "iteration"
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         super().__init__(program, module, repeats)
@@ -266,6 +284,117 @@ class LateHooks(LateEffects):
             return None
         self._modules = {}
         return f"registers a hook of '{path or 'the LightningModule'}'"
+
+
+class LateItems(LateEffects):
+    """The items that a step takes from iterators that outlive it, which nobody can put back."""
+
+    learns = "nothing"
+
+    def begin(self) -> None:
+        held = {}
+        for key in self._program.graph.iterators:
+            with contextlib.suppress(KeyError, AttributeError):  # only rank 0 may have what leads there
+                held[key] = variable(self._module, *key)
+        self._iterators = Iterators(held) if held else None
+
+    def end(self) -> str | None:
+        if self._iterators is None or not (taken := self._iterators.advanced()):
+            return None
+        return (
+            f"takes items from the iterator '{taken}', and did not when it was followed to be divided; each stage "
+            f"would take others (stage {self._program.stage}). Make it a part of the batch (CombinedLoader), or "
+            "count in an attribute"
+        )
+
+
+class LateBuffers(LateEffects):
+    """The changes of buffers of which other stages have copies, other than by one of another size, as a larger table.
+
+    Code between units of a stage that is not the last one must not change any, nor must units that several stages call.
+    """
+
+    learns = "nothing"
+
+    def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
+        super().__init__(program, module, repeats)
+        graph = program.graph
+        self._called = program.called & program.called_elsewhere
+        read = {**graph.buffers_read, **{joined(*key): position for key, position in graph.reads.items()}}
+        # in one process all stages have the same buffers
+        self._read_before = {name for name, position in read.items() if position < program.start and not repeats}
+        names = [name for name, _ in module.named_buffers() if self._is_constant(name)]
+        self._constants = dict(zip(names, registers_of(module, names), strict=True))  # register and name in it
+        elsewhere = [name for name, _ in module.named_buffers() if name in program.buffers_elsewhere]
+        self._elsewhere = dict(zip(elsewhere, registers_of(module, elsewhere), strict=True))
+        self._absent: dict[int, str] = {}  # id of a buffer of another stage -> its name, while a forward runs
+        self._before: list[tuple[str, Tensor | None, int]] = []
+
+    def begin(self) -> None:
+        self._before = [(name, *self._buffer(name)) for name in self._constants]
+        self._absent = {id(register.get(leaf)): name for name, (register, leaf) in self._elsewhere.items()}
+
+    def end(self) -> str | None:
+        for name, tensor, version in self._before:
+            now, changes = self._buffer(name)
+            if (now is tensor and changes != version) or (now is not tensor and _is_like(now, tensor)):
+                return self._changes(name)
+        return None
+
+    def check_write(self, function: str, tensor: Tensor) -> None:
+        """Check that code between units does not write into a buffer by calling this function with this first argument.
+
+        Raises:
+            StepChangedError: it does.
+        """
+        if self._program.is_last or _WRITES.fullmatch(function) is None:
+            return
+        for name, buffer in self._module.named_buffers():
+            if buffer is tensor:
+                self.check(self._changes(name))
+
+    def check_read(self, function: str, tensors: Sequence[Tensor]) -> None:
+        """Check that code between units does not take a buffer that a unit of another stage changes.
+
+        Raises:
+            StepChangedError: it does.
+        """
+        for tensor in tensors if self._absent else ():
+            if (name := self._absent.get(id(tensor))) is not None:
+                self.check(
+                    f"reads the buffer '{name}' in {function}() at {source_line()}, which it did not do when it was "
+                    f"captured, and which a submodule of another stage changes (stage {self._program.stage}). Read it "
+                    "in every step, return it from the submodule, or keep both on one stage with split_points"
+                )
+
+    def _is_constant(self, name: str) -> bool:
+        """Return whether no forward of this stage may change a buffer."""
+        program = self._program
+        if name in program.graph.changed:
+            return False
+        own = program.is_last or any(is_within(name, unit) for unit in program.graph.units)
+        return self._is_shared(name) or name in self._read_before or not own
+
+    def _is_shared(self, name: str) -> bool:
+        return any(is_within(name, unit) for unit in self._called)
+
+    def _buffer(self, name: str) -> tuple[Tensor | None, int]:
+        register, leaf = self._constants[name]
+        return register.get(leaf), version_of(register.get(leaf))
+
+    def _changes(self, name: str) -> str:
+        if self._is_shared(name):
+            return (
+                f"changes the buffer '{name}', which it did not do when it was captured, in a unit that other stages "
+                f"call too (stage {self._program.stage}). Let the first batch change it too, so that no cut lies "
+                "between these calls, or keep them on one stage with split_points"
+            )
+        why = "an earlier stage would not see it" if name in self._read_before else "each stage would do it"
+        return (
+            f"changes the buffer '{name}', which it did not do when it was captured, and {why} (stage "
+            f"{self._program.stage}). Change it in a hook such as on_train_batch_end, within a submodule, or with "
+            "every micro-batch (by nothing, if need be)"
+        )
 
 
 class ReadState:
@@ -302,6 +431,10 @@ class ReadState:
             if not _is_equal(self._values.get(name), value):
                 return f"'{name}'"
         return next((f"an object of {type(obj).__qualname__}" for obj, *_ in self._objects.modified()), None)
+
+
+def _is_like(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.shape == other.shape
 
 
 def _is_metric(module: nn.Module) -> bool:

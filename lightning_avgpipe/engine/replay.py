@@ -208,8 +208,7 @@ class _Replayer(StepTracer):
                 result = func(*args, **kwargs)
         else:
             if self._unforeseen is not None and tensors:
-                self._unforeseen.check_write(name, tensors[0])
-                self._unforeseen.check_read(name, tensors)
+                self._unforeseen.check_call(name, tensors)
             result = func(*args, **kwargs)
         if self.attestation is not None:
             self.attestation.made(name, args, kwargs, result)

@@ -280,7 +280,7 @@ class StageStep:
             form = Signature.of(part, self._programs.static)
             for written in self._programs.find(form):
                 try:
-                    with watched(), self.rewritten.saved(trains), self._unforeseen.sharing():
+                    with watched(), self.rewritten.saved(trains), self._unforeseen.checked_program():
                         replayed = self._run_program(written, form, part, task.around(micro_batch))
                 except OtherAnswer:
                     continue
