@@ -19,8 +19,10 @@ from lightning_avgpipe.strategy.profiler import Profiler
 from lightning_avgpipe.strategy.rehearsal import rehearsing
 from lightning_avgpipe.strategy.rolling import RollingOrder
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
-from lightning_avgpipe.tuning import PREDICTORS, TUNED, Result, Setting, candidates, microbatch_counts, search
 from lightning_avgpipe.tuning.picture import draw
+from lightning_avgpipe.tuning.predictors import PREDICTORS
+from lightning_avgpipe.tuning.profile import TUNED, Setting
+from lightning_avgpipe.tuning.search import Result, candidates, microbatch_counts, search
 from lightning_avgpipe.tuning.trials import best, per_batch_s, refined, trial_sizes
 from lightning_avgpipe.utils.allowed import (
     Allowed,

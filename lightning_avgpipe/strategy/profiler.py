@@ -17,7 +17,7 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory import ModelBytes, limit_of, model_bytes
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Kind
 from lightning_avgpipe.strategy.rehearsal import Rehearsal
-from lightning_avgpipe.tuning import (
+from lightning_avgpipe.tuning.profile import (
     Curve,
     Device,
     HopProfile,

@@ -40,7 +40,7 @@ from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.schedule_choice import Order
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.training.stepping import scalers_of
-from lightning_avgpipe.tuning import Setting
+from lightning_avgpipe.tuning.profile import Setting
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import DummyLogger, pl
 from lightning_avgpipe.utils.patching import nothing, replaced

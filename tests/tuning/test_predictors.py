@@ -16,24 +16,11 @@ from benchmarks.tuning import Choice, choices, ranks
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.planning import Link
 from lightning_avgpipe.schedule import InTurns, SideBySide, StageCosts, build, simulate
-from lightning_avgpipe.tuning import (
-    Corrected,
-    Curve,
-    Device,
-    HopProfile,
-    Paper,
-    Predictor,
-    Profile,
-    Setting,
-    Simulator,
-    StageMemory,
-    StageProfile,
-    candidates,
-    predictors,
-    search,
-)
-from lightning_avgpipe.tuning.predictors import simulated_s
+from lightning_avgpipe.tuning import predictors
+from lightning_avgpipe.tuning.predictors import Corrected, Paper, Predictor, Simulator, simulated_s
+from lightning_avgpipe.tuning.profile import Curve, Device, HopProfile, Profile, Setting, StageMemory, StageProfile
 from lightning_avgpipe.tuning.scaling import loads_at
+from lightning_avgpipe.tuning.search import candidates, search
 from tests.profiles import random_profile
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "predictions.json").read_text())
