@@ -76,7 +76,7 @@ def _timeline(player: Player, hosts: tuple[tuple[int, ...], ...]) -> Timeline:
             of = found[span.stage]
             of[span.action.micro_batch % len(of)].append(span.action)
         peaks = tuple(max(peak_stash(rows)) for rows in found)
-    return Timeline(len(hosts), tuple(spans), transfers, peaks, replicas=hosts)
+    return Timeline(len(hosts), tuple(spans), transfers, peaks, hosts)
 
 
 def check(schedule: Schedule) -> None:
