@@ -63,28 +63,21 @@ class Paper(Predictor):
     """A predictor with equations 2, 4, 6 and 7 of the paper as printed.
 
     These equations have errors. Equation 2 gives the computation of one batch and equation 4 the communication of an
-    iteration with N batches, and both are added. The schedule has no influence, and forwards and backwards are not
-    distinguished, nor are both directions of a link. The time of a link includes the latency of every message, though
-    latencies overlap. The end of an iteration is left out. As equation 2 is for a batch, the sum is taken as the time
-    per batch.
+    iteration with N batches, so that communication per batch grows with N, and both are added. The schedule has no
+    influence, and forwards and backwards are not distinguished, nor are both directions of a link. The time of a link
+    includes the latency of every message, though latencies overlap. The end of an iteration is left out. As equation 2
+    is for a batch, the sum is taken as the time per batch.
 
-    Args:
-        growing: whether communication per batch grows with N, as printed. False corrects this error.
     Source: Chen et al., AvgPipe, PPoPP 2023, section 5.
     """
 
-    growing: bool = True
-
-    @property
-    def name(self) -> str:
-        """The name of the predictor in messages and files."""
-        return "paper" if self.growing else "paper, communication per batch"
+    name: str = "paper"
 
     def predict(self, profile: Profile, setting: Setting) -> Prediction:
         """Predict a setting from a profile by its slowest stage."""
         m, n = setting.num_microbatches, setting.num_pipelines
         compute = [_printed_compute_s(profile, k, m, n) for k in range(profile.num_stages)]
-        growth = n / profile.num_pipelines if self.growing else 1.0
+        growth = n / profile.num_pipelines
         messages = [growth * _printed_communication_s(profile, k) for k in range(profile.num_stages)]
         up = _summed([(g + c) / m for g, c in zip(compute, messages, strict=True)])
         down = _summed([(g + c) / m for g, c in zip(reversed(compute), reversed(messages), strict=True)])[::-1]
@@ -396,6 +389,4 @@ def calibrated(predictor: Predictor, profile: Profile) -> Predictor:
     return Calibrated(predictor, tuple(sorted(ratios.items()))) if ratios else predictor
 
 
-PREDICTORS: dict[str, Predictor] = {
-    predictor.name: predictor for predictor in (Paper(), Paper(growing=False), Corrected(), Simulator())
-}
+PREDICTORS: dict[str, Predictor] = {predictor.name: predictor for predictor in (Paper(), Corrected(), Simulator())}
