@@ -19,7 +19,7 @@ from lightning_avgpipe.strategy.options import MEMORY, Options
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.systems.freezing.halving import Halving, check_sharing
-from lightning_avgpipe.systems.freezing.kept_outputs import KeptOutputs, KeptOutputsSource
+from lightning_avgpipe.systems.freezing.kept_outputs import KeptOutputsSource, StageOutputs
 from lightning_avgpipe.systems.freezing.order import FreezingOrder, by_gradient_norms, by_schedule, mean_squares
 from lightning_avgpipe.utils.allowed import Count, check, choice, documented, flag, names, number, optional, whole
 from lightning_avgpipe.utils.lightning import Callback, SingleDeviceStrategy, pl, rank_zero_info, refuse_other
@@ -146,7 +146,7 @@ class AdaptiveFreezing(Callback):
             self._check_replanning(run)
             if self.cache is not None:
                 limit = limit_of(self.cache, torch.device("cpu"), 1)
-                run.deployment.pipeline.shortcut = partial(KeptOutputs, limit)
+                run.deployment.pipeline.shortcut = partial(StageOutputs, limit)
                 run.deployment.plan_by(KeptOutputsSource())
             if self.freed is not None:
                 self._check_freed(trainer, run)

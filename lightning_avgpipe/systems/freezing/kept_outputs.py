@@ -104,7 +104,7 @@ class _Epoch:
     known: int = 0
 
 
-class FrozenOutputs:
+class OutputStore:
     """The outputs of frozen layers that one process keeps.
 
     Args:
@@ -175,7 +175,8 @@ class FrozenOutputs:
                 tensors.append(shared.to(device, copy=True))
             else:
                 value = torch.stack([row for row in (sample.rows[i] for sample in samples) if row is not None])
-                tensors.append(_ordered(value.to(device), form.tensors[i].order))
+                laid_out = form.tensors[i]  # rounding in kernels may depend on the order of dimensions in memory
+                tensors.append(laid_out.from_wire(laid_out.on_wire(value.to(device)).contiguous()))
         asks = (False,) * len(tensors)
         return Message(micro_batch, tuple(tensors), asks, form.entries, forward_only=forward_only)
 
@@ -233,7 +234,7 @@ class FrozenOutputs:
         self.stop(found)
 
 
-class KeptOutputs(FrozenOutputs):
+class StageOutputs(OutputStore):
     """The outputs of frozen layers in a pipeline: the shortcut of a step, the same on every process.
 
     Args:
@@ -385,14 +386,6 @@ def _lacks(samples: Sequence[tuple[Any, int]], names: Collection[str]) -> bool:
     """Return whether tensors of these names were not sent to this process."""
     leaves = (pair for data, _ in samples for pair in tree.flatten_with_names(data)[0])
     return any(isinstance(leaf, Absent) and name in names for name, leaf in leaves)
-
-
-def _ordered(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
-    """Return the same numbers in this memory order of dimensions, since rounding in kernels may depend on it."""
-    if order is None:
-        return tensor
-    inverse = sorted(range(len(order)), key=lambda i: order[i])
-    return tensor.permute(order).contiguous().permute(inverse)
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from lightning_avgpipe.errors import VerificationError
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Planner
-from lightning_avgpipe.systems.freezing.kept_outputs import FrozenOutputs, KeptOutputsSource, digests
+from lightning_avgpipe.systems.freezing.kept_outputs import KeptOutputsSource, OutputStore, digests
 from tests.planning.test_planner import Net
 
 HOST = torch.device("cpu")
 X = torch.arange(24.0).reshape(8, 3)
 
 
-def keeping(limit: float = math.inf) -> FrozenOutputs:
-    return FrozenOutputs(limit, 3)
+def keeping(limit: float = math.inf) -> OutputStore:
+    return OutputStore(limit, 3)
 
 
-def epoch(kept: FrozenOutputs, order: list[int], make: Any = lambda x: (x * 2, x.sum(1).to(torch.int16))) -> list[Any]:
+def epoch(kept: OutputStore, order: list[int], make: Any = lambda x: (x * 2, x.sum(1).to(torch.int16))) -> list[Any]:
     """Micro-batches of two samples; returns what was read, and None for what was computed."""
     kept.begin_epoch()
     found: list[Any] = []
