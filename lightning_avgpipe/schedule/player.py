@@ -150,10 +150,6 @@ class PlayedLane:
         self.begin_s = 0.0
         self.spans: list[tuple[float, float]] = []
         self._arrivals: dict[tuple[Direction, int], float] = {}
-        self.set_row(row)
-
-    def set_row(self, row: Sequence[Action]) -> None:
-        """Give the lane a row, which begins with the actions that have been played already."""
         self.row, self._end, done = row, len(row), set()
         for at, (kind, i) in enumerate(row):  # an action that comes before its stage's action that it needs never runs
             if any((needed, i) not in done for needed in kind.after):
@@ -335,10 +331,10 @@ class Player:
         for lane in self.lanes:
             self._wake(lane)
 
-    def run(self, actions: int | None = None) -> float:
-        """Play until the first lane has ended ``actions`` actions, or to the end; return the time in seconds."""
-        events, done = self._events, self.lanes[0].spans
-        while events and len(done) != actions:
+    def run(self) -> None:
+        """Play to the end."""
+        events = self._events
+        while events:
             now = self.now = events[0][0]
             changed: dict[Sharing, None] = {}  # a set that keeps the order
             while events and events[0][0] == now:
@@ -357,7 +353,6 @@ class Player:
                 due = device.go_on(now)
                 if due is not None:
                     self._push(due, device, device.version)
-        return self.now
 
     def _push(self, time: float, who: Sharing | PlayedLane, version: int) -> None:
         self._serial += 1
