@@ -194,7 +194,7 @@ def _copies(optimizer: Optimizer) -> int:
 
 def memory_of(
     module: nn.Module,
-    schedule: Schedule | None,
+    schedule: Schedule,
     copies: int,
     limit: float,
     recompute: bool = False,
@@ -207,7 +207,7 @@ def memory_of(
 
     Args:
         module: module that is divided.
-        schedule: schedule of the step; None for one micro-batch without a backward.
+        schedule: schedule of the step.
         copies: size of the optimizer state of each trained parameter, in multiples of the parameter.
         limit: bytes that each stage may use.
         recompute: whether stages repeat their forwards.
@@ -217,17 +217,11 @@ def memory_of(
         replicas: number of replicas of each stage, which take its micro-batches in turns; empty: one of each.
         rolling: whether pipelines go on without waiting for each other, or while an averaging is under way.
     """
-    flights: tuple[int, ...] = ()
-    repeats: tuple[bool, ...] = ()
-    relays: frozenset[int] = frozenset()
-    if schedule is not None:
-        turns = [in_turn(row, 0, count) for row, count in zip(schedule.rows, replicas, strict=True)] if replicas else ()
-        flights = tuple(num_pipelines * max(1, count) for count in peak_stash(turns or schedule))
-        relays = schedule.relays
-        if recompute:
-            rows = schedule.rows
-            repeats = tuple(bool(repeated(row, k == len(rows) - 1)) for k, row in enumerate(rows))
-    trains = schedule is not None and schedule.name != "forward"
+    rows, relays = schedule.rows, schedule.relays
+    turns = [in_turn(row, 0, count) for row, count in zip(rows, replicas, strict=True)] if replicas else ()
+    flights = tuple(num_pipelines * max(1, count) for count in peak_stash(turns or schedule))
+    repeats = tuple(bool(repeated(row, k == len(rows) - 1)) for k, row in enumerate(rows)) if recompute else ()
+    trains = schedule.name != "forward"
     weights, held = {}, {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         weights[name] = tensor_bytes(tensor)
@@ -236,7 +230,7 @@ def memory_of(
         models = weights[name] * each * (1 if frozen else num_pipelines)
         held[name] = models + (0 if frozen else _reference_bytes(tensor, num_pipelines, num_groups))
         held[name] += _rolling_bytes(tensor, num_pipelines, num_groups) if rolling and tensor.requires_grad else 0
-    memory = Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1, repeats)
+    memory = Memory(limit, weights, held, flights, schedule.num_microbatches, repeats)
     if not relays:
         return memory
     return replace(

@@ -315,24 +315,22 @@ def stage_costs(plan: Plan, frozen: int = 0) -> StageCosts:
 
 def forecast_of(
     plan: Plan,
-    schedule: Schedule | None,
+    schedule: Schedule,
     policy: WeightPolicy,
     owners: Sequence[int] = (),
     num_models: int = 1,
     rolling: bool = False,
-) -> Forecast | None:
+) -> Forecast:
     """Simulate the schedule with the costs of the stages.
 
     Args:
         plan: plan of the stages.
-        schedule: schedule to simulate; None: there is no forecast.
+        schedule: schedule to simulate.
         policy: weight policy, which says which weights actions use.
         owners: rank of the process of each stage, shape ``(K,)``; empty: one process per stage.
         num_models: number N of parallel models in these stages.
         rolling: whether each model begins its next batch without waiting for the others.
     """
-    if schedule is None:
-        return None
     if not policy.drains and plan.num_stages > 1:
         count = schedule.num_microbatches
         # the costs already include repeated forwards

@@ -42,7 +42,7 @@ class Conditions:
     """The conditions for which a plan is made: schedule, links, parallel models and processes.
 
     Attributes:
-        schedule: schedule of the step; None if it is not known, and there is no forecast.
+        schedule: schedule of the step.
         links: one link for each hop; empty: messages take no time.
         state_copies: size of the optimizer state of each trained parameter, in multiples of the parameter.
         num_pipelines: N, number of parallel models.
@@ -50,7 +50,7 @@ class Conditions:
         owners: rank of the process of each stage, shape ``(K,)``; empty: one process per stage, or as ``turns`` says.
     """
 
-    schedule: Schedule | None = None
+    schedule: Schedule
     links: tuple[Link, ...] = ()
     state_copies: int = 2
     num_pipelines: int = 1
@@ -176,13 +176,13 @@ class Planner:
         """Make a plan for a step that runs before the deciding step; the last stage runs it if it cannot be divided."""
         planner = replace(self, costing=Costing(), source=PlanSource())
         try:
-            return planner.plan(step, conditions=conditions)
+            return planner.plan(step, conditions)
         except PartitionError as error:
             _log.debug("%s runs on the last stage until training begins: %s", step.name, error)
             graph = self.subject.capture(step)
             return self.plan_at(graph, (0,) * (self.num_stages - 1), planner._counted(graph))
 
-    def plan(self, step: Step, units: Sequence[str] = (), conditions: Conditions | None = None) -> Plan:
+    def plan(self, step: Step, conditions: Conditions, units: Sequence[str] = ()) -> Plan:
         """Divide a step into stages.
 
         Operations are counted while units are refined, which is fast; then the units are measured, and refined further
@@ -190,24 +190,23 @@ class Planner:
 
         Args:
             step: step to be divided.
+            conditions: schedule, links and processes.
             units: units to start from, for instance those of an earlier plan.
-            conditions: schedule, links and processes; None: the defaults.
         Raises:
             PartitionError: there are not enough legal cuts, however fine the units, or memory is too small.
         """
-        conditions = conditions or Conditions()
         try:  # a source that chooses the number of stages takes fewer if so many are not possible
-            return self._plan(step, units, conditions)
+            return self._plan(step, conditions, units)
         except PartitionError as error:
             if not self.source.replicates or self.num_stages <= 2:
                 raise
             _log.debug("%s: %s", step.name, error)
             try:
-                return replace(self, num_stages=self.num_stages - 1).plan(step, units, conditions)
+                return replace(self, num_stages=self.num_stages - 1).plan(step, conditions, units)
             except PartitionError:
                 raise error from None
 
-    def _plan(self, step: Step, units: Sequence[str], conditions: Conditions) -> Plan:
+    def _plan(self, step: Step, conditions: Conditions, units: Sequence[str]) -> Plan:
         memory, subject = self.memory(conditions), self.subject
         units = self._initial(units)
         graph = subject.capture(step, units)
@@ -256,14 +255,14 @@ class Planner:
             return plan
         least = forecast_of(plan, conditions.schedule, self.updates.policy)
         tried = {plan.cuts}
-        for slack in _SLACKS if least is not None else ():
+        for slack in _SLACKS:
             cuts = cut_balanced(plan.graph, costs, self.num_stages, memory, None, self.replicas, slack)
             if cuts in tried:
                 continue
             tried.add(cuts)
             other = self.plan_at(plan.graph, cuts, costs, memory)
             expected = forecast_of(other, conditions.schedule, self.updates.policy)
-            if least is not None and expected is not None and expected.iteration_s < least.iteration_s * _QUICKER:
+            if expected.iteration_s < least.iteration_s * _QUICKER:
                 plan, least = other, expected
         return plan
 
@@ -296,7 +295,7 @@ class Planner:
             self.replicas,
             self.updates.rolling or self.updates.late,
         )
-        if conditions.schedule is not None and trains(conditions.schedule.rows[-1]):
+        if trains(conditions.schedule.rows[-1]):
             memory = with_versions(memory, self.subject.module, self.updates.policy, conditions.schedule)
             if self.updates.sharing:
                 sharing = [self.updates.sharing * count for count in self.replicas or (1,) * self.num_stages]

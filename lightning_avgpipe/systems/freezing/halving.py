@@ -47,7 +47,7 @@ class Halving(PlanSource):
     def propose(self, planner: Planner, plan: Plan, costs: Costs, conditions: Conditions) -> Proposal | None:
         """Return the plan whose iteration is expected to be the shortest; None if it has one stage for each process."""
         schedule, size = conditions.schedule, planner.num_stages
-        if schedule is None or planner.split_points is not None or size != self.num_processes:
+        if planner.split_points is not None or size != self.num_processes:
             return None
         nbytes = planner.subject.nbytes
         trained = {name: nbytes[name] for name, p in planner.subject.module.named_parameters() if p.requires_grad}

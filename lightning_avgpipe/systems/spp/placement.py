@@ -69,7 +69,7 @@ class SppSource(PlanSource):
     def propose(self, planner: Planner, plan: Plan, costs: Costs, conditions: Conditions) -> Proposal | None:
         """Return the plan with SPP's stages and the processes of each."""
         schedule, bandwidth, slow = conditions.schedule, self._bandwidth, self._slowness
-        if schedule is None or isinstance(bandwidth, str):
+        if isinstance(bandwidth, str):
             return None
         begin, count = time.perf_counter(), schedule.num_microbatches
         units, positions = units_between(plan.graph, costs, planner.subject.nbytes)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.errors import VerificationError
 from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning.planner import Conditions, Planner
+from lightning_avgpipe.schedule import build
 from lightning_avgpipe.systems.freezing.kept_outputs import KeptOutputsSource, OutputStore, digests
 from tests.planning.test_planner import Net
 
@@ -135,7 +136,8 @@ def test_it_is_logged_why_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> N
     net.blocks[0].parts[0] = nn.Dropout(0.5)
     net.blocks[0].requires_grad_(False)
     planner = Planner(Divisible(net), 2, source=KeptOutputsSource())
-    assert planner.plan(Step("training_step", net.training_step, (torch.randn(2, 8), 0))).kept == 0
+    step = Step("training_step", net.training_step, (torch.randn(2, 8), 0))
+    assert planner.plan(step, Conditions(build("1f1b", 2, 1))).kept == 0
     assert "outputs of frozen layers are not kept" in caplog.text and "draws random numbers" in caplog.text
 
 
@@ -152,6 +154,6 @@ def test_what_counts_its_calls_is_called() -> None:
     net.blocks[1].parts[1] = Counting(8, 8)
     net.blocks[:2].requires_grad_(False)
     plan = Planner(Divisible(net), 2, source=KeptOutputsSource()).plan(
-        Step("training_step", net.training_step, (torch.randn(2, 8), 0))
+        Step("training_step", net.training_step, (torch.randn(2, 8), 0)), Conditions(build("1f1b", 2, 1))
     )
     assert [node.name for node in plan.graph.nodes[: plan.kept]] == ["blocks.0", "blocks.1.parts.0"]
