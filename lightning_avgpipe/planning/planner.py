@@ -18,13 +18,11 @@ from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.balance import cut_at, cut_balanced, limits, scattered
 from lightning_avgpipe.planning.costs import Costing, units_between
 from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.memory import Memory, Updates, memory_of, with_shards, with_versions
+from lightning_avgpipe.planning.memory import Conditions, Memory, Updates, memory_of
 from lightning_avgpipe.planning.plan import Plan, forecast_of, make_plan
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.planning.refinement import Refinement, closing
 from lightning_avgpipe.planning.trained import backward_ends
-from lightning_avgpipe.schedule import Schedule
-from lightning_avgpipe.schedule.rules import trains
 
 _log = logging.getLogger(__name__)
 
@@ -35,27 +33,6 @@ _QUICKER = 0.98
 # A slowest stage that exceeds its fair share by this factor is explained, with at most _SHOWN reasons.
 _UNEVEN = 1.25
 _SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """The conditions for which a plan is made: schedule, links, parallel models and processes.
-
-    Attributes:
-        schedule: schedule of the step.
-        links: one link for each hop; empty: messages take no time.
-        state_copies: size of the optimizer state of each trained parameter, in multiples of the parameter.
-        num_pipelines: N, number of parallel models.
-        num_groups: number of process groups, each with N pipelines.
-        owners: rank of the process of each stage, shape ``(K,)``; empty: one process per stage, or as ``turns`` says.
-    """
-
-    schedule: Schedule
-    links: tuple[Link, ...] = ()
-    state_copies: int = 2
-    num_pipelines: int = 1
-    num_groups: int = 1
-    owners: tuple[int, ...] = ()
 
 
 class Proposal(NamedTuple):
@@ -285,21 +262,8 @@ class Planner:
     def memory(self, conditions: Conditions) -> Memory:
         """Return the sizes and limits of memory that stages depend on."""
         memory = memory_of(
-            self.subject.module,
-            conditions.schedule,
-            conditions.state_copies,
-            self.memory_limit,
-            self.recompute.stages,
-            conditions.num_pipelines,
-            conditions.num_groups,
-            self.replicas,
-            self.updates.rolling or self.updates.late,
+            self.subject.module, conditions, self.updates, self.memory_limit, self.recompute.stages, self.replicas
         )
-        if trains(conditions.schedule.rows[-1]):
-            memory = with_versions(memory, self.subject.module, self.updates.policy, conditions.schedule)
-            if self.updates.sharing:
-                sharing = [self.updates.sharing * count for count in self.replicas or (1,) * self.num_stages]
-                memory = with_shards(memory, self.subject.module, conditions.state_copies, sharing)
         # without measured costs the time of a byte is a guess, and no reason to avoid copies of parameters
         return memory if self.measures else replace(memory, weights={})
 
