@@ -17,6 +17,7 @@ from lightning_avgpipe.capture.costs import Costs, Link
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Forecast, Plan
 from lightning_avgpipe.planning.balance import cut_like, scattered
+from lightning_avgpipe.planning.costs import all_reduce_s
 from lightning_avgpipe.planning.planner import Conditions, Planner, PlanSource, Proposal
 from lightning_avgpipe.planning.trained import num_frozen
 from lightning_avgpipe.schedule import Schedule, build, forward_only, with_replicas
@@ -131,7 +132,7 @@ def expected(plan: Plan, counts: Sequence[int], schedule: Schedule, link: Link, 
         [[speed] * size] * size,
     )
     held = [sum(trained.get(name, 0) for name in stage.parameters) for stage in plan.stages]
-    reduce_s = [2 * (count - 1) / count / speed * nbytes for count, nbytes in zip(counts, held, strict=True)]
+    reduce_s = [all_reduce_s(nbytes, count, speed) for count, nbytes in zip(counts, held, strict=True)]
     name, orders = schedule.name, _ADVANCES if schedule.name == "advance_forward" else (0,)
     built = [build(name, len(counts), schedule.num_microbatches, advance) for advance in orders]
     ordered = [forward_only(with_replicas(one, counts), frozen) for one in built]

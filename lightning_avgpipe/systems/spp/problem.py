@@ -19,7 +19,7 @@ import networkx as nx
 import numpy as np
 
 from lightning_avgpipe.errors import PartitionError
-from lightning_avgpipe.planning.costs import UnitCosts
+from lightning_avgpipe.planning.costs import UnitCosts, all_reduce_s
 from lightning_avgpipe.schedule.turns import Matrix
 from lightning_avgpipe.training.gradient_sums import BUCKET_BYTES
 
@@ -178,10 +178,7 @@ class Problem:
 
     def reduce_s_per_byte(self, first: int, stop: int) -> float:
         """Return the seconds of an all-reduce per byte over devices ``first .. stop-1``."""
-        replicas = stop - first
-        if replicas == 1:
-            return 0.0
-        return 2 * (replicas - 1) / replicas / float(self.network.within[first, stop])
+        return all_reduce_s(1.0, stop - first, float(self.network.within[first, stop]))
 
     def slow(self, first: int, stop: int) -> float:
         """Return the slowness of the slowest of the devices ``first .. stop-1``."""
