@@ -23,6 +23,7 @@ from lightning_avgpipe.planning.plan import Plan, forecast_of, make_plan
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.planning.refinement import Refinement, closing
 from lightning_avgpipe.planning.trained import backward_ends
+from lightning_avgpipe.schedule import build, with_replicas
 
 _log = logging.getLogger(__name__)
 
@@ -266,6 +267,18 @@ class Planner:
         )
         # without measured costs the time of a byte is a guess, and no reason to avoid copies of parameters
         return memory if self.measures else replace(memory, weights={})
+
+    def sharing(self, replicas: tuple[int, ...], conditions: Conditions) -> tuple[Planner, Memory]:
+        """Return the planner of stages that so many processes share each, and what these stages need.
+
+        Args:
+            replicas: number of processes of each stage, shape ``(K,)``.
+            conditions: what plans for one process of each stage have to fit.
+        """
+        schedule = conditions.schedule
+        shared = with_replicas(build(schedule.name, len(replicas), schedule.num_microbatches), replicas)
+        planner = replace(self, num_stages=len(replicas), replicas=replicas)
+        return planner, planner.memory(replace(conditions, schedule=shared))
 
     def _counted(self, graph: CallGraph) -> Costs:
         counted, first = Costs.from_flops(graph), backward_ends(graph)

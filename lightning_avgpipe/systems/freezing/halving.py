@@ -57,9 +57,7 @@ class Halving(PlanSource):
         _log.info("%d stages: %.3g expected", size, shortest.iteration_s)
         for count in (count for count in range(size - 1, 0, -1) if size % count == 0):
             counts = (size // count,) * count
-            fewer = replace(planner, num_stages=count, replicas=counts, memory_limit=self.memory_limit)
-            order = with_replicas(build(schedule.name, count, schedule.num_microbatches), counts)
-            memory = fewer.memory(replace(conditions, schedule=order))
+            fewer, memory = replace(planner, memory_limit=self.memory_limit).sharing(counts, conditions)
             try:
                 made = fewer.balanced(plan.graph, replace(costs, links=(link,)), memory)
                 self._accept(made, counts)

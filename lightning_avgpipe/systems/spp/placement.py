@@ -23,7 +23,7 @@ from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from lightning_avgpipe.planning import Forecast, Plan
 from lightning_avgpipe.planning.costs import UnitCosts, units_between
 from lightning_avgpipe.planning.planner import Conditions, Planner, PlanSource, Proposal
-from lightning_avgpipe.schedule import Schedule, build, with_replicas
+from lightning_avgpipe.schedule import Schedule, with_replicas
 from lightning_avgpipe.schedule.turns import Matrix, SharedStages
 from lightning_avgpipe.systems.spp.partition import SppPlan, all_plans, least_bottlenecks, num_plans, orders
 from lightning_avgpipe.systems.spp.problem import Network, PlacedStage, Problem, device_order
@@ -68,10 +68,10 @@ class SppSource(PlanSource):
 
     def propose(self, planner: Planner, plan: Plan, costs: Costs, conditions: Conditions) -> Proposal | None:
         """Return the plan with SPP's stages and the processes of each."""
-        schedule, bandwidth, slow = conditions.schedule, self._bandwidth, self._slowness
+        bandwidth, slow = self._bandwidth, self._slowness
         if isinstance(bandwidth, str):
             return None
-        begin, count = time.perf_counter(), schedule.num_microbatches
+        begin, count = time.perf_counter(), conditions.schedule.num_microbatches
         units, positions = units_between(plan.graph, costs, planner.subject.nbytes)
         if slow and slow[0] > 1:  # costs were measured on rank 0
             forward_s, backward_s = (tuple(s / slow[0] for s in of) for of in (units.forward_s, units.backward_s))
@@ -80,10 +80,7 @@ class SppSource(PlanSource):
         def divided(found: SppPlan) -> Proposal:
             devices = tuple(ranks for _, _, ranks in found.stages)
             slowest = [min(bandwidth[u][v] for u in here for v in after) for here, after in itertools.pairwise(devices)]
-            counts = tuple(map(len, devices))
-            order = with_replicas(build(schedule.name, found.num_stages, count), counts)
-            chosen = replace(planner, num_stages=found.num_stages, replicas=counts)
-            memory = chosen.memory(replace(conditions, schedule=order))
+            chosen, memory = planner.sharing(tuple(map(len, devices)), conditions)
             cuts = tuple(positions[last] for _, last, _ in found.stages[:-1])
             linked = replace(costs, links=tuple(Link(1 / speed) for speed in slowest))
             made = replace(chosen.plan_at(plan.graph, cuts, linked, memory), devices=devices)
