@@ -83,7 +83,7 @@ class Averager:
         self.count = 0
         self._outer: Optimizer | None = None
         self._begun: AveragingStep | None = None
-        self._turns: StaggeredAveraging | None = None  # while models are averaged one after the other
+        self._staggered: StaggeredAveraging | None = None  # while models are averaged one after the other
         self._ended: list[dict[str, Tensor]] = []  # buffers of the models that have ended, if groups average buffers
         self._end_buffers: Callable[[], None] = nothing
 
@@ -114,8 +114,8 @@ class Averager:
         Args:
             active: number of pipelines whose models took part in the step.
         """
-        if self._turns is not None:
-            self.stop_turns()
+        if self._staggered is not None:
+            self.end_staggered()
         self.finish()
         for late in self.late:
             late.left -= 1
@@ -234,31 +234,31 @@ class Averager:
 
     def abandon(self) -> None:
         """Drop the averaging that has begun, without waiting for other groups, which have failed."""
-        self._begun = self._turns = None
+        self._begun = self._staggered = None
         self.late.clear()
         self._end_buffers = nothing
 
     # -- one model after the other -----------------------------------------------------------------------------------
 
     @property
-    def takes_turns(self) -> bool:
+    def is_staggered(self) -> bool:
         """Whether the state for averaging models one at a time exists."""
-        return self._turns is not None
+        return self._staggered is not None
 
-    def begin_turns(self) -> None:
+    def begin_staggered(self) -> None:
         """Prepare to average models one at a time, unless that has begun.
 
         All models must have stepped equally often, and the reference must not be shown.
         """
-        if self._turns is None and self._models.mine:  # a process may have frozen stages only
+        if self._staggered is None and self._models.mine:  # a process may have frozen stages only
             total, tensors = self._models.total, self._models.tensors()
             alpha, rate = self._options.dilution(total), self._options.rate(total)
-            self._turns = StaggeredAveraging(*tensors, alpha, rate, self._replica_group)
+            self._staggered = StaggeredAveraging(*tensors, alpha, rate, self._replica_group)
 
-    def end_turn(self, number: int) -> None:
-        """Average model n after its optimizers have stepped. Then its next iteration may begin."""
-        if self._turns is not None:
-            self._turns.end(number)
+    def average_one(self, number: int) -> None:
+        """Average model n with the reference once its optimizers have stepped, so that its next iteration may begin."""
+        if self._staggered is not None:
+            self._staggered.end(number)
         if self._models.shared is None:
             return
         self._models.read_back()
@@ -269,8 +269,8 @@ class Averager:
 
     def catch_up(self) -> None:
         """Add the updates of all groups in the last iteration that has ended here to the reference."""
-        if self._turns is not None:
-            self._turns.catch_up()
+        if self._staggered is not None:
+            self._staggered.catch_up()
         self._end_buffers()
         self._end_buffers = nothing
 
@@ -278,10 +278,10 @@ class Averager:
         """Catch up, and continue from there as if training had just begun. All groups call it."""
         if self._models.shown is None:  # showing the reference has caught up already
             self.catch_up()
-            if self._turns is not None:
-                self._turns.reset()
+            if self._staggered is not None:
+                self._staggered.reset()
 
-    def stop_turns(self) -> None:
+    def end_staggered(self) -> None:
         """Catch up, and drop the state: the next model to average starts from the current reference."""
         self.catch_up()
-        self._turns = None
+        self._staggered = None

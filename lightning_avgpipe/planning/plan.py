@@ -134,7 +134,7 @@ class Plan:
         return len(self.stages)
 
     @property
-    def in_turns_s(self) -> float | None:
+    def serial_s(self) -> float | None:
         """The seconds that one device would take for all micro-batches of an iteration; None without measured costs."""
         if not self.measured or self.forecast is None:
             return None

@@ -115,7 +115,7 @@ def announce(plan: Plan, cluster: Cluster, shards: bool = False, splitter: Batch
     if size > 1 and not plan.devices:
         plan = replace(plan, devices=tuple(tuple(stage_map.ranks(k)) for k in range(plan.num_stages)))
     rank_zero_info(f"\n{stages} on {processes}{groups}:\n{plan}")
-    alone_s = plan.in_turns_s
+    alone_s = plan.serial_s
     if size > 1 and alone_s is not None and plan.forecast is not None and plan.forecast.iteration_s > _PAYS * alone_s:
         rank_zero_info(
             f"Pipelining does not pay here: one device would take {format_seconds(alone_s)} for these micro-batches. "

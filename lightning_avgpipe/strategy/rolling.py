@@ -118,7 +118,7 @@ class RollingOrder(IterationOrder):
         ensemble, observers = self._ensemble, loop.schedule_control.observers
         try:
             goes_on = self.overlap.may_go_on()
-            ensemble.averager.begin_turns()
+            ensemble.averager.begin_staggered()
             for n in range(ensemble.models.size):
                 if iteration is not None and 0 < n < loop.models.stepping:
                     if n < len(iteration.works):
@@ -126,7 +126,7 @@ class RollingOrder(IterationOrder):
                         self._after(iteration, n, steps=True)
                     step(n)
                 with observers.activity("averaging"):
-                    ensemble.averager.end_turn(n)
+                    ensemble.averager.average_one(n)
                 if iteration is not None and goes_on:
                     self._go_on(n, iteration)
             if not goes_on:  # the same in all groups
@@ -240,7 +240,7 @@ class RollingOrder(IterationOrder):
         return True
 
     def _begin_turns(self) -> None:
-        self._ensemble.averager.begin_turns()
+        self._ensemble.averager.begin_staggered()
         self.overlap.begin()
 
     def _rolls(self, iteration: Iteration) -> bool:
