@@ -19,7 +19,7 @@ from lightning_avgpipe.planning.memory import Updates, limit_of
 from lightning_avgpipe.planning.plan import format_seconds
 from lightning_avgpipe.planning.planner import SOURCES, Planner, PlanSource
 from lightning_avgpipe.planning.recompute_policy import chosen
-from lightning_avgpipe.planning.trained import Freezing
+from lightning_avgpipe.planning.trained import TrainedParameters
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
@@ -223,7 +223,7 @@ class Preparation:
             raise MicroBatchError(f"its loss is no finite number on {size} of the {total} samples of a batch")
         return True
 
-    def agree_on_trained(self) -> Freezing:
+    def agree_on_trained(self) -> TrainedParameters:
         """Return what training trains and freezes now; check once per epoch that it is the same on all processes.
 
         Every process calls it.
@@ -232,14 +232,14 @@ class Preparation:
             StepChangedError: processes differ; the error names some of the parameters.
         """
         step, epoch = self._deployment.pipeline.steps[STEP], self._trainer.current_epoch
-        freezing = step.freezing
+        trained = step.trained
         if epoch != self._agreed_in:
-            _compare([*self._cluster.world.exchange_objects(freezing.trained)])
+            _compare([*self._cluster.world.exchange_objects(trained.names)])
             self._check_parameters()
             self._agreed_in = epoch
             if step.shortcut is not None:
                 step.shortcut.begin_epoch()
-        return freezing
+        return trained
 
     def _check_parameters(self) -> None:
         """Check that the module has the parameters for which its stages were made, if other processes have some.

@@ -354,9 +354,9 @@ class Iterations:
 
     def freeze(self, trains: bool) -> None:
         """Agree on which stages have nothing to train, and let them run forwards only. Every process calls it."""
-        freezing = self._preparation.agree_on_trained()
+        trained = self._preparation.agree_on_trained()
         if trains:
-            self.schedule_control.freeze(freezing.stages)
+            self.schedule_control.freeze(trained.frozen_stages)
 
     def skipped(self, iteration: Iteration, skipped: list[bool]) -> frozenset[int]:
         """Return the numbers of the pipelines whose batch has no loss, given what this process knows of each."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Conditions, Planner
-from lightning_avgpipe.planning.trained import Freezing, num_frozen
+from lightning_avgpipe.planning.trained import TrainedParameters, num_frozen
 from lightning_avgpipe.schedule import build
 
 WIDTH = 4
@@ -43,11 +43,11 @@ def frozen(module: Branching, at_capture: Collection[int], now: Collection[int])
     planner = Planner(Divisible(module), 4, [f"layers.{i}" for i in (1, 2, 3)])
     conditions = Conditions(build("1f1b", 4, 1))
     plan = planner.plan(Step("training_step", module.forward, (torch.randn(2, WIDTH),)), conditions)
-    freezing = Freezing(plan.graph, plan.cuts, module)
+    trained = TrainedParameters(plan.graph, plan.cuts, module)
     for i, layer in enumerate(module.layers):
         layer.requires_grad_(i not in now)
-    assert freezing.stages == num_frozen(plan.graph, plan.cuts, freezing.trained)
-    return freezing.stages
+    assert trained.frozen_stages == num_frozen(plan.graph, plan.cuts, trained.names)
+    return trained.frozen_stages
 
 
 def test_what_is_frozen_now_counts_not_what_was() -> None:

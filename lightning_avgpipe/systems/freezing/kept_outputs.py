@@ -33,7 +33,7 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.errors import VerificationError
 from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.planning.planner import PlanSource
-from lightning_avgpipe.planning.trained import Freezing, requiring_gradient
+from lightning_avgpipe.planning.trained import TrainedParameters, requiring_gradient
 from lightning_avgpipe.schedule import Schedule, num_forward_only
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import is_within
@@ -242,7 +242,7 @@ class StageOutputs(OutputStore):
         position: number of nodes, from the first, that are frozen.
         cluster: cluster of the process.
         graph: call graph of the step.
-        freezing: record of the parameters that are trained now.
+        trained: record of the parameters that are trained now.
         stage: first stage that trains, whose process keeps the outputs.
 
     Attributes:
@@ -250,13 +250,13 @@ class StageOutputs(OutputStore):
     """
 
     def __init__(
-        self, limit: float, position: int, cluster: Cluster, graph: CallGraph, freezing: Freezing, stage: int
+        self, limit: float, position: int, cluster: Cluster, graph: CallGraph, trained: TrainedParameters, stage: int
     ) -> None:
         super().__init__(limit, position)
         self.stage = stage
         self._cluster = cluster
         self._graph = graph
-        self._freezing = freezing
+        self._trained = trained
 
     @property
     def leaves(self) -> frozenset[str]:
@@ -283,7 +283,7 @@ class StageOutputs(OutputStore):
         return found if why else self._cluster.group.broadcast(found, owner)
 
     def _why_none(self, schedule: Schedule) -> str:
-        if not self._freezing.trained <= self._graph.trained:
+        if not self._trained.names <= self._graph.trained:
             return "layers train that were frozen when the stages were planned"
         if num_forward_only(schedule) != self.stage:
             return f"stage {self.stage}, which would keep them, is not the first that trains"
