@@ -15,7 +15,7 @@ from lightning_avgpipe.averaging.models import Models
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.averaging.staggered import StaggeredAveraging
 from lightning_avgpipe.comm.collectives import ReplicaGroup
-from lightning_avgpipe.utils.patching import nothing
+from lightning_avgpipe.utils.patching import noop
 from lightning_avgpipe.utils.random_streams import RandomKey
 
 
@@ -85,7 +85,7 @@ class Averager:
         self._begun: AveragingStep | None = None
         self._staggered: StaggeredAveraging | None = None  # while models are averaged one after the other
         self._ended: list[dict[str, Tensor]] = []  # buffers of the models that have ended, if groups average buffers
-        self._end_buffers: Callable[[], None] = nothing
+        self._end_buffers: Callable[[], None] = noop
 
     def follow(self, names: Collection[str]) -> None:
         """Include new tensors of the reference in its optimizer, each in the fragment that is the smallest so far."""
@@ -236,7 +236,7 @@ class Averager:
         """Drop the averaging that has begun, without waiting for other groups, which have failed."""
         self._begun = self._staggered = None
         self.late.clear()
-        self._end_buffers = nothing
+        self._end_buffers = noop
 
     # -- one model after the other -----------------------------------------------------------------------------------
 
@@ -272,7 +272,7 @@ class Averager:
         if self._staggered is not None:
             self._staggered.catch_up()
         self._end_buffers()
-        self._end_buffers = nothing
+        self._end_buffers = noop
 
     def reset(self) -> None:
         """Catch up, and continue from there as if training had just begun. All groups call it."""

@@ -164,7 +164,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Updates:
+class UpdateScheme:
     """The way in which stages are updated, which decides what they hold besides weights and activations.
 
     Attributes:
@@ -182,7 +182,7 @@ class Updates:
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions for which a plan is made: schedule, links, parallel models and processes.
+    """What a plan has to fit: schedule, links, parallel models and processes.
 
     Attributes:
         schedule: schedule of the step.
@@ -218,7 +218,7 @@ def _copies(optimizer: Optimizer) -> int:
 def memory_of(
     module: nn.Module,
     conditions: Conditions,
-    updates: Updates,
+    updates: UpdateScheme,
     limit: float,
     recompute: bool = False,
     replicas: Sequence[int] = (),

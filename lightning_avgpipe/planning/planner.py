@@ -18,7 +18,7 @@ from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.balance import cut_at, cut_balanced, limits, scattered
 from lightning_avgpipe.planning.costs import Costing, units_between
 from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.memory import Conditions, Memory, Updates, memory_of
+from lightning_avgpipe.planning.memory import Conditions, Memory, UpdateScheme, memory_of
 from lightning_avgpipe.planning.plan import Plan, forecast_of, make_plan
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.planning.refinement import Refinement, closing
@@ -123,7 +123,7 @@ class Planner:
     memory_limit: float = math.inf
     recompute: Recompute = Recompute()  # noqa: RUF009
     replicas: Sequence[int] = ()
-    updates: Updates = Updates()  # noqa: RUF009
+    updates: UpdateScheme = UpdateScheme()  # noqa: RUF009
     wire: Wire = None
     source: PlanSource = field(default_factory=PlanSource)
 

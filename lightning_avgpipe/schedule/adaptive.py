@@ -110,10 +110,10 @@ class Decision:
 class AdaptiveAdvance:
     """A controller that chooses the advance h of advance forward propagation while training runs.
 
-    It steps by a whole h, which adds a forward on *every* hop: a single extra forward on the first stage alone changes
-    hardly anything, so that a search by such steps stops too early. It never tries an advance below the first one. As
-    times may rise and fall again with h (where a transfer is longer than an action, or stages are uneven), it finds a
-    local optimum, which is not always the best of all.
+    It raises h by whole steps: one more forward in flight on *every* hop. A single extra forward on the first stage
+    alone changes hardly anything, so that a search by such steps would stop too early. It never tries an advance below
+    the first one. As times may rise and fall again with h (where a transfer is longer than an action, or stages are
+    uneven), it finds a local optimum, which is not always the best of all.
 
     Args:
         start: first advance, as the profile suggests. It is lowered until it fits the memory.

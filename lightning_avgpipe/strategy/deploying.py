@@ -15,7 +15,7 @@ from lightning_avgpipe.errors import AvgPipeError, MicroBatchError, StepChangedE
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.costs import Costing
 from lightning_avgpipe.planning.divisible import Divisible
-from lightning_avgpipe.planning.memory import Updates, limit_of
+from lightning_avgpipe.planning.memory import UpdateScheme, limit_of
 from lightning_avgpipe.planning.plan import format_seconds
 from lightning_avgpipe.planning.planner import SOURCES, Planner, PlanSource
 from lightning_avgpipe.planning.recompute_policy import chosen
@@ -52,7 +52,7 @@ def deploy(context: RunContext) -> Deployment:
         costing=Costing("flops" if on_meta(module) or options.beyond.plans_alike else options.costs, options.cache),
         recompute=recompute,
         replicas=options.stage_replicas,
-        updates=Updates(
+        updates=UpdateScheme(
             policy,
             cluster.stage_map.replicas * (options.shard is not None),
             context.fitting and context.configuration.rolls,

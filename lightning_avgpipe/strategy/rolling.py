@@ -50,7 +50,7 @@ from lightning_avgpipe.strategy.ahead import Overlap
 from lightning_avgpipe.strategy.checks import is_rolling_refused
 from lightning_avgpipe.strategy.iteration import STEP, Iteration, IterationOrder
 from lightning_avgpipe.strategy.loop import Iterations
-from lightning_avgpipe.utils.patching import nothing, replaced
+from lightning_avgpipe.utils.patching import noop, replaced
 
 
 class RollingOrder(IterationOrder):
@@ -206,7 +206,7 @@ class RollingOrder(IterationOrder):
             zero_grad()
         else:
             loop.models.fed = 0
-            with replaced(loop.module, "optimizer_zero_grad", nothing):
+            with replaced(loop.module, "optimizer_zero_grad", noop):
                 zero_grad()
         if iteration.first_loss is not None:
             loop.trainer.precision_plugin.pre_backward(iteration.first_loss, loop.module)

@@ -14,7 +14,7 @@ from tests.commands import run
 from tests.private_names import LIGHTNING, TORCH, Private, expected, problem
 
 PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
-UPPER = ("training", "verify", "strategy", "callbacks")  # the rooms that know Lightning
+UPPER = ("training", "verify", "strategy", "callbacks")  # the layers that know Lightning
 # Private names that are Python's, or a file system's, or of values of an option.
 OTHERS = {"_batch_sampler", "_strip_protocol", "_epoch_end", "_epoch", "_batch", "_val_check_time_interval"}
 

@@ -24,7 +24,7 @@ from lightning_avgpipe.schedule import Schedule, build, forward_only, with_repli
 from lightning_avgpipe.schedule.turns import SharedStages
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.training.replicas import check_shared
-from lightning_avgpipe.utils.patching import nothing
+from lightning_avgpipe.utils.patching import noop
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Halving(PlanSource):
 
     num_processes: int
     memory_limit: float
-    check: Callable[[Plan, Sequence[int]], None] = nothing
+    check: Callable[[Plan, Sequence[int]], None] = noop
 
     def propose(self, planner: Planner, plan: Plan, costs: Costs, conditions: Conditions) -> Proposal | None:
         """Return the plan whose iteration is expected to be the shortest; None if it has one stage for each process."""

@@ -32,7 +32,7 @@ class Alternative:
     strategy: str
 
 
-def ways(
+def alternatives(
     units: UnitCosts, num_microbatches: int, devices: int, megabits: float, samples_factor: SamplesFactor = None
 ) -> list[Alternative]:
     """Return all ways to train that are considered, the fastest first.
@@ -111,7 +111,7 @@ def advice(units: UnitCosts, num_microbatches: int, devices: Sequence[int], mega
     lines = [f"{'devices':>7} {'Mbit/s':>8}  {'batch':>9} {'ddp / it':>8}  strategy"]
     for count in devices:
         for rate in megabits:
-            found = ways(units, num_microbatches, count, rate)
+            found = alternatives(units, num_microbatches, count, rate)
             ddp_s = next(way.batch_s for way in found if way.strategy == '"ddp"')
             kinds = dict.fromkeys((_kind(way) for way in found), True)  # ordered, the fastest first
             for kind in kinds:
