@@ -29,14 +29,14 @@ def gallery() -> str:
         advance = 1 if name == "advance_forward" else 0
         schedule = build(name, num_stages, _MICROBATCHES, advance)
         timeline = simulate(schedule, StageCosts.uniform(num_stages, 1, 2))
-        of = " of half a process" if each > recipe.lines else ""
+        half = " of half a process" if each > recipe.lines else ""
         where = f" {recipe.where}" if recipe.where else ""
         note = f"{recipe.note}\n" if recipe.note else ""
         sections.append(
             f'### {recipe.title}: `"{name}"`\n\n'
             f"```\n{picture.text(timeline, round(timeline.iteration_s))}\n```\n\n"
             f"An iteration is longer than a process's work by `{recipe.idle}`{where}: here "
-            f"{timeline.bubble_fraction:.1%} of the time is idle.\nStashed are `{recipe.stash}` micro-batches{of}.\n"
+            f"{timeline.bubble_fraction:.1%} of the time is idle.\nStashed are `{recipe.stash}` micro-batches{half}.\n"
             f"{note}Source: {recipe.source}.\n"
         )
     return "\n".join(sections)

@@ -141,7 +141,7 @@ class Averager:
             models.sums |= dict(zip(names, step.sums, strict=True))
             for model, tensors in zip(models.each, step.sent, strict=True):
                 model.sent |= dict(zip(names, tensors, strict=True))
-            everywhere = [name for name, of in self.fragment_of.items() if of == number]
+            everywhere = [name for name, fragment in self.fragment_of.items() if fragment == number]
             self.late.append(LateAveraging(everywhere, delay, has_buffers, step.arrive))
         else:
             self._begun = step
@@ -218,7 +218,7 @@ class Averager:
         for i, fragment in enumerate(self.fragments):
             fragment.steps, fragment.active = (steps[i], active[i]) if same else (max(steps), max(active))
         if same:
-            self.fragment_of |= {name: of for name, of in state["fragment_of"].items() if name in self.fragment_of}
+            self.fragment_of |= {n: fragment for n, fragment in state["fragment_of"].items() if n in self.fragment_of}
         self.count = state["averagings"]
         self.late = [
             LateAveraging(saved["names"], saved["left"] if same else 0, False, partial(int, saved["active"]))

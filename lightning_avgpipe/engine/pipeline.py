@@ -246,7 +246,7 @@ class Pipeline:
     def read_elsewhere(self) -> frozenset[tuple[str, str]]:
         """Return ``(path, name)`` of the attributes that step functions read on other processes than the last."""
         steps = [loaded for loaded in self.steps.values() if loaded.cuts]
-        return frozenset(key for of in steps for key, position in of.graph.reads if position <= of.cuts[-1])
+        return frozenset(key for loaded in steps for key, position in loaded.graph.reads if position <= loaded.cuts[-1])
 
     def lanes(self, step: str, schedule: Schedule, task: Task, observers: Sequence[Observer] = ()) -> list[Lane]:
         """Return the lanes of this process, ready to begin an iteration.

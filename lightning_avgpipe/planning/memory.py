@@ -373,12 +373,12 @@ def holdings(
     """
     alone, named = num_pipelines * num_groups == 1, dict(module.named_parameters())
     copies, found = policy.copies(plan.num_stages, num_microbatches), {}
-    for k, of in model_bytes(plan, stages, module, optimizers, num_microbatches, num_groups).items():
+    for k, size in model_bytes(plan, stages, module, optimizers, num_microbatches, num_groups).items():
         trained = [p for name in plan.stages[k].parameters if (p := named[name]).requires_grad]
         further = (copies[k] - 1) * sum(p.nbytes for p in trained) if alone else 0
         further += sum(_rolling_bytes(p, num_pipelines, num_groups) for p in trained) if rolling else 0
-        total = of.shared + num_pipelines * of.model + (0 if alone else of.reference) + further
-        found[k] = Holding(total, num_pipelines * of.coming + (0 if meeting else further))
+        total = size.shared + num_pipelines * size.model + (0 if alone else size.reference) + further
+        found[k] = Holding(total, num_pipelines * size.coming + (0 if meeting else further))
     return found
 
 

@@ -225,8 +225,8 @@ class Plan:
         )
 
     def _expectation(self, forecast: Forecast) -> str:
-        of = f" of {forecast.num_models} models" if forecast.num_models > 1 else ""
-        time = f"{format_seconds(forecast.iteration_s)} an iteration{of}, " if self.measured else ""
+        models = f" of {forecast.num_models} models" if forecast.num_models > 1 else ""
+        time = f"{format_seconds(forecast.iteration_s)} an iteration{models}, " if self.measured else ""
         count = forecast.num_microbatches
         batches = f"{count} micro-batch" + ("es" if count > 1 else "")
         return f"expected: {time}{forecast.bubble:.0%} idle ({forecast.schedule}, {batches})"

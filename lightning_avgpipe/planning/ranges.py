@@ -139,9 +139,9 @@ def evenest(stages: Sequence[np.ndarray], transfer: np.ndarray, limit: float) ->
     """
     scale = 1.0 / limit if limit > 0 else 0.0
 
-    def bounded(cost: np.ndarray, of: np.ndarray) -> np.ndarray:
+    def bounded(cost: np.ndarray, result: np.ndarray) -> np.ndarray:
         # rounded, so that the order of additions does not decide between equals
-        return np.where(cost <= limit, np.round(of * scale, 9), np.inf)
+        return np.where(cost <= limit, np.round(result * scale, 9), np.inf)
 
     def squared(stage: np.ndarray) -> np.ndarray:
         finite = np.where(np.isinf(stage), 0.0, stage)

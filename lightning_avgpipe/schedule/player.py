@@ -408,8 +408,8 @@ def _lanes(
     served = [device for _ in schedules for _, _, device in places]
     serving = {device: sharing() for device in dict.fromkeys(served) if served.count(device) > 1}
     pieces = [{kind: costs.pieces(kind, k, j) for kind in KINDS if kind in used} for k, j, _ in places]
-    for (_, _, device), of in zip(places, pieces, strict=True):
-        peak = max(share for parts in of.values() for _, share in parts)
+    for (_, _, device), by_kind in zip(places, pieces, strict=True):
+        peak = max(share for parts in by_kind.values() for _, share in parts)
         demand[device] = demand.get(device, 0.0) + len(schedules) * peak
     for at, (_, _, device) in enumerate(places):
         if sharing is InTurns or demand[device] <= 1.0:  # an action takes as long as if it were alone
@@ -417,10 +417,10 @@ def _lanes(
     lanes = []
     for n, schedule in enumerate(schedules):
         turns, size = turns_of(schedule, iterations), schedule.num_microbatches
-        for (k, j, device), of in zip(places, pieces, strict=True):
+        for (k, j, device), by_kind in zip(places, pieces, strict=True):
             one = in_turn(schedule.rows[k], j, len(hosts[k])) if len(hosts[k]) > 1 else schedule.rows[k]
             row = one if iterations == 1 else [Action(kind, t * size + i) for t in range(iterations) for kind, i in one]
-            lanes.append(PlayedLane(row, len(one), n, k, j, serving.get(device), of, turns.get(k)))
+            lanes.append(PlayedLane(row, len(one), n, k, j, serving.get(device), by_kind, turns.get(k)))
     for lane in lanes if iterations > 1 else ():
         lane.others = [o for o in lanes if (o.stage, o.replica) == (lane.stage, lane.replica) and o is not lane]
     return lanes

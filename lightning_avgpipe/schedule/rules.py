@@ -92,7 +92,7 @@ def in_turn(row: Sequence[Action], first: int, every: int) -> tuple[Action, ...]
 
 def turns_of(schedule: Schedule, iterations: int = 1) -> dict[int, deque[int]]:
     """Return for each stage that takes turns the turns of its process; stages of a process share one deque."""
-    return {stage: turns for turns in [deque(of * iterations) for of in schedule.turns] for stage in set(turns)}
+    return {stage: turns for turns in [deque(order * iterations) for order in schedule.turns] for stage in set(turns)}
 
 
 def check_hosted(schedule: Schedule, owners: Sequence[int]) -> None:

@@ -73,9 +73,9 @@ def _timeline(player: Player, hosts: tuple[tuple[int, ...], ...]) -> Timeline:
         spans.sort(key=lambda span: (span.stage, span.end_s))
         found: list[list[list[Action]]] = [[[] for _ in devices] for devices in hosts]  # actions of each replica
         for span in sorted(spans, key=lambda s: (s.begin_s, 1) if s.action.kind.stash > 0 else (s.end_s, 0)):
-            of = found[span.stage]
-            of[span.action.micro_batch % len(of)].append(span.action)
-        peaks = tuple(max(peak_stash(rows)) for rows in found)
+            rows = found[span.stage]
+            rows[span.action.micro_batch % len(rows)].append(span.action)
+        peaks = tuple(max(peak_stash(replicas)) for replicas in found)
     return Timeline(len(hosts), tuple(spans), transfers, peaks, hosts)
 
 

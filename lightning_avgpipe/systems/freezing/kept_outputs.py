@@ -154,7 +154,7 @@ class OutputStore:
         Returns:
             The micro-batches whose forwards may begin behind the frozen layers.
         """
-        self._keys = {} if self.why_not else {i: [(len(of), one) for one in of] for i, of in samples.items()}
+        self._keys = {} if self.why_not else {i: [(len(own), one) for one in own] for i, own in samples.items()}
         begins = set[int]()
         for i, keys in self._keys.items():
             there = [self._samples[key] for key in keys if key in self._samples]

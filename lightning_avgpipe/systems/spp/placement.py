@@ -74,7 +74,7 @@ class SppSource(PlanSource):
         begin, count = time.perf_counter(), conditions.schedule.num_microbatches
         units, positions = units_between(plan.graph, costs, planner.subject.nbytes)
         if slow and slow[0] > 1:  # costs were measured on rank 0
-            forward_s, backward_s = (tuple(s / slow[0] for s in of) for of in (units.forward_s, units.backward_s))
+            forward_s, backward_s = (tuple(s / slow[0] for s in times) for times in (units.forward_s, units.backward_s))
             units = replace(units, forward_s=forward_s, backward_s=backward_s)
 
         def divided(found: SppPlan) -> Proposal:
