@@ -235,7 +235,11 @@ class AdaptiveAdvance:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the states of all shapes. A shape whose advance no longer fits the memory starts anew when used."""
         self._states = {}
-        self._loaded = {IterationShape(**entry["setting"]): _loaded(entry["state"]) for entry in state_dict["states"]}
+        self._loaded = {
+            IterationShape(**entry["setting"]): _loaded(entry["state"])
+            for entry in state_dict["states"]
+            if "kind" not in entry  # an earlier form, which starts anew
+        }
 
 
 def _watched(state: State, best: Measured) -> tuple[State, Decision | None]:

@@ -155,6 +155,15 @@ def test_it_goes_on_from_any_state_that_was_saved() -> None:
     assert kinds == {(True, False), (False, False), (True, True), (False, True)}
 
 
+def test_a_state_of_an_earlier_form_starts_anew() -> None:
+    controller = AdaptiveAdvance(0, stash)
+    setting = {"num_microbatches": 32, "num_pipelines": 1, "num_stages": 4, "length_bucket": 0}
+    controller.load_state_dict(
+        {"states": [{"setting": setting, "kind": "Settling", "state": {"advance": 2, "left": 1}}]}
+    )
+    assert controller.state(SHAPE) == State(0)
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """A simulated pipeline: true times by advance, and the memory limit."""
