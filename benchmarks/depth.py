@@ -31,7 +31,8 @@ from benchmarks.stages_alone import StagesAlone, thread_seconds
 from lightning_avgpipe.capture.tracer import intercepting, uncompiled
 from lightning_avgpipe.engine.execution import Execution
 from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning.planner import Conditions, Planner
+from lightning_avgpipe.schedule import build
 
 DEPTHS, ROUNDS = (5, 50), 100  # blocks in front
 NUM_STAGES, OWN = 3, 2  # blocks of each stage but the first
@@ -41,7 +42,10 @@ _WARMING = 5  # rounds that do not count
 def stages(model: LanguageModel, batch: Any, depth: int, static: bool) -> StagesAlone:
     """The stages of a model in this process, which have run twice."""
     cuts = [f"blocks.{depth}", f"blocks.{depth + OWN}"]
-    plan = Planner(Divisible(model), NUM_STAGES, cuts).plan(Step("training_step", model.training_step, (batch, 0)))
+    conditions = Conditions(build("1f1b", NUM_STAGES, 1))
+    plan = Planner(Divisible(model), NUM_STAGES, cuts).plan(
+        Step("training_step", model.training_step, (batch, 0)), conditions
+    )
     made = StagesAlone(model, batch, plan.graph, plan.cuts, Execution(static=static))
     for _ in range(2):  # in the first iteration every micro-batch is followed
         made.forward()

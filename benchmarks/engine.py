@@ -46,7 +46,7 @@ from lightning_avgpipe.engine.execution import Compiler, Execution
 from lightning_avgpipe.engine.microbatch import split
 from lightning_avgpipe.planning import cut_at
 from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import StageCosts, build, first_advance, simulate, uneven_steps
 
 NUM_STAGES = 2
@@ -105,7 +105,7 @@ def replaying(
     cut = cut_at(graph, [split_point], NUM_STAGES)
     if not fine:  # the planner closes again what the cut does not divide
         plan = Planner(Divisible(model), NUM_STAGES, [split_point]).plan(
-            Step(STEP, model.training_step, (batch, 0)), units
+            Step(STEP, model.training_step, (batch, 0)), Conditions(build("1f1b", NUM_STAGES, num_microbatches)), units
         )
         graph, cut = plan.graph, plan.cuts
     execution = Execution(compiler=Compiler({}) if compiled else None)

@@ -136,7 +136,7 @@ def measured(cluster: Cluster, place: str, sleeps: bool, rounds: int, count: int
             with intercepting():
                 timeline = ours.record(schedule)
             if timeline is not None and i:
-                simulated = simulate(schedule, StageCosts.measured(timeline), timeline.devices)
+                simulated = simulate(schedule, StageCosts.measured(timeline), replicas=timeline.replicas)
                 found.append((timeline.iteration_s, simulated.iteration_s))
         if cluster.rank == 0:
             rows.append({"processes": size, "schedule": name, **summary(seconds, found)})

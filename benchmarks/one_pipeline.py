@@ -17,8 +17,8 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline, run_together
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.planner import Planner
-from lightning_avgpipe.schedule import Schedule, Timeline
+from lightning_avgpipe.planning.planner import Conditions, Planner
+from lightning_avgpipe.schedule import Schedule, Timeline, build
 from lightning_avgpipe.utils.random_streams import RandomKey
 
 STEP = "training_step"
@@ -42,7 +42,10 @@ class OnePipeline:
         finish: Callable[[int, Any], Any] = lambda i, loss: loss, relays: Sequence[int] = (), repeats: bool = True,
     ) -> None:  # fmt: skip
         self.cluster, self.model, self.observers = cluster, model, Observers()
-        self.plan = Planner(Divisible(model), len(points) + 1, list(points)).plan(Step(STEP, self._step, args[0]))
+        num_stages = len(points) + 1
+        conditions = Conditions(build("1f1b", num_stages, 1))
+        planner = Planner(Divisible(model), num_stages, list(points))
+        self.plan = planner.plan(Step(STEP, self._step, args[0]), conditions)
         self.pipeline = Pipeline(cluster, model)
         self.pipeline.load(self.plan.graph, self.plan.cuts, relays=list(relays))
         self.args, self._finish, self._repeats = args, finish, repeats

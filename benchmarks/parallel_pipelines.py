@@ -58,7 +58,8 @@ from lightning_avgpipe.schedule import (
 )
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.plan_maker import Examples
-from lightning_avgpipe.tuning import Curve, Device, HopProfile, Profile, Setting, Simulator, StageMemory, StageProfile
+from lightning_avgpipe.tuning.predictors import Simulator
+from lightning_avgpipe.tuning.profile import Curve, Device, HopProfile, Profile, Setting, StageMemory, StageProfile
 from lightning_avgpipe.utils.random_streams import RandomKey
 
 NUM_STAGES = 2

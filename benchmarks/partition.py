@@ -228,7 +228,7 @@ def compare(name: str) -> list[dict[str, Any]]:
         begin = time.perf_counter()
         planner = Planner(Divisible(module), num_stages, costing=Costing("measured"))
         conditions = Conditions(build("1f1b", num_stages, 4 * num_stages))
-        plans[num_stages] = planner.plan(Step(STEP, module.training_step, args), conditions=conditions)
+        plans[num_stages] = planner.plan(Step(STEP, module.training_step, args), conditions)
         seconds[num_stages] = time.perf_counter() - begin
         print(f"{name}, planned in {seconds[num_stages]:.1f} s:\n{plans[num_stages]}\n", flush=True)
     graph = capture(STEP, module.training_step, args, module, leaves(module))

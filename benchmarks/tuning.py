@@ -44,9 +44,10 @@ from benchmarks import harness
 from benchmarks.harness import TIMEOUT, launch, quiet_trainer
 from benchmarks.models import LanguageModel, Size, loss_of
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
-from lightning_avgpipe.tuning import PREDICTORS, Profile, Setting, candidates, search
-from lightning_avgpipe.tuning.predictors import calibrated
+from lightning_avgpipe.tuning.predictors import PREDICTORS, calibrated
+from lightning_avgpipe.tuning.profile import Profile, Setting
 from lightning_avgpipe.tuning.scaling import memory_at
+from lightning_avgpipe.tuning.search import candidates, search
 
 NUM_STAGES = 2
 FREE = 0  # megabits per second of loopback: no limit

@@ -12,11 +12,6 @@ from lightning_avgpipe.utils.versions import OTHER, check_versions
 
 check_versions()  # before imports that would fail with less helpful messages
 
-# isort: split
-from lightning_avgpipe.utils import torch_compat
-
-torch_compat.check()
-
 if (Path(__file__).parent / "systems").is_dir():  # before options are defined by what there is
     importlib.import_module("lightning_avgpipe.systems")
 

@@ -15,7 +15,7 @@ from lightning_avgpipe.engine.pipeline import Pipeline, run_together
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.planning.recompute_policy import chosen
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.utils.random_streams import RandomKey
@@ -49,7 +49,8 @@ class Engine:
         first = split(copy.deepcopy(example), num_microbatches)[0]
         repeats = chosen(module, recompute)
         planner = Planner(Divisible(module), num_stages, split_points, recompute=repeats)
-        self.plan: Plan = planner.plan(Step(step, self._call, (first.data, 0)))
+        conditions = Conditions(build("1f1b", num_stages, 1))
+        self.plan: Plan = planner.plan(Step(step, self._call, (first.data, 0)), conditions)
         self.cluster = alone(num_stages)
         self.cluster.open()
         self.pipeline = Pipeline(self.cluster, module, Execution(repeats))

@@ -7,7 +7,7 @@ import operator
 import random
 
 from lightning_avgpipe.planning import Link
-from lightning_avgpipe.tuning import Curve, Device, HopProfile, Profile, StageMemory, StageProfile
+from lightning_avgpipe.tuning.profile import Curve, Device, HopProfile, Profile, StageMemory, StageProfile
 
 
 def random_profile(seed: int, in_turns: bool = False) -> Profile:

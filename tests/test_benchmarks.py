@@ -25,7 +25,9 @@ from benchmarks.engine import summary
 from benchmarks.harness import launch
 from benchmarks.results import Results
 from lightning_avgpipe.schedule import StageCosts, build, simulate
-from lightning_avgpipe.tuning import Profile, Setting, Simulator, candidates
+from lightning_avgpipe.tuning.predictors import Simulator
+from lightning_avgpipe.tuning.profile import Profile, Setting
+from lightning_avgpipe.tuning.search import candidates
 from tests.commands import ROOT, run
 from tests.profiles import random_profile
 

@@ -12,8 +12,8 @@ from lightning_avgpipe.utils.lightning import LIGHTNING
 
 PACKAGE = Path(__file__).parents[1] / "lightning_avgpipe"
 
-# The rooms from the ground up: each may import those before it, and itself.
-ROOMS = (
+# The layers from the ground up: each may import those before it, and itself.
+LAYERS = (
     "errors", "utils", "schedule", "state", "capture", "planning", "comm", "weights", "loading", "engine", "averaging",
     "tuning", "advise", "training", "verify", "strategy", "callbacks", "systems", "__init__", "__main__",
 )  # fmt: skip
@@ -48,11 +48,11 @@ def test_imports_go_downwards() -> None:
         assert here in UPPER or not (of_facade or root == "torchmetrics"), f"{file} must not know Lightning"
         assert root not in LIGHTNING or file == "utils/lightning.py", f"{file} must import {name} from {FACADE}"
         there = rest.split(".")[0]
-        if root == "lightning_avgpipe" and there in ROOMS:
-            assert ROOMS.index(there) <= ROOMS.index(here), f"{file} must not import {name}"
+        if root == "lightning_avgpipe" and there in LAYERS:
+            assert LAYERS.index(there) <= LAYERS.index(here), f"{file} must not import {name}"
 
 
-# Of the planning room what looks at modules.
+# Of the planning layer what looks at modules.
 LOOKS_AT_MODULES = {
     "planner.py", "divisible.py", "memory.py", "recompute_policy.py", "trained.py",
 }  # fmt: skip
@@ -76,5 +76,5 @@ def test_nothing_needs_an_extra_to_be_imported() -> None:
             assert not any(name.split(".")[0] in EXTRAS for name in names), path
 
 
-def test_every_part_is_a_room() -> None:
-    assert {part(path) for path in modules()} == set(ROOMS)
+def test_every_part_is_a_layer() -> None:
+    assert {part(path) for path in modules()} == set(LAYERS)

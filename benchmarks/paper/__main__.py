@@ -37,7 +37,7 @@ from benchmarks.paper.peers import PEERS
 from benchmarks.paper.settings import label, settings_within
 from benchmarks.paper.workloads import WORKLOADS, Workload, prepare, workloads
 from benchmarks.results import Key, Record, Results
-from lightning_avgpipe.tuning import Setting
+from lightning_avgpipe.tuning.profile import Setting
 
 SYSTEMS = ["ddp", *PEERS, *timing.OURS]  # beside AvgPipe
 SLOWNESS = {2: 1.0, 6: 6.0}  # number of devices -> how many times as slow as a core each is

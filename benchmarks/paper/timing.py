@@ -20,7 +20,7 @@ from benchmarks.paper.slowed import SlowDevice
 from benchmarks.paper.workloads import Workload, workloads
 from lightning_avgpipe import Averaging, AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.errors import AvgPipeError
-from lightning_avgpipe.tuning import Setting
+from lightning_avgpipe.tuning.profile import Setting
 
 __all__ = ["OURS", "TUNING", "Case", "measure"]
 

@@ -15,7 +15,7 @@ from lightning_avgpipe.averaging.models import Models
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.averaging.staggered import StaggeredAveraging
 from lightning_avgpipe.comm.collectives import ReplicaGroup
-from lightning_avgpipe.utils.patching import nothing
+from lightning_avgpipe.utils.patching import noop
 from lightning_avgpipe.utils.random_streams import RandomKey
 
 
@@ -83,9 +83,9 @@ class Averager:
         self.count = 0
         self._outer: Optimizer | None = None
         self._begun: AveragingStep | None = None
-        self._turns: StaggeredAveraging | None = None  # while models are averaged one after the other
+        self._staggered: StaggeredAveraging | None = None  # while models are averaged one after the other
         self._ended: list[dict[str, Tensor]] = []  # buffers of the models that have ended, if groups average buffers
-        self._end_buffers: Callable[[], None] = nothing
+        self._end_buffers: Callable[[], None] = noop
 
     def follow(self, names: Collection[str]) -> None:
         """Include new tensors of the reference in its optimizer, each in the fragment that is the smallest so far."""
@@ -114,8 +114,8 @@ class Averager:
         Args:
             active: number of pipelines whose models took part in the step.
         """
-        if self._turns is not None:
-            self.stop_turns()
+        if self._staggered is not None:
+            self.end_staggered()
         self.finish()
         for late in self.late:
             late.left -= 1
@@ -141,7 +141,7 @@ class Averager:
             models.sums |= dict(zip(names, step.sums, strict=True))
             for model, tensors in zip(models.each, step.sent, strict=True):
                 model.sent |= dict(zip(names, tensors, strict=True))
-            everywhere = [name for name, of in self.fragment_of.items() if of == number]
+            everywhere = [name for name, fragment in self.fragment_of.items() if fragment == number]
             self.late.append(LateAveraging(everywhere, delay, has_buffers, step.arrive))
         else:
             self._begun = step
@@ -218,7 +218,7 @@ class Averager:
         for i, fragment in enumerate(self.fragments):
             fragment.steps, fragment.active = (steps[i], active[i]) if same else (max(steps), max(active))
         if same:
-            self.fragment_of |= {name: of for name, of in state["fragment_of"].items() if name in self.fragment_of}
+            self.fragment_of |= {n: fragment for n, fragment in state["fragment_of"].items() if n in self.fragment_of}
         self.count = state["averagings"]
         self.late = [
             LateAveraging(saved["names"], saved["left"] if same else 0, False, partial(int, saved["active"]))
@@ -234,31 +234,31 @@ class Averager:
 
     def abandon(self) -> None:
         """Drop the averaging that has begun, without waiting for other groups, which have failed."""
-        self._begun = self._turns = None
+        self._begun = self._staggered = None
         self.late.clear()
-        self._end_buffers = nothing
+        self._end_buffers = noop
 
     # -- one model after the other -----------------------------------------------------------------------------------
 
     @property
-    def takes_turns(self) -> bool:
+    def is_staggered(self) -> bool:
         """Whether the state for averaging models one at a time exists."""
-        return self._turns is not None
+        return self._staggered is not None
 
-    def begin_turns(self) -> None:
+    def begin_staggered(self) -> None:
         """Prepare to average models one at a time, unless that has begun.
 
         All models must have stepped equally often, and the reference must not be shown.
         """
-        if self._turns is None and self._models.mine:  # a process may have frozen stages only
+        if self._staggered is None and self._models.mine:  # a process may have frozen stages only
             total, tensors = self._models.total, self._models.tensors()
             alpha, rate = self._options.dilution(total), self._options.rate(total)
-            self._turns = StaggeredAveraging(*tensors, alpha, rate, self._replica_group)
+            self._staggered = StaggeredAveraging(*tensors, alpha, rate, self._replica_group)
 
-    def end_turn(self, number: int) -> None:
-        """Average model n after its optimizers have stepped. Then its next iteration may begin."""
-        if self._turns is not None:
-            self._turns.end(number)
+    def average_one(self, number: int) -> None:
+        """Average model n with the reference once its optimizers have stepped, so that its next iteration may begin."""
+        if self._staggered is not None:
+            self._staggered.end(number)
         if self._models.shared is None:
             return
         self._models.read_back()
@@ -269,19 +269,19 @@ class Averager:
 
     def catch_up(self) -> None:
         """Add the updates of all groups in the last iteration that has ended here to the reference."""
-        if self._turns is not None:
-            self._turns.catch_up()
+        if self._staggered is not None:
+            self._staggered.catch_up()
         self._end_buffers()
-        self._end_buffers = nothing
+        self._end_buffers = noop
 
     def reset(self) -> None:
         """Catch up, and continue from there as if training had just begun. All groups call it."""
         if self._models.shown is None:  # showing the reference has caught up already
             self.catch_up()
-            if self._turns is not None:
-                self._turns.reset()
+            if self._staggered is not None:
+                self._staggered.reset()
 
-    def stop_turns(self) -> None:
+    def end_staggered(self) -> None:
         """Catch up, and drop the state: the next model to average starts from the current reference."""
         self.catch_up()
-        self._turns = None
+        self._staggered = None

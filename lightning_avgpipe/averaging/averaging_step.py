@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.capture.wire_format import Format
 from lightning_avgpipe.comm.collectives import ReplicaGroup
-from lightning_avgpipe.utils.patching import nothing
+from lightning_avgpipe.utils.patching import noop
 from lightning_avgpipe.utils.random_streams import RandomKey
 
 Rounding = tuple[Format, RandomKey]  # how sums are rounded, and the key of the random numbers for it
@@ -84,7 +84,7 @@ class AveragingStep:
         self._replica_group = replica_group
         self._active = torch.tensor([active], device="cpu")
         self._parts: Iterable[_Part] = (_Part(*chunk) for chunk in chunks(models, reference))
-        self._count_active = nothing
+        self._count_active = noop
         if replica_group is not None:
             self._count_active = replica_group.begin_sum([self._active])
         if replica_group is not None or late:
@@ -129,7 +129,7 @@ class AveragingStep:
         if self._count is None:
             assert self._replica_group is not None
             self._count_active()
-            self._count_active = nothing
+            self._count_active = noop
             self._count = len(self._models) * self._replica_group.present
         return self._count
 
@@ -219,7 +219,7 @@ class _Part:
         self.models = models
         self.centres = centres
         self.sums = sums
-        self.arrive = nothing
+        self.arrive = noop
         self._sent = sent
 
     def begun(self, replica_group: ReplicaGroup | None, names: Sequence[str], rounding: Rounding | None) -> _Part:

@@ -77,7 +77,7 @@ class Ensemble:
         changed, before = self._follow(), self.models.size
         if size == before:
             return changed
-        self.averager.stop_turns()
+        self.averager.end_staggered()
         self.checksums.forget()
         self.averager.meet()
         self.models.resize(size)
@@ -97,7 +97,7 @@ class Ensemble:
                     copy.requires_grad_(own[name].requires_grad)
         if not new:
             return False
-        self.averager.stop_turns()
+        self.averager.end_staggered()
         self.optimizers.check(self._module)
         self.models.train(new)
         self.averager.follow(new)
@@ -125,7 +125,7 @@ class Ensemble:
 
     def begin_relocation(self) -> None:
         """Prepare for a move of parameters between processes: show pipeline 0's model, and wait for all sums."""
-        self.averager.stop_turns()
+        self.averager.end_staggered()
         self.averager.arrive()
         self.show_reference(False)
         self.checksums.check(self.models.size - 1)
@@ -191,7 +191,7 @@ class Ensemble:
         """
         self.averager.finish()
         self.checksums.forget()
-        self.averager.stop_turns()
+        self.averager.end_staggered()
         self.models.read_back()
         model = self.models.each[number]
         for name, parameter in model.parameters.items():
@@ -231,7 +231,7 @@ class Ensemble:
     def load(self, number: int, saved: Mapping[str, Tensor]) -> None:
         """Load a parallel model's own tensors; those that were not saved stay as they are."""
         self.checksums.forget()
-        self.averager.stop_turns()
+        self.averager.end_staggered()
         for name, tensor in self.tensors(number).items():
             if name in saved and not tensor.is_meta:
                 tensor.copy_(saved[name])

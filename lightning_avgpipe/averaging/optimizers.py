@@ -92,7 +92,7 @@ class ModelOptimizers:
         """
         known = {id(parameter) for parameter in module.parameters()}
         for optimizer in self._own():
-            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            for parameter in parameters_in(optimizer):
                 if id(parameter) not in known and parameter.requires_grad:
                     raise ConfigurationError(
                         f"{type(optimizer).__name__} trains a tensor of shape {tuple(parameter.shape)} that is no "
@@ -133,6 +133,11 @@ def parameters_in(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def states_of(optimizer: Optimizer) -> States:
+    """Return the states of an optimizer's parameters; those of a parameter are a new dictionary of the same values."""
+    return {i: dict(optimizer.state[p]) for i, p in enumerate(parameters_in(optimizer)) if optimizer.state.get(p)}
+
+
 def unwrapped(optimizer: Any) -> Any:
     """Return the optimizer within a trainer's wrapper, or the optimizer itself if it is not wrapped."""
     return getattr(optimizer, "_optimizer", optimizer)
@@ -151,10 +156,7 @@ def states_of_group_0(optimizers: Sequence[Optimizer], replica_group: ReplicaGro
         optimizers: optimizers of the same parameters in all groups; their states may differ.
         replica_group: processes in other groups.
     """
-    own: list[States] = [
-        {i: dict(optimizer.state[p]) for i, p in enumerate(parameters_in(optimizer)) if optimizer.state.get(p)}
-        for optimizer in optimizers
-    ]
+    own = list(map(states_of, optimizers))
     told = replica_group.members.broadcast(
         tree.map_tensors(lambda t: _Described(tuple(t.shape), t.dtype, t.is_cpu), own)
     )

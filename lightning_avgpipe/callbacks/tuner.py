@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_avgpipe.engine.microbatch import fewest_samples
 from lightning_avgpipe.errors import ConfigurationError, TuningError
-from lightning_avgpipe.planning.memory import MemoryLimit
 from lightning_avgpipe.schedule import picture
 from lightning_avgpipe.state.untouched import random_state
 from lightning_avgpipe.strategy import checks
@@ -19,8 +17,10 @@ from lightning_avgpipe.strategy.profiler import Profiler
 from lightning_avgpipe.strategy.rehearsal import rehearsing
 from lightning_avgpipe.strategy.rolling import RollingOrder
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
-from lightning_avgpipe.tuning import PREDICTORS, TUNED, Result, Setting, candidates, microbatch_counts, search
 from lightning_avgpipe.tuning.picture import draw
+from lightning_avgpipe.tuning.predictors import PREDICTORS
+from lightning_avgpipe.tuning.profile import TUNED, Setting
+from lightning_avgpipe.tuning.search import Result, candidates, microbatch_counts, search
 from lightning_avgpipe.tuning.trials import best, per_batch_s, refined, trial_sizes
 from lightning_avgpipe.utils.allowed import (
     Allowed,
@@ -80,20 +80,6 @@ _ALLOWED = {
 }
 
 
-@dataclass(frozen=True)
-class TunerOptions:
-    """The arguments that :class:`AvgPipeTuner` was given."""
-
-    max_num_pipelines: int
-    microbatch_candidates: list[int] | None
-    memory_limit: MemoryLimit
-    predictor: str
-    profile_batches: int
-    refine: int
-    samples_factor: float | dict[int, float] | None
-    dirpath: str | Path | None
-
-
 @documented(_ALLOWED)
 class AvgPipeTuner(Callback):
     """Chooses ``num_pipelines``, ``num_microbatches`` and ``advance`` of ``strategy="avgpipe"`` by measuring.
@@ -151,11 +137,15 @@ class AvgPipeTuner(Callback):
         samples_factor: float | dict[int, float] | None = None,
         dirpath: str | Path | None = None,
     ) -> None:
-        self._options = TunerOptions(
-            max_num_pipelines, microbatch_candidates, memory_limit, predictor, profile_batches, refine, samples_factor,
-            dirpath,
-        )  # fmt: skip
-        check(_ALLOWED, vars(self._options), "AvgPipeTuner")
+        self.max_num_pipelines = max_num_pipelines
+        self.microbatch_candidates = microbatch_candidates
+        self.memory_limit = memory_limit
+        self.predictor = predictor
+        self.profile_batches = profile_batches
+        self.refine = refine
+        self.samples_factor = samples_factor
+        self.dirpath = dirpath
+        check(_ALLOWED, {name: getattr(self, name) for name in _ALLOWED}, "AvgPipeTuner")
         self.result: Result | None = None
         self.measured: dict[Setting, float] = {}
         self._strategy: AvgPipeStrategy | None = None
@@ -186,7 +176,7 @@ class AvgPipeTuner(Callback):
             self._apply(strategy)
             return
         self._check_open(strategy)
-        checks.trainer(trainer, strategy.world_size, self._options.max_num_pipelines)
+        checks.trainer(trainer, strategy.world_size, self.max_num_pipelines)
         self._strategy, self._begun = strategy, False
         strategy.tuner = partial(self._see, trainer, strategy)
 
@@ -198,10 +188,10 @@ class AvgPipeTuner(Callback):
                 "AvgPipeTuner chooses num_pipelines, num_microbatches and advance, but the strategy was given "
                 f"{given}; remove that, or the callback"
             )
-        timed = f"AvgPipeTuner(refine={self._options.refine}) times iterations one by one"
-        if strategy.options.averaging.rolling is True and self._options.refine:
+        timed = f"AvgPipeTuner(refine={self.refine}) times iterations one by one"
+        if strategy.options.averaging.rolling is True and self.refine:
             raise ConfigurationError(f"{timed}, but rolling ones overlap; use refine=0, or Averaging(rolling=False)")
-        if strategy.options.averaging.rolling == "auto" and self._options.refine:
+        if strategy.options.averaging.rolling == "auto" and self.refine:
             strategy.rolls = False
             checks.tell_why_not_rolling(timed)
 
@@ -276,7 +266,7 @@ class AvgPipeTuner(Callback):
 
     def _tune(self, trainer: pl.Trainer, strategy: AvgPipeStrategy, batch: Any) -> Setting:
         """Choose the setting; return the setting for which the stages were planned."""
-        run, found, given = _run(strategy), "", self._options
+        run, found = _run(strategy), ""
         cluster, schedule = run.cluster, str(run.configuration.options.schedule)  # setup() has refused others
         shows = trainer.progress_bar_callback is not None  # type: ignore[attr-defined]
         module = trainer.lightning_module
@@ -285,16 +275,16 @@ class AvgPipeTuner(Callback):
             return trial_sizes(self._counts(module, batch_size), strategy.num_stages)[0]
 
         with rehearsing(trainer, run, batch, first) as rehearsal:
-            profiler = Profiler(rehearsal, given.profile_batches, schedule, shows)
+            profiler = Profiler(rehearsal, self.profile_batches, schedule, shows)
             counts = self._counts(module, rehearsal.batch_size)
             profile, rolling = profiler.profile(counts), _rolling(run)
             if profile is not None:
                 fitting = [m for m in counts if m > profiler.too_few]
-                settings = candidates(profile, given.max_num_pipelines, fitting, schedule=schedule, rolling=rolling)
-                limit = run.context.memory_per_stage(given.memory_limit)
-                found = search(profile, settings, limit, PREDICTORS[given.predictor], given.samples_factor).to_json()
+                settings = candidates(profile, self.max_num_pipelines, fitting, schedule=schedule, rolling=rolling)
+                limit = run.context.memory_per_stage(self.memory_limit)
+                found = search(profile, settings, limit, PREDICTORS[self.predictor], self.samples_factor).to_json()
             result = Result.from_json(cluster.world.broadcast(found))
-            if given.refine:
+            if self.refine:
                 result = self._refined(profiler, strategy, result)
         self.result = result
         if cluster.world.rank == 0:
@@ -303,13 +293,13 @@ class AvgPipeTuner(Callback):
 
     def _counts(self, module: pl.LightningModule, batch_size: int) -> list[int]:
         """Return the numbers of micro-batches to consider."""
-        counts = microbatch_counts(batch_size, self._options.microbatch_candidates)
-        if self._options.microbatch_candidates is None:
+        counts = microbatch_counts(batch_size, self.microbatch_candidates)
+        if self.microbatch_candidates is None:
             return [m for m in counts if fewest_samples(module) * m <= batch_size] or counts
         return counts
 
     def _refined(self, profiler: Profiler, strategy: AvgPipeStrategy, result: Result) -> Result:
-        tried = [candidate.setting for candidate in best(result, self._options.refine)]
+        tried = [candidate.setting for candidate in best(result, self.refine)]
         times = strategy.cluster.world.broadcast(profiler.times(tried, _REFINED))
         self.measured = {setting: per_batch_s(result.profile, setting, seconds) for setting, seconds in times.items()}
         return refined(result, self.measured)
@@ -346,8 +336,8 @@ class AvgPipeTuner(Callback):
                 logger.experiment.add_image("avgpipe/tuning", pixels, trainer.global_step, dataformats="HWC")
 
     def _folder(self, trainer: pl.Trainer) -> Path:
-        if self._options.dirpath is not None:
-            return Path(self._options.dirpath)
+        if self.dirpath is not None:
+            return Path(self.dirpath)
         saving = trainer.checkpoint_callback  # type: ignore[attr-defined]
         if isinstance(saving, ModelCheckpoint) and saving.dirpath is not None:
             return Path(saving.dirpath)

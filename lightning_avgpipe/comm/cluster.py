@@ -20,7 +20,7 @@ from lightning_avgpipe.comm.transfer import Arrivals
 from lightning_avgpipe.comm.transport import Transport
 from lightning_avgpipe.comm.waits import Running, Waits
 from lightning_avgpipe.comm.watch import Watch
-from lightning_avgpipe.utils.patching import nothing
+from lightning_avgpipe.utils.patching import noop
 
 _DISCONNECTED_S = 3.0  # longest time that threads take to end when their connections are closed
 
@@ -110,7 +110,7 @@ class Cluster:
     # -- connections -------------------------------------------------------------------------------------------------
 
     def open(
-        self, store: dist.Store | None = None, meet: Callable[[], object] = nothing, keeper: str | None = None
+        self, store: dist.Store | None = None, meet: Callable[[], object] = noop, keeper: str | None = None
     ) -> None:
         """Watch the processes, connect them unless they are connected, and start the channels, unless they are open.
 

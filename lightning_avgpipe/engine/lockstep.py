@@ -92,7 +92,7 @@ class Lockstep(StepTracer):
             return
         self._look_up()
         drawn = self.exchange.share(f"the random state of {what}", 0, RandomState(self.exchange.device))
-        drawn.put(self.exchange.device)
+        drawn.restore(self.exchange.device)
         self._speaks = speaks or self.exchange.rank == 0
         with replaced(self, "_runs", True), self.following():
             yield
@@ -155,7 +155,7 @@ class Lockstep(StepTracer):
                 if name in self._owner:
                     self._names[id(buffer)] = (buffer, name)
         elif drawn is not None:
-            drawn.put(device)
+            drawn.restore(device)
         return result
 
     # -- glue ------------------------------------------------------------------------------------------------------

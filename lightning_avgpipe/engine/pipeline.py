@@ -26,7 +26,7 @@ from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.engine.tensor_use import ForeignTensors
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.planning.program import StageProgram, stage_programs
-from lightning_avgpipe.planning.trained import Freezing
+from lightning_avgpipe.planning.trained import TrainedParameters
 from lightning_avgpipe.schedule import Schedule, in_turn, num_forward_only
 from lightning_avgpipe.schedule.rules import check_hosted, trains, turns_of
 from lightning_avgpipe.utils.device import port_of
@@ -66,7 +66,7 @@ class LoadedStep:
         stages: stages of this process.
         copies: parameters that several stages use.
         leaves: rank -> names of the tensors of a batch that the process needs; empty if unknown.
-        freezing: record of the stages that have nothing to train.
+        trained: record of the stages that have nothing to train.
         shortcut: kept outputs of the first nodes; None: none are kept.
         of_units: attributes that units of all stages change.
         relays: stages whose input may be relayed, so that their forwards run on the next stage as well.
@@ -80,7 +80,7 @@ class LoadedStep:
     stages: Sequence[Stage]
     copies: TiedParameters
     leaves: Mapping[int, frozenset[str]]
-    freezing: Freezing
+    trained: TrainedParameters
     shortcut: Shortcut | None
     of_units: OwnAttributes
     relays: frozenset[int]
@@ -185,10 +185,10 @@ class Pipeline:
         versions = self._weights.get(graph.step) if len(programs) > 1 else None
         if versions is not None:
             versions.divide({k: parameters_of(program) for k, program in enumerate(programs)}, self.cluster.stages)
-        freezing = Freezing(graph, cuts, self._module)
+        trained = TrainedParameters(graph, cuts, self._module)
         shortcut = None
         if self.shortcut is not None and kept:
-            shortcut = self.shortcut(kept, self.cluster, graph, freezing, bisect.bisect_right(cuts, kept))
+            shortcut = self.shortcut(kept, self.cluster, graph, trained, bisect.bisect_right(cuts, kept))
         of_units = OwnAttributes(self._module, graph.changed_by_units, self.number == 0)
         stages = [
             Stage(
@@ -208,7 +208,7 @@ class Pipeline:
         ]
         leaves = self._leaves(programs, shortcut)
         loaded = LoadedStep(
-            graph, cuts, programs, stages, copies, leaves, freezing, shortcut, of_units, frozenset(relays), wires
+            graph, cuts, programs, stages, copies, leaves, trained, shortcut, of_units, frozenset(relays), wires
         )
         parts = [make(loaded, self._module, self.cluster) for make in PARTS]
         for part in parts:
@@ -246,7 +246,8 @@ class Pipeline:
     def read_elsewhere(self) -> frozenset[tuple[str, str]]:
         """Return ``(path, name)`` of the attributes that step functions read on other processes than the last."""
         steps = [loaded for loaded in self.steps.values() if loaded.cuts]
-        return frozenset(key for of in steps for key, position in of.graph.reads.items() if position <= of.cuts[-1])
+        reads = ((loaded.cuts[-1], *read) for loaded in steps for read in loaded.graph.reads.items())
+        return frozenset(key for last, key, position in reads if position <= last)
 
     def lanes(self, step: str, schedule: Schedule, task: Task, observers: Sequence[Observer] = ()) -> list[Lane]:
         """Return the lanes of this process, ready to begin an iteration.

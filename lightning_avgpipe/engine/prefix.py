@@ -15,7 +15,7 @@ from lightning_avgpipe.engine.part import Path, Replayed, Tapped
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.planning.trained import Freezing
+from lightning_avgpipe.planning.trained import TrainedParameters
 from lightning_avgpipe.schedule import Schedule
 
 
@@ -57,7 +57,7 @@ class Shortcut(Protocol):
 
 
 # given the position, the cluster, the call graph of the step, the parameters that are trained now, and the stage
-ShortcutMaker = Callable[[int, Cluster, CallGraph, Freezing, int], Shortcut]
+ShortcutMaker = Callable[[int, Cluster, CallGraph, TrainedParameters, int], Shortcut]
 
 
 class Prefix:

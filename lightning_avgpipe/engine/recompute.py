@@ -195,7 +195,7 @@ class UnitRepeater:
                 surroundings.done()
                 return result
             with surroundings.again(), random_state():
-                draws.put(self._device)
+                draws.restore(self._device)
                 return run(*args, **kwargs)
 
         def repeatable(*args: Any, **kwargs: Any) -> Any:

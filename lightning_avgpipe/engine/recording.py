@@ -180,7 +180,7 @@ def assemble(recordings: Sequence[Recording], replicas: Sequence[Sequence[int]])
     transfers.sort(key=lambda transfer: transfer.begin_s)
     hosts = tuple(map(tuple, replicas))
     rows = ((span.action for span in spans if span.stage == k) for k in range(len(hosts)))
-    return Timeline(len(hosts), tuple(spans), tuple(transfers), peak_stash(rows), tuple(activities), replicas=hosts)
+    return Timeline(len(hosts), tuple(spans), tuple(transfers), peak_stash(rows), hosts, tuple(activities))
 
 
 def _transfer(message: _Message, begin_s: float, end_s: float, arrival_s: float) -> Transfer:

@@ -368,11 +368,11 @@ class Stage:
             ]
             if pairs:
                 before = self._states() if self._changed else {}
-                of = [root for root, _ in pairs], [gradient for _, gradient in pairs]
+                backwards = [root for root, _ in pairs], [gradient for _, gradient in pairs]
                 if run is None:
-                    torch.autograd.backward(*of)
+                    torch.autograd.backward(*backwards)
                 else:
-                    run(stash.gates, *of)
+                    run(stash.gates, *backwards)
                 if before:
                     self._check_states(before, micro_batch)
         if self.program.stage <= self._prefix.stages:  # the first of those that train

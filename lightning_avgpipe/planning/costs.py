@@ -101,6 +101,11 @@ class UnitCosts:
         return np.concatenate([[0.0], np.cumsum(self.parameter_bytes)])
 
 
+def all_reduce_s(nbytes: float, devices: int, bytes_per_s: float) -> float:
+    """Return the seconds in which devices all-reduce so many bytes around a ring of links of this rate."""
+    return 2 * (devices - 1) / devices * nbytes / bytes_per_s
+
+
 def units_between(graph: CallGraph, costs: Costs, weights: Mapping[str, int]) -> tuple[UnitCosts, tuple[int, ...]]:
     """Return the costs of units between the legal cuts that divide the uses of no parameter, and these cuts.
 

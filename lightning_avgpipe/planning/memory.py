@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning.recompute_policy import repeated
 from lightning_avgpipe.schedule import Schedule, in_turn, peak_stash
 from lightning_avgpipe.schedule.policies import WeightPolicy
+from lightning_avgpipe.schedule.rules import trains
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.tensors import tensor_bytes
 
@@ -77,10 +79,10 @@ class Memory:
         num_microbatches: M, number of micro-batches over which work that is done once in an iteration is spread.
         repeats: whether each stage repeats its forwards, shape ``(K,)``. Such a stage has one stash at a time, and
             keeps the values received for all micro-batches in flight. Empty: no stage repeats.
-        versioned: full name -> bytes of each further weight version that a stage holds, or of optimizer states that are
+        extra_bytes: full name -> bytes of a weight version besides the current one, or of optimizer states that are
             sharded over processes.
-        versions: number of further versions, or fraction of the sharded states, on each stage, shape ``(K,)``; empty:
-            none.
+        extra_factors: number of further versions, or fraction of the sharded states, that each stage holds, shape
+            ``(K,)``; empty: none.
         stashed: largest number of micro-batches of which each stage has a stash, shape ``(K,)``; empty: all that are in
             flight.
         doubles: stages that also run the forwards of the stage before them.
@@ -94,8 +96,8 @@ class Memory:
     in_flight: tuple[int, ...] = ()
     num_microbatches: int = 1
     repeats: tuple[bool, ...] = ()
-    versioned: Mapping[str, int] = field(default_factory=dict)
-    versions: tuple[float, ...] = ()
+    extra_bytes: Mapping[str, int] = field(default_factory=dict)
+    extra_factors: tuple[float, ...] = ()
     stashed: tuple[int, ...] = ()
     doubles: frozenset[int] = frozenset()
     doubled: Mapping[str, int] = field(default_factory=dict)
@@ -104,9 +106,9 @@ class Memory:
         """Return the number of micro-batches in flight on a stage."""
         return self.in_flight[stage] if self.in_flight else 1
 
-    def further(self, stage: int) -> float:
+    def extra_factor(self, stage: int) -> float:
         """Return how many weight versions a stage holds besides the current one, or its fraction of sharded states."""
-        return self.versions[stage] if self.versions else 0
+        return self.extra_factors[stage] if self.extra_factors else 0
 
     def stashes(self, stage: int) -> int:
         """Return of how many micro-batches a stage has a stash at the same time."""
@@ -162,7 +164,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Updates:
+class UpdateScheme:
     """The way in which stages are updated, which decides what they hold besides weights and activations.
 
     Attributes:
@@ -176,6 +178,27 @@ class Updates:
     sharing: int = 0
     rolling: bool = False
     late: bool = False
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a plan has to fit: schedule, links, parallel models and processes.
+
+    Attributes:
+        schedule: schedule of the step.
+        links: one link for each hop; empty: messages take no time.
+        state_copies: size of the optimizer state of each trained parameter, in multiples of the parameter.
+        num_pipelines: N, number of parallel models.
+        num_groups: number of process groups, each with N pipelines.
+        owners: rank of the process of each stage, shape ``(K,)``; empty: one process per stage, or as ``turns`` says.
+    """
+
+    schedule: Schedule
+    links: tuple[Link, ...] = ()
+    state_copies: int = 2
+    num_pipelines: int = 1
+    num_groups: int = 1
+    owners: tuple[int, ...] = ()
 
 
 def state_copies(optimizers: Sequence[Optimizer]) -> int:
@@ -194,79 +217,60 @@ def _copies(optimizer: Optimizer) -> int:
 
 def memory_of(
     module: nn.Module,
-    schedule: Schedule | None,
-    copies: int,
+    conditions: Conditions,
+    updates: UpdateScheme,
     limit: float,
     recompute: bool = False,
-    num_pipelines: int = 1,
-    num_groups: int = 1,
     replicas: Sequence[int] = (),
-    rolling: bool = False,
 ) -> Memory:
     """Return the sizes of weights, and how many micro-batches each stage has in flight.
 
+    Each of several parallel models has its own trained parameters, and all share a reference.
+
     Args:
         module: module that is divided.
-        schedule: schedule of the step; None for one micro-batch without a backward.
-        copies: size of the optimizer state of each trained parameter, in multiples of the parameter.
+        conditions: schedule, parallel models and optimizer states.
+        updates: how stages are updated.
         limit: bytes that each stage may use.
         recompute: whether stages repeat their forwards.
-        num_pipelines: N, number of parallel models. Each of several has its own trained parameters, and all share a
-            reference.
-        num_groups: number of process groups, each with N pipelines.
         replicas: number of replicas of each stage, which take its micro-batches in turns; empty: one of each.
-        rolling: whether pipelines go on without waiting for each other, or while an averaging is under way.
     """
-    flights: tuple[int, ...] = ()
-    repeats: tuple[bool, ...] = ()
-    relays: frozenset[int] = frozenset()
-    if schedule is not None:
-        turns = [in_turn(row, 0, count) for row, count in zip(schedule.rows, replicas, strict=True)] if replicas else ()
-        flights = tuple(num_pipelines * max(1, count) for count in peak_stash(turns or schedule))
-        relays = schedule.relays
-        if recompute:
-            rows = schedule.rows
-            repeats = tuple(bool(repeated(row, k == len(rows) - 1)) for k, row in enumerate(rows))
-    trains = schedule is not None and schedule.name != "forward"
+    schedule, num_pipelines, num_groups = conditions.schedule, conditions.num_pipelines, conditions.num_groups
+    rows, relays, num_stages = schedule.rows, schedule.relays, schedule.num_stages
+    turns = [in_turn(row, 0, count) for row, count in zip(rows, replicas, strict=True)] if replicas else ()
+    flights = tuple(num_pipelines * max(1, count) for count in peak_stash(turns or schedule))
+    repeats = tuple(bool(repeated(row, k == num_stages - 1)) for k, row in enumerate(rows)) if recompute else ()
+    training, rolling = trains(rows[-1]), updates.rolling or updates.late
     weights, held = {}, {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         weights[name] = tensor_bytes(tensor)
-        each = 2 + copies if trains and tensor.requires_grad else 1
+        each = 2 + conditions.state_copies if training and tensor.requires_grad else 1
         frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         models = weights[name] * each * (1 if frozen else num_pipelines)
         held[name] = models + (0 if frozen else _reference_bytes(tensor, num_pipelines, num_groups))
         held[name] += _rolling_bytes(tensor, num_pipelines, num_groups) if rolling and tensor.requires_grad else 0
-    memory = Memory(limit, weights, held, flights, schedule.num_microbatches if schedule is not None else 1, repeats)
-    if not relays:
+    memory = Memory(limit, weights, held, flights, schedule.num_microbatches, repeats)
+    if relays:
+        memory = replace(
+            memory,
+            in_flight=tuple(flights[k - (k in relays)] for k in range(num_stages)),  # a relay keeps all that was sent
+            stashed=flights,
+            doubles=frozenset(k + 1 for k in relays),
+            doubled={name: num_pipelines * size for name, size in weights.items()},
+        )
+    if not training:
         return memory
-    return replace(
-        memory,
-        in_flight=tuple(flights[k - (k in relays)] for k in range(len(flights))),  # a relay keeps all that was sent
-        stashed=flights,
-        doubles=frozenset(k + 1 for k in relays),
-        doubled={name: num_pipelines * size for name, size in weights.items()},
-    )
-
-
-def with_versions(memory: Memory, module: nn.Module, policy: WeightPolicy, schedule: Schedule) -> Memory:
-    """Return the memory under a weight policy: further versions of trained weights, and more forwards in flight."""
-    stages = schedule.num_stages
-    if policy.drains or stages == 1:
-        return memory
-    return replace(
-        memory,
-        in_flight=tuple(range(stages, 0, -1)),
-        versioned={name: p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad},
-        versions=tuple(count - 1 for count in policy.copies(stages, schedule.num_microbatches)),
-    )
-
-
-def with_shards(memory: Memory, module: nn.Module, copies: int, sharing: Sequence[int]) -> Memory:
-    """Return the memory where ``sharing[k]`` processes shard the optimizer states of each stage k."""
-    trained = [name for name, p in module.named_parameters() if p.requires_grad]
-    states = {name: copies * memory.weights[name] for name in trained}
-    held = {name: size - states.get(name, 0) for name, size in memory.held.items()}
-    return replace(memory, held=held, versioned=states, versions=tuple(1 / count for count in sharing))
+    trained = {name: weights[name] for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if not updates.policy.drains and num_stages > 1:
+        copies = updates.policy.copies(num_stages, schedule.num_microbatches)
+        in_flight, factors = tuple(range(num_stages, 0, -1)), tuple(count - 1 for count in copies)
+        memory = replace(memory, in_flight=in_flight, extra_bytes=trained, extra_factors=factors)
+    if updates.sharing:
+        states = {name: conditions.state_copies * size for name, size in trained.items()}
+        held = {name: size - states.get(name, 0) for name, size in held.items()}
+        shares = tuple(1 / (updates.sharing * count) for count in replicas or (1,) * num_stages)
+        memory = replace(memory, held=held, extra_bytes=states, extra_factors=shares)
+    return memory
 
 
 def _reference_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int:
@@ -369,12 +373,12 @@ def holdings(
     """
     alone, named = num_pipelines * num_groups == 1, dict(module.named_parameters())
     copies, found = policy.copies(plan.num_stages, num_microbatches), {}
-    for k, of in model_bytes(plan, stages, module, optimizers, num_microbatches, num_groups).items():
+    for k, size in model_bytes(plan, stages, module, optimizers, num_microbatches, num_groups).items():
         trained = [p for name in plan.stages[k].parameters if (p := named[name]).requires_grad]
         further = (copies[k] - 1) * sum(p.nbytes for p in trained) if alone else 0
         further += sum(_rolling_bytes(p, num_pipelines, num_groups) for p in trained) if rolling else 0
-        total = of.shared + num_pipelines * of.model + (0 if alone else of.reference) + further
-        found[k] = Holding(total, num_pipelines * of.coming + (0 if meeting else further))
+        total = size.shared + num_pipelines * size.model + (0 if alone else size.reference) + further
+        found[k] = Holding(total, num_pipelines * size.coming + (0 if meeting else further))
     return found
 
 

@@ -134,7 +134,7 @@ class Plan:
         return len(self.stages)
 
     @property
-    def in_turns_s(self) -> float | None:
+    def serial_s(self) -> float | None:
         """The seconds that one device would take for all micro-batches of an iteration; None without measured costs."""
         if not self.measured or self.forecast is None:
             return None
@@ -225,8 +225,8 @@ class Plan:
         )
 
     def _expectation(self, forecast: Forecast) -> str:
-        of = f" of {forecast.num_models} models" if forecast.num_models > 1 else ""
-        time = f"{format_seconds(forecast.iteration_s)} an iteration{of}, " if self.measured else ""
+        models = f" of {forecast.num_models} models" if forecast.num_models > 1 else ""
+        time = f"{format_seconds(forecast.iteration_s)} an iteration{models}, " if self.measured else ""
         count = forecast.num_microbatches
         batches = f"{count} micro-batch" + ("es" if count > 1 else "")
         return f"expected: {time}{forecast.bubble:.0%} idle ({forecast.schedule}, {batches})"
@@ -315,24 +315,22 @@ def stage_costs(plan: Plan, frozen: int = 0) -> StageCosts:
 
 def forecast_of(
     plan: Plan,
-    schedule: Schedule | None,
+    schedule: Schedule,
     policy: WeightPolicy,
     owners: Sequence[int] = (),
     num_models: int = 1,
     rolling: bool = False,
-) -> Forecast | None:
+) -> Forecast:
     """Simulate the schedule with the costs of the stages.
 
     Args:
         plan: plan of the stages.
-        schedule: schedule to simulate; None: there is no forecast.
+        schedule: schedule to simulate.
         policy: weight policy, which says which weights actions use.
         owners: rank of the process of each stage, shape ``(K,)``; empty: one process per stage.
         num_models: number N of parallel models in these stages.
         rolling: whether each model begins its next batch without waiting for the others.
     """
-    if schedule is None:
-        return None
     if not policy.drains and plan.num_stages > 1:
         count = schedule.num_microbatches
         # the costs already include repeated forwards

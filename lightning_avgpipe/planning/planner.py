@@ -18,13 +18,12 @@ from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.balance import cut_at, cut_balanced, limits, scattered
 from lightning_avgpipe.planning.costs import Costing, units_between
 from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.memory import Memory, Updates, memory_of, with_shards, with_versions
+from lightning_avgpipe.planning.memory import Conditions, Memory, UpdateScheme, memory_of
 from lightning_avgpipe.planning.plan import Plan, forecast_of, make_plan
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.planning.refinement import Refinement, closing
 from lightning_avgpipe.planning.trained import backward_ends
-from lightning_avgpipe.schedule import Schedule
-from lightning_avgpipe.schedule.rules import trains
+from lightning_avgpipe.schedule import build, with_replicas
 
 _log = logging.getLogger(__name__)
 
@@ -35,27 +34,6 @@ _QUICKER = 0.98
 # A slowest stage that exceeds its fair share by this factor is explained, with at most _SHOWN reasons.
 _UNEVEN = 1.25
 _SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """The conditions for which a plan is made: schedule, links, parallel models and processes.
-
-    Attributes:
-        schedule: schedule of the step; None if it is not known, and there is no forecast.
-        links: one link for each hop; empty: messages take no time.
-        state_copies: size of the optimizer state of each trained parameter, in multiples of the parameter.
-        num_pipelines: N, number of parallel models.
-        num_groups: number of process groups, each with N pipelines.
-        owners: rank of the process of each stage, shape ``(K,)``; empty: one process per stage, or as ``turns`` says.
-    """
-
-    schedule: Schedule | None = None
-    links: tuple[Link, ...] = ()
-    state_copies: int = 2
-    num_pipelines: int = 1
-    num_groups: int = 1
-    owners: tuple[int, ...] = ()
 
 
 class Proposal(NamedTuple):
@@ -145,7 +123,7 @@ class Planner:
     memory_limit: float = math.inf
     recompute: Recompute = Recompute()  # noqa: RUF009
     replicas: Sequence[int] = ()
-    updates: Updates = Updates()  # noqa: RUF009
+    updates: UpdateScheme = UpdateScheme()  # noqa: RUF009
     wire: Wire = None
     source: PlanSource = field(default_factory=PlanSource)
 
@@ -176,13 +154,13 @@ class Planner:
         """Make a plan for a step that runs before the deciding step; the last stage runs it if it cannot be divided."""
         planner = replace(self, costing=Costing(), source=PlanSource())
         try:
-            return planner.plan(step, conditions=conditions)
+            return planner.plan(step, conditions)
         except PartitionError as error:
             _log.debug("%s runs on the last stage until training begins: %s", step.name, error)
             graph = self.subject.capture(step)
             return self.plan_at(graph, (0,) * (self.num_stages - 1), planner._counted(graph))
 
-    def plan(self, step: Step, units: Sequence[str] = (), conditions: Conditions | None = None) -> Plan:
+    def plan(self, step: Step, conditions: Conditions, units: Sequence[str] = ()) -> Plan:
         """Divide a step into stages.
 
         Operations are counted while units are refined, which is fast; then the units are measured, and refined further
@@ -190,24 +168,23 @@ class Planner:
 
         Args:
             step: step to be divided.
+            conditions: schedule, links and processes.
             units: units to start from, for instance those of an earlier plan.
-            conditions: schedule, links and processes; None: the defaults.
         Raises:
             PartitionError: there are not enough legal cuts, however fine the units, or memory is too small.
         """
-        conditions = conditions or Conditions()
         try:  # a source that chooses the number of stages takes fewer if so many are not possible
-            return self._plan(step, units, conditions)
+            return self._plan(step, conditions, units)
         except PartitionError as error:
             if not self.source.replicates or self.num_stages <= 2:
                 raise
             _log.debug("%s: %s", step.name, error)
             try:
-                return replace(self, num_stages=self.num_stages - 1).plan(step, units, conditions)
+                return replace(self, num_stages=self.num_stages - 1).plan(step, conditions, units)
             except PartitionError:
                 raise error from None
 
-    def _plan(self, step: Step, units: Sequence[str], conditions: Conditions) -> Plan:
+    def _plan(self, step: Step, conditions: Conditions, units: Sequence[str]) -> Plan:
         memory, subject = self.memory(conditions), self.subject
         units = self._initial(units)
         graph = subject.capture(step, units)
@@ -256,14 +233,14 @@ class Planner:
             return plan
         least = forecast_of(plan, conditions.schedule, self.updates.policy)
         tried = {plan.cuts}
-        for slack in _SLACKS if least is not None else ():
+        for slack in _SLACKS:
             cuts = cut_balanced(plan.graph, costs, self.num_stages, memory, None, self.replicas, slack)
             if cuts in tried:
                 continue
             tried.add(cuts)
             other = self.plan_at(plan.graph, cuts, costs, memory)
             expected = forecast_of(other, conditions.schedule, self.updates.policy)
-            if least is not None and expected is not None and expected.iteration_s < least.iteration_s * _QUICKER:
+            if expected.iteration_s < least.iteration_s * _QUICKER:
                 plan, least = other, expected
         return plan
 
@@ -286,23 +263,22 @@ class Planner:
     def memory(self, conditions: Conditions) -> Memory:
         """Return the sizes and limits of memory that stages depend on."""
         memory = memory_of(
-            self.subject.module,
-            conditions.schedule,
-            conditions.state_copies,
-            self.memory_limit,
-            self.recompute.stages,
-            conditions.num_pipelines,
-            conditions.num_groups,
-            self.replicas,
-            self.updates.rolling or self.updates.late,
+            self.subject.module, conditions, self.updates, self.memory_limit, self.recompute.stages, self.replicas
         )
-        if conditions.schedule is not None and trains(conditions.schedule.rows[-1]):
-            memory = with_versions(memory, self.subject.module, self.updates.policy, conditions.schedule)
-            if self.updates.sharing:
-                sharing = [self.updates.sharing * count for count in self.replicas or (1,) * self.num_stages]
-                memory = with_shards(memory, self.subject.module, conditions.state_copies, sharing)
         # without measured costs the time of a byte is a guess, and no reason to avoid copies of parameters
         return memory if self.measures else replace(memory, weights={})
+
+    def sharing(self, replicas: tuple[int, ...], conditions: Conditions) -> tuple[Planner, Memory]:
+        """Return the planner of stages that so many processes share each, and what these stages need.
+
+        Args:
+            replicas: number of processes of each stage, shape ``(K,)``.
+            conditions: what plans for one process of each stage have to fit.
+        """
+        schedule = conditions.schedule
+        shared = with_replicas(build(schedule.name, len(replicas), schedule.num_microbatches), replicas)
+        planner = replace(self, num_stages=len(replicas), replicas=replicas)
+        return planner, planner.memory(replace(conditions, schedule=shared))
 
     def _counted(self, graph: CallGraph) -> Costs:
         counted, first = Costs.from_flops(graph), backward_ends(graph)

@@ -36,7 +36,7 @@ class Ranges:
         forward: time of the forward of this stage, which is added where forwards are repeated, shape ``(n, n)``.
         transfer: time for which a cut at each point occupies each hop, shape ``(K-1, n)``.
         held: bytes of weights, gradients and optimizer states from point i to point j, shape ``(n, n)``.
-        versions: bytes of each further version of the weights from point i to point j, shape ``(n, n)``.
+        extra: ``Memory.extra_bytes`` from point i to point j, shape ``(n, n)``.
         stash: bytes that one micro-batch stashes before each point, shape ``(n,)``.
         crossing: bytes that cross a cut at each point, shape ``(n,)``.
         memory: memory limit and numbers of micro-batches in flight.
@@ -47,7 +47,7 @@ class Ranges:
     forward: np.ndarray
     transfer: np.ndarray
     held: np.ndarray
-    versions: np.ndarray
+    extra: np.ndarray
     stash: np.ndarray
     crossing: np.ndarray
     memory: Memory
@@ -78,7 +78,7 @@ class Ranges:
             forward[None, :] - forward[:, None],
             np.array([costs.link(hop).per_byte for hop in range(num_stages - 1)])[:, None] * travels,
             _owned(graph, points, memory.held)[0],
-            _owned(graph, points, memory.versioned)[0],
+            _owned(graph, points, memory.extra_bytes)[0],
             np.concatenate([[0.0], np.cumsum(costs.stash_bytes, dtype=float)])[points],
             crossing,
             memory,
@@ -87,14 +87,14 @@ class Ranges:
     def needed(self, stage: int) -> np.ndarray:
         """Return the bytes that a stage from point i to point j needs, shape ``(n, n)``; infinite where ``j <= i``."""
         stash = (self.stash[None, :] - self.stash[:, None]) * self.memory.stashes(stage)
-        held = self.held + self.versions * self.memory.further(stage)
+        held = self.held + self.extra * self.memory.extra_factor(stage)
         needed = held + stash + self.crossing[:, None] * self.memory.flights(stage)
         return np.where(np.isinf(self.work), np.inf, needed)
 
     def need(self, stage: int, first: int, last: int) -> Need:
         """Return the memory that a stage from point ``first`` to point ``last`` needs."""
         return Need(
-            int(self.held[first, last] + self.versions[first, last] * self.memory.further(stage)),
+            int(self.held[first, last] + self.extra[first, last] * self.memory.extra_factor(stage)),
             int(self.stash[last] - self.stash[first]) * self.memory.stashes(stage),
             int(self.crossing[first]) * self.memory.flights(stage),
         )
@@ -139,9 +139,9 @@ def evenest(stages: Sequence[np.ndarray], transfer: np.ndarray, limit: float) ->
     """
     scale = 1.0 / limit if limit > 0 else 0.0
 
-    def bounded(cost: np.ndarray, of: np.ndarray) -> np.ndarray:
+    def bounded(cost: np.ndarray, result: np.ndarray) -> np.ndarray:
         # rounded, so that the order of additions does not decide between equals
-        return np.where(cost <= limit, np.round(of * scale, 9), np.inf)
+        return np.where(cost <= limit, np.round(result * scale, 9), np.inf)
 
     def squared(stage: np.ndarray) -> np.ndarray:
         finite = np.where(np.isinf(stage), 0.0, stage)

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_avgpipe.capture.graph import CallGraph
 
 
-class Freezing:
+class TrainedParameters:
     """The parameters of a step function that are trained now, and which stages need no gradient because of it.
 
     Args:
@@ -27,15 +27,15 @@ class Freezing:
         self._stages = 0
 
     @property
-    def stages(self) -> int:
+    def frozen_stages(self) -> int:
         """The number of stages, from the first, that have nothing to train now."""
         flags = tuple(parameter.requires_grad for _, parameter in self._parameters)
         if flags != self._flags:
-            self._flags, self._stages = flags, num_frozen(self._graph, self._cuts, self.trained)
+            self._flags, self._stages = flags, num_frozen(self._graph, self._cuts, self.names)
         return self._stages
 
     @property
-    def trained(self) -> frozenset[str]:
+    def names(self) -> frozenset[str]:
         """The full names of the parameters that the step uses and that are trained now."""
         return frozenset(name for name, parameter in self._parameters if parameter.requires_grad)
 

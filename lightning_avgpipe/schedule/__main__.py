@@ -10,8 +10,7 @@ from pathlib import Path
 
 from lightning_avgpipe.errors import AvgPipeError, ScheduleError
 from lightning_avgpipe.schedule import Schedule, StageCosts, Timeline, build, picture, simulate
-from lightning_avgpipe.schedule.gallery import text
-from lightning_avgpipe.schedule.picture import chrome_trace
+from lightning_avgpipe.schedule.picture import chrome_trace, text
 from lightning_avgpipe.schedule.policies import POLICIES
 from lightning_avgpipe.schedule.recipes import RECIPES, devices_of
 

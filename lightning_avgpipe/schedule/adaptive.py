@@ -2,11 +2,11 @@
 
 ::
 
-    Settling --2 iterations--> Measuring --8 iterations, the first or a gain: one step up--> Settling
+    ignore 2 iterations --> measure 8 iterations --the first or a gain: one step up--> ignore 2 iterations
                                   |  ^
           no gain: one step back, |  | the time has changed by more than 10%
           or nowhere to go        v  |
-                                 Frozen
+                              keep and watch
 
 The controller is given times and returns the advance of the next iteration. It measures nothing itself, so the same
 times give the same decisions on every rank.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_avgpipe.errors import ScheduleError
@@ -79,58 +79,24 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Settling:
-    """The state in the first iterations with a new advance, whose times are ignored.
+class State:
+    """The state of the choice for one shape: searching, or watching the time with a chosen advance.
 
     Attributes:
-        advance: h, advance of these iterations.
-        left: number of iterations that are still ignored.
+        advance: h, advance of the next iteration.
+        ignored: number of iterations whose times are still ignored, because the advance was just changed.
+        times_s: times with this advance so far, or since the last check for drift, in seconds.
         before: time with the advance before, which this advance has to beat; None for the first advance.
-    """
-
-    advance: int
-    left: int = DROPPED
-    before: Measured | None = None
-
-
-@dataclass(frozen=True)
-class Measuring:
-    """The state in which the times of an advance are collected.
-
-    Attributes:
-        advance: h, advance of these iterations.
-        times_s: times so far, in seconds.
-        before: time with the advance before, which this advance has to beat; None for the first advance.
-    """
-
-    advance: int
-    times_s: tuple[float, ...] = ()
-    before: Measured | None = None
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """The state in which the advance is chosen, and times are watched for drift.
-
-    Attributes:
-        best: chosen advance and its time.
+        best: chosen advance and its time; None while the search goes on.
         reason: why the advance was not raised further.
-        left: number of iterations that are still ignored because the advance was just changed back.
-        times_s: times since the last check for drift, in seconds.
     """
 
-    best: Measured
-    reason: str
-    left: int = 0
+    advance: int
+    ignored: int = DROPPED
     times_s: tuple[float, ...] = ()
-
-    @property
-    def advance(self) -> int:
-        """The chosen advance h."""
-        return self.best.advance
-
-
-State = Settling | Measuring | Frozen
+    before: Measured | None = None
+    best: Measured | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,10 +110,10 @@ class Decision:
 class AdaptiveAdvance:
     """A controller that chooses the advance h of advance forward propagation while training runs.
 
-    It steps by a whole h, which adds a forward on *every* hop: a single extra forward on the first stage alone changes
-    hardly anything, so that a search by such steps stops too early. It never tries an advance below the first one. As
-    times may rise and fall again with h (where a transfer is longer than an action, or stages are uneven), it finds a
-    local optimum, which is not always the best of all.
+    It raises h by whole steps: one more forward in flight on *every* hop. A single extra forward on the first stage
+    alone changes hardly anything, so that a search by such steps would stop too early. It never tries an advance below
+    the first one. As times may rise and fall again with h (where a transfer is longer than an action, or stages are
+    uneven), it finds a local optimum, which is not always the best of all.
 
     Args:
         start: first advance, as the profile suggests. It is lowered until it fits the memory.
@@ -185,7 +151,7 @@ class AdaptiveAdvance:
         if shape not in self._states:
             loaded = self._loaded.pop(shape, None)
             if loaded is None or self._over_limit(shape, loaded.advance) is not None:
-                loaded = Settling(self._first(shape))
+                loaded = State(self._first(shape))
             self._states[shape] = loaded
         return self._states[shape]
 
@@ -211,34 +177,27 @@ class AdaptiveAdvance:
         return decision
 
     def _next(self, shape: IterationShape, state: State, seconds: float) -> tuple[State, Decision | None]:
-        match state:
-            case Settling(advance, left, before) if left > 1:
-                return Settling(advance, left - 1, before), None
-            case Settling(advance, _, before):
-                return Measuring(advance, (), before), None
-            case Frozen(best, reason, left, _) if left > 0:
-                return Frozen(best, reason, left - 1), None
-            case Frozen():
-                return _watched(state, seconds)
-            case Measuring(advance, times_s, before):
-                times_s = (*times_s, seconds)
-                if len(times_s) % WINDOW == 0:
-                    now = Measured.of(advance, times_s)
-                    if now.precise or len(times_s) >= LONGEST:
-                        return self._judged(shape, now, before)
-                return Measuring(advance, times_s, before), None
-        raise AssertionError(state)
+        if state.ignored:
+            return replace(state, ignored=state.ignored - 1), None
+        state = replace(state, times_s=(*state.times_s, seconds))
+        if state.best is not None:
+            return _watched(state, state.best)
+        if len(state.times_s) % WINDOW == 0:
+            now = Measured.of(state.advance, state.times_s)
+            if now.precise or len(state.times_s) >= LONGEST:
+                return self._judged(shape, now, state.before)
+        return state, None
 
     def _judged(self, shape: IterationShape, now: Measured, before: Measured | None) -> tuple[State, Decision]:
         if before is not None and not (now.median_s < before.median_s and before.differs(now, LEAST_GAIN)):
             reason = f"{_described(now)} is no gain over {_described(before)}: back, and stay"
-            return Frozen(before, reason, left=DROPPED), Decision(before.advance, reason)
+            return State(before.advance, best=before, reason=reason), Decision(before.advance, reason)
         obstacle = self._obstacle(shape, now.advance + 1)
         if obstacle is not None:
             reason = f"{_described(now)}; {obstacle}"
-            return Frozen(now, reason), Decision(now.advance, reason)
+            return State(now.advance, ignored=0, best=now, reason=reason), Decision(now.advance, reason)
         reason = f"{_described(now)}; trying one more"
-        return Settling(now.advance + 1, before=now), Decision(now.advance + 1, reason)
+        return State(now.advance + 1, before=now), Decision(now.advance + 1, reason)
 
     def _obstacle(self, shape: IterationShape, advance: int) -> str | None:
         """Return why an advance cannot be tried; None if it can."""
@@ -269,8 +228,7 @@ class AdaptiveAdvance:
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all shapes as plain numbers, strings, lists and dicts."""
         states = [
-            {"setting": asdict(shape), "kind": type(state).__name__, "state": asdict(state)}
-            for shape, state in (self._loaded | self._states).items()
+            {"setting": asdict(shape), "state": asdict(state)} for shape, state in (self._loaded | self._states).items()
         ]
         return {"states": states}
 
@@ -278,19 +236,20 @@ class AdaptiveAdvance:
         """Restore the states of all shapes. A shape whose advance no longer fits the memory starts anew when used."""
         self._states = {}
         self._loaded = {
-            IterationShape(**entry["setting"]): _loaded(entry["kind"], entry["state"]) for entry in state_dict["states"]
+            IterationShape(**entry["setting"]): _loaded(entry["state"])
+            for entry in state_dict["states"]
+            if "kind" not in entry  # an earlier form, which starts anew
         }
 
 
-def _watched(state: Frozen, seconds: float) -> tuple[State, Decision | None]:
-    times_s = (*state.times_s, seconds)
-    if len(times_s) < WINDOW:
-        return Frozen(state.best, state.reason, 0, times_s), None
-    now = Measured.of(state.advance, times_s)
-    if not state.best.differs(now, DRIFT):
-        return Frozen(state.best, state.reason), None
-    reason = f"{_described(now)} instead of {state.best.median_s:.4g} s: measuring anew"
-    return Measuring(state.advance), Decision(state.advance, reason)
+def _watched(state: State, best: Measured) -> tuple[State, Decision | None]:
+    if len(state.times_s) < WINDOW:
+        return state, None
+    now = Measured.of(state.advance, state.times_s)
+    if not best.differs(now, DRIFT):
+        return replace(state, times_s=()), None
+    reason = f"{_described(now)} instead of {best.median_s:.4g} s: measuring anew"
+    return State(state.advance, ignored=0), Decision(state.advance, reason)
 
 
 def _even_warm_up(shape: IterationShape, advance: int) -> Sequence[int]:
@@ -301,11 +260,6 @@ def _described(measured: Measured) -> str:
     return f"{measured.median_s:.4g} s with advance {measured.advance}"
 
 
-def _loaded(kind: str, fields: Mapping[str, Any]) -> State:
-    fields = dict(fields)
-    for name in ("before", "best"):
-        if fields.get(name) is not None:
-            fields[name] = Measured(**fields[name])
-    if "times_s" in fields:
-        fields["times_s"] = tuple(fields["times_s"])
-    return {"Settling": Settling, "Measuring": Measuring, "Frozen": Frozen}[kind](**fields)
+def _loaded(fields: Mapping[str, Any]) -> State:
+    measured = {name: Measured(**fields[name]) for name in ("before", "best") if fields[name] is not None}
+    return State(**{**fields, **measured, "times_s": tuple(fields["times_s"])})

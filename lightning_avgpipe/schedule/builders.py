@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from lightning_avgpipe.errors import DeadlockError, ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
-from lightning_avgpipe.schedule.kinds import BACKWARD, COURSES, FORWARD, KINDS, Kind
+from lightning_avgpipe.schedule.kinds import ACTION_SEQUENCES, BACKWARD, FORWARD, KINDS, Kind
 from lightning_avgpipe.schedule.rules import check_can_run, trains
 from lightning_avgpipe.schedule.simulator import check
 
@@ -140,12 +140,12 @@ def forward_only(schedule: Schedule, stages: int) -> Schedule:
     """
     if not stages:
         return schedule
-    rows = [tuple(a for a in row if a.kind in COURSES[0]) for row in schedule.rows[:stages]]
+    rows = [tuple(a for a in row if a.kind in ACTION_SEQUENCES[0]) for row in schedule.rows[:stages]]
     ahead = (schedule.num_microbatches,) * stages + schedule.warm_up[stages:] if schedule.warm_up else ()
     left: list[tuple[int, ...]] = []
     for turns in schedule.turns:  # the remaining actions keep their order
         actions = {stage: iter(schedule.rows[stage]) for stage in turns}
-        kept = [k for k in turns if next(actions[k]).kind in COURSES[0] or k >= stages]
+        kept = [k for k in turns if next(actions[k]).kind in ACTION_SEQUENCES[0] or k >= stages]
         left.append(tuple(kept))
     return replace(schedule, rows=(*rows, *schedule.rows[stages:]), warm_up=ahead, turns=tuple(left))
 

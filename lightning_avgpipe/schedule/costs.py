@@ -129,7 +129,7 @@ class StageCosts:
         """Return the costs for stages on these devices, shape ``(K,)``: messages within a device take no time."""
         apart = [here != there for here, there in itertools.pairwise(devices)]
         hops: dict[str, Any] = {name: getattr(self, name) for name in _OF_HOPS}
-        hops = {name: [s * far for s, far in zip(of, apart, strict=True)] for name, of in hops.items()}
+        hops = {name: [s * far for s, far in zip(seconds, apart, strict=True)] for name, seconds in hops.items()}
         return replace(self, **hops)
 
     @property

@@ -68,14 +68,14 @@ BACKWARD = Kind(
 
 KINDS: list[Kind] = [FORWARD, BACKWARD]
 
-# The ways in which a stage may treat a micro-batch; the first is that of an iteration that does not train.
-COURSES: list[tuple[Kind, ...]] = [(FORWARD,), (FORWARD, BACKWARD)]
+# The actions of a micro-batch on one stage, in their order; the first entry is that of an iteration without training.
+ACTION_SEQUENCES: list[tuple[Kind, ...]] = [(FORWARD,), (FORWARD, BACKWARD)]
 
 
-def register(*courses: tuple[Kind, ...]) -> None:
+def register(*sequences: tuple[Kind, ...]) -> None:
     """Register further ways in which a stage may treat a micro-batch in training, with the kinds in them."""
-    COURSES.extend(courses)
-    KINDS.extend(dict.fromkeys(kind for course in courses for kind in course if kind not in KINDS))
+    ACTION_SEQUENCES.extend(sequences)
+    KINDS.extend(dict.fromkeys(kind for sequence in sequences for kind in sequence if kind not in KINDS))
 
 
 def _of_symbol(symbol: str) -> Kind:

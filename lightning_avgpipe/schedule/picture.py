@@ -8,7 +8,7 @@ In a picture, rows are devices, and time goes to the right::
 
 Actions of parallel pipelines are drawn lighter, the higher the number of the pipeline.
 
-Drawing needs matplotlib, which is imported only when something is drawn.
+Drawing needs matplotlib, which is imported only when something is drawn; :func:`text` draws with letters instead.
 """
 
 from __future__ import annotations
@@ -217,6 +217,30 @@ def _end_s(timeline: Timeline) -> float:
 
 def _unit(seconds: float) -> tuple[float, str]:
     return next((unit for unit in _UNITS if seconds >= unit[0]), _UNITS[0] if seconds == 0 else _UNITS[-1])
+
+
+def text(timeline: Timeline, columns: int) -> str:
+    """Draw a timeline as a row of letters for each process, with small letters for every other stage of a process.
+
+    Args:
+        timeline: timeline of one pipeline.
+        columns: width of the rows in characters.
+    """
+    per_s = columns / timeline.iteration_s if timeline.iteration_s else 0.0
+    rows = []
+    for device in timeline.rows:
+        stages = timeline.stages_of(device)
+        cells = ["."] * columns
+        for span in timeline.spans:
+            if span.stage not in stages:
+                continue
+            symbol = span.action.kind.symbol
+            letter = symbol.lower() if stages.index(span.stage) % 2 else symbol
+            begin, end = ((s - timeline.begin_s) * per_s for s in (span.begin_s, span.end_s))
+            for column in range(round(begin), round(end)):
+                cells[column] = letter
+        rows.append(f"{','.join(map(str, stages)):>7} | {''.join(cells).rstrip('.')}")
+    return "\n".join(rows)
 
 
 def chrome_trace(timeline: Timeline, **notes: Any) -> dict[str, Any]:

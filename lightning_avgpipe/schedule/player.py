@@ -150,10 +150,6 @@ class PlayedLane:
         self.begin_s = 0.0
         self.spans: list[tuple[float, float]] = []
         self._arrivals: dict[tuple[Direction, int], float] = {}
-        self.set_row(row)
-
-    def set_row(self, row: Sequence[Action]) -> None:
-        """Give the lane a row, which begins with the actions that have been played already."""
         self.row, self._end, done = row, len(row), set()
         for at, (kind, i) in enumerate(row):  # an action that comes before its stage's action that it needs never runs
             if any((needed, i) not in done for needed in kind.after):
@@ -335,10 +331,10 @@ class Player:
         for lane in self.lanes:
             self._wake(lane)
 
-    def run(self, actions: int | None = None) -> float:
-        """Play until the first lane has ended ``actions`` actions, or to the end; return the time in seconds."""
-        events, done = self._events, self.lanes[0].spans
-        while events and len(done) != actions:
+    def run(self) -> None:
+        """Play to the end."""
+        events = self._events
+        while events:
             now = self.now = events[0][0]
             changed: dict[Sharing, None] = {}  # a set that keeps the order
             while events and events[0][0] == now:
@@ -357,7 +353,6 @@ class Player:
                 due = device.go_on(now)
                 if due is not None:
                     self._push(due, device, device.version)
-        return self.now
 
     def _push(self, time: float, who: Sharing | PlayedLane, version: int) -> None:
         self._serial += 1
@@ -413,8 +408,8 @@ def _lanes(
     served = [device for _ in schedules for _, _, device in places]
     serving = {device: sharing() for device in dict.fromkeys(served) if served.count(device) > 1}
     pieces = [{kind: costs.pieces(kind, k, j) for kind in KINDS if kind in used} for k, j, _ in places]
-    for (_, _, device), of in zip(places, pieces, strict=True):
-        peak = max(share for parts in of.values() for _, share in parts)
+    for (_, _, device), by_kind in zip(places, pieces, strict=True):
+        peak = max(share for parts in by_kind.values() for _, share in parts)
         demand[device] = demand.get(device, 0.0) + len(schedules) * peak
     for at, (_, _, device) in enumerate(places):
         if sharing is InTurns or demand[device] <= 1.0:  # an action takes as long as if it were alone
@@ -422,10 +417,10 @@ def _lanes(
     lanes = []
     for n, schedule in enumerate(schedules):
         turns, size = turns_of(schedule, iterations), schedule.num_microbatches
-        for (k, j, device), of in zip(places, pieces, strict=True):
+        for (k, j, device), by_kind in zip(places, pieces, strict=True):
             one = in_turn(schedule.rows[k], j, len(hosts[k])) if len(hosts[k]) > 1 else schedule.rows[k]
             row = one if iterations == 1 else [Action(kind, t * size + i) for t in range(iterations) for kind, i in one]
-            lanes.append(PlayedLane(row, len(one), n, k, j, serving.get(device), of, turns.get(k)))
+            lanes.append(PlayedLane(row, len(one), n, k, j, serving.get(device), by_kind, turns.get(k)))
     for lane in lanes if iterations > 1 else ():
         lane.others = [o for o in lanes if (o.stage, o.replica) == (lane.stage, lane.replica) and o is not lane]
     return lanes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
-from lightning_avgpipe.schedule.kinds import COURSES, Direction, Kind
+from lightning_avgpipe.schedule.kinds import ACTION_SEQUENCES, Direction, Kind
 
 _STEP: dict[Direction | None, int] = {"forward": 1, "backward": -1, None: 0}
 
@@ -64,19 +64,19 @@ def urgency(action: Action) -> tuple[int, int]:
     return action.kind.priority, action.micro_batch
 
 
-def courses(training: bool) -> Sequence[tuple[Kind, ...]]:
+def sequences(training: bool) -> Sequence[tuple[Kind, ...]]:
     """Return the sequences of kinds with which a stage may treat a micro-batch."""
-    return COURSES[1:] if training else COURSES[:1]
+    return ACTION_SEQUENCES[1:] if training else ACTION_SEQUENCES[:1]
 
 
-def course(found: Collection[Kind], training: bool) -> tuple[Kind, ...]:
+def sequence(found: Collection[Kind], training: bool) -> tuple[Kind, ...]:
     """Return the sequence of kinds that shares most kinds with those found for a micro-batch on a stage."""
-    return max(courses(training), key=lambda kinds: sum(kind in kinds for kind in found))
+    return max(sequences(training), key=lambda kinds: sum(kind in kinds for kind in found))
 
 
 def trains(row: Iterable[Action]) -> bool:
     """Return whether a row has backwards."""
-    return any(action.kind is not COURSES[0][0] for action in row)
+    return any(action.kind is not ACTION_SEQUENCES[0][0] for action in row)
 
 
 def num_forward_only(schedule: Schedule) -> int:
@@ -92,7 +92,7 @@ def in_turn(row: Sequence[Action], first: int, every: int) -> tuple[Action, ...]
 
 def turns_of(schedule: Schedule, iterations: int = 1) -> dict[int, deque[int]]:
     """Return for each stage that takes turns the turns of its process; stages of a process share one deque."""
-    return {stage: turns for turns in [deque(of * iterations) for of in schedule.turns] for stage in set(turns)}
+    return {stage: turns for turns in [deque(order * iterations) for order in schedule.turns] for stage in set(turns)}
 
 
 def check_hosted(schedule: Schedule, owners: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.costs import CostModel, StageCosts
 from lightning_avgpipe.schedule.kinds import KINDS
 from lightning_avgpipe.schedule.player import Player, Sharing, play
-from lightning_avgpipe.schedule.rules import course, courses, num_forward_only, peak_stash, trains, urgency
+from lightning_avgpipe.schedule.rules import num_forward_only, peak_stash, sequence, sequences, trains, urgency
 from lightning_avgpipe.schedule.timeline import Span, Timeline, Transfer
 
 
@@ -73,10 +73,10 @@ def _timeline(player: Player, hosts: tuple[tuple[int, ...], ...]) -> Timeline:
         spans.sort(key=lambda span: (span.stage, span.end_s))
         found: list[list[list[Action]]] = [[[] for _ in devices] for devices in hosts]  # actions of each replica
         for span in sorted(spans, key=lambda s: (s.begin_s, 1) if s.action.kind.stash > 0 else (s.end_s, 0)):
-            of = found[span.stage]
-            of[span.action.micro_batch % len(of)].append(span.action)
-        peaks = tuple(max(peak_stash(rows)) for rows in found)
-    return Timeline(len(hosts), tuple(spans), transfers, peaks, replicas=hosts)
+            rows = found[span.stage]
+            rows[span.action.micro_batch % len(rows)].append(span.action)
+        peaks = tuple(max(peak_stash(replicas)) for replicas in found)
+    return Timeline(len(hosts), tuple(spans), transfers, peaks, hosts)
 
 
 def check(schedule: Schedule) -> None:
@@ -97,12 +97,12 @@ def _check_complete(schedule: Schedule) -> None:
     first = num_forward_only(schedule)
     for stage, row in enumerate(schedule.rows):
         numbers, both = schedule.micro_batches(stage), training and stage >= first
-        usual = [{Action(kind, i) for kind in kinds for i in numbers} for kinds in courses(both)]
+        usual = [{Action(kind, i) for kind in kinds for i in numbers} for kinds in sequences(both)]
         count = Counter(row)
         if len(count) == len(row) and count.keys() in usual:
             continue
         # a stage may treat some micro-batches with whole backwards and others with split ones
-        wanted = {Action(kind, i) for i in numbers for kind in course([k for k in KINDS if (k, i) in count], both)}
+        wanted = {Action(kind, i) for i in numbers for kind in sequence([k for k in KINDS if (k, i) in count], both)}
         wrong = {
             "misses": wanted - count.keys(),
             "repeats": {action for action, times in count.items() if times > 1},

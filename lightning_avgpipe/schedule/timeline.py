@@ -46,7 +46,7 @@ class Activity:
     """An activity of a device besides actions: a wait for a message, a step of the optimizer, or averaging.
 
     Attributes:
-        device: device, as in ``Timeline.devices``.
+        device: device, as in ``Timeline.replicas``.
         kind: ``"wait"``, ``"step"`` or ``"averaging"``.
         begin_s: begin in seconds.
         end_s: end in seconds.
@@ -69,26 +69,16 @@ class Timeline:
         spans: all actions, in the order of their ends per stage.
         transfers: all messages between devices.
         peak_stash: largest number of stashed micro-batches, of all pipelines together, shape ``(K,)``.
+        replicas: devices that take the micro-batches of each stage in turns, shape ``(K, any)``.
         activities: all other activities; none in a simulation.
-        devices: device of each stage, shape ``(K,)``; default: stage k on device k.
-        replicas: devices that take the micro-batches of each stage in turns, shape ``(K,)``; default: only the device
-            in ``devices``.
     """
 
     num_stages: int
     spans: tuple[Span, ...]
     transfers: tuple[Transfer, ...]
     peak_stash: tuple[int, ...]
+    replicas: tuple[tuple[int, ...], ...]
     activities: tuple[Activity, ...] = ()
-    devices: tuple[int, ...] = ()
-    replicas: tuple[tuple[int, ...], ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.devices:
-            first = tuple(hosts[0] for hosts in self.replicas)
-            object.__setattr__(self, "devices", first or tuple(range(self.num_stages)))
-        if not self.replicas:
-            object.__setattr__(self, "replicas", tuple((device,) for device in self.devices))
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -127,7 +117,7 @@ class Timeline:
         return 1 + max((span.pipeline for span in self.spans), default=0)
 
     @cached_property
-    def iteration_ends_s(self) -> tuple[float, ...]:
+    def _iteration_ends_s(self) -> tuple[float, ...]:
         """The end of the last action of each iteration, in seconds."""
         ends: dict[int, float] = {}
         for span in self.spans:
@@ -137,7 +127,7 @@ class Timeline:
     @cached_property
     def _steady(self) -> tuple[float, float, int]:
         """The begin and end of the iterations in the middle, in seconds, and the number of these iterations."""
-        ends = self.iteration_ends_s
+        ends = self._iteration_ends_s
         if len(ends) < 2:
             return self.begin_s, self.begin_s + self.iteration_s, 1
         first = len(ends) // 4

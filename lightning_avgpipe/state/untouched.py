@@ -32,7 +32,7 @@ def random_state() -> Iterator[None]:
     finally:
         for generator, state in of_torch:
             generator.set_state(state)
-        on_host.put()
+        on_host.restore()
 
 
 @contextlib.contextmanager

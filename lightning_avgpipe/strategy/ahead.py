@@ -224,7 +224,7 @@ class Overlap:
 
     @property
     def _trained_now(self) -> frozenset[str]:
-        return self._loop.deployment.pipeline.steps[STEP].freezing.trained
+        return self._loop.deployment.pipeline.steps[STEP].trained.names
 
     def _hold(self, name: str) -> Snapshot:
         return Snapshot((self._read[name],), opaque=True)

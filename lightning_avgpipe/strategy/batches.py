@@ -34,7 +34,7 @@ from lightning_avgpipe.utils.lightning import (
     move_data_to_device,
     pl,
 )
-from lightning_avgpipe.utils.patching import nothing, replaced
+from lightning_avgpipe.utils.patching import noop, replaced
 
 
 @dataclass
@@ -122,7 +122,7 @@ class BundledLoader(CombinedLoader):
         made: BundledLoader = object.__new__(kind)
         vars(made).update(vars(loader))
         made._trainer, made._count, made._any_ends, made._look = trainer, count, any_ends, look
-        made.when_begun, made._epoch = nothing, _Epoch()
+        made.when_begun, made._epoch = noop, _Epoch()
         return made
 
     @property
@@ -132,7 +132,7 @@ class BundledLoader(CombinedLoader):
 
     def __iter__(self) -> Any:
         self._epoch = _Epoch()
-        begun, self.when_begun = self.when_begun, nothing
+        begun, self.when_begun = self.when_begun, noop
         limits = self._limits
         if limits is not None and self._counts_iterations:
             self._limits = [limit * self._count() for limit in limits]

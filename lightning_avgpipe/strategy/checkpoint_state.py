@@ -27,7 +27,7 @@ from lightning_avgpipe.training.holdings import (
     scattered_owners,
 )
 from lightning_avgpipe.utils.lightning import pl
-from lightning_avgpipe.utils.patching import nothing
+from lightning_avgpipe.utils.patching import noop
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
 from lightning_avgpipe.weights.on_demand import OnDemandGather
 
@@ -57,7 +57,7 @@ class CheckpointState:
     def __init__(self, module: pl.LightningModule, connection: Connection, configuration: Configuration) -> None:
         self.module = module
         self.loaded: Mapping[str, Tensor] | None = None
-        self.drain: Callable[[], None] = nothing
+        self.drain: Callable[[], None] = noop
         self._connection = connection
         self._configuration = configuration
         self._deployment: Deployment | None = None  # while a run divides the module

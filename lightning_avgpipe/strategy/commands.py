@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_avgpipe.advise.ways import advice
+from lightning_avgpipe.advise.alternatives import advice
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan

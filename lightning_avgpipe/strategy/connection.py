@@ -44,7 +44,7 @@ from lightning_avgpipe.utils.lightning import (
     pl,
     rank_zero_warn,
 )
-from lightning_avgpipe.utils.patching import nothing, replaced
+from lightning_avgpipe.utils.patching import noop, replaced
 from lightning_avgpipe.utils.tensors import reduced, reduction_name
 
 T = TypeVar("T")
@@ -72,10 +72,10 @@ class Connection:
         self.layout: DeviceLayout | None = None
         self.failed = False
         self.noted: set[str] = set()
-        self._hears: Callable[[str], None] = nothing
+        self._hears: Callable[[str], None] = noop
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "cluster": None, "_hears": nothing}  # a trainer that has trained can be pickled
+        return {**vars(self), "cluster": None, "_hears": noop}  # a trainer that has trained can be pickled
 
     def arrange(
         self, num_stages: int, rank: int, device: torch.device, layout: DeviceLayout, options: Options
@@ -154,7 +154,7 @@ class Connection:
         try:
             yield
         finally:
-            self._hears = nothing
+            self._hears = noop
 
     def fail(self, exception: BaseException) -> None:
         """Tell the other processes that this one ends, unless all have agreed to end here."""

@@ -32,7 +32,7 @@ from lightning_avgpipe.utils.lightning import (
     rank_zero_warn,
     sized_len,
 )
-from lightning_avgpipe.utils.patching import nothing, replaced
+from lightning_avgpipe.utils.patching import noop, replaced
 from lightning_avgpipe.utils.torch_compat import version_of
 
 
@@ -160,7 +160,7 @@ def mirror(dataloader: Any, cluster: Cluster, distributor: Callable[[], Distribu
     if resumable and cluster.reads:
         vars(mirrored).update(state_dict=dataloader.state_dict, load_state_dict=dataloader.load_state_dict)
     elif resumable:  # Lightning compares the number of such loaders with that in the checkpoint, on every rank
-        vars(mirrored).update(state_dict=dict, load_state_dict=nothing)
+        vars(mirrored).update(state_dict=dict, load_state_dict=noop)
     return mirrored
 
 

@@ -15,11 +15,11 @@ from lightning_avgpipe.errors import AvgPipeError, MicroBatchError, StepChangedE
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.costs import Costing
 from lightning_avgpipe.planning.divisible import Divisible
-from lightning_avgpipe.planning.memory import Updates, limit_of
+from lightning_avgpipe.planning.memory import UpdateScheme, limit_of
 from lightning_avgpipe.planning.plan import format_seconds
 from lightning_avgpipe.planning.planner import SOURCES, Planner, PlanSource
 from lightning_avgpipe.planning.recompute_policy import chosen
-from lightning_avgpipe.planning.trained import Freezing
+from lightning_avgpipe.planning.trained import TrainedParameters
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.strategy import hooks
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
@@ -52,7 +52,7 @@ def deploy(context: RunContext) -> Deployment:
         costing=Costing("flops" if on_meta(module) or options.beyond.plans_alike else options.costs, options.cache),
         recompute=recompute,
         replicas=options.stage_replicas,
-        updates=Updates(
+        updates=UpdateScheme(
             policy,
             cluster.stage_map.replicas * (options.shard is not None),
             context.fitting and context.configuration.rolls,
@@ -125,7 +125,7 @@ def announce(plan: Plan, cluster: Cluster, shards: bool = False, splitter: Batch
     if size > 1 and not plan.devices:
         plan = replace(plan, devices=tuple(tuple(stage_map.ranks(k)) for k in range(plan.num_stages)))
     rank_zero_info(f"\n{stages} on {processes}{groups}:\n{plan}")
-    alone_s = plan.in_turns_s
+    alone_s = plan.serial_s
     if size > 1 and alone_s is not None and plan.forecast is not None and plan.forecast.iteration_s > _PAYS * alone_s:
         rank_zero_info(
             f"Pipelining does not pay here: one device would take {format_seconds(alone_s)} for these micro-batches. "
@@ -233,7 +233,7 @@ class Preparation:
             raise MicroBatchError(f"its loss is not finite on {size} of the {total} samples of a batch")
         return True
 
-    def agree_on_trained(self) -> Freezing:
+    def agree_on_trained(self) -> TrainedParameters:
         """Return what training trains and freezes now; check once per epoch that it is the same on all processes.
 
         Every process calls it.
@@ -242,14 +242,14 @@ class Preparation:
             StepChangedError: processes differ; the error names some of the parameters.
         """
         step, epoch = self._deployment.pipeline.steps[STEP], self._trainer.current_epoch
-        freezing = step.freezing
+        trained = step.trained
         if epoch != self._agreed_in:
-            _compare([*self._cluster.world.exchange_objects(freezing.trained)])
+            _compare([*self._cluster.world.exchange_objects(trained.names)])
             self._check_parameters()
             self._agreed_in = epoch
             if step.shortcut is not None:
                 step.shortcut.begin_epoch()
-        return freezing
+        return trained
 
     def _check_parameters(self) -> None:
         """Check that the module has the parameters for which its stages were made, if other processes have some.

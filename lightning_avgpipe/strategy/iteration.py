@@ -223,7 +223,7 @@ class IterationOrder:
         if not ran:
             return None
         loop.bring(loop.observed)
-        models.skipped = loop.skipped(iteration, [len(of.skipped) == of.count for of in iteration.outcomes])
+        models.skipped = loop.skipped(iteration, [len(o.skipped) == o.count for o in iteration.outcomes])
         result = loop.result(iteration)
         if iteration.trains:
             if steps:

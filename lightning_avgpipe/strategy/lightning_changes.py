@@ -33,7 +33,7 @@ from lightning_avgpipe.utils.lightning import (
     pl,
     result,
 )
-from lightning_avgpipe.utils.patching import nothing, replaced
+from lightning_avgpipe.utils.patching import noop, replaced
 
 
 @contextlib.contextmanager
@@ -146,8 +146,8 @@ def several_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deploym
         if cluster.world.rank != 0:
             for writer in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(writer, BasePredictionWriter):
-                    undo.enter_context(replaced(writer, "write_on_batch_end", nothing))
-                    undo.enter_context(replaced(writer, "write_on_epoch_end", nothing))
+                    undo.enter_context(replaced(writer, "write_on_batch_end", noop))
+                    undo.enter_context(replaced(writer, "write_on_epoch_end", noop))
         if not cluster.reads:
             undo.enter_context(replaced(module, "_on_before_batch_transfer", _pass_on))
             if not early:  # then batches arrive converted

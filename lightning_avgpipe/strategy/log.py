@@ -24,7 +24,7 @@ from lightning_avgpipe.strategy.metric_objects import BatchValues
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import _LoggerConnector, pl
-from lightning_avgpipe.utils.patching import nothing, replaced
+from lightning_avgpipe.utils.patching import noop, replaced
 from lightning_avgpipe.utils.tensors import as_tensor, reduced, reduction_name
 
 _HOST = torch.device("cpu")
@@ -48,7 +48,7 @@ def looking_on(function: Callable[..., Any], rehearsed: bool = True) -> Callable
         if tracer is None:
             function(*args, **kwargs)
         else:
-            tracer.observe(nothing if tracer.rehearses and not rehearsed else function, args, kwargs)
+            tracer.observe(noop if tracer.rehearses and not rehearsed else function, args, kwargs)
 
     return observed
 
@@ -95,7 +95,7 @@ class StepLog:
         if recomputed or (tracer is None and is_repeating()):  # this forward has logged before
             return
         if self._now is None:  # in a hook
-            if self._leaders is not None and self._log is not nothing:
+            if self._leaders is not None and self._log is not noop:
                 if any(tensor.is_meta for tensor in tree.tensors((args, kwargs))):
                     raise AbsentValueError(
                         f"self.log({_name(args, kwargs)!r}) in a hook is given a value without a number, which was "
@@ -168,7 +168,7 @@ class StepLog:
 
     def muted(self) -> AbstractContextManager[None]:
         """Return a context within which hooks log nothing, since they have logged the same for pipeline 0."""
-        return replaced(self, "_log", nothing)
+        return replaced(self, "_log", noop)
 
     @contextlib.contextmanager
     def unheard(self) -> Iterator[None]:

@@ -354,9 +354,9 @@ class Iterations:
 
     def freeze(self, trains: bool) -> None:
         """Agree on which stages have nothing to train, and let them run forwards only. Every process calls it."""
-        freezing = self._preparation.agree_on_trained()
+        trained = self._preparation.agree_on_trained()
         if trains:
-            self.schedule_control.freeze(freezing.stages)
+            self.schedule_control.freeze(trained.frozen_stages)
 
     def skipped(self, iteration: Iteration, skipped: list[bool]) -> frozenset[int]:
         """Return the numbers of the pipelines whose batch has no loss, given what this process knows of each."""
@@ -388,7 +388,7 @@ class Iterations:
         together = []
         for found in zip(*replicas.exchange_objects(there), strict=True):
             by_number = zip(*(outcome.results for outcome in found if outcome.results is not None), strict=True)
-            results = [next((result for result in of if result is not None), None) for of in by_number]
+            results = [next((result for result in parts if result is not None), None) for parts in by_number]
             here = tree.map_tensors(lambda t: t.to(self.cluster.device), results)
             skipped = frozenset().union(*(outcome.skipped for outcome in found))
             together.append(Outcome(here, skipped, sum(outcome.count for outcome in found)))

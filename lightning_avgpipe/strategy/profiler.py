@@ -17,7 +17,7 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory import ModelBytes, limit_of, model_bytes
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Kind
 from lightning_avgpipe.strategy.rehearsal import Rehearsal
-from lightning_avgpipe.tuning import (
+from lightning_avgpipe.tuning.profile import (
     Curve,
     Device,
     HopProfile,
@@ -28,12 +28,13 @@ from lightning_avgpipe.tuning import (
     StageProfile,
     Trial,
 )
-from lightning_avgpipe.tuning.trials import affordable, busy_curve, durations, rounds, trial_sizes
+from lightning_avgpipe.tuning.trials import affordable, durations, rounds, trial_sizes
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import rank_zero_info, rank_zero_warn
 
 _LONGEST_S = 120.0  # time after which no further round begins
 _FEWEST = 2  # least number of rounds
+_PIECES = 16  # of a curve by kernels
 _SAMPLED_S = 2.0  # time for sampling the device's utilisation; the driver averages over up to a second
 
 
@@ -214,7 +215,7 @@ class Profiler:
         curves: dict[tuple[int, Kind], Curve] = {}
         for span in run.spans:
             if span.action.micro_batch == middle:
-                curve = busy_curve(trace.kernels, span.begin_s + shift, span.end_s + shift)
+                curve = Curve.of_parts(trace.kernels, span.begin_s + shift, span.end_s + shift, _PIECES)
                 factor = seconds[span.stage, span.action.kind] / curve.total_s if curve.total_s else 0.0
                 curves[span.stage, span.action.kind] = replace(curve, seconds=tuple(factor * s for s in curve.seconds))
         return curves

@@ -96,7 +96,7 @@ class _Hooks:
         written = writes.written.union(full for full, p in absent if not p.is_meta)
         _check_writes(name, written & self._kept_elsewhere())
         consists = _structure(self._modules, self._trainer.optimizers)
-        changed = (part for part, of in consisted.items() if not _is_same(of, consists.get(part, [])))
+        changed = (part for part, objects in consisted.items() if not _is_same(objects, consists.get(part, [])))
         _check_structure(name, [part for part in changed if self._is_elsewhere(part)])
         news = before.news(name, self._needed_elsewhere(), writes.written)
         after = _optimization(self._trainer)
@@ -206,8 +206,8 @@ def _structure(modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]
         for name, child in module._modules.items():
             found.setdefault(joined(path, name), []).append(child)
         for name, parameter in module._parameters.items():
-            of = (getattr(parameter, hooks, None) or {} for hooks in GRADIENT_HOOKS)
-            found[joined(path, name)] = [parameter, *(hook for registry in of for hook in registry.values())]
+            registries = (getattr(parameter, hooks, None) or {} for hooks in GRADIENT_HOOKS)
+            found[joined(path, name)] = [parameter, *(hook for registry in registries for hook in registry.values())]
     return found
 
 

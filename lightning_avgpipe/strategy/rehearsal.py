@@ -39,10 +39,10 @@ from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.schedule_choice import Order
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.training.stepping import scalers_of, without_gradients
-from lightning_avgpipe.tuning import Setting
+from lightning_avgpipe.tuning.profile import Setting
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import DummyLogger, pl
-from lightning_avgpipe.utils.patching import nothing, replaced
+from lightning_avgpipe.utils.patching import noop, replaced
 from lightning_avgpipe.verify.plain import quiet
 
 _TIMES = 3  # timed repetitions of a step; the first also makes the optimizer states
@@ -208,7 +208,7 @@ class Rehearsal:
         guard.agree(self.pipeline_run.cluster.world)
         return found[-1]
 
-    def _fastest_s(self, do: Callable[[], None], times: int = _TIMES, before: Callable[[], object] = nothing) -> float:
+    def _fastest_s(self, do: Callable[[], None], times: int = _TIMES, before: Callable[[], object] = noop) -> float:
         """Return the seconds of the fastest of several runs, without what comes before each; 0 if there are none."""
         seconds = []
         for _ in range(times):

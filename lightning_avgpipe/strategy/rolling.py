@@ -50,7 +50,7 @@ from lightning_avgpipe.strategy.ahead import Overlap
 from lightning_avgpipe.strategy.checks import is_rolling_refused
 from lightning_avgpipe.strategy.iteration import STEP, Iteration, IterationOrder
 from lightning_avgpipe.strategy.loop import Iterations
-from lightning_avgpipe.utils.patching import nothing, replaced
+from lightning_avgpipe.utils.patching import noop, replaced
 
 
 class RollingOrder(IterationOrder):
@@ -118,7 +118,7 @@ class RollingOrder(IterationOrder):
         ensemble, observers = self._ensemble, loop.schedule_control.observers
         try:
             goes_on = self.overlap.may_go_on()
-            ensemble.averager.begin_turns()
+            ensemble.averager.begin_staggered()
             for n in range(ensemble.models.size):
                 if iteration is not None and 0 < n < loop.models.stepping:
                     if n < len(iteration.works):
@@ -126,7 +126,7 @@ class RollingOrder(IterationOrder):
                         self._after(iteration, n, steps=True)
                     step(n)
                 with observers.activity("averaging"):
-                    ensemble.averager.end_turn(n)
+                    ensemble.averager.average_one(n)
                 if iteration is not None and goes_on:
                     self._go_on(n, iteration)
             if not goes_on:  # the same in all groups
@@ -206,7 +206,7 @@ class RollingOrder(IterationOrder):
             zero_grad()
         else:
             loop.models.fed = 0
-            with replaced(loop.module, "optimizer_zero_grad", nothing):
+            with replaced(loop.module, "optimizer_zero_grad", noop):
                 zero_grad()
         if iteration.first_loss is not None:
             loop.trainer.precision_plugin.pre_backward(iteration.first_loss, loop.module)
@@ -240,7 +240,7 @@ class RollingOrder(IterationOrder):
         return True
 
     def _begin_turns(self) -> None:
-        self._ensemble.averager.begin_turns()
+        self._ensemble.averager.begin_staggered()
         self.overlap.begin()
 
     def _rolls(self, iteration: Iteration) -> bool:

@@ -243,7 +243,7 @@ class ScheduleControl:
             plan, cluster.stages, self._module, self._context.trainer.optimizers, num_microbatches, num_pipelines,
             cluster.stage_map.num_teams, configuration.options.policy,
             rolling=rolls or configuration.options.averaging.delay > 0,
-            meeting=rolls and ensemble is not None and ensemble.averager.takes_turns,
+            meeting=rolls and ensemble is not None and ensemble.averager.is_staggered,
         )  # fmt: skip
         return meter.finish(with_doubles(held, plan, schedule, self._module, num_pipelines))
 

@@ -60,7 +60,6 @@ from lightning_avgpipe.utils.lightning import (
     Precision,
     TBroadcast,
     TrainerFn,
-    check_private_names,
     pl,
     rank_zero_info,
     rank_zero_only,
@@ -489,7 +488,6 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Connect the processes; called before the module's own set-up hooks."""
-        check_private_names()
         assert self.lightning_module is not None
         commands.begin_script(self.lightning_module.trainer)
         self.checkpoint_io: CheckpointIO = choose_files(self._checkpoint_io, self.save_distributed_checkpoint)

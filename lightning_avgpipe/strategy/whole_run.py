@@ -23,7 +23,7 @@ from lightning_avgpipe.engine.joint import Exchange
 from lightning_avgpipe.engine.lockstep import Lockstep
 from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.memory import limit_of, memory_of, state_copies
+from lightning_avgpipe.planning.memory import Conditions, UpdateScheme, limit_of, memory_of, state_copies
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.strategy import lightning_changes as changes
 from lightning_avgpipe.strategy.batches import Batches
@@ -149,7 +149,8 @@ class WholeRun(PassthroughRun):
     def _divide(self) -> dict[str, int]:
         """Divide the module by the size of its parts; return parameter or buffer -> rank of its owner."""
         options, cluster, module = self._context.configuration.options, self._cluster, self._module
-        held = memory_of(module, build("afab", 1, 1), state_copies(self._trainer.optimizers), 0).held
+        conditions = Conditions(build("afab", 1, 1), state_copies=state_copies(self._trainer.optimizers))
+        held = memory_of(module, conditions, UpdateScheme(), 0).held
         limit = limit_of(options.memory_limit, cluster.device, self._context.sharing_stages)
         num_stages = cluster.stage_map.num_stages
         self.plan = divide_by_size(module, num_stages, held, options.split_points, limit, metrics_of(module))

@@ -89,7 +89,7 @@ class Holdings:
             ConfigurationError: a parameter or buffer that was divided among the processes is no longer in the module.
         """
         named = (self._module.named_parameters, self._module.named_buffers)
-        gone = self._owners.keys() - {name for of in named for name, _ in of(remove_duplicate=False)}
+        gone = self._owners.keys() - {name for listing in named for name, _ in listing(remove_duplicate=False)}
         if gone and self._cluster.world.world_size > 1:
             raise ConfigurationError(
                 f"{listed(sorted(map(repr, gone)))} of the module existed when its stages were made, and does no "
@@ -210,7 +210,7 @@ class Holdings:
         everybody = tuple(range(self._cluster.group.world_size))
         named = {name: p for name, p in self._module.named_parameters() if self._owners[name] == everybody}
         sums = self._cluster.group.exchange_objects({name: _sum_of_bits(p) for name, p in named.items()})
-        other = {name: planned[name] for name in named if len({of[name] for of in sums}) > 1}
+        other = {name: planned[name] for name in named if len({theirs[name] for theirs in sums}) > 1}
         relocation = Relocation(dict.fromkeys(other, (0,)), other)
         for name, arrival in relocation.carry_out(self._cluster.group, lambda name: named[name].detach()).items():
             named[name].copy_(arrival.on(named[name].device))

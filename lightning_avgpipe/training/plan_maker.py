@@ -127,7 +127,7 @@ class PlanMaker:
             units, device = () if before is None else before.graph.units, self._cluster.device
 
             def make(step: Step) -> Plan:
-                made = planner.plan(step, units, conditions)
+                made = planner.plan(step, conditions, units)
                 parts = made, schedule, self._module, step.run, step.args, device, planner.recompute
                 return replace(made, remarks=tuple(line for look in REMARKS for line in look(*parts)))
 

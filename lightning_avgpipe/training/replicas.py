@@ -267,4 +267,4 @@ class ReplicaSync:
             own = [ensemble.models.parameters(n) for n in range(models)]
         else:
             own = [{name: p for name, p in self._module.named_parameters() if not p.is_meta}] * models
-        return {f"{n}.{name}": p for n, of in enumerate(own) for name, p in of.items() if name not in copied}
+        return {f"{n}.{name}": p for n, mine in enumerate(own) for name, p in mine.items() if name not in copied}

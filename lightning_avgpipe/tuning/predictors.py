@@ -13,14 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from lightning_avgpipe.schedule import BACKWARD, FORWARD, InTurns, Kind, SideBySide, build
-from lightning_avgpipe.schedule.player import PlayedLane, Player
+from lightning_avgpipe.schedule import InTurns, SideBySide, build
 from lightning_avgpipe.schedule.simulator import simulate
 from lightning_avgpipe.tuning.profile import Profile, Setting
 from lightning_avgpipe.tuning.scaling import Load, Loads, interpolated, loads_at, memory_at, update_s
 
-_EVEN = 4  # number of last actions of a lane that must have the same distance, for a pace to be steady
-_ROUNDING = 1e-9  # share of a period
 _ROLLING = 8  # number of simulated iterations, of which those in the middle are counted
 
 
@@ -63,28 +60,21 @@ class Paper(Predictor):
     """A predictor with equations 2, 4, 6 and 7 of the paper as printed.
 
     These equations have errors. Equation 2 gives the computation of one batch and equation 4 the communication of an
-    iteration with N batches, and both are added. The schedule has no influence, and forwards and backwards are not
-    distinguished, nor are both directions of a link. The time of a link includes the latency of every message, though
-    latencies overlap. The end of an iteration is left out. As equation 2 is for a batch, the sum is taken as the time
-    per batch.
+    iteration with N batches, so that communication per batch grows with N, and both are added. The schedule has no
+    influence, and forwards and backwards are not distinguished, nor are both directions of a link. The time of a link
+    includes the latency of every message, though latencies overlap. The end of an iteration is left out. As equation 2
+    is for a batch, the sum is taken as the time per batch.
 
-    Args:
-        growing: whether communication per batch grows with N, as printed. False corrects this error.
     Source: Chen et al., AvgPipe, PPoPP 2023, section 5.
     """
 
-    growing: bool = True
-
-    @property
-    def name(self) -> str:
-        """The name of the predictor in messages and files."""
-        return "paper" if self.growing else "paper, communication per batch"
+    name: str = "paper"
 
     def predict(self, profile: Profile, setting: Setting) -> Prediction:
         """Predict a setting from a profile by its slowest stage."""
         m, n = setting.num_microbatches, setting.num_pipelines
         compute = [_printed_compute_s(profile, k, m, n) for k in range(profile.num_stages)]
-        growth = n / profile.num_pipelines if self.growing else 1.0
+        growth = n / profile.num_pipelines
         messages = [growth * _printed_communication_s(profile, k) for k in range(profile.num_stages)]
         up = _summed([(g + c) / m for g, c in zip(compute, messages, strict=True)])
         down = _summed([(g + c) / m for g, c in zip(reversed(compute), reversed(messages), strict=True)])[::-1]
@@ -264,55 +254,16 @@ def _prediction(profile: Profile, setting: Setting, seconds: float, at_least: bo
 def simulated_s(setting: Setting, loads: Loads, devices: Sequence[int], in_turns: bool) -> float:
     """Return the seconds until the last action of all pipelines has ended; rolling, the mean of an iteration.
 
-    An iteration is played only until it becomes periodic. Once all actions repeat with a period, every further
-    micro-batch adds a period and need not be played::
-
-        stage 0 | F0 F1  F2 B0  F3 B1  F4 B2  F5 B3 | B4 B5
-                                |--P--|--P--|--P--|         on every stage of every pipeline
-
     Args:
         setting: setting with the schedule and the number of pipelines, which all begin at once.
         loads: times of one micro-batch on each stage and hop.
         devices: device of each stage, shape ``(K,)``.
         in_turns: whether a device runs one action at a time.
     """
-    m, num_stages, sharing = setting.num_microbatches, loads.num_stages, InTurns if in_turns else SideBySide
-    schedules = [build(setting.schedule, num_stages, m, setting.advance)] * setting.num_pipelines
-    if setting.rolling:
-        return simulate(schedules, loads, devices, sharing, _ROLLING).steady_s
-    player = Player(schedules, loads, [(device,) for device in devices], sharing)
-    ahead = schedules[0].warm_up[0]
-    for backwards in range(_EVEN, m - ahead, _EVEN):
-        player.run(ahead + 2 * backwards)
-        ends = [_ends(lane) for lane in player.lanes]
-        begun = 1 + max(len(of[FORWARD]) for of in ends[::num_stages])
-        period = _period(ends, player.now)
-        if period is not None and begun < m:
-            rest = build(setting.schedule, num_stages, begun, setting.advance)  # begins in the same way
-            for lane in player.lanes:
-                lane.set_row(rest.rows[lane.stage])
-            return player.run() + (m - begun) * period
-    return player.run()
-
-
-def _ends(lane: PlayedLane) -> dict[Kind, list[float]]:
-    """Return the ends of the finished actions of a lane, by kind."""
-    ends: dict[Kind, list[float]] = {action.kind: [] for action in lane.row}
-    for action, (_, end_s) in zip(lane.row, lane.spans, strict=False):
-        ends[action.kind].append(end_s)
-    return ends
-
-
-def _period(ends: Sequence[dict[Kind, list[float]]], now: float) -> float | None:
-    """Return the period in seconds with which the last actions of all lanes repeat; None if they do not."""
-    period = ends[0][BACKWARD][-1] - ends[0][BACKWARD][-2]
-    for of in (of for lane in ends for of in lane.values()):
-        if len(of) <= _EVEN or of[-1] < now - 2 * period:
-            return None
-        for before, after in itertools.pairwise(of[-_EVEN:]):
-            if abs(after - before - period) > _ROUNDING * period:
-                return None
-    return period
+    schedule = build(setting.schedule, loads.num_stages, setting.num_microbatches, setting.advance)
+    iterations = _ROLLING if setting.rolling else 1
+    sharing = InTurns if in_turns else SideBySide
+    return simulate([schedule] * setting.num_pipelines, loads, devices, sharing, iterations).steady_s
 
 
 def least_s(num_microbatches: int, num_pipelines: int, loads: Loads, devices: Sequence[int]) -> float:
@@ -396,6 +347,4 @@ def calibrated(predictor: Predictor, profile: Profile) -> Predictor:
     return Calibrated(predictor, tuple(sorted(ratios.items()))) if ratios else predictor
 
 
-PREDICTORS: dict[str, Predictor] = {
-    predictor.name: predictor for predictor in (Paper(), Paper(growing=False), Corrected(), Simulator())
-}
+PREDICTORS: dict[str, Predictor] = {predictor.name: predictor for predictor in (Paper(), Corrected(), Simulator())}

@@ -14,6 +14,7 @@ import json
 import math
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -104,6 +105,24 @@ class Curve:
     def constant(cls, seconds: float, utilisation: float) -> Curve:
         """Make a curve of one piece."""
         return cls((seconds,), (utilisation,))
+
+    @classmethod
+    def of_parts(cls, parts: Iterable[tuple[float, float, float]], begin_s: float, end_s: float, pieces: int) -> Curve:
+        """Make a curve of equally long pieces from what uses the device.
+
+        Args:
+            parts: begin, end and share of the device of each part of the work; parts may overlap.
+            begin_s: begin of the curve, on the same clock.
+            end_s: end of the curve.
+            pieces: number of pieces.
+        """
+        length = (end_s - begin_s) / pieces
+        work = [0.0] * pieces
+        for begin, end, share in parts:
+            for i in range(pieces):
+                low = begin_s + i * length
+                work[i] += share * max(0.0, min(end, low + length) - max(begin, low))
+        return cls((length,) * pieces, tuple(min(1.0, w / length) if length > 0 else 0.0 for w in work))
 
     @cached_property
     def total_s(self) -> float:

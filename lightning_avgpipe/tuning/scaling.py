@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Kind
 from lightning_avgpipe.schedule.costs import Pieces
 from lightning_avgpipe.schedule.kinds import Direction
@@ -62,26 +64,16 @@ class Loads:
         curve = {FORWARD: self.forward, BACKWARD: self.backward}[kind][stage].curve
         if len(curve.seconds) <= _PIECES or curve.total_s == 0:
             return tuple(zip(curve.seconds, curve.utilisation, strict=True))
-        length = curve.total_s / _PIECES
-        return tuple((length, min(1.0, work / length)) for work in _work_per_slice(curve, length))
+        ends = list(itertools.accumulate(curve.seconds, initial=0.0))
+        parts = zip(ends, ends[1:], curve.utilisation, strict=False)
+        shorter = Curve.of_parts(parts, 0.0, curve.total_s, _PIECES)
+        return tuple(zip(shorter.seconds, shorter.utilisation, strict=True))
 
     def message_s(self, direction: Direction, hop: int, sender: int = 0, receiver: int = 0) -> tuple[float, float]:
         """Return the seconds for which a message occupies its link, and the seconds from then until it arrives."""
         if direction == "forward":
             return self.values_s[hop], self.latency_s[hop][0]
         return self.gradients_s[hop], self.latency_s[hop][1]
-
-
-def _work_per_slice(curve: Curve, length: float) -> list[float]:
-    work = [0.0] * _PIECES
-    begin = 0.0
-    for seconds, utilisation in zip(curve.seconds, curve.utilisation, strict=True):
-        end = begin + seconds
-        for i in range(_PIECES):
-            overlap = min(end, (i + 1) * length) - max(begin, i * length)
-            work[i] += max(0.0, overlap) * utilisation
-        begin = end
-    return work
 
 
 def loads_at(profile: Profile, setting: Setting) -> Loads:
@@ -131,10 +123,7 @@ def _correction(profile: Profile, stage: StageProfile, direction: str, num_micro
 
 def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
     """Interpolate linearly between points with ascending x; outside of them the result is constant."""
-    for (left, low), (right, high) in itertools.pairwise(points):
-        if left <= x <= right:
-            return low + (high - low) * (x - left) / (right - left)
-    return points[0][1] if x < points[0][0] else points[-1][1]
+    return float(np.interp(x, [at for at, _ in points], [y for _, y in points]))
 
 
 def update_s(profile: Profile, num_pipelines: int) -> float:

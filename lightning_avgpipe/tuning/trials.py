@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from lightning_avgpipe.planning.plan import format_seconds
 from lightning_avgpipe.schedule import Kind
-from lightning_avgpipe.tuning.profile import Curve, Profile, Setting
+from lightning_avgpipe.tuning.profile import Profile, Setting
 from lightning_avgpipe.tuning.scaling import update_s
 from lightning_avgpipe.tuning.search import Candidate, Result, time_in_words
 
@@ -18,7 +18,6 @@ from lightning_avgpipe.tuning.search import Candidate, Result, time_in_words
 _ENOUGH = 16
 _PER_STAGE = 8
 _ROUNDS = 2  # least number of rounds over all sizes
-_PIECES = 16
 
 
 def trial_sizes(counts: Sequence[int], num_stages: int) -> tuple[int, tuple[int, ...]]:
@@ -84,23 +83,6 @@ def durations(
         found.setdefault((stage, kind), []).append(seconds)
     factor = max(1.0, statistics.median(busy / within for busy, within in span_s)) if span_s else 1.0
     return {key: factor * statistics.median(seconds) for key, seconds in found.items()}
-
-
-def busy_curve(kernels: Iterable[tuple[float, float, float]], begin_s: float, end_s: float) -> Curve:
-    """Return the utilisation of a device by its kernels within an action.
-
-    Args:
-        kernels: begin, end and share of the device of each kernel.
-        begin_s: begin of the action, on the same clock.
-        end_s: end of the action.
-    """
-    length = (end_s - begin_s) / _PIECES
-    work = [0.0] * _PIECES
-    for begin, end, share in kernels:
-        for i in range(_PIECES):
-            low = begin_s + i * length
-            work[i] += share * max(0.0, min(end, low + length) - max(begin, low))
-    return Curve((length,) * _PIECES, tuple(min(1.0, w / length) if length > 0 else 0.0 for w in work))
 
 
 def best(result: Result, count: int) -> tuple[Candidate, ...]:

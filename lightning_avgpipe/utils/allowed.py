@@ -102,13 +102,13 @@ def optional(allowed: Allowed, without: str) -> Allowed:
     return Allowed(f"{allowed.what}, or None for {without}", allowed.example, lambda v: v is None or allowed.accepts(v))
 
 
-def check(table: Table, given: Mapping[str, Any], of: str = "") -> None:
+def check(table: Table, given: Mapping[str, Any], owner: str = "") -> None:
     """Check that the values of options are allowed.
 
     Args:
         table: allowed values by option.
         given: values by option.
-        of: name of the class that has these options, for messages.
+        owner: name of the class that has these options, for messages.
     Raises:
         ConfigurationError: a value is not allowed. The message names the first such option, its value, and the allowed
             values.
@@ -118,7 +118,7 @@ def check(table: Table, given: Mapping[str, Any], of: str = "") -> None:
             a_list = isinstance(value, str) and table[name].accepts([value])
             then = f"use {name}={[value]!r}" if a_list else f"for example {name}={table[name].example}"
             raise ConfigurationError(
-                f"{f'{of}: ' if of else ''}{name}={_shown(value)}: must be {table[name].what}; {then}"
+                f"{f'{owner}: ' if owner else ''}{name}={_shown(value)}: must be {table[name].what}; {then}"
             )
 
 

@@ -40,7 +40,7 @@ def _remove(owner: Any, name: str) -> None:
     vars(owner).pop(name, None)
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
+def noop(*args: Any, **kwargs: Any) -> None:
     """Do nothing: a replacement for functions that must not run."""
 
 

@@ -51,6 +51,7 @@ def generators(device: torch.device) -> tuple[torch.Generator, ...]:
 
 
 def seed_all(seed: int, device: torch.device) -> None:
+    """Seed torch's generators of a device."""
     for generator in generators(device):
         generator.manual_seed(seed)
 
@@ -118,9 +119,10 @@ class HostState:
 
     @classmethod
     def now(cls) -> HostState:
+        """Return the states that the generators have now."""
         return cls(random.getstate(), pickle.dumps(np.random.get_state(legacy=False)))
 
-    def put(self) -> None:
+    def restore(self) -> None:
         """Set the generators to this state."""
         random.setstate(self.python)
         np.random.set_state(pickle.loads(self.numpy))
@@ -145,7 +147,7 @@ def host_stream(seed: int) -> Iterator[None]:
     try:
         yield
     finally:
-        state.put()
+        state.restore()
 
 
 class _Kept(threading.local):
@@ -162,7 +164,7 @@ def host_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        _kept.state.put()
+        _kept.state.restore()
         _kept.state = before
 
 
@@ -172,7 +174,7 @@ def host_lent() -> Iterator[None]:
     if _kept.state is None:
         yield
         return
-    _kept.state.put()
+    _kept.state.restore()
     try:
         yield
     finally:
@@ -186,12 +188,13 @@ class RandomState:
         self._of_torch = [generator.get_state() for generator in generators(device)]
         self._on_host = HostState.now()
 
-    def put(self, device: torch.device) -> None:
+    def restore(self, device: torch.device) -> None:
         """Set the generators to this state."""
         for generator, state in zip(generators(device), self._of_torch, strict=True):
             generator.set_state(state)
-        self._on_host.put()
+        self._on_host.restore()
 
     def is_same(self, other: RandomState) -> bool:
+        """Return whether all generators have the same state in both."""
         same = all(map(torch.equal, self._of_torch, other._of_torch))
         return same and self._on_host == other._on_host

@@ -26,7 +26,7 @@ from lightning_avgpipe.engine.microbatch import MicroBatch, mean
 from lightning_avgpipe.state.untouched import random_state
 from lightning_avgpipe.utils.forked import in_child
 from lightning_avgpipe.utils.lightning import DummyLogger, PassThroughProfiler, SingleDeviceStrategy, pl
-from lightning_avgpipe.utils.patching import nothing, replaced
+from lightning_avgpipe.utils.patching import noop, replaced
 from lightning_avgpipe.utils.tensors import reduced, reduction_name
 from lightning_avgpipe.utils.torch_compat import compiled_graphs, forget_compiled
 from lightning_avgpipe.verify.fingerprint import Fingerprint, fingerprint
@@ -304,7 +304,7 @@ def quiet(trainer: pl.Trainer, *hooks: str) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         undo.enter_context(replaced(trainer, "callbacks", []))
         for hook in hooks:
-            undo.enter_context(replaced(trainer.lightning_module, hook, nothing))
+            undo.enter_context(replaced(trainer.lightning_module, hook, noop))
         yield
 
 

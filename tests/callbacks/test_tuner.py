@@ -27,7 +27,9 @@ from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.schedule import FORWARD, Action
 from lightning_avgpipe.strategy import profiler
-from lightning_avgpipe.tuning import Corrected, Prediction, Profile, Result, Setting
+from lightning_avgpipe.tuning.predictors import Corrected, Prediction
+from lightning_avgpipe.tuning.profile import Profile, Setting
+from lightning_avgpipe.tuning.search import Result
 from lightning_avgpipe.utils.device import DevicePort
 from tests import processes
 from tests.averaging.models import assert_equal

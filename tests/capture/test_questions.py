@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning.planner import Conditions, Planner
+from lightning_avgpipe.schedule import build
 from tests.trainers import assert_defaults_equal_accumulation, pipeline
 
 
@@ -113,9 +114,8 @@ class OneOfList(OneOf):
 
 
 def planned(net: Dropping, num_stages: int = 2) -> CallGraph:
-    return (
-        Planner(Divisible(net), num_stages).plan(Step("training_step", net.training_step, (torch.ones(2, 8), 0))).graph
-    )
+    step = Step("training_step", net.training_step, (torch.ones(2, 8), 0))
+    return Planner(Divisible(net), num_stages).plan(step, Conditions(build("1f1b", num_stages, 1))).graph
 
 
 def test_what_never_runs_at_once_is_refused_by_name() -> None:
@@ -125,7 +125,8 @@ def test_what_never_runs_at_once_is_refused_by_name() -> None:
 
 def test_what_never_runs_at_once_is_on_the_stage_of_its_neighbour_in_a_list() -> None:
     net = OneOfList(random.random)
-    plan = Planner(Divisible(net), 2).plan(Step("training_step", net.training_step, (torch.ones(2, 8), 0)))
+    step = Step("training_step", net.training_step, (torch.ones(2, 8), 0))
+    plan = Planner(Divisible(net), 2).plan(step, Conditions(build("1f1b", 2, 1)))
     first, last = (set(stage.parameters) for stage in plan.stages)
     assert first == {f"layers.{i}.{name}" for i in (0, 1) for name in ("weight", "bias")}
     assert last >= {"layers.2.weight", "layers.5.weight"}

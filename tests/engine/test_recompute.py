@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.planning import Memory
-from lightning_avgpipe.planning.memory import memory_of
+from lightning_avgpipe.planning.memory import Conditions, UpdateScheme, memory_of
 from lightning_avgpipe.schedule import build
 from tests.driver import Engine
 from tests.models import MLP, Regression, TinyTransformer, UNet, loader
@@ -164,7 +164,7 @@ def test_the_plan_counts_repeated_forwards_and_one_stash() -> None:
     plain, units = plan(False), plan(["blocks.*"])
     for a, b in zip(plain.stages, units.stages, strict=True):
         assert b.forward == a.forward and a.backward < b.backward <= a.backward + a.forward
-    memory = memory_of(MLP(), build("1f1b", 3, 8), 1, 1e9, recompute=True)
+    memory = memory_of(MLP(), Conditions(build("1f1b", 3, 8)), UpdateScheme(), 1e9, recompute=True)
     assert memory.repeats == (True, True, False) and memory.in_flight == (3, 2, 1)
     assert [memory.stashes(k) for k in range(3)] == [1, 1, 1] and memory.flights(0) == 3
     assert Memory().is_repeated(0) is False

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.planning.memory import limit_of, memory_of, parse_limit, state_copies
+from lightning_avgpipe.planning.memory import Conditions, UpdateScheme, limit_of, memory_of, parse_limit, state_copies
 from lightning_avgpipe.schedule import build
 
 
@@ -55,19 +55,19 @@ def test_optimizers_tell_how_much_they_keep() -> None:
 def test_what_trains_has_gradients_and_optimizer_states() -> None:
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     module[0].weight.requires_grad_(False)
-    memory = memory_of(module, build("1f1b", 3, 8), copies=1, limit=100.0)
+    memory = memory_of(module, Conditions(build("1f1b", 3, 8), state_copies=1), UpdateScheme(), 100.0)
     assert memory.in_flight == (3, 2, 1) and memory.num_microbatches == 8
     assert memory.weights["0.bias"] == 12
     assert memory.held["0.bias"] == 36  # weight, gradient, momentum
     assert memory.held["0.weight"] == 24 and memory.held["1.running_mean"] == 12
-    evaluation = memory_of(module, build("forward", 3, 8), copies=1, limit=100.0)
+    evaluation = memory_of(module, Conditions(build("forward", 3, 8), state_copies=1), UpdateScheme(), 100.0)
     assert evaluation.in_flight == (1, 1, 1) and evaluation.held["0.bias"] == 12
 
 
 def test_parallel_models_have_what_they_train_each_and_a_reference() -> None:
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     module[0].weight.requires_grad_(False)
-    memory = memory_of(module, build("1f1b", 3, 8), copies=1, limit=100.0, num_pipelines=4)
+    memory = memory_of(module, Conditions(build("1f1b", 3, 8), state_copies=1, num_pipelines=4), UpdateScheme(), 100.0)
     assert memory.in_flight == (12, 8, 4)
     assert memory.held["0.bias"] == 4 * 36 + 12
     assert memory.held["0.weight"] == 24  # frozen: shared
@@ -77,9 +77,9 @@ def test_parallel_models_have_what_they_train_each_and_a_reference() -> None:
 def test_rolling_groups_keep_a_further_sum() -> None:
     module = nn.Linear(2, 3).bfloat16()
     for n in (1, 2):
+        conditions = Conditions(build("1f1b", 3, 8), state_copies=1, num_pipelines=n, num_groups=2)
         drained, rolling = (
-            memory_of(module, build("1f1b", 3, 8), 1, 100.0, num_pipelines=n, num_groups=2, rolling=rolls)
-            for rolls in (False, True)
+            memory_of(module, conditions, UpdateScheme(rolling=rolls), 100.0) for rolls in (False, True)
         )
         assert rolling.held["bias"] - drained.held["bias"] == 3 * ((n + 1) * 2 + 4)
 
@@ -89,6 +89,6 @@ def test_groups_sum_up_in_at_least_single_precision_what_moves_their_reference(
     dtype: torch.dtype, bytes_each: int
 ) -> None:
     module = nn.Linear(2, 3).to(dtype)
-    memory = memory_of(module, build("1f1b", 3, 8), copies=1, limit=100.0, num_groups=2)
+    memory = memory_of(module, Conditions(build("1f1b", 3, 8), state_copies=1, num_groups=2), UpdateScheme(), 100.0)
     assert memory.in_flight == (3, 2, 1)  # of the one pipeline that each has
     assert memory.held["bias"] == 3 * (3 * bytes_each + bytes_each + max(4, bytes_each))

@@ -68,7 +68,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def planned(module: nn.Module, num_stages: int, conditions: Conditions | None = None, **options: Any) -> Any:
     planner = Planner(Divisible(module), num_stages, **{"costing": Costing("measured"), **options})
-    return planner.plan(Step("training_step", module.training_step, (torch.randn(2, 8), 0)), conditions=conditions)
+    conditions = conditions or Conditions(build("1f1b", num_stages, 1))
+    return planner.plan(Step("training_step", module.training_step, (torch.randn(2, 8), 0)), conditions)
 
 
 def by_block(name: str) -> float:
@@ -147,10 +148,11 @@ def test_a_further_plan_does_not_measure_what_an_earlier_one_has_measured(frozen
     net = Net()
     net.blocks[2].register_forward_pre_hook(lambda *_: counted().append("blocks.2"))
     planner, args = Planner(Divisible(net), 2, ["blocks.2"], costing=Costing("measured")), (torch.randn(4, 8), 0)
-    planner.plan(Step("training_step", net.training_step, args))
+    conditions = Conditions(build("1f1b", 2, 1))
+    planner.plan(Step("training_step", net.training_step, args), conditions)
     first = len(calls)
     net.blocks[0].requires_grad_(not frozen)
-    assert planner.plan(Step("training_step", net.training_step, args)).measured
+    assert planner.plan(Step("training_step", net.training_step, args), conditions).measured
     assert 0 < len(calls) - first < first
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.planner import Planner
-from lightning_avgpipe.planning.trained import Freezing, num_frozen
+from lightning_avgpipe.planning.planner import Conditions, Planner
+from lightning_avgpipe.planning.trained import TrainedParameters, num_frozen
+from lightning_avgpipe.schedule import build
 
 WIDTH = 4
 
@@ -40,12 +41,13 @@ def frozen(module: Branching, at_capture: Collection[int], now: Collection[int])
     for i, layer in enumerate(module.layers):
         layer.requires_grad_(i not in at_capture)
     planner = Planner(Divisible(module), 4, [f"layers.{i}" for i in (1, 2, 3)])
-    plan = planner.plan(Step("training_step", module.forward, (torch.randn(2, WIDTH),)))
-    freezing = Freezing(plan.graph, plan.cuts, module)
+    conditions = Conditions(build("1f1b", 4, 1))
+    plan = planner.plan(Step("training_step", module.forward, (torch.randn(2, WIDTH),)), conditions)
+    trained = TrainedParameters(plan.graph, plan.cuts, module)
     for i, layer in enumerate(module.layers):
         layer.requires_grad_(i not in now)
-    assert freezing.stages == num_frozen(plan.graph, plan.cuts, freezing.trained)
-    return freezing.stages
+    assert trained.frozen_stages == num_frozen(plan.graph, plan.cuts, trained.names)
+    return trained.frozen_stages
 
 
 def test_what_is_frozen_now_counts_not_what_was() -> None:
@@ -57,7 +59,8 @@ def test_what_is_frozen_now_counts_not_what_was() -> None:
 
 def test_what_is_detached_needs_no_backward() -> None:
     module = Branching(detached=True)
-    graph = Planner(Divisible(module), 1).plan(Step("training_step", module.forward, (torch.randn(2, WIDTH),))).graph
+    step = Step("training_step", module.forward, (torch.randn(2, WIDTH),))
+    graph = Planner(Divisible(module), 1).plan(step, Conditions(build("1f1b", 1, 1))).graph
     behind = 1 + next(node.index for node in graph.nodes if node.name == "detach")
     assert num_frozen(graph, (behind,), graph.trained) == 1
     assert num_frozen(graph, (behind - 1,), graph.trained) == 0  # it is the next stage that detaches

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from docs.gallery import written
 from lightning_avgpipe.schedule import StageCosts, build, simulate
 from lightning_avgpipe.schedule.__main__ import main
-from lightning_avgpipe.schedule.gallery import written
 from lightning_avgpipe.schedule.recipes import RECIPES
 from tests.schedule.test_several_stages import stashed
 
@@ -23,7 +23,7 @@ def value(formula: str, **names: int) -> float:
 
 def test_the_page_has_the_gallery_as_it_is() -> None:
     page = PAGE.read_text()
-    assert written(page) == page, "run python -m lightning_avgpipe.schedule.gallery docs/schedules.md"
+    assert written(page) == page, "run python docs/gallery.py docs/schedules.md"
 
 
 @pytest.mark.parametrize("name", RECIPES)

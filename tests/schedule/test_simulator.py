@@ -183,7 +183,7 @@ def test_actions_that_fill_their_device_take_as_long_side_by_side_as_in_turns() 
 def test_a_device_with_two_stages_does_the_work_of_both() -> None:
     timeline = simulate(build("1f1b", 2, 4), StageCosts.uniform(2, 1, 2), devices=(0, 0))
     assert timeline.iteration_s == 2 * 4 * 3
-    assert timeline.bubble_fraction == 0 and timeline.devices == (0, 0)
+    assert timeline.bubble_fraction == 0 and timeline.replicas == ((0,), (0,))
     spans = sorted((span.begin_s, span.end_s) for span in timeline.spans)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
 

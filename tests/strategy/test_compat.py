@@ -8,46 +8,34 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from packaging.specifiers import SpecifierSet
 
-from lightning_avgpipe.utils import lightning as compat
-from lightning_avgpipe.utils import torch_compat
-from lightning_avgpipe.utils.torch_compat import Private
+from lightning_avgpipe.utils.lightning import pl
 from tests.commands import run
+from tests.private_names import LIGHTNING, TORCH, Private, expected, problem
 
 PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
-UPPER = ("training", "verify", "strategy", "callbacks")  # the rooms that know Lightning
+UPPER = ("training", "verify", "strategy", "callbacks")  # the layers that know Lightning
 # Private names that are Python's, or a file system's, or of values of an option.
 OTHERS = {"_batch_sampler", "_strip_protocol", "_epoch_end", "_epoch", "_batch", "_val_check_time_interval"}
 
 
-def expected(table: tuple[Private, ...], version: str) -> list[Private]:
-    return [entry for entry in table if SpecifierSet(entry.versions).contains(version)]
-
-
-@pytest.mark.parametrize("entry", expected(compat.NAMES, compat.pl.__version__), ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", expected(LIGHTNING, pl.__version__), ids=lambda entry: entry.name)
 def test_lightning_has_what_the_package_relies_on(entry: Private) -> None:
-    assert torch_compat.problem(entry) is None
+    assert problem(entry) is None
     assert entry.why
 
 
 _SECOND = """
-import warnings
 import pytorch_lightning
-from lightning_avgpipe.utils import lightning as compat
-warnings.simplefilter("error")
-compat.check_private_names()
-print(*sorted({entry.name.partition(".")[0] for entry in compat.NAMES}))
+from lightning_avgpipe.utils.lightning import pl
+from tests.private_names import LIGHTNING, expected, problem
+assert [entry.name for entry in expected(LIGHTNING, pl.__version__) if problem(entry) is not None] == []
+print(*sorted({entry.name.partition(".")[0] for entry in LIGHTNING}))
 """
 
 
 def test_pytorch_lightning_has_what_the_package_relies_on(tmp_path: Path) -> None:
     assert "lightning_fabric pytorch_lightning torchmetrics\n" in run(tmp_path, "-c", _SECOND)
-
-
-def test_these_versions_of_lightning_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
-    compat.check_private_names()
-    assert not recwarn.list
 
 
 def own(trees: dict[Path, ast.Module]) -> set[str]:
@@ -77,7 +65,7 @@ def private(tree: ast.Module) -> Iterator[str]:
 
 def test_whatever_is_private_in_lightning_has_an_entry() -> None:
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    known = {entry.name.rpartition(".")[2] for entry in (*compat.NAMES, *torch_compat.NAMES)} | OTHERS | own(trees)
+    known = {entry.name.rpartition(".")[2] for entry in (*LIGHTNING, *TORCH)} | OTHERS | own(trees)
     for path, tree in trees.items():
         if path.relative_to(PACKAGE).parts[0] in UPPER:
             names = {name for name in private(tree) if name.startswith("_") and not name.startswith("__")}

@@ -8,9 +8,10 @@ import math
 import pytest
 
 from lightning_avgpipe.errors import TuningError
-from lightning_avgpipe.tuning import Corrected, Predictor, Profile, Setting, Simulator, Trial, candidates, search
-from lightning_avgpipe.tuning.predictors import calibrated
+from lightning_avgpipe.tuning.predictors import Corrected, Predictor, Simulator, calibrated
+from lightning_avgpipe.tuning.profile import Profile, Setting, Trial
 from lightning_avgpipe.tuning.scaling import update_s
+from lightning_avgpipe.tuning.search import candidates, search
 from tests.profiles import random_profile
 
 PROFILE = random_profile(1)

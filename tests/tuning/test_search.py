@@ -10,20 +10,17 @@ import pytest
 
 from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.schedule.picture import pixels
-from lightning_avgpipe.tuning import (
-    Curve,
-    Device,
-    HopProfile,
-    Profile,
+from lightning_avgpipe.tuning.picture import draw
+from lightning_avgpipe.tuning.profile import Curve, Device, HopProfile, Profile, Setting, StageMemory, StageProfile
+from lightning_avgpipe.tuning.search import (
+    MEASURED_SAMPLES,
+    ROLLING_SAMPLES,
     Result,
-    Setting,
-    StageMemory,
-    StageProfile,
+    SamplesFactor,
     candidates,
+    samples_at,
     search,
 )
-from lightning_avgpipe.tuning.picture import draw
-from lightning_avgpipe.tuning.search import MEASURED_SAMPLES, ROLLING_SAMPLES, SamplesFactor, samples_at
 from lightning_avgpipe.tuning.trials import (
     best,
     refined,

@@ -15,7 +15,7 @@ from lightning_avgpipe.utils.random_streams import HostState, host_kept, host_le
 def _as_they_were() -> Iterator[None]:
     before = HostState.now()
     yield
-    before.put()
+    before.restore()
 
 
 def drawn() -> tuple[float, ...]:
@@ -31,7 +31,7 @@ def test_what_is_drawn_comes_again(before: Callable[[], object]) -> None:
     state = HostState.now()
     first = drawn()
     assert HostState.now() != state
-    state.put()
+    state.restore()
     assert HostState.now() == state
     with host_stream(9):
         drawn()
@@ -44,7 +44,7 @@ def test_another_kind_of_generator_is_noted_as_well() -> None:
         np.random.set_bit_generator(np.random.PCG64(3))  # type: ignore[attr-defined]
         state = HostState.now()
         first = drawn()
-        state.put()
+        state.restore()
         assert drawn() == first
     finally:
         np.random.set_bit_generator(mersenne)  # type: ignore[attr-defined]

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import ast
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from packaging.specifiers import SpecifierSet
 from torch.nn.utils import clip_grad
 
-from lightning_avgpipe.utils import torch_compat
 from lightning_avgpipe.utils.patching import replaced
-from lightning_avgpipe.utils.torch_compat import Private
+from tests.private_names import TORCH, Private, expected, problem
 
 PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
-EXPECTED = [entry for entry in torch_compat.NAMES if SpecifierSet(entry.versions).contains(torch.__version__)]
 
 
-@pytest.mark.parametrize("entry", EXPECTED, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", expected(TORCH, torch.__version__), ids=lambda entry: entry.name)
 def test_torch_has_what_the_package_relies_on(entry: Private) -> None:
-    assert torch_compat.problem(entry) is None
+    assert problem(entry) is None
     assert entry.why
 
 
 def test_each_name_has_one_entry() -> None:
-    names = [entry.name for entry in torch_compat.NAMES]
+    names = [entry.name for entry in TORCH]
     assert len(names) == len(set(names))
 
 
@@ -48,7 +44,7 @@ def torchs(path: Path) -> Iterator[str]:
 
 
 def test_whatever_is_private_in_torch_has_an_entry() -> None:
-    known = {part for entry in torch_compat.NAMES for part in entry.name.split(".")}
+    known = {part for entry in TORCH for part in entry.name.split(".")}
     known |= {"TreeSpec", "_pytree", "_C", "_autograd"}
     used = [(path, name) for path in sorted(PACKAGE.rglob("*.py")) for name in torchs(path)]
     assert [f"{path}: {name}" for path, name in used if name.split(".")[-1] not in known] == [], "these need an entry"
@@ -80,18 +76,7 @@ class Upstream:
     ],
 )
 def test_an_entry_says_what_it_expects(entry: Private, found: str | None) -> None:
-    assert torch_compat.problem(Private(f"{__name__}.Upstream.{entry.name}", "", entry.takes)) == found
-
-
-def test_what_is_missing_is_said_with_the_version_and_what_it_is_for() -> None:
-    with pytest.warns(UserWarning, match=r"torch\._nowhere, .* \(does something\), does not exist in torch 2\.99"):
-        torch_compat.check_names([Private("torch._nowhere", "does something")], "torch", "2.99.0")
-
-
-def test_this_version_of_torch_warns_of_nothing() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        torch_compat.check()
+    assert problem(Private(f"{__name__}.Upstream.{entry.name}", "", entry.takes)) == found
 
 
 def test_a_patch_of_what_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning import Plan, cut_like
 from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.planner import Planner
+from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.planning.program import stage_programs
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Action, build
 from lightning_avgpipe.strategy.log import StepLog
@@ -142,7 +142,10 @@ def planned(
     subject = Subject(module, num_microbatches)
     part = subject.parts(batch)[0]
     planner = Planner(Divisible(subject.module, None, subject.metrics), num_stages, split_points)
-    plan = planner.plan(Step(TRAINING, lambda *args: subject.call(TRAINING, part, *args), (part.data, 0)))
+    plan = planner.plan(
+        Step(TRAINING, lambda *args: subject.call(TRAINING, part, *args), (part.data, 0)),
+        Conditions(build("1f1b", num_stages, num_microbatches)),
+    )
     subject.module.eval()
     graph = planner.subject.capture(
         Step(VALIDATION, lambda *args: subject.call(VALIDATION, part, *args), (part.data, 0)), plan.graph.units

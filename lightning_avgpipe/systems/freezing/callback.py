@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from lightning_avgpipe.strategy.options import MEMORY, Options
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.systems.freezing.halving import Halving, check_sharing
-from lightning_avgpipe.systems.freezing.kept_outputs import KeptOutputs, KeptOutputsSource
+from lightning_avgpipe.systems.freezing.kept_outputs import KeptOutputsSource, StageOutputs
 from lightning_avgpipe.systems.freezing.order import FreezingOrder, by_gradient_norms, by_schedule, mean_squares
 from lightning_avgpipe.utils.allowed import Count, check, choice, documented, flag, names, number, optional, whole
 from lightning_avgpipe.utils.lightning import Callback, SingleDeviceStrategy, pl, rank_zero_info, refuse_other
@@ -37,25 +37,6 @@ _ALLOWED = {
     "cache": optional(MEMORY, "no cache"),
     "freed": optional(choice("replicas"), "every device keeps a stage of its own"),
 }
-
-
-@dataclass(frozen=True)
-class FreezingOptions:
-    """The arguments that :class:`AdaptiveFreezing` was given."""
-
-    alpha: float
-    mode: str
-    layers: list[str] | None
-    before: list[str] | None
-    every_n_epochs: int
-    replan: bool
-    cache: str | float | None
-    freed: str | None
-
-    @property
-    def replans(self) -> bool:
-        """Whether the stages are planned again when more is frozen."""
-        return self.replan or self.cache is not None or self.freed is not None
 
 
 @documented(_ALLOWED)
@@ -115,8 +96,15 @@ class AdaptiveFreezing(Callback):
         cache: str | float | None = None,
         freed: Literal["replicas"] | None = None,
     ) -> None:
-        self._options = FreezingOptions(alpha, mode, layers, before, every_n_epochs, replan, cache, freed)
-        check(_ALLOWED, vars(self._options), "AdaptiveFreezing")
+        self.alpha = alpha
+        self.mode = mode
+        self.layers = layers
+        self.before = before
+        self.every_n_epochs = every_n_epochs
+        self.replan = replan
+        self.cache = cache
+        self.freed = freed
+        check(_ALLOWED, {name: getattr(self, name) for name in _ALLOWED}, "AdaptiveFreezing")
         self._order = FreezingOrder()
         self.num_frozen = 0
         self._norms: list[float] = []  # of the layers' gradients, in the last batch of an epoch
@@ -127,6 +115,11 @@ class AdaptiveFreezing(Callback):
     def paths(self) -> tuple[str, ...]:
         """The paths of all layers; empty before training begins."""
         return self._order.layers
+
+    @property
+    def _replans(self) -> bool:
+        """Whether the stages are planned again when more is frozen."""
+        return self.replan or self.cache is not None or self.freed is not None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what cannot work before training starts."""
@@ -147,22 +140,22 @@ class AdaptiveFreezing(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the layers, now that the module is built, and check the options that plan the stages again."""
-        self._order = FreezingOrder.of(pl_module, self._options.layers, self._options.before)
+        self._order = FreezingOrder.of(pl_module, self.layers, self.before)
         run = _run(trainer)
-        if self._options.replans and run is not None:
+        if self._replans and run is not None:
             self._check_replanning(run)
-            if self._options.cache is not None:
-                limit = limit_of(self._options.cache, torch.device("cpu"), 1)
-                run.deployment.pipeline.shortcut = partial(KeptOutputs, limit)
+            if self.cache is not None:
+                limit = limit_of(self.cache, torch.device("cpu"), 1)
+                run.deployment.pipeline.shortcut = partial(StageOutputs, limit)
                 run.deployment.plan_by(KeptOutputsSource())
-            if self._options.freed is not None:
+            if self.freed is not None:
                 self._check_freed(trainer, run)
 
     def _check_freed(self, trainer: pl.Trainer, run: PipelineRun) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, (AvgPipeTuner, PipelineTimeline)):
                 raise ConfigurationError(
-                    f"AdaptiveFreezing(freed={self._options.freed!r}) with {type(callback).__name__}, which knows one "
+                    f"AdaptiveFreezing(freed={self.freed!r}) with {type(callback).__name__}, which knows one "
                     "process of each stage; remove one of the two"
                 )
         if run.cluster.world.world_size > 1:  # one process frees nothing
@@ -184,15 +177,15 @@ class AdaptiveFreezing(Callback):
             f"num_pipelines={options.num_pipelines}, whose models differ": options.num_pipelines > 1,
             f"{run.cluster.stage_map.num_teams} groups, whose models differ": run.cluster.stage_map.num_teams > 1,
             "replicas, which see parts of the data": options.replicated(run.cluster.stage_map.replicas),
-            f"freed={self._options.freed!r}, which makes replicas": self._options.freed is not None,
+            f"freed={self.freed!r}, which makes replicas": self.freed is not None,
             "Averaging(rolling=True)": options.averaging.rolling is True,
             f"weight_policy={options.weight_policy!r}": not options.policy.drains,
             "recompute=True, which keeps inputs of stages to begin with them once more": options.recompute is True,
         }
         for what, found in against.items():
-            if self._options.cache is not None and found:
+            if self.cache is not None and found:
                 raise ConfigurationError(
-                    f"AdaptiveFreezing(cache={self._options.cache!r}) with {what}: kept outputs are those of one "
+                    f"AdaptiveFreezing(cache={self.cache!r}) with {what}: kept outputs are those of one "
                     "model, and the first trained stage begins with them; remove one of the two"
                 )
 
@@ -205,10 +198,10 @@ class AdaptiveFreezing(Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Freeze more layers, if it is time; keep frozen layers in eval mode."""
         epoch, before = trainer.current_epoch, self.num_frozen
-        every, alpha = self._options.every_n_epochs, self._options.alpha
+        every, alpha = self.every_n_epochs, self.alpha
         if epoch > self._epoch and epoch % every == 0:
             self._epoch = epoch
-            if self._options.mode == "schedule":
+            if self.mode == "schedule":
                 self.num_frozen = max(before, by_schedule(len(self.paths), alpha, epoch // every))
             elif self._norms:
                 self.num_frozen = by_gradient_norms(before, alpha, self._norms)
@@ -219,13 +212,13 @@ class AdaptiveFreezing(Callback):
                 f"to {self.paths[self.num_frozen - 1]!r}"
             )
         run = _run(trainer)
-        if self._options.replans and run is not None and self.num_frozen > before:
+        if self._replans and run is not None and self.num_frozen > before:
             self._share(trainer)
             run.deployment.replan()
 
     def _share(self, trainer: pl.Trainer) -> None:
         run = _run(trainer)
-        if self._options.freed and run is not None:
+        if self.freed and run is not None:
             size, limit = run.cluster.group.world_size, run.context.memory_per_stage()
             run.deployment.plan_by(Halving(size, limit, partial(check_sharing, run)))
 
@@ -235,7 +228,7 @@ class AdaptiveFreezing(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Note the squared gradient norms of the last batch of an epoch; called once for each parallel model."""
-        if self._options.mode != "gradient_norm" or not trainer.is_last_batch:
+        if self.mode != "gradient_norm" or not trainer.is_last_batch:
             return
         for name, parameter in pl_module.named_parameters():
             if parameter.grad is not None:
@@ -245,7 +238,7 @@ class AdaptiveFreezing(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Share the gradient norms with all processes, before a checkpoint is written."""
-        if self._options.mode != "gradient_norm" or not trainer.is_last_batch:
+        if self.mode != "gradient_norm" or not trainer.is_last_batch:
             return
         squares, self._squares = self._squares, {}
         run = _run(trainer)

@@ -17,13 +17,14 @@ from lightning_avgpipe.capture.costs import Costs, Link
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning import Forecast, Plan
 from lightning_avgpipe.planning.balance import cut_like, scattered
+from lightning_avgpipe.planning.costs import all_reduce_s
 from lightning_avgpipe.planning.planner import Conditions, Planner, PlanSource, Proposal
 from lightning_avgpipe.planning.trained import num_frozen
 from lightning_avgpipe.schedule import Schedule, build, forward_only, with_replicas
 from lightning_avgpipe.schedule.turns import SharedStages
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.training.replicas import check_shared
-from lightning_avgpipe.utils.patching import nothing
+from lightning_avgpipe.utils.patching import noop
 
 _log = logging.getLogger(__name__)
 
@@ -42,12 +43,12 @@ class Halving(PlanSource):
 
     num_processes: int
     memory_limit: float
-    check: Callable[[Plan, Sequence[int]], None] = nothing
+    check: Callable[[Plan, Sequence[int]], None] = noop
 
     def propose(self, planner: Planner, plan: Plan, costs: Costs, conditions: Conditions) -> Proposal | None:
         """Return the plan whose iteration is expected to be the shortest; None if it has one stage for each process."""
         schedule, size = conditions.schedule, planner.num_stages
-        if schedule is None or planner.split_points is not None or size != self.num_processes:
+        if planner.split_points is not None or size != self.num_processes:
             return None
         nbytes = planner.subject.nbytes
         trained = {name: nbytes[name] for name, p in planner.subject.module.named_parameters() if p.requires_grad}
@@ -56,9 +57,7 @@ class Halving(PlanSource):
         _log.info("%d stages: %.3g expected", size, shortest.iteration_s)
         for count in (count for count in range(size - 1, 0, -1) if size % count == 0):
             counts = (size // count,) * count
-            fewer = replace(planner, num_stages=count, replicas=counts, memory_limit=self.memory_limit)
-            order = with_replicas(build(schedule.name, count, schedule.num_microbatches), counts)
-            memory = fewer.memory(replace(conditions, schedule=order))
+            fewer, memory = replace(planner, memory_limit=self.memory_limit).sharing(counts, conditions)
             try:
                 made = fewer.balanced(plan.graph, replace(costs, links=(link,)), memory)
                 self._accept(made, counts)
@@ -131,7 +130,7 @@ def expected(plan: Plan, counts: Sequence[int], schedule: Schedule, link: Link, 
         [[speed] * size] * size,
     )
     held = [sum(trained.get(name, 0) for name in stage.parameters) for stage in plan.stages]
-    reduce_s = [2 * (count - 1) / count / speed * nbytes for count, nbytes in zip(counts, held, strict=True)]
+    reduce_s = [all_reduce_s(nbytes, count, speed) for count, nbytes in zip(counts, held, strict=True)]
     name, orders = schedule.name, _ADVANCES if schedule.name == "advance_forward" else (0,)
     built = [build(name, len(counts), schedule.num_microbatches, advance) for advance in orders]
     ordered = [forward_only(with_replicas(one, counts), frozen) for one in built]

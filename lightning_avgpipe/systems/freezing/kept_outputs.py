@@ -33,7 +33,7 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.errors import VerificationError
 from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.planning.planner import PlanSource
-from lightning_avgpipe.planning.trained import Freezing, requiring_gradient
+from lightning_avgpipe.planning.trained import TrainedParameters, requiring_gradient
 from lightning_avgpipe.schedule import Schedule, num_forward_only
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import is_within
@@ -104,7 +104,7 @@ class _Epoch:
     known: int = 0
 
 
-class FrozenOutputs:
+class OutputStore:
     """The outputs of frozen layers that one process keeps.
 
     Args:
@@ -154,7 +154,7 @@ class FrozenOutputs:
         Returns:
             The micro-batches whose forwards may begin behind the frozen layers.
         """
-        self._keys = {} if self.why_not else {i: [(len(of), one) for one in of] for i, of in samples.items()}
+        self._keys = {} if self.why_not else {i: [(len(own), one) for one in own] for i, own in samples.items()}
         begins = set[int]()
         for i, keys in self._keys.items():
             there = [self._samples[key] for key in keys if key in self._samples]
@@ -175,7 +175,8 @@ class FrozenOutputs:
                 tensors.append(shared.to(device, copy=True))
             else:
                 value = torch.stack([row for row in (sample.rows[i] for sample in samples) if row is not None])
-                tensors.append(_ordered(value.to(device), form.tensors[i].order))
+                laid_out = form.tensors[i]  # rounding in kernels may depend on the order of dimensions in memory
+                tensors.append(laid_out.from_wire(laid_out.on_wire(value.to(device)).contiguous()))
         asks = (False,) * len(tensors)
         return Message(micro_batch, tuple(tensors), asks, form.entries, forward_only=forward_only)
 
@@ -233,7 +234,7 @@ class FrozenOutputs:
         self.stop(found)
 
 
-class KeptOutputs(FrozenOutputs):
+class StageOutputs(OutputStore):
     """The outputs of frozen layers in a pipeline: the shortcut of a step, the same on every process.
 
     Args:
@@ -241,7 +242,7 @@ class KeptOutputs(FrozenOutputs):
         position: number of nodes, from the first, that are frozen.
         cluster: cluster of the process.
         graph: call graph of the step.
-        freezing: record of the parameters that are trained now.
+        trained: record of the parameters that are trained now.
         stage: first stage that trains, whose process keeps the outputs.
 
     Attributes:
@@ -249,13 +250,13 @@ class KeptOutputs(FrozenOutputs):
     """
 
     def __init__(
-        self, limit: float, position: int, cluster: Cluster, graph: CallGraph, freezing: Freezing, stage: int
+        self, limit: float, position: int, cluster: Cluster, graph: CallGraph, trained: TrainedParameters, stage: int
     ) -> None:
         super().__init__(limit, position)
         self.stage = stage
         self._cluster = cluster
         self._graph = graph
-        self._freezing = freezing
+        self._trained = trained
 
     @property
     def leaves(self) -> frozenset[str]:
@@ -282,7 +283,7 @@ class KeptOutputs(FrozenOutputs):
         return found if why else self._cluster.group.broadcast(found, owner)
 
     def _why_none(self, schedule: Schedule) -> str:
-        if not self._freezing.trained <= self._graph.trained:
+        if not self._trained.names <= self._graph.trained:
             return "layers train that were frozen when the stages were planned"
         if num_forward_only(schedule) != self.stage:
             return f"stage {self.stage}, which would keep them, is not the first that trains"
@@ -385,14 +386,6 @@ def _lacks(samples: Sequence[tuple[Any, int]], names: Collection[str]) -> bool:
     """Return whether tensors of these names were not sent to this process."""
     leaves = (pair for data, _ in samples for pair in tree.flatten_with_names(data)[0])
     return any(isinstance(leaf, Absent) and name in names for name, leaf in leaves)
-
-
-def _ordered(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
-    """Return the same numbers in this memory order of dimensions, since rounding in kernels may depend on it."""
-    if order is None:
-        return tensor
-    inverse = sorted(range(len(order)), key=lambda i: order[i])
-    return tensor.permute(order).contiguous().permute(inverse)
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

@@ -23,7 +23,7 @@ from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from lightning_avgpipe.planning import Forecast, Plan
 from lightning_avgpipe.planning.costs import UnitCosts, units_between
 from lightning_avgpipe.planning.planner import Conditions, Planner, PlanSource, Proposal
-from lightning_avgpipe.schedule import Schedule, build, with_replicas
+from lightning_avgpipe.schedule import Schedule, with_replicas
 from lightning_avgpipe.schedule.turns import Matrix, SharedStages
 from lightning_avgpipe.systems.spp.partition import SppPlan, all_plans, least_bottlenecks, num_plans, orders
 from lightning_avgpipe.systems.spp.problem import Network, PlacedStage, Problem, device_order
@@ -68,22 +68,19 @@ class SppSource(PlanSource):
 
     def propose(self, planner: Planner, plan: Plan, costs: Costs, conditions: Conditions) -> Proposal | None:
         """Return the plan with SPP's stages and the processes of each."""
-        schedule, bandwidth, slow = conditions.schedule, self._bandwidth, self._slowness
-        if schedule is None or isinstance(bandwidth, str):
+        bandwidth, slow = self._bandwidth, self._slowness
+        if isinstance(bandwidth, str):
             return None
-        begin, count = time.perf_counter(), schedule.num_microbatches
+        begin, count = time.perf_counter(), conditions.schedule.num_microbatches
         units, positions = units_between(plan.graph, costs, planner.subject.nbytes)
         if slow and slow[0] > 1:  # costs were measured on rank 0
-            forward_s, backward_s = (tuple(s / slow[0] for s in of) for of in (units.forward_s, units.backward_s))
+            forward_s, backward_s = (tuple(s / slow[0] for s in times) for times in (units.forward_s, units.backward_s))
             units = replace(units, forward_s=forward_s, backward_s=backward_s)
 
         def divided(found: SppPlan) -> Proposal:
             devices = tuple(ranks for _, _, ranks in found.stages)
             slowest = [min(bandwidth[u][v] for u in here for v in after) for here, after in itertools.pairwise(devices)]
-            counts = tuple(map(len, devices))
-            order = with_replicas(build(schedule.name, found.num_stages, count), counts)
-            chosen = replace(planner, num_stages=found.num_stages, replicas=counts)
-            memory = chosen.memory(replace(conditions, schedule=order))
+            chosen, memory = planner.sharing(tuple(map(len, devices)), conditions)
             cuts = tuple(positions[last] for _, last, _ in found.stages[:-1])
             linked = replace(costs, links=tuple(Link(1 / speed) for speed in slowest))
             made = replace(chosen.plan_at(plan.graph, cuts, linked, memory), devices=devices)
@@ -135,7 +132,7 @@ def plan_in_turns(
     """
     order = device_order(bandwidth)[::-1]
     slow = tuple(slowness[device] for device in order) if slowness else ()
-    problem = Problem(costs, Network.of(bandwidth, rings=True).ordered(order), num_microbatches, slow)
+    problem = Problem(costs, Network.of(bandwidth).ordered(order), num_microbatches, slow)
     best: SppPlan | None = None
     bounds = [(least_in_turns_s(problem, stages), stages) for stages in _candidates(problem)]
     for at_least_s, stages in sorted(bounds, key=lambda pair: (pair[0], len(pair[1]))):
@@ -145,7 +142,7 @@ def plan_in_turns(
         replicas = [stage.replicas for stage in stages]
         for schedule in orders(len(stages), num_microbatches):
             seconds = seconds_in_turns(problem, stages, with_replicas(schedule, replicas))
-            made = SppPlan(named, seconds, at_least_s)
+            made = SppPlan(named, seconds)
             if (best is None or seconds < best.makespan_s) and fits(made):
                 best = made
     if best is None:

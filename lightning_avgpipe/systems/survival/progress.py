@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_avgpipe.averaging.optimizers import load_states, parameters_in, unwrapped
+from lightning_avgpipe.averaging.optimizers import load_states, parameters_in, states_of, unwrapped
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import call, pl
 
@@ -93,9 +93,8 @@ def optimizer_states(optimizers: Sequence[Optimizer]) -> list[Any]:
     """Return the states of this process's optimizers, by the position of a parameter, and their hyper-parameters."""
     found = []
     for optimizer in map(unwrapped, optimizers):
-        states = {i: dict(optimizer.state[p]) for i, p in enumerate(parameters_in(optimizer)) if optimizer.state.get(p)}
         groups = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
-        found.append((states, groups))
+        found.append((states_of(optimizer), groups))
     return found
 
 

@@ -131,10 +131,10 @@ class _Order:
     def add(self, times: int, *places: tuple[int, Kind]) -> None:
         """Append an action of each kind with its next micro-batch, if there is one, and repeat this ``times`` times."""
         for stage, kind in places * times:
-            of = (stage, INPUT_GRADIENT if kind is BACKWARD else kind)  # both compute the input gradient
-            if self.left(*of):
-                self.places.append((stage, Action(kind, self._done[of])))
-                self._done[of] += 1
+            place = (stage, INPUT_GRADIENT if kind is BACKWARD else kind)  # both compute the input gradient
+            if self.left(*place):
+                self.places.append((stage, Action(kind, self._done[place])))
+                self._done[place] += 1
                 if kind is BACKWARD:
                     self._done[stage, WEIGHT_GRADIENT] += 1
 

@@ -39,9 +39,7 @@ def planned(rows: int, limit: float = math.inf, check: Any = may_be_shared, norm
     module = Net(norm)
     schedule = build("1f1b", PROCESSES, MICRO_BATCHES)
     planner = Planner(Divisible(module), PROCESSES, source=Halving(PROCESSES, limit, check))
-    return planner.plan(
-        Step("training_step", module.training_step, (torch.ones(rows, 8), 0)), conditions=Conditions(schedule)
-    )
+    return planner.plan(Step("training_step", module.training_step, (torch.ones(rows, 8), 0)), Conditions(schedule))
 
 
 def test_all_processes_share_one_stage_where_that_is_fastest() -> None:

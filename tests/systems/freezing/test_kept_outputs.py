@@ -11,19 +11,20 @@ from torch import Tensor, nn
 
 from lightning_avgpipe.errors import VerificationError
 from lightning_avgpipe.planning.divisible import Divisible, Step
-from lightning_avgpipe.planning.planner import Planner
-from lightning_avgpipe.systems.freezing.kept_outputs import FrozenOutputs, KeptOutputsSource, digests
+from lightning_avgpipe.planning.planner import Conditions, Planner
+from lightning_avgpipe.schedule import build
+from lightning_avgpipe.systems.freezing.kept_outputs import KeptOutputsSource, OutputStore, digests
 from tests.planning.test_planner import Net
 
 HOST = torch.device("cpu")
 X = torch.arange(24.0).reshape(8, 3)
 
 
-def keeping(limit: float = math.inf) -> FrozenOutputs:
-    return FrozenOutputs(limit, 3)
+def keeping(limit: float = math.inf) -> OutputStore:
+    return OutputStore(limit, 3)
 
 
-def epoch(kept: FrozenOutputs, order: list[int], make: Any = lambda x: (x * 2, x.sum(1).to(torch.int16))) -> list[Any]:
+def epoch(kept: OutputStore, order: list[int], make: Any = lambda x: (x * 2, x.sum(1).to(torch.int16))) -> list[Any]:
     """Micro-batches of two samples; returns what was read, and None for what was computed."""
     kept.begin_epoch()
     found: list[Any] = []
@@ -135,7 +136,8 @@ def test_it_is_logged_why_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> N
     net.blocks[0].parts[0] = nn.Dropout(0.5)
     net.blocks[0].requires_grad_(False)
     planner = Planner(Divisible(net), 2, source=KeptOutputsSource())
-    assert planner.plan(Step("training_step", net.training_step, (torch.randn(2, 8), 0))).kept == 0
+    step = Step("training_step", net.training_step, (torch.randn(2, 8), 0))
+    assert planner.plan(step, Conditions(build("1f1b", 2, 1))).kept == 0
     assert "outputs of frozen layers are not kept" in caplog.text and "draws random numbers" in caplog.text
 
 
@@ -152,6 +154,6 @@ def test_what_counts_its_calls_is_called() -> None:
     net.blocks[1].parts[1] = Counting(8, 8)
     net.blocks[:2].requires_grad_(False)
     plan = Planner(Divisible(net), 2, source=KeptOutputsSource()).plan(
-        Step("training_step", net.training_step, (torch.randn(2, 8), 0))
+        Step("training_step", net.training_step, (torch.randn(2, 8), 0)), Conditions(build("1f1b", 2, 1))
     )
     assert [node.name for node in plan.graph.nodes[: plan.kept]] == ["blocks.0", "blocks.1.parts.0"]

@@ -70,9 +70,9 @@ def test_stages_on_devices_keep_within_their_memory(monkeypatch: pytest.MonkeyPa
     net, examples = Net(), (torch.randn(4, 8), 0)
     conditions = Conditions(build("1f1b", 4, 8))
     planner = Planner(Divisible(net), 4, costing=Costing("measured"), source=SppSource([[1e12] * 4] * 4))
-    copies = planner.plan(Step("training_step", net.training_step, examples), conditions=conditions)
+    copies = planner.plan(Step("training_step", net.training_step, examples), conditions)
     assert copies.devices == ((0, 1, 2, 3),)
     limit = copies.stages[0].memory.total - 1
     less = replace(planner, memory_limit=limit)
-    stages = less.plan(Step("training_step", net.training_step, examples), conditions=conditions)
+    stages = less.plan(Step("training_step", net.training_step, examples), conditions)
     assert stages.num_stages > 1 and max(stage.memory.total for stage in stages.stages) <= limit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_avgpipe.advise.ways import advice, ways
+from lightning_avgpipe.advise.alternatives import advice, alternatives
 from lightning_avgpipe.planning.costs import UnitCosts
 
 
@@ -19,24 +19,24 @@ def seconds(found: list, text: str) -> float:
 
 
 def test_on_free_links_ddp_splits_the_work_and_1f1b_is_idle_at_its_ends() -> None:
-    found = ways(units(0, 0), 8, 4, 1000)
+    found = alternatives(units(0, 0), 8, 4, 1000)
     assert seconds(found, '"ddp"') == pytest.approx(8 * 8 * 0.03 / 4)
     assert seconds(found, 'num_stages=4, schedule="1f1b"') == pytest.approx((8 + 3) * 2 * 0.03)
     assert found[0].strategy == '"ddp"'
 
 
 def test_on_a_slow_link_with_heavy_weights_ddp_is_last_and_parallel_models_pay_for_their_samples() -> None:
-    found = ways(units(10_000, 50e6), 8, 4, 100)
+    found = alternatives(units(10_000, 50e6), 8, 4, 100)
     assert found[-1].strategy == '"ddp"'
     with_factor = seconds(found, "num_pipelines=2")
-    without = seconds(ways(units(10_000, 50e6), 8, 4, 100, samples_factor=1), "num_pipelines=2")
+    without = seconds(alternatives(units(10_000, 50e6), 8, 4, 100, samples_factor=1), "num_pipelines=2")
     assert with_factor == pytest.approx(1.2 * without)
 
 
 def test_pipelines_have_copies_where_devices_and_micro_batches_divide() -> None:
-    names = [way.strategy for way in ways(units(0, 0), 6, 4, 1000)]
+    names = [way.strategy for way in alternatives(units(0, 0), 6, 4, 1000)]
     assert any("num_stages=2, replicas=2" in name for name in names)
-    assert not any("replicas" in way.strategy for way in ways(units(0, 0), 5, 4, 1000))
+    assert not any("replicas" in way.strategy for way in alternatives(units(0, 0), 5, 4, 1000))
 
 
 def test_the_table_has_the_fastest_of_each_kind() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_avgpipe.planning.costs import UnitCosts
+from lightning_avgpipe.planning.costs import UnitCosts, all_reduce_s
 from lightning_avgpipe.planning.ranges import evenest, least_bottleneck
 from lightning_avgpipe.schedule import StageCosts, build, simulate
 from lightning_avgpipe.tuning.search import SamplesFactor, samples_at
@@ -32,7 +32,7 @@ class Alternative:
     strategy: str
 
 
-def ways(
+def alternatives(
     units: UnitCosts, num_microbatches: int, devices: int, megabits: float, samples_factor: SamplesFactor = None
 ) -> list[Alternative]:
     """Return all ways to train that are considered, the fastest first.
@@ -60,12 +60,8 @@ def ways(
 
 def _ddp_s(units: UnitCosts, num_microbatches: int, devices: int, rate: float) -> float:
     part = num_microbatches / devices
-    reduce_s = _reduce_s(float(units.parameters[-1]), devices, rate)
+    reduce_s = all_reduce_s(float(units.parameters[-1]), devices, rate)
     return part * float(units.busy_s[-1]) + max(0.0, reduce_s - part * sum(units.backward_s))
-
-
-def _reduce_s(size: float, devices: int, rate: float) -> float:
-    return 2 * (devices - 1) / devices * size / rate
 
 
 def _pipelines(
@@ -74,7 +70,7 @@ def _pipelines(
     bounds = _even(units, stages)
     costs = _stage_costs(units, bounds, rate)
     heaviest = max(sum(units.parameter_bytes[a:b]) for a, b in bounds)
-    reduce_s = _reduce_s(heaviest, copies, rate)
+    reduce_s = all_reduce_s(heaviest, copies, rate)
     options = f"num_stages={stages}" + (f", replicas={copies}" if copies > 1 else "")
     settings = [("1f1b", 0), *(("advance_forward", h) for h in _ADVANCES)]
     for models in (1, *_MODELS):
@@ -115,7 +111,7 @@ def advice(units: UnitCosts, num_microbatches: int, devices: Sequence[int], mega
     lines = [f"{'devices':>7} {'Mbit/s':>8}  {'batch':>9} {'ddp / it':>8}  strategy"]
     for count in devices:
         for rate in megabits:
-            found = ways(units, num_microbatches, count, rate)
+            found = alternatives(units, num_microbatches, count, rate)
             ddp_s = next(way.batch_s for way in found if way.strategy == '"ddp"')
             kinds = dict.fromkeys((_kind(way) for way in found), True)  # ordered, the fastest first
             for kind in kinds:

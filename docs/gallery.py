@@ -1,7 +1,7 @@
 """The gallery of schedules: each one on four processes, drawn with letters, with its costs and its source.
 
-``python -m lightning_avgpipe.schedule.gallery docs/schedules.md`` writes the gallery into a page, between two marks;
-``python -m lightning_avgpipe.schedule.gallery docs/overview.png`` draws three schedules on slow links.
+``python docs/gallery.py docs/schedules.md`` writes the gallery into a page, between two marks;
+``python docs/gallery.py docs/overview.png`` draws three schedules on slow links.
 """
 
 from __future__ import annotations
@@ -20,30 +20,6 @@ _DEVICES, _MICROBATCHES = 4, 8
 _SHOWN_S = 36.0  # of the overview
 
 
-def text(timeline: Timeline, columns: int) -> str:
-    """Draw a timeline as a row of letters for each process, with small letters for every other stage of a process.
-
-    Args:
-        timeline: timeline of one pipeline.
-        columns: width of the rows in characters.
-    """
-    per_s = columns / timeline.iteration_s if timeline.iteration_s else 0.0
-    rows = []
-    for device in timeline.rows:
-        stages = timeline.stages_of(device)
-        cells = ["."] * columns
-        for span in timeline.spans:
-            if span.stage not in stages:
-                continue
-            symbol = span.action.kind.symbol
-            letter = symbol.lower() if stages.index(span.stage) % 2 else symbol
-            begin, end = ((s - timeline.begin_s) * per_s for s in (span.begin_s, span.end_s))
-            for column in range(round(begin), round(end)):
-                cells[column] = letter
-        rows.append(f"{','.join(map(str, stages)):>7} | {''.join(cells).rstrip('.')}")
-    return "\n".join(rows)
-
-
 def gallery() -> str:
     """Return all schedules as Markdown. A forward and each half of a backward take a third of a stage's time."""
     sections = []
@@ -53,14 +29,14 @@ def gallery() -> str:
         advance = 1 if name == "advance_forward" else 0
         schedule = build(name, num_stages, _MICROBATCHES, advance)
         timeline = simulate(schedule, StageCosts.uniform(num_stages, 1, 2))
-        of = " of half a process" if each > recipe.lines else ""
+        half = " of half a process" if each > recipe.lines else ""
         where = f" {recipe.where}" if recipe.where else ""
         note = f"{recipe.note}\n" if recipe.note else ""
         sections.append(
             f'### {recipe.title}: `"{name}"`\n\n'
-            f"```\n{text(timeline, round(timeline.iteration_s))}\n```\n\n"
+            f"```\n{picture.text(timeline, round(timeline.iteration_s))}\n```\n\n"
             f"An iteration is longer than a process's work by `{recipe.idle}`{where}: here "
-            f"{timeline.bubble_fraction:.1%} of the time is idle.\nStashed are `{recipe.stash}` micro-batches{of}.\n"
+            f"{timeline.bubble_fraction:.1%} of the time is idle.\nStashed are `{recipe.stash}` micro-batches{half}.\n"
             f"{note}Source: {recipe.source}.\n"
         )
     return "\n".join(sections)
