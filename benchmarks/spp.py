@@ -38,6 +38,7 @@ from lightning_avgpipe import AvgPipeStrategy, PipelineTimeline
 from lightning_avgpipe.comm.probe import measure_bandwidth
 from lightning_avgpipe.planning.costs import UnitCosts
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, build, with_replicas
+from lightning_avgpipe.systems.spp.partition import plan
 from lightning_avgpipe.systems.spp.placement import plan_in_turns, seconds_in_turns
 from lightning_avgpipe.systems.spp.problem import Network, PlacedStage, Problem
 from lightning_avgpipe.training.gradient_sums import BUCKET_BYTES
@@ -123,7 +124,7 @@ def predicted_s(
 ) -> float:
     """Seconds of an iteration as the simulator has it, in turns; whole replicas are a stage with as many."""
     order = [rank for of_stage in ranks for rank in of_stage]
-    network = Network.of(bandwidth(setting)).ordered(order)
+    network = Network.of(bandwidth(setting), rings=True).ordered(order)
     slowness = tuple(2.0 if rank == setting.slow else 1.0 for rank in order)
     if of_ddp:  # it has a first bucket, of the last unit, which it all-reduces while it computes, and one of the others
         known = replace(known, parameter_bytes=(*known.parameter_bytes[:-1], 0.0))
@@ -271,11 +272,13 @@ def planning(units: Sequence[int], devices: Sequence[int]) -> list[dict[str, Any
                 some(length, 1), some(length, 2), some(length - 1, 3), some(length - 1, 3), some(length, 8)
             )
             nodes = [[8.0 if u // 8 == v // 8 else 2.0 for v in range(count)] for u in range(count)]
-            begin = time.process_time()
-            plan_in_turns(given, nodes, 32)
-            taken_s = time.process_time() - begin
-            rows.append({"units": length, "devices": count, "in_turns_s": taken_s})
-            print(f"{length:5d} units on {count:2d} devices: {taken_s:6.2f} s", flush=True)
+            taken = []
+            for planner in (plan, plan_in_turns):
+                begin = time.process_time()
+                planner(given, nodes, 32)
+                taken.append(time.process_time() - begin)
+            rows.append({"units": length, "devices": count, "spp_s": taken[0], "in_turns_s": taken[1]})
+            print(f"{length:5d} units on {count:2d} devices: {taken[0]:6.2f} s, in turns {taken[1]:6.2f} s", flush=True)
     return rows
 
 

@@ -1,14 +1,16 @@
 """SPP: stages on several devices each, chosen for links of different speed, with ``planner="spp"``.
 
-``problem`` has the network and the times of plans, ``partition`` the candidates of the paper's planner, of which
-``placement`` chooses one for replicas that take turns.
+``problem`` has the network and the times of plans, ``partition`` the planner of the paper, and ``placement`` plans for
+replicas that take turns.
 
 Source: Luo et al., *Efficient Pipeline Planning for Expedited Distributed DNN Training*, INFOCOM 2022.
 """
 
 from lightning_avgpipe.planning.planner import SOURCES
-from lightning_avgpipe.systems.spp.placement import SppSource
+from lightning_avgpipe.systems.spp.partition import SppPlan, execution_order, partition, plan
+from lightning_avgpipe.systems.spp.placement import SppSource, plan_in_turns
+from lightning_avgpipe.systems.spp.problem import device_order
 
-__all__ = ["SppSource"]
+__all__ = ["SppPlan", "SppSource", "device_order", "execution_order", "partition", "plan", "plan_in_turns"]
 
 SOURCES["spp"] = SppSource

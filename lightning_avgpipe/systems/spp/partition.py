@@ -1,11 +1,11 @@
-"""SPP's candidate plans as in the paper: replicated stages for devices with links of different speed.
+"""SPP's planner as in the paper: replicated stages for devices with links of different speed.
 
 Three steps, each a pure function of numbers::
 
-    device_order        0 1 | 2 3                 cut the network recursively at its weakest links
-    least_bottlenecks   units 0-3    4-5          a dynamic program over units, devices and replicas along that order
-                        devices 0-2  3
-    execution_order     F F F F F B F B ...       which micro-batch a stage works on next
+    device_order     0 1 | 2 3                 cut the network recursively at its weakest links
+    partition        units 0-3    4-5          a dynamic program over units, devices and replicas along that order
+                     devices 0-2  3
+    execution_order  F F F F F B F B ...       which micro-batch a stage works on next; the iteration is simulated
 
 Source: Luo et al., *Efficient Pipeline Planning for Expedited Distributed DNN Training*, INFOCOM 2022.
 """
@@ -14,17 +14,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.planning.costs import UnitCosts
 from lightning_avgpipe.schedule import Schedule, build
 from lightning_avgpipe.schedule.builders import from_warm_up
-from lightning_avgpipe.systems.spp.problem import PlacedStage, Problem
+from lightning_avgpipe.schedule.turns import Matrix
+from lightning_avgpipe.systems.spp.problem import Network, PlacedStage, Problem, device_order
 
+_MOST_PLANS = 200_000
 _ROUNDING = 1e-9
 
 
@@ -35,15 +39,78 @@ class SppPlan:
     Attributes:
         stages: ``(first unit, last unit, devices)`` of each stage.
         makespan_s: simulated seconds of an iteration, until the last gradient is all-reduced.
+        bound_s: seconds that the slowest stage or link needs for its own work alone.
     """
 
     stages: tuple[tuple[int, int, tuple[int, ...]], ...]
     makespan_s: float
+    bound_s: float
 
     @property
     def num_stages(self) -> int:
         """The number of stages."""
         return len(self.stages)
+
+
+def plan(
+    costs: UnitCosts,
+    bandwidth: Matrix,
+    num_microbatches: int,
+    candidates: Literal["paper", "all"] = "paper",
+) -> SppPlan:
+    """Return the plan with the shortest simulated iteration.
+
+    Args:
+        costs: costs of the units.
+        bandwidth: bytes per second between every two devices, shape ``(V, V)``.
+        num_microbatches: M, number of micro-batches of an iteration.
+        candidates: ``"paper"`` simulates, for each number of stages, the plan whose slowest part is fastest. ``"all"``
+            simulates every plan of contiguous units along the order of devices, in both directions, for small problems.
+    Raises:
+        PartitionError: there are more than 200,000 candidates, or a size is invalid.
+    """
+    if candidates not in ("paper", "all"):
+        raise PartitionError(f"candidates={candidates!r}: use 'paper' or 'all'")
+    order, network = device_order(bandwidth), Network.of(bandwidth)
+    if candidates == "paper":
+        return _best_of_least(Problem(costs, network.ordered(order), num_microbatches), order)
+    best = None
+    for along in dict.fromkeys((order, order[::-1])):
+        problem = Problem(costs, network.ordered(along), num_microbatches)
+        best = _better(problem, along, all_plans(problem), best)
+    assert best is not None
+    return best
+
+
+def partition(
+    costs: UnitCosts,
+    order: Sequence[int],
+    num_stages: int,
+    num_microbatches: int,
+    bandwidth: Matrix,
+) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """Return the stages along an order of devices whose slowest stage or link has the least work.
+
+    Args:
+        costs: costs of the units.
+        order: all devices, as :func:`device_order` returns them.
+        num_stages: S, number of stages.
+        num_microbatches: M, number of micro-batches of an iteration.
+        bandwidth: bytes per second between every two devices, shape ``(V, V)``.
+    Returns:
+        ``(first unit, last unit, devices)`` of each stage.
+    Raises:
+        PartitionError: there are more stages than units or devices.
+    Source: PRM of the paper.
+    """
+    if not 1 <= num_stages <= min(costs.num_units, len(order)):
+        raise PartitionError(
+            f"num_stages={num_stages}: {costs.num_units} units on {len(order)} devices make 1 to "
+            f"{min(costs.num_units, len(order))} stages"
+        )
+    problem = Problem(costs, Network.of(bandwidth).ordered(order), num_microbatches)
+    plans = (least_bottlenecks(problem, limit_s, num_stages) for limit_s in problem.limits_s())
+    return _named(next(found[num_stages] for found in plans if num_stages in found), order)
 
 
 def execution_order(num_stages: int, num_microbatches: int) -> Schedule:
@@ -67,6 +134,41 @@ def orders(num_stages: int, num_microbatches: int) -> tuple[Schedule, Schedule]:
     return execution_order(num_stages, num_microbatches), build("1f1b", num_stages, num_microbatches)
 
 
+def _named(stages: Sequence[PlacedStage], order: Sequence[int]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    return tuple((s.begin, s.end - 1, tuple(order[s.first : s.stop])) for s in stages)
+
+
+def _better(
+    problem: Problem, order: Sequence[int], plans: Iterable[Sequence[PlacedStage]], best: SppPlan | None
+) -> SppPlan | None:
+    """Return the best of these plans and the best plan so far; plans that cannot be better are not simulated."""
+    for stages in plans:
+        if best is not None and problem.least_s(stages) >= best.makespan_s:
+            continue
+        seconds = problem.makespan(stages, orders(len(stages), problem.num_microbatches))
+        if best is None or seconds < best.makespan_s * (1 - _ROUNDING):
+            best = SppPlan(_named(stages, order), seconds, problem.bound_s(stages))
+    return best
+
+
+def _best_of_least(problem: Problem, order: Sequence[int]) -> SppPlan:
+    """Return the best of the plans with the least W for each number of stages.
+
+    No iteration is shorter than its W. So once a plan has been simulated, plans with a larger W can be left out.
+    """
+    best: SppPlan | None = None
+    missing = set(range(1, problem.most_stages + 1))
+    for limit_s in problem.limits_s():
+        enough_s = math.inf if best is None else best.makespan_s
+        found = least_bottlenecks(problem, min(limit_s, enough_s), max(missing))
+        best = _better(problem, order, [found[s] for s in sorted(missing & found.keys())], best)
+        missing -= found.keys()
+        if enough_s <= limit_s or not missing:
+            break
+    assert best is not None
+    return best
+
+
 def num_plans(problem: Problem) -> int:
     """Return the number of plans of contiguous units along the order of devices."""
     units, devices = problem.costs.num_units, len(problem.network)
@@ -74,8 +176,17 @@ def num_plans(problem: Problem) -> int:
 
 
 def all_plans(problem: Problem) -> Iterator[Sequence[PlacedStage]]:
-    """Yield all plans of contiguous units along the order of devices."""
-    units, devices = problem.costs.num_units, len(problem.network)
+    """Yield all plans of contiguous units along the order of devices.
+
+    Raises:
+        PartitionError: there are more than 200,000 plans.
+    """
+    units, devices, count = problem.costs.num_units, len(problem.network), num_plans(problem)
+    if count > _MOST_PLANS:
+        raise PartitionError(
+            f"candidates='all' would try {count:,} plans for {units} units on {devices} devices in each direction, and "
+            f"{_MOST_PLANS:,} are the most; use candidates='paper'"
+        )
     for num_stages in range(1, problem.most_stages + 1):
         for cuts in combinations(range(1, units), num_stages - 1):
             ends = list(pairwise((0, *cuts, units)))

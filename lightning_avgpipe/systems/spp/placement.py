@@ -132,7 +132,7 @@ def plan_in_turns(
     """
     order = device_order(bandwidth)[::-1]
     slow = tuple(slowness[device] for device in order) if slowness else ()
-    problem = Problem(costs, Network.of(bandwidth).ordered(order), num_microbatches, slow)
+    problem = Problem(costs, Network.of(bandwidth, rings=True).ordered(order), num_microbatches, slow)
     best: SppPlan | None = None
     bounds = [(least_in_turns_s(problem, stages), stages) for stages in _candidates(problem)]
     for at_least_s, stages in sorted(bounds, key=lambda pair: (pair[0], len(pair[1]))):
@@ -142,7 +142,7 @@ def plan_in_turns(
         replicas = [stage.replicas for stage in stages]
         for schedule in orders(len(stages), num_microbatches):
             seconds = seconds_in_turns(problem, stages, with_replicas(schedule, replicas))
-            made = SppPlan(named, seconds)
+            made = SppPlan(named, seconds, at_least_s)
             if (best is None or seconds < best.makespan_s) and fits(made):
                 best = made
     if best is None:

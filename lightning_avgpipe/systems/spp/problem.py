@@ -2,17 +2,17 @@
 
 Units and devices are counted from 0. A stage slices each micro-batch over its r replicas. A message of d bytes to a
 stage of r' replicas takes ``d / (r r' b)`` seconds, b being the least bandwidth between the two, and the all-reduce of
-a stage's gradients ``2 (r-1)/r bytes / b`` seconds, b being the least on its ring. Links are full-duplex and do not
+a stage's gradients ``2 (r-1)/r bytes / b`` seconds, b being the least within it. Links are full-duplex and do not
 disturb each other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import networkx as nx
@@ -20,6 +20,8 @@ import numpy as np
 
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.costs import UnitCosts, all_reduce_s
+from lightning_avgpipe.schedule import Schedule, StageCosts, simulate
+from lightning_avgpipe.schedule.costs import least_possible_s
 from lightning_avgpipe.schedule.turns import Matrix
 from lightning_avgpipe.training.gradient_sums import BUCKET_BYTES
 
@@ -32,13 +34,14 @@ class Network:
 
     Attributes:
         bandwidth: bytes per second from device u to device v, shape ``(V, V)``; the diagonal is ignored.
-        ranks: rank of each device, shape ``(V,)``; an all-reduce goes round a ring of ascending ranks.
+        ranks: ranks of the devices, if they all-reduce in a ring of ascending ranks; empty: an all-reduce uses the
+            links between every two of them.
     Raises:
         PartitionError: there is no device, the matrix is not square, or a bandwidth is not positive.
     """
 
     bandwidth: tuple[tuple[float, ...], ...]
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         size = len(self.bandwidth)
@@ -53,17 +56,17 @@ class Network:
                     raise PartitionError(f"bandwidth[{u}][{v}]={speed}: every two devices need more than 0 bytes/s")
 
     @classmethod
-    def of(cls, bandwidth: Matrix) -> Network:
-        """Make a network from a matrix, with the devices in the order of their ranks."""
-        return cls(tuple(tuple(map(float, row)) for row in bandwidth), tuple(range(len(bandwidth))))
+    def of(cls, bandwidth: Matrix, rings: bool = False) -> Network:
+        """Make a network from a matrix; ``rings`` says whether devices all-reduce in rings."""
+        return cls(tuple(tuple(map(float, row)) for row in bandwidth), tuple(range(len(bandwidth))) if rings else ())
 
     def __len__(self) -> int:
         return len(self.bandwidth)
 
     def ordered(self, order: Sequence[int]) -> Network:
         """Return the network with its devices in another order: device i is ``order[i]`` of this network."""
-        rows = tuple(tuple(self.bandwidth[u][v] for v in order) for u in order)
-        return Network(rows, tuple(self.ranks[u] for u in order))
+        ranks = tuple(self.ranks[u] for u in order) if self.ranks else ()
+        return Network(tuple(tuple(self.bandwidth[u][v] for v in order) for u in order), ranks)
 
     @cached_property
     def within(self) -> np.ndarray:
@@ -73,11 +76,17 @@ class Network:
         """
         size = len(self)
         least = np.full((size + 1, size + 1), math.inf)
+        if self.ranks:
+            for b in range(2, size + 1):
+                for a in range(b - 1):
+                    ring = sorted(range(a, b), key=self.ranks.__getitem__)
+                    links = zip(ring, [*ring[1:], ring[0]], strict=True)
+                    least[a, b] = min(min(self.bandwidth[u][v], self.bandwidth[v][u]) for u, v in links)
+            return least
         for b in range(2, size + 1):
-            for a in range(b - 1):
-                ring = sorted(range(a, b), key=self.ranks.__getitem__)
-                links = zip(ring, [*ring[1:], ring[0]], strict=True)
-                least[a, b] = min(min(self.bandwidth[u][v], self.bandwidth[v][u]) for u, v in links)
+            for a in range(b - 2, -1, -1):
+                ends = min(self._array[a, b - 1], self._array[b - 1, a])
+                least[a, b] = min(least[a + 1, b], least[a, b - 1], ends)
         return least
 
     @cached_property
@@ -151,8 +160,10 @@ class Problem:
         costs: costs of the units, on a device that is not slow.
         network: network of the devices.
         num_microbatches: M, number of micro-batches of an iteration.
-        slowness: time of each device in units of a device that is not slow, shape ``(V,)``; empty: none is slow.
+        slowness: time of each device in units of a device that is not slow, shape ``(V,)``; empty: none is slow. The
+            simulation of turns and the bottleneck use it; SPP's own simulation ignores it.
         bucket_bytes: bytes of gradients that are all-reduced as one message while the last backward still computes.
+            SPP's own simulation all-reduces after the last backward instead.
     """
 
     costs: UnitCosts
@@ -180,6 +191,11 @@ class Problem:
         """Return the seconds of an all-reduce per byte over devices ``first .. stop-1``."""
         return all_reduce_s(1.0, stop - first, float(self.network.within[first, stop]))
 
+    def reduce_s(self, stage: PlacedStage) -> float:
+        """Return the seconds of the all-reduce of a stage's gradients."""
+        parameters = self.costs.parameters
+        return float(parameters[stage.end] - parameters[stage.begin]) * self.reduce_s_per_byte(stage.first, stage.stop)
+
     def slow(self, first: int, stop: int) -> float:
         """Return the slowness of the slowest of the devices ``first .. stop-1``."""
         return max(self.slowness[first:stop], default=1.0)
@@ -195,6 +211,40 @@ class Problem:
                 done_s = max(done_s, clock_s) + held * per_byte
                 held = 0.0
         return done_s - clock_s
+
+    def stage_costs(self, stages: Sequence[PlacedStage]) -> StageCosts:
+        """Return the seconds per micro-batch of each stage and hop, with each micro-batch sliced over the replicas."""
+        costs, forward, backward = self.costs, self.network.forward, self.network.backward
+        hops = [(a.end - 1, a.replicas * b.replicas, (a.first, a.stop, b.stop)) for a, b in pairwise(stages)]
+        return StageCosts(
+            [sum(costs.forward_s[s.begin : s.end]) / s.replicas for s in stages],
+            [sum(costs.backward_s[s.begin : s.end]) / s.replicas for s in stages],
+            [float(costs.bytes_forward[unit] / (pairs * forward[where])) for unit, pairs, where in hops],
+            [float(costs.bytes_backward[unit] / (pairs * backward[where])) for unit, pairs, where in hops],
+            [0.0] * len(hops),
+        )
+
+    def bound_s(self, stages: Sequence[PlacedStage]) -> float:
+        """Return W: the seconds of all micro-batches on the slowest stage, with its all-reduce, or the slowest link."""
+        costs, count = self.stage_costs(stages), self.num_microbatches
+        busy = zip(costs.forward_s, costs.backward_s, stages, strict=True)
+        work = [count * (forward_s + backward_s) + self.reduce_s(stage) for forward_s, backward_s, stage in busy]
+        return max([*work, *(count * seconds for seconds in (*costs.send_forward_s, *costs.send_backward_s))])
+
+    def least_s(self, stages: Sequence[PlacedStage]) -> float:
+        """Return a lower bound for the seconds of an iteration with any order of execution, which is at least W."""
+        return max(self.bound_s(stages), least_possible_s(self.stage_costs(stages), self.num_microbatches))
+
+    def makespan(self, stages: Sequence[PlacedStage], schedules: Iterable[Schedule]) -> float:
+        """Return the seconds of an iteration with the fastest of these schedules."""
+        costs, reduce_s = self.stage_costs(stages), [self.reduce_s(stage) for stage in stages]
+        found = []
+        for schedule in schedules:
+            ends = [0.0] * len(stages)
+            for span in simulate(schedule, costs).spans:
+                ends[span.stage] = max(ends[span.stage], span.end_s)
+            found.append(max(map(float.__add__, ends, reduce_s)))
+        return min(found)
 
     # -- all plans -------------------------------------------------------------------------------------------------
 
