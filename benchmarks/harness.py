@@ -22,7 +22,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lightning as L
 import torch
 import torch.distributed as dist
 
@@ -35,6 +34,7 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.recording import Recorder, assemble
 from lightning_avgpipe.schedule import Timeline
 from lightning_avgpipe.schedule.kinds import Placement
+from lightning_avgpipe.utils.lightning import pl
 
 TIMEOUT = timedelta(minutes=3)
 MIB = 2**20
@@ -161,7 +161,7 @@ def _ranks(
         yield [spaces.command(rank) for rank in range(world_size)], apart
 
 
-class Clock(L.Callback):
+class Clock(pl.Callback):
     """A record of when each step ended."""
 
     def __init__(self) -> None:
@@ -176,10 +176,10 @@ class Clock(L.Callback):
         return [end - begin for begin, end in itertools.pairwise(counted)]
 
 
-def quiet_trainer(**options: Any) -> L.Trainer:
+def quiet_trainer(**options: Any) -> pl.Trainer:
     """Make a Trainer on CPUs for one epoch that only trains: without logger, checkpoints and texts."""
     quiet: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False}
-    return L.Trainer(**quiet | {"enable_progress_bar": False, "enable_model_summary": False} | options)
+    return pl.Trainer(**quiet | {"enable_progress_bar": False, "enable_model_summary": False} | options)
 
 
 def in_turns(sides: Sequence[Side], rounds: int) -> Iterator[Side]:
