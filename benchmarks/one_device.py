@@ -55,7 +55,7 @@ class Module(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.fused = torch.nn.Embedding(vocabulary, width), fused
-        self.blocks = torch.nn.ModuleList(Block(width, max(1, width // 64), 0.0) for _ in range(layers))
+        self.blocks = torch.nn.ModuleList(Block(width, max(1, width // 64)) for _ in range(layers))
         self.head = torch.nn.Linear(width, vocabulary, bias=False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

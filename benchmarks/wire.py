@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import connected, in_turns, launch, parser, table, write
-from benchmarks.models import Sleep, TwoLayers
+from benchmarks.models import SleepingBlock, TwoLayers
 from benchmarks.one_pipeline import STEP, OnePipeline
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.capture.wire_format import FORMATS, Format, wire_bytes
@@ -36,23 +35,10 @@ _FORMATS: tuple[Format | None, ...] = (None, *FORMATS)
 _ROWS, _WIDTH = 256, 1024  # of a micro-batch's values: 1 MiB in float32
 
 
-class Sleeper(nn.Module):
-    """A layer that takes a device's time and no core's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rest_s = {FORWARD: 0.0, BACKWARD: 0.0}
-        self.weight = nn.Parameter(torch.ones(_WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        slept: Tensor = Sleep.apply(x * self.weight, self.rest_s)
-        return slept
-
-
 def measure(forward_s: float) -> dict[str, Any]:
     """In each process: seconds of a batch in each format and round, and the bytes of its values."""
     torch.manual_seed(0)
-    model = TwoLayers(Sleeper(), Sleeper())
+    model = TwoLayers(SleepingBlock(_WIDTH), SleepingBlock(_WIDTH))
     parts = [(torch.randn(_ROWS, _WIDTH), i) for i in range(MICROBATCHES)]
     schedule = build("advance_forward", 2, MICROBATCHES, 2)
     seconds: dict[str, list[float]] = {str(wire): [] for wire in _FORMATS}
