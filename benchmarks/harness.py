@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import network
+from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.probe import offset_in
 from lightning_avgpipe.comm.process_groups import ProcessGroups
@@ -187,6 +188,31 @@ def in_turns(sides: Sequence[Side], rounds: int) -> Iterator[Side]:
     for i in range(rounds):
         first = i % len(sides)
         yield from (*sides[first:], *sides[:first])
+
+
+def timed(
+    cluster: Cluster, sides: Mapping[str, Callable[[], object]], rounds: int, torchs: Container[str] = ()
+) -> dict[str, list[float]]:
+    """Let sides take turns in all processes; return what each took in each round, but for a first one that warms up.
+
+    All processes begin a side together, and its seconds end with the last of them. Every rank calls this; on ranks
+    other than 0 the seconds are those of that rank.
+
+    Args:
+        cluster: open cluster.
+        sides: functions that each run an iteration, by name.
+        rounds: number of rounds that count.
+        torchs: sides that do not run with the interception of calls, which the strategy keeps on while it trains.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for name in in_turns([*sides], 1 + rounds):
+        with contextlib.nullcontext() if name in torchs else intercepting():
+            cluster.group.barrier()
+            before = time.perf_counter()
+            sides[name]()
+            took = time.perf_counter() - before
+        seconds[name].append(max(cluster.group.gather_objects(took)))
+    return {name: values[1:] for name, values in seconds.items()}
 
 
 def record(cluster: Cluster, observers: Observers, iterate: Callable[[], object]) -> Timeline | None:
