@@ -205,9 +205,7 @@ def check(sides: dict[str, list[Any]]) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--quick", action="store_true", help="a model of two small layers on free links, once")
-    options = arguments.parse_args()
+    options = parser(__doc__, quick="a model of two small layers on free links, once").parse_args()
     size, links, steps, rounds = (QUICK, [0], 1, 1) if options.quick else (Size(), [1000, 100], 3, 3)
     found: dict[str, dict[str, list[Any]]] = {}
     for link in links:

@@ -44,10 +44,17 @@ _EVERY_S = 0.002  # between two looks at the memory
 Side = TypeVar("Side")
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with what all scripts take; the help shows the docstring of the script."""
+def parser(description: str | None, quick: str = "") -> argparse.ArgumentParser:
+    """Return a parser with what all scripts take; the help shows the docstring of the script.
+
+    Args:
+        description: docstring of the script.
+        quick: what a quick run measures; "": there is none.
+    """
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=Path, help="file for the results")
+    if quick:
+        made.add_argument("--quick", action="store_true", help=quick)
     return made
 
 

@@ -63,9 +63,8 @@ def compared(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, quick="two N, one link, and short sleeps")
     arguments.add_argument("--microbatches", type=int, default=2, help="M of each batch")
-    arguments.add_argument("--quick", action="store_true", help="two N, one link, and short sleeps")
     options = arguments.parse_args()
     costs, counts, links, rounds = (QUICK, [1, 2], [100], 2) if options.quick else (FULL, [1, 2, 3], [100, 1000], 3)
     costs = replace(costs, microbatches=options.microbatches)

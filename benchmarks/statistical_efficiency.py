@@ -346,14 +346,13 @@ def picture(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    arguments = harness.parser(__doc__)
+    arguments = harness.parser(__doc__, quick="one training, two models, one seed")
     arguments.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     arguments.add_argument("--models", nargs="+", type=int, default=[2, 4], help="N")
     arguments.add_argument("--without-barrier", nargs="+", choices=WITHOUT_BARRIER, default=[])
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--picture", type=Path)
     arguments.add_argument("--tune", action="store_true", help="try learning rates on the single model instead")
-    arguments.add_argument("--quick", action="store_true", help="one training, two models, one seed")
     options = arguments.parse_args()
     optimizers: Sequence[str] = OPTIMIZERS
     if options.quick:

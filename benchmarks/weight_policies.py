@@ -211,13 +211,12 @@ def picture(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def main() -> None:
-    arguments = harness.parser(__doc__)
+    arguments = harness.parser(__doc__, quick="one seed, one link, one short round")
     arguments.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     arguments.add_argument("--workload", choices=WORKLOADS, default="digits")
     arguments.add_argument("--optimizer", choices=("momentum", "adam", "adamw"), default="momentum")
     arguments.add_argument("--microbatches", type=int, default=STAGES, help="M; 2bw needs as many as there are stages")
     arguments.add_argument("--seeds", type=int, default=3)
-    arguments.add_argument("--quick", action="store_true", help="one seed, one link, one short round")
     arguments.add_argument("--resume", action="store_true", help="measure what the results file does not have")
     arguments.add_argument("--picture", type=Path)
     options = arguments.parse_args()
