@@ -31,7 +31,6 @@ from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.probe import offset_in
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
-from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.recording import Recorder, assemble
 from lightning_avgpipe.schedule import Timeline
 from lightning_avgpipe.schedule.kinds import Placement
@@ -220,15 +219,6 @@ def timed(
             took = time.perf_counter() - before
         seconds[name].append(max(cluster.group.gather_objects(took)))
     return {name: values[1:] for name, values in seconds.items()}
-
-
-def record(cluster: Cluster, observers: Observers, iterate: Callable[[], object]) -> Timeline | None:
-    """One iteration that these see; on rank 0 what happened in it. Every rank calls it."""
-    recorder = Recorder(cluster.rank, cluster.device)
-    cluster.group.barrier()
-    with observers.having(recorder):
-        iterate()
-    return timeline_of(cluster, recorder)
 
 
 def timeline_of(cluster: Cluster, recorder: Recorder) -> Timeline | None:
