@@ -27,7 +27,7 @@ from lightning_avgpipe import Averaging
 from lightning_avgpipe.schedule import first_advance, uneven_steps
 
 FULL = trained.Costs(2, 2, 20.0, 40.0, 500_000, 28)
-QUICK = trained.Costs(2, 2, 5.0, 10.0, 60_000, 28)
+QUICK = trained.Costs(2, 2, 5.0, 10.0, 60_000, 12)
 
 
 def measure(costs: trained.Costs, megabits: int, counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
@@ -63,10 +63,10 @@ def compared(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    arguments = parser(__doc__, quick="two N, one link, and short sleeps")
+    arguments = parser(__doc__, quick="two N, one link, one short round")
     arguments.add_argument("--microbatches", type=int, default=2, help="M of each batch")
     options = arguments.parse_args()
-    costs, counts, links, rounds = (QUICK, [1, 2], [100], 2) if options.quick else (FULL, [1, 2, 3], [100, 1000], 3)
+    costs, counts, links, rounds = (QUICK, [1, 2], [100], 1) if options.quick else (FULL, [1, 2, 3], [100, 1000], 3)
     costs = replace(costs, microbatches=options.microbatches)
     rows = [row for link in links for row in measure(costs, link, counts, rounds)]
     print(f"a Trainer, with and without a barrier\n\n{compared(rows)}")
