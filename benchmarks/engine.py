@@ -293,9 +293,8 @@ def replayed(sizes: Sequence[str], units: str, counts: Sequence[int], rounds: in
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, quick="the small model, and few rounds")
     arguments.add_argument("--parts", choices=PARTS, nargs="+", default=[part for part in PARTS if part != "compiled"])
-    arguments.add_argument("--quick", action="store_true", help="the small model, and few rounds")
     options = arguments.parse_args()
     sizes, rounds, replays = (["small"], 2, 3) if options.quick else ([*SIZES], ROUNDS, REPLAY_ROUNDS)
     torch.set_num_threads(1)

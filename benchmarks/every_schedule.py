@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from torch.distributed import pipelining as peer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.harness import connected, launch, table
+from benchmarks.harness import connected, launch, table, timed
 from benchmarks.one_pipeline import OnePipeline, TorchPipeline
 from lightning_avgpipe import Broadcast
-from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.schedule import StageCosts, build, simulate
+from lightning_avgpipe.schedule import Schedule, StageCosts, Timeline, build, simulate
 from lightning_avgpipe.schedule.recipes import RECIPES, trainable
 
 PEERS: dict[str, Any] = {
@@ -119,28 +118,25 @@ def measured(cluster: Cluster, place: str, sleeps: bool, rounds: int, count: int
     rows = []
     for name in (name for name in trainable() if RECIPES[name].needs == place):
         schedule = build(name, num_stages, count, 0, size)  # once, as a Trainer does and torch's schedules do
-        sides: dict[str, Callable[[], object]] = {"ours": partial(ours.run, schedule)}
+        timelines: list[Timeline | None] = []
+        sides: dict[str, Callable[[], object]] = {
+            "ours": partial(ours.run, schedule),
+            "recorded": partial(_record, ours, schedule, timelines),
+        }
         if name in PEERS:
             parts = {k: nn.Sequential(*model.blocks[each * k : each * (k + 1)]) for k in stages_of(cluster)}
             sides["torch"] = partial(TorchPipeline(cluster, PEERS[name], parts, count, loss_of).run, batch, batch)
-        seconds: dict[str, list[float]] = {side: [] for side in sides}
-        found: list[tuple[float, float]] = []
-        for i in range(rounds + 1):  # the first warms up
-            for side in sorted(sides, reverse=i % 2 == 1):
-                cluster.group.barrier()
-                before = time.perf_counter()
-                with intercepting() if side == "ours" else nullcontext():
-                    sides[side]()
-                took = max(cluster.group.gather_objects(time.perf_counter() - before) or [0.0])
-                seconds[side] += [took] if i else []
-            with intercepting():
-                timeline = ours.record(schedule)
-            if timeline is not None and i:
-                simulated = simulate(schedule, StageCosts.measured(timeline), replicas=timeline.replicas)
-                found.append((timeline.iteration_s, simulated.iteration_s))
+        seconds = timed(cluster, sides, rounds, torchs=["torch"])
         if cluster.rank == 0:
+            recorded = [timeline for timeline in timelines[1:] if timeline is not None]  # the first warms up
+            simulated = [simulate(schedule, StageCosts.measured(t), replicas=t.replicas) for t in recorded]
+            found = [(one.iteration_s, other.iteration_s) for one, other in zip(recorded, simulated, strict=True)]
             rows.append({"processes": size, "schedule": name, **summary(seconds, found)})
     return rows
+
+
+def _record(ours: OnePipeline, schedule: Schedule, timelines: list[Timeline | None]) -> None:
+    timelines.append(ours.record(schedule))
 
 
 def summary(seconds: dict[str, list[float]], found: Sequence[tuple[float, float]]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +33,7 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import MIB, Resident, in_turns, launch, parser, quiet_trainer, table, write
+from benchmarks.harness import MIB, Clock, Resident, in_turns, launch, parser, quiet_trainer, table, write
 from lightning_avgpipe import AvgPipeStrategy
 
 BATCH = 8
@@ -89,11 +88,11 @@ class FineTuning(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
 
-class Steps(L.Callback):
+class Steps(Clock):
     """Seconds and losses of steps, and the memory from the third one on."""
 
     def __init__(self, base_mib: Callable[[], float]) -> None:
-        self.ends: list[float] = []
+        super().__init__()
         self.losses: list[float] = []
         self.of_stages: dict[str, Any] = {}
         self._base = base_mib
@@ -101,7 +100,7 @@ class Steps(L.Callback):
 
     def ended(self, loss: float) -> None:
         """Note the end of a step."""
-        self.ends.append(time.perf_counter())
+        super().on_train_batch_end()
         self.losses.append(loss)
         if len(self.ends) == _EDGE:
             self._during.peak()
@@ -117,7 +116,7 @@ class Steps(L.Callback):
         """What was measured; ``held`` are MiB of weights of this process, ``peak`` of all that it had in a step."""
         own = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
         return {
-            "step_s": statistics.median(b - a for a, b in zip(self.ends[_EDGE - 1 :], self.ends[_EDGE:], strict=False)),
+            "step_s": statistics.median(self.seconds(_EDGE)),
             "held": sum(p.nbytes for p in own if not p.is_meta) / MIB,
             "peak": self._before + self._during.peak(),
             "losses": self.losses,
@@ -206,9 +205,7 @@ def check(sides: dict[str, list[Any]]) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--quick", action="store_true", help="a model of two small layers on free links, once")
-    options = arguments.parse_args()
+    options = parser(__doc__, quick="a model of two small layers on free links, once").parse_args()
     size, links, steps, rounds = (QUICK, [0], 1, 1) if options.quick else (Size(), [1000, 100], 3, 3)
     found: dict[str, dict[str, list[Any]]] = {}
     for link in links:

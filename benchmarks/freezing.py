@@ -117,9 +117,7 @@ def check(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--quick", action="store_true")
-    options = arguments.parse_args()
+    options = parser(__doc__, quick="fewer pictures, one seed").parse_args()
     sizes, seeds = (QUICK, 1) if options.quick else (FULL, SEEDS)
     rows = []
     for seed in range(seeds):

@@ -17,24 +17,24 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lightning as L
 import torch
 import torch.distributed as dist
 
 from benchmarks import network
+from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.probe import offset_in
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
-from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.recording import Recorder, assemble
 from lightning_avgpipe.schedule import Timeline
 from lightning_avgpipe.schedule.kinds import Placement
+from lightning_avgpipe.utils.lightning import pl
 
 TIMEOUT = timedelta(minutes=3)
 MIB = 2**20
@@ -43,10 +43,17 @@ _EVERY_S = 0.002  # between two looks at the memory
 Side = TypeVar("Side")
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with what all scripts take; the help shows the docstring of the script."""
+def parser(description: str | None, quick: str = "") -> argparse.ArgumentParser:
+    """Return a parser with what all scripts take; the help shows the docstring of the script.
+
+    Args:
+        description: docstring of the script.
+        quick: what a quick run measures; "": there is none.
+    """
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=Path, help="file for the results")
+    if quick:
+        made.add_argument("--quick", action="store_true", help=quick)
     return made
 
 
@@ -161,7 +168,7 @@ def _ranks(
         yield [spaces.command(rank) for rank in range(world_size)], apart
 
 
-class Clock(L.Callback):
+class Clock(pl.Callback):
     """A record of when each step ended."""
 
     def __init__(self) -> None:
@@ -176,10 +183,10 @@ class Clock(L.Callback):
         return [end - begin for begin, end in itertools.pairwise(counted)]
 
 
-def quiet_trainer(**options: Any) -> L.Trainer:
+def quiet_trainer(**options: Any) -> pl.Trainer:
     """Make a Trainer on CPUs for one epoch that only trains: without logger, checkpoints and texts."""
     quiet: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": False}
-    return L.Trainer(**quiet | {"enable_progress_bar": False, "enable_model_summary": False} | options)
+    return pl.Trainer(**quiet | {"enable_progress_bar": False, "enable_model_summary": False} | options)
 
 
 def in_turns(sides: Sequence[Side], rounds: int) -> Iterator[Side]:
@@ -189,13 +196,29 @@ def in_turns(sides: Sequence[Side], rounds: int) -> Iterator[Side]:
         yield from (*sides[first:], *sides[:first])
 
 
-def record(cluster: Cluster, observers: Observers, iterate: Callable[[], object]) -> Timeline | None:
-    """One iteration that these see; on rank 0 what happened in it. Every rank calls it."""
-    recorder = Recorder(cluster.rank, cluster.device)
-    cluster.group.barrier()
-    with observers.having(recorder):
-        iterate()
-    return timeline_of(cluster, recorder)
+def timed(
+    cluster: Cluster, sides: Mapping[str, Callable[[], object]], rounds: int, torchs: Container[str] = ()
+) -> dict[str, list[float]]:
+    """Let sides take turns in all processes; return what each took in each round, but for a first one that warms up.
+
+    All processes begin a side together, and its seconds end with the last of them. Every rank calls this; on ranks
+    other than 0 the seconds are those of that rank.
+
+    Args:
+        cluster: open cluster.
+        sides: functions that each run an iteration, by name.
+        rounds: number of rounds that count.
+        torchs: sides that do not run with the interception of calls, which the strategy keeps on while it trains.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for name in in_turns([*sides], 1 + rounds):
+        with contextlib.nullcontext() if name in torchs else intercepting():
+            cluster.group.barrier()
+            before = time.perf_counter()
+            sides[name]()
+            took = time.perf_counter() - before
+        seconds[name].append(max(cluster.group.gather_objects(took)))
+    return {name: values[1:] for name, values in seconds.items()}
 
 
 def timeline_of(cluster: Cluster, recorder: Recorder) -> Timeline | None:

@@ -16,9 +16,9 @@ from lightning_avgpipe.schedule import BACKWARD, FORWARD, Kind
 class Block(nn.Module):
     """A transformer block."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float = 0.0, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -27,7 +27,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.dropout1(self.out(mixed.transpose(1, 2).reshape(batch, length, width)))
         return x + self.dropout2(self.down(F.gelu(self.up(self.norm2(x)))))
 
@@ -163,7 +163,7 @@ class Sleep(torch.autograd.Function):
 
 
 class SleepingBlock(nn.Module):
-    """One stage's work: a sleep, and an output of the wanted size."""
+    """One stage's work: a sleep, and an output of the wanted width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class SleepingBlock(nn.Module):
         self.rest_s = {FORWARD: 0.0, BACKWARD: 0.0}
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(x.expand(1, self.width) * self.scale, self.rest_s)
+        return Sleep.apply(x.expand(-1, self.width) * self.scale, self.rest_s)
 
 
 class Blocks(nn.Module):

@@ -55,7 +55,7 @@ class Module(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.fused = torch.nn.Embedding(vocabulary, width), fused
-        self.blocks = torch.nn.ModuleList(Block(width, max(1, width // 64), 0.0) for _ in range(layers))
+        self.blocks = torch.nn.ModuleList(Block(width, max(1, width // 64)) for _ in range(layers))
         self.head = torch.nn.Linear(width, vocabulary, bias=False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -123,10 +123,9 @@ def compared(found: dict[str, list[tuple[float, float, bool]]]) -> str:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, quick="the tiny size, once")
     arguments.add_argument("--accelerator", default="cpu", help="as in the Trainer")
     arguments.add_argument("--precision", default="32-true", help="as in the Trainer")
-    arguments.add_argument("--quick", action="store_true", help="the tiny size, once")
     options = arguments.parse_args()
     sizes, rounds = (["tiny"], 1) if options.quick else ([size for size in SIZES if size != "tiny"], ROUNDS)
     found: dict[str, dict[str, list[tuple[float, float, bool]]]] = {}

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from benchmarks.harness import record
+from benchmarks.harness import timeline_of
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline, run_together
+from lightning_avgpipe.engine.recording import Recorder
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Conditions, Planner
@@ -65,7 +65,11 @@ class OnePipeline:
 
     def record(self, schedule: Schedule) -> Timeline | None:
         """Run one iteration; return on rank 0 what happened in it."""
-        return record(self.cluster, self.observers, partial(self.run, schedule))
+        recorder = Recorder(self.cluster.rank, self.cluster.device)
+        self.cluster.group.barrier()
+        with self.observers.having(recorder):
+            self.run(schedule)
+        return timeline_of(self.cluster, recorder)
 
 
 class TorchPipeline:

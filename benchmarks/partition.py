@@ -29,6 +29,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import parser, table, write
+from benchmarks.models import Block
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure
@@ -45,24 +46,6 @@ STAGES, RUNS = (2, 3, 4), 5  # RUNS: measurements whose median judges the splits
 # -- models, uneven on purpose ---------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """A transformer block."""
-
-    def __init__(self, width: int, heads: int, causal: bool) -> None:
-        super().__init__()
-        self.heads, self.causal = heads, causal
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
 class Transformer(nn.Module):
     """A vocabulary that is large for its width: the embedding has the parameters, the head the time."""
 
@@ -71,7 +54,7 @@ class Transformer(nn.Module):
         self.vocabulary, self.length = vocabulary, length
         self.embed = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.zeros(length, width))
-        self.blocks = nn.ModuleList(Block(width, 4, causal) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, 4, causal=causal) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import MIB, Resident, launch, parser, quiet_trainer, table, write
+from benchmarks.harness import MIB, Clock, Resident, launch, parser, quiet_trainer, table, write
 from lightning_avgpipe import AvgPipeStrategy
 
 LAYERS, WIDTH, LENGTH = 8, 128, 64
@@ -98,27 +97,23 @@ def peak_of(run: Callable[[], object]) -> float:
 
 
 def fit(way: str, schedule: str, batches: int) -> list[float]:
-    """Train; seconds between batches."""
+    """Train; seconds of each batch but the first, from the end of the one before."""
     torch.manual_seed(0)
     strategy = AvgPipeStrategy(
         num_stages=2, num_microbatches=MICROBATCHES, schedule=schedule, recompute=WAYS[way], costs="flops",
         split_points=[f"blocks.{LAYERS // 2}"],
     )  # fmt: skip
-    times: list[float] = []
-    clock = L.pytorch.callbacks.LambdaCallback(
-        on_train_batch_start=lambda *_: times.append(-time.perf_counter()),
-        on_train_batch_end=lambda *_: times.append(times.pop() + time.perf_counter()),
-    )
+    clock = Clock()
     tokens = torch.randint(0, 100, (batches * BATCH, LENGTH))
     trainer = quiet_trainer(strategy=strategy, devices=1, accelerator="auto", callbacks=[clock])
     trainer.fit(Transformer(), DataLoader(TensorDataset(tokens, tokens), batch_size=BATCH))
-    return times
+    return clock.seconds(1)
 
 
 def measure(way: str, schedule: str) -> dict[str, float]:
     """In a process: the figures of one way."""
     peak = peak_of(lambda: fit(way, schedule, 2))
-    seconds = statistics.median(fit(way, schedule, BATCHES)[1:])
+    seconds = statistics.median(fit(way, schedule, BATCHES))
     stash = Stash()
     with saved_tensors_hooks(stash.pack, lambda kept: kept):
         fit(way, schedule, 2)

@@ -17,9 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +28,9 @@ from torch.distributed.pipelining import Schedule1F1B
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import connected, in_turns, launch, parser, table, write
+from benchmarks.harness import connected, launch, parser, table, timed, write
 from benchmarks.models import TwoLayers
 from benchmarks.one_pipeline import OnePipeline, TorchPipeline
-from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.process_groups import ProcessGroups
@@ -144,22 +141,16 @@ def iterations(cluster: Cluster, action_s: float) -> dict[str, list[float]]:
     for layer in (mine.first, mine.second, theirs.first, theirs.second):
         layer.seconds = action_s
     batch, schedule = torch.cat([x for x, _ in parts]), build("1f1b", 2, MICROBATCHES)
-    sides: dict[str, Callable[[], object]] = {
-        "ours": partial(ours.run, schedule),
-        "torch": partial(peer.run, batch, torch.zeros(len(batch))),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for i, name in enumerate(in_turns([*sides], 1 + ROUNDS)):
+
+    def run_ours() -> None:
         mine.zero_grad()
+        ours.run(schedule)
+
+    def run_torchs() -> None:
         theirs.zero_grad()
-        with intercepting() if name == "ours" else nullcontext():
-            cluster.group.barrier()
-            before = time.perf_counter()
-            sides[name]()
-            took = time.perf_counter() - before
-        if i >= len(sides):  # the first round does not count
-            seconds[name].append(took)
-    return seconds
+        peer.run(batch, torch.zeros(len(batch)))
+
+    return timed(cluster, {"ours": run_ours, "torch": run_torchs}, ROUNDS, torchs=["torch"])
 
 
 def measure(network: type[ProcessGroups], action_s: float) -> tuple[dict[str, Any], dict[str, list[float]]]:
@@ -173,11 +164,8 @@ def measure(network: type[ProcessGroups], action_s: float) -> tuple[dict[str, An
 
 def of_both(ranks: list[Any]) -> dict[str, Any]:
     """Put together what both processes have measured."""
-    (one, seconds), (other, others) = ranks
-    return {
-        "latency": {name: (us, cpu + other[name][1]) for name, (us, cpu) in one.items()},
-        "seconds": {name: [max(pair) for pair in zip(seconds[name], others[name], strict=True)] for name in seconds},
-    }
+    (one, seconds), (other, _) = ranks
+    return {"latency": {name: (us, cpu + other[name][1]) for name, (us, cpu) in one.items()}, "seconds": seconds}
 
 
 def tables(found: dict[str, Any]) -> str:

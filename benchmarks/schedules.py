@@ -195,7 +195,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, quick="two processes, few micro-batches and rounds")
     arguments.add_argument("--parts", choices=["links", "every"], nargs="+", default=["links", "every"])
     arguments.add_argument("--stages", type=int, nargs="+", default=[2, 4, 6])
     arguments.add_argument("--ratios", type=float, nargs="+", default=[0, 0.25, 0.5, 1, 2], help="transfer / forward")
@@ -204,7 +204,6 @@ def main() -> None:
         "--every-advance", type=int, metavar="H", help="measure the advances 0 to H on links instead"
     )
     arguments.add_argument("--picture", type=Path)
-    arguments.add_argument("--quick", action="store_true", help="two processes, few micro-batches and rounds")
     options = arguments.parse_args()
     if options.quick:
         options.stages, options.ratios, options.iterations = [2], [1], 1

@@ -13,7 +13,6 @@ without limits: a group of one stage for each group, which trains with the same 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import statistics
@@ -35,6 +34,7 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness, network
+from benchmarks.goal import UntilGoal
 from benchmarks.harness import launch, quiet_trainer
 from benchmarks.paper.slowed import SlowDevice
 from benchmarks.results import Results
@@ -140,25 +140,11 @@ def timed(side: str, outer: str, device: SlowDevice) -> dict[str, Any]:
     return {"step_s": took / steps, "idle": 1 - busy / took, "bytes": sent / steps / 2}
 
 
-class Goal(L.Callback):
-    """Ends training when the loss on validation samples is at the goal."""
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self.losses: list[float] = []
-        self.steps: int | None = None
-        _, (self.inputs, self.targets) = WORKLOADS["language"].data()
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        if trainer.global_step % self.every:
-            return
-        strategy = trainer.strategy
-        with strategy.reference() if isinstance(strategy, AvgPipeStrategy) else contextlib.nullcontext():
-            outputs = module.model(self.inputs[:_EVALUATED])
-        self.losses.append(F.cross_entropy(outputs, self.targets[:_EVALUATED]).item())
-        if self.losses[-1] <= GOAL:
-            self.steps, trainer.should_stop = trainer.global_step, True
+@torch.no_grad()
+def loss_of(module: Language) -> float:
+    """The loss on validation samples."""
+    _, (inputs, targets) = WORKLOADS["language"].data()
+    return F.cross_entropy(module.model(inputs[:_EVALUATED]), targets[:_EVALUATED]).item()
 
 
 def samples(sides: Sequence[str], outer: str, seed: int) -> list[dict[str, Any]]:
@@ -169,14 +155,15 @@ def samples(sides: Sequence[str], outer: str, seed: int) -> list[dict[str, Any]]
 def learned(side: str, outer: str, seed: int, size: int) -> dict[str, Any]:
     """In each process: samples until the goal; None if it is not reached."""
     torch.manual_seed(seed)
-    goal, module = Goal(10), Language(RATE)
+    until, module = UntilGoal(GOAL, loss_of, every=10), Language(RATE)
     strategy: Any = "auto"
     if size > 1:
         given = averaging(side, outer)
         strategy = AvgPipeStrategy(num_stages=1, num_microbatches=1, costs="flops", averaging=given, verify=False)
-    trainer = quiet_trainer(strategy=strategy, devices=size, callbacks=[goal], max_steps=_LIMIT, max_epochs=-1)
+    trainer = quiet_trainer(strategy=strategy, devices=size, callbacks=[until], max_steps=_LIMIT, max_epochs=-1)
     trainer.fit(module, loader(BATCH // size, seed))
-    return {"samples": goal.steps and goal.steps * BATCH, "losses": goal.losses}
+    steps, loss = until.curve[-1]  # not interpolated
+    return {"samples": steps * BATCH if loss <= GOAL else None, "losses": [loss for _, loss in until.curve]}
 
 
 def measure(results: Results, outer: str) -> None:

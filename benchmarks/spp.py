@@ -305,9 +305,8 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, quick="one network, few steps")
     arguments.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    arguments.add_argument("--quick", action="store_true", help="one network, few steps")
     arguments.add_argument("--picture", type=Path, help="of an iteration of SPP's plan on the first network")
     options = arguments.parse_args()
     result: dict[str, Any] = {}

@@ -40,6 +40,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
+from benchmarks.goal import reached
 from benchmarks.results import Key, Results
 from benchmarks.workloads import WORKLOADS, Samples, Workload
 from lightning_avgpipe.averaging.averaging_step import average
@@ -174,18 +175,13 @@ def samples_to_goal(
         limit: largest number of samples; None is returned if the goal takes more, or the loss is not finite.
     """
     every = min(EVERY, epoch // EVALUATIONS)
-    seen, judged, before = 0, 0, (0, loss())
-    while seen < limit:
+    seen, curve = 0, [(0, loss())]
+    while seen < limit and workload.goal < curve[-1][1] < math.inf:
         seen += iterate(seen)
-        if seen - judged >= every:
-            judged, now = seen, loss()
-            if now <= workload.goal:
-                share = (before[1] - workload.goal) / (before[1] - now)
-                return round(before[0] + share * (seen - before[0]))
-            if not math.isfinite(now):
-                return None
-            before = (seen, now)
-    return None
+        if seen - curve[-1][0] >= every:
+            curve.append((seen, loss()))
+    needed = reached(curve, workload.goal)
+    return None if needed is None else round(needed)
 
 
 def _without_barrier(
@@ -350,14 +346,13 @@ def picture(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    arguments = harness.parser(__doc__)
+    arguments = harness.parser(__doc__, quick="one training, two models, one seed")
     arguments.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     arguments.add_argument("--models", nargs="+", type=int, default=[2, 4], help="N")
     arguments.add_argument("--without-barrier", nargs="+", choices=WITHOUT_BARRIER, default=[])
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--picture", type=Path)
     arguments.add_argument("--tune", action="store_true", help="try learning rates on the single model instead")
-    arguments.add_argument("--quick", action="store_true", help="one training, two models, one seed")
     options = arguments.parse_args()
     optimizers: Sequence[str] = OPTIMIZERS
     if options.quick:

@@ -137,9 +137,8 @@ def picture(ratios: Mapping[tuple[str, str], Mapping[str, float]], path: Path, t
 
 
 def main() -> None:
-    arguments = harness.parser(__doc__)
+    arguments = harness.parser(__doc__, quick="one training, one short round")
     arguments.add_argument("--message-bytes", type=int, default=500_000, help="of a micro-batch")
-    arguments.add_argument("--quick", action="store_true", help="one training, one short round")
     arguments.add_argument("--picture", type=Path)
     options = arguments.parse_args()
     costs = trained.Costs(2, 2, 20.0, 40.0, options.message_bytes, 28)

@@ -142,9 +142,7 @@ def compared(found: dict[str, list[Any]]) -> str:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--quick", action="store_true", help="the small model, one round")
-    options = arguments.parse_args()
+    options = parser(__doc__, quick="the small model, one round").parse_args()
     given = (SIZES["small"], 8, 1) if options.quick else (SIZES["large"], 10, 3)
     found = launch(measure, given, PROCESSES, limit_s=1500.0)[0]
     print(compared(found))

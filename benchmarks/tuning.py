@@ -375,13 +375,12 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    arguments = harness.parser(__doc__)
+    arguments = harness.parser(__doc__, quick="batches of four samples, no advance, one round")
     arguments.add_argument("--workloads", choices=list(WORKLOADS), nargs="+", default=list(WORKLOADS))
     arguments.add_argument("--megabits", type=int, nargs="+", default=[FREE, 100], help="of each link; 0: not limited")
     arguments.add_argument("--pipelines", type=int, default=4, help="largest N")
     arguments.add_argument("--microbatches", type=int, nargs="+", help="every M; default: as the tuner's")
     arguments.add_argument("--memory-share", type=float, default=0.3, help="of what the hungriest setting needs")
-    arguments.add_argument("--quick", action="store_true", help="batches of four samples, no advance, one round")
     options = arguments.parse_args()
     rows = []
     for workload, megabits in itertools.product(options.workloads, options.megabits):

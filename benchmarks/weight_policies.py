@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -38,6 +37,7 @@ from torch.utils.data import DataLoader, IterableDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness, trained
+from benchmarks.goal import UntilGoal, reached
 from benchmarks.harness import quiet_trainer
 from benchmarks.results import Key, Results
 from benchmarks.statistical_efficiency import LIMIT, batches, judge, optimizer
@@ -92,46 +92,27 @@ class _Batches(IterableDataset):  # type: ignore[type-arg]
         return self.made()
 
 
-class _Judge(L.Callback):
-    """Ends training at the goal. It only looks at weights, so nothing drains.
-
-    Attributes:
-        samples: until the goal was reached, interpolated between evaluations; None if it was not.
-    """
-
-    def __init__(self, workload: Workload, held_out: Samples, limit: int, count: int) -> None:
-        self.workload, self.held_out, self.limit, self.count = workload, held_out, limit, count
-        self.samples: int | None = None
-        self._before = 0, math.inf
-        self._seen = 0
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
-        self._seen += self.count * self.workload.batch_size
-        if self._seen - self._before[0] < EVERY:
-            return
-        with trainer.strategy.reference():  # type: ignore[attr-defined]
-            now = judge(self.workload, module.net, self.held_out)
-            module.net.train()
-        if now <= self.workload.goal:
-            seen, loss = self._before
-            share = 1.0 if math.isinf(loss) else (loss - self.workload.goal) / (loss - now)
-            self.samples = round(seen + share * (self._seen - seen))
-        self._before = self._seen, now
-        trainer.should_stop = self.samples is not None or self._seen >= self.limit or not math.isfinite(now)
-
-
 def train(side: str, workload: str, kind: str, microbatches: int, seed: int, limit: int) -> dict[str, Any]:
     """Train until the goal; ``samples`` are those that it took, None if more than the limit are needed."""
     harness.be_quiet()
     torch.manual_seed(seed)
     goal = WORKLOADS[workload]
     samples, held_out = goal.data()
-    looks = _Judge(goal, held_out, limit, SIDES[side].get("num_pipelines", 1))
+    size = goal.batch_size * SIDES[side].get("num_pipelines", 1)  # of an iteration
+
+    def loss(module: Any) -> float:
+        found = judge(goal, module.net, held_out)
+        module.net.train()
+        return found
+
+    until = UntilGoal(goal.goal, loss, EVERY // size, limit / size)
     strategy = AvgPipeStrategy(num_stages=STAGES, num_microbatches=microbatches, costs="flops", **SIDES[side])
-    trainer = quiet_trainer(strategy=strategy, devices=1, callbacks=[looks])
+    trainer = quiet_trainer(strategy=strategy, devices=1, callbacks=[until])
     data = DataLoader(_Batches(samples, goal.batch_size, seed), batch_size=None)
     trainer.fit(_Model(goal, kind, side == "nesterov"), data)
-    return {"samples": looks.samples, "limit": limit, "torch": torch.__version__}
+    batches_needed = reached(until.curve, goal.goal)
+    needed = None if batches_needed is None else round(size * batches_needed)
+    return {"samples": needed, "limit": limit, "torch": torch.__version__}
 
 
 def measure_samples(results: Results, sides: Sequence[str], options: argparse.Namespace) -> dict[str, list[float]]:
@@ -230,13 +211,12 @@ def picture(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def main() -> None:
-    arguments = harness.parser(__doc__)
+    arguments = harness.parser(__doc__, quick="one seed, one link, one short round")
     arguments.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     arguments.add_argument("--workload", choices=WORKLOADS, default="digits")
     arguments.add_argument("--optimizer", choices=("momentum", "adam", "adamw"), default="momentum")
     arguments.add_argument("--microbatches", type=int, default=STAGES, help="M; 2bw needs as many as there are stages")
     arguments.add_argument("--seeds", type=int, default=3)
-    arguments.add_argument("--quick", action="store_true", help="one seed, one link, one short round")
     arguments.add_argument("--resume", action="store_true", help="measure what the results file does not have")
     arguments.add_argument("--picture", type=Path)
     options = arguments.parse_args()

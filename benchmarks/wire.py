@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import connected, in_turns, launch, parser, table, write
-from benchmarks.models import Sleep, TwoLayers
+from benchmarks.harness import connected, launch, parser, table, timed, write
+from benchmarks.models import SleepingBlock, TwoLayers
 from benchmarks.one_pipeline import STEP, OnePipeline
-from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.capture.wire_format import FORMATS, Format, wire_bytes
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, build
 
@@ -36,41 +34,23 @@ _FORMATS: tuple[Format | None, ...] = (None, *FORMATS)
 _ROWS, _WIDTH = 256, 1024  # of a micro-batch's values: 1 MiB in float32
 
 
-class Sleeper(nn.Module):
-    """A layer that takes a device's time and no core's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rest_s = {FORWARD: 0.0, BACKWARD: 0.0}
-        self.weight = nn.Parameter(torch.ones(_WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        slept: Tensor = Sleep.apply(x * self.weight, self.rest_s)
-        return slept
-
-
 def measure(forward_s: float) -> dict[str, Any]:
     """In each process: seconds of a batch in each format and round, and the bytes of its values."""
     torch.manual_seed(0)
-    model = TwoLayers(Sleeper(), Sleeper())
+    model = TwoLayers(SleepingBlock(_WIDTH), SleepingBlock(_WIDTH))
     parts = [(torch.randn(_ROWS, _WIDTH), i) for i in range(MICROBATCHES)]
     schedule = build("advance_forward", 2, MICROBATCHES, 2)
-    seconds: dict[str, list[float]] = {str(wire): [] for wire in _FORMATS}
     with connected() as cluster:
         ours = OnePipeline(cluster, model, ["second"], parts)
         model.first.rest_s = model.second.rest_s = {FORWARD: forward_s, BACKWARD: 2 * forward_s}
         step = ours.pipeline.steps[STEP]
-        for i, wire in enumerate(in_turns(_FORMATS, 1 + ROUNDS)):
+
+        def iterate(wire: Format | None) -> None:
             ours.pipeline.steps[STEP] = replace(step, wires=[wire])
             model.zero_grad()
-            with intercepting():
-                cluster.group.barrier()
-                before = time.perf_counter()
-                ours.run(schedule)
-                cluster.group.barrier()
-                took = time.perf_counter() - before
-            if i >= len(_FORMATS):  # the first round does not count
-                seconds[str(wire)].append(took)
+            ours.run(schedule)
+
+        seconds = timed(cluster, {str(wire): partial(iterate, wire) for wire in _FORMATS}, ROUNDS)
     sends = ours.plan.stages[0].sends
     nbytes = {str(wire): MICROBATCHES * sum(wire_bytes(value, wire) for value in sends) for wire in _FORMATS}
     return {"seconds": seconds, "bytes": nbytes}

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.goal import reached
 from benchmarks.paper import report
-from benchmarks.paper.learning import algorithm_of, epochs_to
+from benchmarks.paper.learning import algorithm_of
 from benchmarks.paper.settings import fitting, memory_of
 from benchmarks.paper.slowed import SlowDevice
 from benchmarks.paper.stages import blocks, cut, tensors
@@ -54,10 +55,10 @@ def test_stages_written_by_hand_compute_the_loss_of_the_example(name: str, num_s
 
 
 def test_epochs_to_a_target_are_interpolated() -> None:
-    assert epochs_to([(0.5, 4.0), (1.0, 2.0)], 3.0, falling=True) == 0.75
-    assert epochs_to([(0.5, 0.6), (1.0, 0.8)], 0.7, falling=False) == pytest.approx(0.75)
-    assert epochs_to([(0.5, 2.0)], 3.0, falling=True) == 0.5
-    assert epochs_to([(0.5, 4.0)], 3.0, falling=True) is None
+    assert reached([(0.5, 4.0), (1.0, 2.0)], 3.0, falling=True) == 0.75
+    assert reached([(0.5, 0.6), (1.0, 0.8)], 0.7, falling=False) == pytest.approx(0.75)
+    assert reached([(0.5, 2.0)], 3.0, falling=True) == 0.5
+    assert reached([(0.5, 4.0)], 3.0, falling=True) is None
 
 
 def test_systems_that_compute_the_same_are_trained_once() -> None:

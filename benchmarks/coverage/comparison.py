@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.coverage.case import STEPS, Case, Example
+from benchmarks.harness import quiet_trainer
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import VerificationError
 from lightning_avgpipe.utils.lightning import pl
@@ -95,7 +96,7 @@ def plain(make: Callable[[], Example], folder: str, seed: int) -> dict[str, Tens
     """Accumulate micro-batches in order; raise if nothing learns."""
     subject = make()
     parts, begun = subject.parts, state_of(subject.module, torch.zeros(0))
-    trainer = _trainer(folder, accumulate_grad_batches=parts)
+    trainer = quiet_trainer(devices=1, default_root_dir=folder, accumulate_grad_batches=parts)
     found = trained(subject, trainer, subject.size // parts, seed)
     if not torch.isfinite(found["loss"]).all():
         raise ValueError("the loss is not finite")
@@ -115,7 +116,8 @@ def with_stages(make: Callable[[], Example], number: int, costs: Any, folder: st
         num_stages=number, num_microbatches=subject.parts if subject.parts > 1 else "auto",
         costs=costs, costs_cache=folder, verify=STEPS if verify else False,
     )  # fmt: skip
-    return trained(subject, _trainer(folder, strategy=strategy), subject.size, 0)
+    trainer = quiet_trainer(devices=1, default_root_dir=folder, strategy=strategy)
+    return trained(subject, trainer, subject.size, 0)
 
 
 def trained(subject: Example, trainer: Any, size: int, seed: int) -> dict[str, Tensor]:
@@ -125,13 +127,6 @@ def trained(subject: Example, trainer: Any, size: int, seed: int) -> dict[str, T
     pl.seed_everything(seed, verbose=False)
     trainer.fit(module, subject.data(size))
     return state_of(module, torch.stack(losses.found) if losses.found else torch.zeros(0))
-
-
-def _trainer(folder: str, **arguments: Any) -> Any:
-    return pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, max_epochs=1, default_root_dir=folder, **arguments,
-    )  # fmt: skip
 
 
 def state_of(module: pl.LightningModule, losses: Tensor) -> dict[str, Tensor]:

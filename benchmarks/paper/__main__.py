@@ -158,11 +158,10 @@ def _trials(piece: Piece) -> Iterator[tuple[Workload, str, int]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = harness.parser(__doc__)
+    result = harness.parser(__doc__, quick=str(QUICK))
     result.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     result.add_argument("--devices", type=int, choices=SLOWNESS, default=2)
     result.add_argument("--minutes", type=float, default=float("inf"), help="after which nothing more is begun")
-    result.add_argument("--quick", action="store_true", help=str(QUICK))
     result.add_argument("--resume", action="store_true", help="measure what the results file does not have")
     result.add_argument("--pictures", type=Path, help="folder")
     return result

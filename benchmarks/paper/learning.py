@@ -23,7 +23,7 @@ from benchmarks.paper.workloads import Workload, workloads
 from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.errors import AvgPipeError
 
-__all__ = ["REACHED_AFTER", "SYNCHRONOUS", "algorithm_of", "epochs_to", "train"]
+__all__ = ["REACHED_AFTER", "SYNCHRONOUS", "algorithm_of", "train"]
 
 SYNCHRONOUS = "synchronous"
 REACHED_AFTER = 2 / 3  # of its epochs: what plain training has then is the target
@@ -94,15 +94,3 @@ def train(
 def begun_before(ends: float, *arguments: Any) -> dict[str, Any] | None:
     """Train as :func:`train` does; return None if it is later than ``ends``, a value of ``time.monotonic``."""
     return None if time.monotonic() > ends else train(*arguments)
-
-
-def epochs_to(curve: list[tuple[float, float]], target: float, falling: bool) -> float | None:
-    """Epochs until a curve first reaches a target, interpolated between its points; None: it does not."""
-    before: tuple[float, float] | None = None
-    for epoch, value in curve:
-        if (value <= target) if falling else (value >= target):
-            if before is None or value == before[1]:
-                return epoch
-            return before[0] + (epoch - before[0]) * (target - before[1]) / (value - before[1])
-        before = (epoch, value)
-    return None

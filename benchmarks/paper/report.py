@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.paper.learning import REACHED_AFTER, SYNCHRONOUS, algorithm_of, epochs_to
+from benchmarks.goal import reached
+from benchmarks.paper.learning import REACHED_AFTER, SYNCHRONOUS, algorithm_of
 from benchmarks.paper.peers import PEERS
 from benchmarks.paper.settings import BOUNDS, MICROBATCHES, UNLIMITED, label, settings_within
 from benchmarks.paper.timing import OURS, TUNING
@@ -71,7 +72,7 @@ def _epochs(workload: str, algorithm: str, records: Sequence[Record]) -> float |
     curves = [r["curve"] for r in records if (r["workload"], r["system"]) == (workload, algorithm) and "curve" in r]
     if target is None or not curves:
         return None
-    found = [epochs_to(curve, target, WORKLOADS[workload].goal == "min") for curve in curves]
+    found = [reached(curve, target, WORKLOADS[workload].goal == "min") for curve in curves]
     return statistics.median_low(float("inf") if value is None else value for value in found)
 
 
