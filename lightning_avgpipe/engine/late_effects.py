@@ -21,7 +21,7 @@ from lightning_avgpipe.engine.tensor_use import registers_of
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS, ObjectState, is_generator
-from lightning_avgpipe.state.outside import KINDS, outside, variable
+from lightning_avgpipe.state.outside import KINDS, outside, variable, variables
 from lightning_avgpipe.state.snapshot import Snapshot, leading
 from lightning_avgpipe.utils.lightning import OF_EVERY_LIGHTNING_MODULE
 from lightning_avgpipe.utils.names import is_within, joined, nearest
@@ -163,9 +163,8 @@ class SharedObjects(LateEffects):
         graph = program.graph
         here = program.called
         own, others = (Snapshot(_held_by(module, units)) for units in (here, graph.called - here))
-        known = Snapshot(
-            variable(module, *key) for key in (*graph.assigned_between, *graph.changed_by_units, *_leads(program))
-        )
+        captured = (*graph.assigned_between, *graph.changed_by_units, *_leads(program))
+        known = Snapshot(variables(module, captured).values())
         shared = own.indices.keys() & others.indices.keys() - known.indices.keys()
         self._objects = own.among(shared)
 
@@ -206,7 +205,7 @@ class LateChanges(LateEffects):
         super().__init__(program, module, repeats)
         graph = program.graph
         changed = {*graph.assigned_between, *graph.changed_by_units, *graph.written_tensors, *_leads(program)}
-        self._known = [variable(module, *key) for key in changed]
+        self._known = list(variables(module, changed).values())
         between = {path: m for path, m in module.named_modules() if not nearest(path, set(graph.units))}
         metrics = {path for path, m in between.items() if _is_metric(m)}  # they hear of each value once
         if repeats:
@@ -214,7 +213,7 @@ class LateChanges(LateEffects):
         else:
             keys = {key for key, position in graph.reads.items() if position < program.start}
         keys = {key for key in keys if not nearest(key[0], metrics) and (key[0] or key[1] not in _OF_LIGHTNING)}
-        self._roots = {key: variable(module, *key) for key in sorted(keys - changed) if program.start}
+        self._roots = variables(module, sorted(keys - changed) if program.start else ())
         self._before: Snapshot | None = None
 
     def begin(self) -> None:

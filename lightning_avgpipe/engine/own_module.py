@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.state.outside import variable
+from lightning_avgpipe.state.outside import variables
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils.elsewhere import Elsewhere
 from lightning_avgpipe.utils.names import joined
@@ -69,7 +69,7 @@ class OwnAttributes:
     """
 
     def __init__(self, module: nn.Module, names: Sequence[tuple[str, str]], shown: bool) -> None:
-        self.variables = [variable(module, *name) for name in dict.fromkeys(names)]
+        self.variables = list(variables(module, names).values())
         self._shows = shown
         self._own = Snapshot(())
         self._seen = Snapshot(())  # values outside of stages when the last iteration ended
@@ -180,10 +180,9 @@ class OwnModule:
         self._weights = weights
         self._of_units = of_units or OwnAttributes(module, (), True)
         self.attributes = OwnAttributes(module, (*program.graph.assigned_between, *program.holders), shown)
-        self._passing = [variable(module, *key) for key in program.graph.set_back if not program.is_last]
-        self._elsewhere = [
-            (variable(module, *key), Elsewhere(joined(*key), _ELSEWHERE)) for key in program.changed_elsewhere
-        ]
+        self._passing = [] if program.is_last else list(variables(module, program.graph.set_back).values())
+        elsewhere = variables(module, program.changed_elsewhere)
+        self._elsewhere = [(held, Elsewhere(joined(*key), _ELSEWHERE)) for key, held in elsewhere.items()]
         own = not (self._of_units.are_shown and self.attributes.are_shown) or bool(self._passing or self._elsewhere)
         self.swaps = own or weights.swaps(program.stage)
 

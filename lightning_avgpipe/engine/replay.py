@@ -121,7 +121,8 @@ class _Replayer(StepTracer):
         writer: ProgramWriter,
         answers: SkippedCalls | None,
     ) -> None:
-        super().__init__(context.units, context.owned, context.device)
+        # weights of other stages, which may be absent here, are on the device of this one for the step
+        super().__init__(context.units, context.owned, context.device, context.owned.keys())
         program, before = part.program, part.entries
         self.attestation = None
         if part.attested is not None:

@@ -39,7 +39,7 @@ from lightning_avgpipe.engine.late_effects import (
 )
 from lightning_avgpipe.planning.program import StageProgram
 from lightning_avgpipe.state.objects import is_generator
-from lightning_avgpipe.state.outside import variable
+from lightning_avgpipe.state.outside import variables
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
 
@@ -61,7 +61,7 @@ class Unforeseen:
         self._assignments, self._buffers = LateAssignments(*given), LateBuffers(*given)
         others = LateChanges(*given), LateHooks(*given), LateItems(*given)
         self._effects: tuple[LateEffects, ...] = self._draws, self._shared, self._assignments, *others, self._buffers
-        self._holders = [variable(module, *key) for key in program.graph.mutated_between if not program.is_last]
+        self._holders = list(variables(module, () if program.is_last else program.graph.mutated_between).values())
 
     def begin_iteration(self) -> None:
         """Begin an iteration. What is done in the first one, and was put back in the captured step, is not late."""

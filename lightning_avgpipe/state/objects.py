@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lightning_avgpipe.utils.device import all_generators
 from lightning_avgpipe.utils.tree import dict_type
 from lightning_avgpipe.utils.weak_cache import weakly_cached
 
@@ -49,6 +50,8 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 # The registries of hooks that a module's forward and backward call.
 CALLED_HOOKS = sorted(name for name in OF_EVERY_MODULE if "ward_" in name and "hooks" in name)
 
+# The common generators of Python and NumPy, by id.
+_COMMON = frozenset(map(id, (random._inst, np.random.mtrand._rand, np.random.mtrand._rand._bit_generator)))  # type: ignore[attr-defined]
 _LARGEST = 2**26  # bytes of an array that steps may change
 _CONTENTS: dict[str, Any] = {}  # in the place of attributes: the items are a copy of the object's contents
 
@@ -398,8 +401,12 @@ def is_restorable(obj: Any) -> bool:
 
 
 def is_generator(obj: Any) -> bool:
-    """Return whether an object is a generator of random numbers of torch, NumPy or Python."""
-    return isinstance(obj, GENERATORS)
+    """Return whether an object is a generator of random numbers of torch, NumPy or Python, but not a common one.
+
+    The common ones, such as those of ``np.random.rand`` and ``random.random``, give all stages the same numbers.
+    Distributions of SciPy, for example, hold NumPy's.
+    """
+    return isinstance(obj, GENERATORS) and id(obj) not in _COMMON and not any(obj is one for one in all_generators())
 
 
 def is_iterator(obj: Any) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import sys
 import sysconfig
 import types
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,16 @@ def variable(module: nn.Module, path: str, name: str) -> Variable:
     Raises:
         KeyError: the module's code names no such variable.
     """
-    if name.startswith(KINDS):
-        return outside(module)[name]
-    return Variable(vars(module.get_submodule(path)), name)
+    return variables(module, [(path, name)])[path, name]
+
+
+def variables(module: nn.Module, keys: Collection[tuple[str, str]]) -> dict[tuple[str, str], Variable]:
+    """Return what :func:`variable` returns for some paths and names; the code is searched once."""
+    named = outside(module) if any(name.startswith(KINDS) for _, name in keys) else {}
+    return {
+        (path, name): named[name] if name.startswith(KINDS) else Variable(vars(module.get_submodule(path)), name)
+        for path, name in keys
+    }
 
 
 def names_in(functions: Iterable[Callable[..., Any]], classes: Sequence[type]) -> frozenset[str]:
@@ -134,6 +142,7 @@ class _Reached:
 
     def __init__(self) -> None:
         self.variables: dict[str, Variable] = {}
+        self._beginnings: Counter[str] = Counter()  # number of names that begin with these parts
         self.lines: dict[str, set[tuple[types.CodeType, int | None]]] = defaultdict(set)  # by the name alone
         self._seen: set[Any] = set()  # by id
 
@@ -188,8 +197,12 @@ class _Reached:
 
     def _numbered(self, name: str, variable: Variable) -> None:
         """Note a variable whose name those of other functions may have, such as of a decorator's inner function."""
-        same = sum(f"{key}.".startswith(f"{name}.") for key in self.variables)
-        self.variables[f"{name}.{same}" if same else name] = variable
+        same = self._beginnings[name]
+        self._add(f"{name}.{same}" if same else name, variable)
+
+    def _add(self, name: str, variable: Variable) -> None:
+        self.variables[name] = variable
+        self._beginnings.update(itertools.accumulate(name.split("."), lambda one, other: f"{one}.{other}"))
 
     def _default(self, function: types.FunctionType, name: str, held: Any) -> None:
         if isinstance(held, _CODE):
@@ -234,7 +247,8 @@ class _Reached:
         return held
 
     def _variable(self, owner: str, namespace: Any, name: str) -> None:
-        self.variables.setdefault(f"{owner}.{name}", Variable(namespace, name))
+        if f"{owner}.{name}" not in self.variables:
+            self._add(f"{owner}.{name}", Variable(namespace, name))
 
 
 def _bare(thing: Any) -> Any:

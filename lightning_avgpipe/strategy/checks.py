@@ -239,6 +239,12 @@ def stages(wanted: int, now: int, layout: DeviceLayout) -> None:
             f"reconfigure(num_stages={wanted}): {size} processes host the {now} stages of each group, so the number "
             f"must be a multiple of {size}; use num_stages={max(1, wanted // size) * size}"
         )
+    if layout.groups(wanted) != layout.groups(now):
+        raise ConfigurationError(
+            f"reconfigure(num_stages={wanted}): {layout.num_devices} devices are {len(layout.groups(now))} groups with "
+            f"num_stages={now} and would be {len(layout.groups(wanted))}, which stay as they are while training runs; "
+            "begin with this number"
+        )
 
 
 def split_points(module: nn.Module, names: Sequence[str] | None, num_stages: int) -> None:

@@ -15,7 +15,7 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import ReplicaGroup
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.state.outside import variable
+from lightning_avgpipe.state.outside import variables
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.training.holdings import full_ensemble_state, load_ensemble_state
 from lightning_avgpipe.utils.device import port_of
@@ -144,7 +144,7 @@ class ParallelPipelines:
     def _written(self) -> list[Tensor]:
         """Return tensors in attributes and variables that training writes into, without parameters and buffers."""
         keys = self._first.graph("training_step").written_tensors
-        found = Snapshot(variable(self._module, *key) for key in keys).tensors
+        found = Snapshot(variables(self._module, keys).values()).tensors
         named = {address(t) for t in (*self._module.parameters(), *self._module.buffers())}
         return [t for t in found if address(t) not in named and t.is_leaf and not t.requires_grad]
 

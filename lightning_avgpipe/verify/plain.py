@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import logging
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ from lightning_avgpipe.utils.torch_compat import compiled_graphs, forget_compile
 from lightning_avgpipe.verify.fingerprint import Fingerprint, fingerprint
 from lightning_avgpipe.verify.plain_draws import Captured, drawing_as_promised
 from lightning_avgpipe.verify.state import attributes
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -177,12 +180,14 @@ class PlainTraining:
             return None
 
         def loss() -> float:
+            self._module._current_fx_name = "training_step"
             with torch.no_grad(), alone(), self._trainer.precision_plugin.train_step_context():
                 return float(loss_in(self._module.training_step(batch.whole, *batch.rest)))
 
         try:
             return in_child(loss, "computes the loss of a batch in one piece")
-        except Exception:  # a step may not take a whole batch, and need not
+        except Exception as error:  # a step may not take a whole batch, and need not
+            _log.info("the loss of a batch in one piece is not known: %s: %s", type(error).__name__, error)
             return None
 
     def _micro_batches(self, batch: Batch, zero_grad: Callable[[], None] | None, traces: Traces) -> Tensor:

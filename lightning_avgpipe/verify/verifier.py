@@ -37,7 +37,8 @@ from lightning_avgpipe.verify.subject import Subject
 _log = logging.getLogger(__name__)
 
 _NEAR = 1e-3  # tolerance of losses, after weights have been rounded otherwise
-_SAME_LOSS = 1e-2  # tolerance between the loss of a batch in one piece and the mean over its micro-batches
+_SAME_LOSS = 1e-2  # relative tolerance between the loss of a batch in one piece and the mean over its micro-batches
+_NO_LOSS = 1e-6  # losses below this are equal
 _PATIENCE_S = 2.0  # how long training waits, in total, for children that nobody has asked for
 _AT_END_S = 10.0  # how long a run waits for them that ends so early that it has made few other steps
 _SHOWN = 5  # names in a warning
@@ -621,7 +622,7 @@ class Verifier:
 
 def _compare_whole(whole: float, mean: float, number: int) -> None:
     """Warn if the loss of a batch in one piece is not the mean over its micro-batches."""
-    if math.isclose(whole, mean, rel_tol=_SAME_LOSS, abs_tol=_SAME_LOSS):
+    if math.isclose(whole, mean, rel_tol=_SAME_LOSS, abs_tol=_NO_LOSS):
         return
     rank_zero_warn(
         f"the loss of the first batch is {whole:.4g} in one piece, and {mean:.4g} as the mean over its {number} "

@@ -188,7 +188,7 @@ def test_weights_in_four_bits_are_not_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        (L.LightningModule(), {}, "no model of transformers"),
+        (L.LightningModule(), {}, "not a model of transformers"),
         (None, {"merge": True}, "no adapters to merge"),
         (None, {"state_dict": {}}, "state_dict: rank 0 writes"),
     ],
