@@ -93,6 +93,7 @@ class Verifier:
         self._before: list[dict[str, Any]] = []  # attributes before this iteration, by pipeline
         self._held_then: dict[str, Any] = {}
         self._doubtful = False  # whether hooks have run between the steps that are compared
+        self._has_asked_for_whole = False  # whether the loss of a batch in one piece was asked for
         self._compiled = False
         self._key = ""
         self._patience_s = _PATIENCE_S
@@ -242,7 +243,7 @@ class Verifier:
                 key = subject.seed(), iteration, subject.first_pipeline + n
                 # cloned, since a view would be sent with all of its storage
                 own = [replace(part, data=tree.map_tensors(torch.clone, part.data)) for part in parts]
-                asked = whole if n == 0 and len(parts) > 1 and not again and self._asks_for_whole() else None
+                asked = whole if n == 0 and len(parts) > 1 and self._asks_for_whole() else None
                 with contextlib.suppress(ForkError):  # why the child has ended is told where its traces are awaited
                     runs.send(Batch(own, rest, key, captured, self._steps, progress, asked, self._evaluation))
 
@@ -260,7 +261,8 @@ class Verifier:
         Not where the step draws random numbers, which would be others for the whole batch.
         """
         plan = self._subject.plan
-        if plan is None or any(self._found) or not self._subject.loss_is_mean:
+        asked, self._has_asked_for_whole = self._has_asked_for_whole, True
+        if asked or plan is None or not self._subject.loss_is_mean:
             return False
         return not (plan.graph.drawing or plan.graph.host_drawing)
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -28,6 +29,7 @@ from tests.strategy.steps import (
     NUM_MICROBATCHES,
     Layers,
     assert_same,
+    assert_two_processes_equal,
     by_hand,
     errors_of_two_processes,
     piped,
@@ -792,3 +794,33 @@ def test_what_a_stage_of_another_process_would_not_see_ends_training(change: Any
 def test_what_the_last_process_alone_reads_it_may_begin_to_change(tmp_path: Path) -> None:
     state, _ = states_of_two_processes(lambda: Warms(read_at_the_end), tmp_path, **LATE)
     torch.testing.assert_close(state["bank"], torch.full((8,), 0.9 ** (NUM_MICROBATCHES * (STEPS - BEGIN))))
+
+
+DISTRIBUTION = SimpleNamespace(random_state=np.random.mtrand._rand)  # as those of SciPy have it
+
+
+class NamesADistribution(Layers):
+    """Names a global that holds NumPy's common generator, and draws from it for batches only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) * (1.0 if DISTRIBUTION.random_state else 0.0)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        np.random.rand()
+        return batch
+
+
+def test_the_common_generators_are_nobodys_own() -> None:
+    assert_same(piped(NamesADistribution()), by_hand(NamesADistribution()))
+
+
+class AsksForDevices(Layers):
+    """Moves batches to the device of all its weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (device,) = {parameter.device for parameter in self.parameters()}
+        return self.loss([part.to(device) for part in batch])
+
+
+def test_all_weights_are_on_the_device_of_the_step_wherever_they_are(tmp_path: Path) -> None:
+    assert_two_processes_equal(by_hand(AsksForDevices()), AsksForDevices, tmp_path)

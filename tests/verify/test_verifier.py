@@ -488,18 +488,29 @@ def test_units_that_begin_to_draw_late_are_no_false_alarm(
 
 
 class Contrastive(MLP):
-    """Compares each sample with all others of what it is given."""
+    """Compares each sample with all others of what it is given, and logs the loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        return nn.functional.cross_entropy(self(x) @ y.T, torch.arange(len(x)))
+        loss = nn.functional.cross_entropy(self(x) @ y.T, torch.arange(len(x)))
+        self.log("train_loss", loss)
+        return loss
 
 
-def test_a_loss_that_looks_across_the_batch_is_told_with_both_numbers() -> None:
-    with pytest.warns(
-        UserWarning, match=r"the loss of the first batch is \d.* in one piece, and \d.* over its 3 micro"
-    ):
-        fit(Contrastive(), verify="auto")
+class Shared(MLP):
+    """Divides by a sum over all samples that it is given; its loss is a small number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        found = (self(x) - y).square()
+        return 1e-3 * (found / found.detach().sum() * y.abs()).mean()
+
+
+@pytest.mark.parametrize("kind", [Contrastive, Shared])
+def test_a_loss_that_looks_across_the_batch_is_told_once_with_both_numbers(kind: type[MLP]) -> None:
+    with pytest.warns(UserWarning, match=r"\d in one piece, and \d.* over its 3 micro") as told:
+        fit(kind(), verify="auto")
+    assert sum("in one piece" in str(warning.message) for warning in told) == 1
 
 
 class DyingPlainly(MLP):
