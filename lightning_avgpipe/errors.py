@@ -45,10 +45,6 @@ class PartitionError(AvgPipeError, ValueError):
     """A model that cannot be divided into the wanted stages."""
 
 
-class StepOrderError(PartitionError):
-    """A step function that uses stages in another order than another step function of the same module."""
-
-
 class ScheduleError(AvgPipeError, ValueError):
     """An invalid schedule: wrong sizes, or missing or repeated actions."""
 

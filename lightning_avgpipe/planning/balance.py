@@ -21,7 +21,7 @@ import numpy as np
 
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph, Node
-from lightning_avgpipe.errors import PartitionError, StepOrderError
+from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.memory import Memory, nbytes
 from lightning_avgpipe.planning.ranges import Ranges, evenest, least_bottleneck
 from lightning_avgpipe.utils.names import is_within
@@ -175,8 +175,8 @@ def cut_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]], num_stage
     Returns:
         K-1 positions that do not decrease; a stage may be empty in this step.
     Raises:
-        StepOrderError: the step goes back to an earlier stage.
-        PartitionError: no legal cut separates two stages, or a unit has parameters of several stages.
+        PartitionError: the step goes back to an earlier stage, no legal cut separates two stages, or a unit has
+            parameters of several stages.
     """
     stages = _stages_like(graph, stages_of)
     cuts: list[int] = []
@@ -225,10 +225,9 @@ def _stages_like(graph: CallGraph, stages_of: Mapping[str, Sequence[int]]) -> li
             owners = sorted({stage for name in names for stage in stages_of[name]})
             raise PartitionError(f"{graph.step}: {node} needs parameters of stages {owners}")
         if able[-1] < current:
-            raise StepOrderError(
-                f"{graph.step} goes back from stage {current} ({latest}) to stage {able[-1]} ({node}); a step must "
-                "call units in the order in which training_step does. Keep both on one stage with split_points; a step "
-                "that runs the whole model again and again (generate()) belongs on one device"
+            raise PartitionError(
+                f"{graph.step} goes back from stage {current} ({latest}) to stage {able[-1]} ({node}), since it does "
+                "not call units in the order in which training_step does"
             )
         current, latest = next(stage for stage in able if stage >= current), node
         stages.append(current)

@@ -40,7 +40,7 @@ from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import pl
-from lightning_avgpipe.utils.random_streams import RandomKey, host_lent
+from lightning_avgpipe.utils.random_streams import RandomKey, host_lent, host_stream, stream
 from lightning_avgpipe.verify import Verifier
 from lightning_avgpipe.verify.plain import quiet
 from lightning_avgpipe.weights.initialisation import on_meta
@@ -133,8 +133,36 @@ class Iterations:
         iteration.trains = False
         if self.run(iteration):
             self.bring(hooks.has_any(self.trainer, hooks.OF_EVALUATION))
-        (outcome,) = iteration.outcomes
-        return None if outcome.results is None else merge(outcome.results, *self.splitter.counts(iteration.works[0]))
+        if step in self.deployment.undivided:
+            results = self._run_whole(iteration)
+        else:
+            (outcome,) = iteration.outcomes
+            results = outcome.results
+        return None if results is None else merge(results, *self.splitter.counts(iteration.works[0]))
+
+    def _run_whole(self, iteration: Iteration) -> list[Any] | None:
+        """Run an evaluation step on rank 0, since stages cannot; return the results of the micro-batches there."""
+        self.splitter.warn_once(
+            f"{self.deployment.undivided[iteration.step]}. So rank 0 runs it for all stages, and needs memory for all "
+            "weights meanwhile, which the other processes lend it for each batch"
+        )
+        self.bring(True)
+        parts, step, device = iteration.works[0], iteration.step, self.cluster.device
+        self.models.step_log.begin(len(parts))
+
+        def run() -> list[Any]:
+            results = []
+            for i, part in enumerate(parts):
+                seed = RandomKey(self.configuration.seed, iteration.number, 0, i).derive(step)
+                with stream(seed, device), host_stream(seed):
+                    results.append(self._call(iteration, 0, i, part.data, *iteration.rest))
+            return results
+
+        with alone():
+            results: list[Any] | None = self.deployment.run_whole(run, f"runs {step} for all stages")
+        with iteration.precision():
+            self.models.step_log.issue()
+        return results
 
     def end_iteration(self) -> None:
         """Apply the changes that were asked for within the iteration."""
@@ -272,8 +300,9 @@ class Iterations:
             announce(self.plan, self.cluster, self.configuration.options.shard is not None, self.splitter)
         if self._preparation.check(iteration):
             return True
-        self._run_skipped(iteration)
-        self.models.skipped = frozenset(range(len(iteration.works)))
+        if iteration.step not in self.deployment.undivided:
+            self._run_skipped(iteration)
+            self.models.skipped = frozenset(range(len(iteration.works)))
         return False
 
     def run(self, iteration: Iteration) -> bool:

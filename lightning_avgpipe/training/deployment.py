@@ -21,7 +21,7 @@ from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.engine.execution import Execution
 from lightning_avgpipe.engine.own_module import VersionedWeights
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.errors import ConfigurationError, PartitionError, StepOrderError
+from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from lightning_avgpipe.planning import Plan, cut_like
 from lightning_avgpipe.planning.planner import Planner, PlanSource
 from lightning_avgpipe.schedule import Schedule
@@ -60,6 +60,7 @@ class Deployment:
         pipeline: pipeline of the prepared step functions; with parallel models, pipeline 0, which also evaluates.
         plan: current plan; None before the first step.
         models: pipelines of the models that train.
+        undivided: steps of evaluation that the stages of the plan cannot run -> why. Rank 0 runs them whole.
         replans: whether a new plan is to be made with the next step of training that begins with cleared gradients.
         holdings: parameters, buffers and states of each process.
     """
@@ -81,6 +82,7 @@ class Deployment:
         versions = {} if weights is None else {"training_step": weights}
         self.pipeline = Pipeline(cluster, module, execution, weights=versions)
         self.plan: Plan | None = None
+        self.undivided: dict[str, str] = {}
         self._averaging = averaging or Averaging()
         make = partial(Ensemble, module, optimizers, self._averaging, observers)
         self.models = ParallelPipelines(module, cluster, self.pipeline, make, execution)
@@ -115,13 +117,18 @@ class Deployment:
             if self._divide(examples, True, schedule, num_pipelines):
                 return True
             self._cluster.rearrange(self._planned)
-        if examples.name in self.pipeline.steps and (self._final or not decides):
+        if examples.name in (*self.pipeline.steps, *self.undivided) and (self._final or not decides):
             return False
         if self.plan is None or (decides and not self._final):
             return self._divide(examples, decides, schedule, num_pipelines) and decides
         graph = self._maker.graph_like(examples, self.plan)
         if graph is not None:
-            self._load_like(self.plan, graph, schedule.relays)
+            try:
+                self._load_like(self.plan, graph, schedule.relays)
+            except PartitionError as error:
+                if decides:
+                    raise
+                self.undivided[graph.step] = str(error)
         return False
 
     def arrange(self, batches: Sequence[Any]) -> bool:
@@ -169,6 +176,7 @@ class Deployment:
         others = [self.pipeline.graph(name) for name in self.pipeline.steps if name != examples.name]
         begins_alike = not self._final
         self.pipeline.steps.clear()
+        self.undivided.clear()
         self.plan, self._final, self.replans = plan, final, False
         self.models.only_first()
         self._place()
@@ -183,10 +191,7 @@ class Deployment:
         for graph in graphs:
             try:
                 self._load_like(plan, graph)
-            except StepOrderError:
-                if not plan.copied:  # finer units might find an order among copies
-                    raise
-            except PartitionError as error:  # it needs finer units
+            except PartitionError as error:  # it may need finer units
                 _log.debug("%s is captured anew when it runs: %s", graph.step, error)
 
     def _load_like(self, plan: Plan, graph: CallGraph, relays: Collection[int] = ()) -> None:
@@ -194,6 +199,18 @@ class Deployment:
         cuts = cut_like(graph, plan.stages_of, plan.num_stages)
         check_shared(graph, cuts, self._cluster.stage_map)
         self.pipeline.load(graph, cuts, relays=relays, wires=plan.wires)
+
+    def run_whole(self, run: Callable[[], Any], what: str) -> Any:
+        """Return what a function returns on rank 0 of each group, which has all weights meanwhile, and None elsewhere.
+
+        Weights of a module that began on meta come one by one, as they are used. Every process calls it.
+
+        Args:
+            run: runs on rank 0 only.
+            what: what rank 0 does meanwhile, for messages.
+        """
+        with self.holdings.whole_on_rank_zero(device=self._cluster.device):
+            return self.holdings.gather.run_on_rank_zero(run, what)
 
     def place_parameters(self, plan: Plan) -> dict[str, int]:
         """Divide the module by a plan that only says which stage owns what. Every process calls it.

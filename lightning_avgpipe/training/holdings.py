@@ -161,17 +161,19 @@ class Holdings:
             move_state(optimizer, device)
 
     @contextlib.contextmanager
-    def whole_on_rank_zero(self, most: float = math.inf) -> Iterator[None]:
-        """Give rank 0 all weights within this context, if it had them before the first plan, so that it can time units.
+    def whole_on_rank_zero(self, most: float = math.inf, device: torch.device | None = None) -> Iterator[None]:
+        """Give rank 0 all weights within this context, if it had them before the first plan.
 
         Args:
             most: most bytes of weights; if there are more, nothing moves.
+            device: device for weights of other processes; None: the host.
         """
         lent: dict[str, tuple[int, ...]] = {}
         if not self._scattered and sum(p.nbytes for p in self._module.parameters()) <= most:
             lent = {name: (*ranks, 0) for name, ranks in self._owners.items()}
         tensors = ModuleTensors(self._module)
-        relocate(Relocation(self._owners, lent), self._cluster.group, [tensors], torch.device("cpu"))
+        place = device or torch.device("cpu")
+        relocate(Relocation(self._owners, lent), self._cluster.group, [tensors], place)
         try:
             yield
         finally:

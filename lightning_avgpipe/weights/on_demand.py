@@ -56,21 +56,48 @@ class OnDemandGather:
 
     def _on_rank_zero(self, make: Callable[[], Any]) -> Any:
         cluster = self._cluster
-        held = holders(cluster.group, [name for name, p in self._module.named_parameters() if not p.is_meta])
-        if cluster.rank == 0:
-            absent = {id(p): name for name, p in self._module.named_parameters() if p.is_meta}
-            with cluster.watch.during("follows a step to divide it into stages"):
-                made = pickle.dumps(self._make(make, absent, held) if absent else make())
-            cluster.control.publish((None, made))
-            return pickle.loads(made)
+        held = self._held()
+        if cluster.rank:
+            return pickle.loads(self._lend(held))
+        with cluster.watch.during("follows a step to divide it into stages"):
+            made = pickle.dumps(self._make(make, held))
+        cluster.control.publish((None, made))
+        return pickle.loads(made)
+
+    def run_on_rank_zero(self, run: Callable[[], Any], what: str) -> Any:
+        """Return what a function returns on rank 0 of each group, while the others lend it their parameters, and None.
+
+        Every process calls it.
+
+        Args:
+            run: runs on rank 0 only.
+            what: what rank 0 does meanwhile, for messages.
+        """
+        held = self._held()
+        if self._cluster.rank:
+            return self._lend(held)
+        with self._cluster.watch.during(what):
+            result = self._make(run, held)
+        self._cluster.control.publish((None, None))
+        return result
+
+    def _held(self) -> Owners:
+        here = [name for name, p in self._module.named_parameters() if not p.is_meta]
+        return holders(self._cluster.group, here)
+
+    def _lend(self, held: Owners) -> Any:
+        """Lend rank 0 the parameters that it asks for; return what it has told at the end."""
         while True:
-            news: Any = cluster.control.publish()
-            name, made = news
+            news: Any = self._cluster.control.publish()
+            name, told = news
             if name is None:
-                return pickle.loads(made)
+                return told
             self._exchange(name, held)
 
-    def _make(self, make: Callable[[], Any], absent: Mapping[int, str], held: Owners) -> Any:
+    def _make(self, make: Callable[[], Any], held: Owners) -> Any:
+        absent = {id(p): name for name, p in self._module.named_parameters() if p.is_meta}
+        if not absent:
+            return make()
         lending = _Lent(absent, lambda name: self._fetch(name, held), self._cluster.device)
         with saved_tensors_hooks(lending.forget, _refuse), lending:
             made = make()
