@@ -117,18 +117,20 @@ class Deployment:
             if self._divide(examples, True, schedule, num_pipelines):
                 return True
             self._cluster.rearrange(self._planned)
-        if examples.name in (*self.pipeline.steps, *self.undivided) and (self._final or not decides):
+        if examples.name in self.undivided or (examples.name in self.pipeline.steps and (self._final or not decides)):
             return False
         if self.plan is None or (decides and not self._final):
             return self._divide(examples, decides, schedule, num_pipelines) and decides
-        graph = self._maker.graph_like(examples, self.plan)
-        if graph is not None:
+        graph = self._maker.graph_like(examples, self.plan, decides)
+        if isinstance(graph, str):
+            self.undivided[examples.name] = graph
+        elif graph is not None:
             try:
                 self._load_like(self.plan, graph, schedule.relays)
             except PartitionError as error:
                 if decides:
                     raise
-                self.undivided[graph.step] = str(error)
+                self.undivided[examples.name] = str(error)
         return False
 
     def arrange(self, batches: Sequence[Any]) -> bool:
@@ -157,10 +159,14 @@ class Deployment:
 
     def _divide(self, examples: Examples, final: bool, schedule: Schedule, num_pipelines: int) -> bool:
         """Make a plan and carry it out; return whether there is one."""
+        plan: Plan | str | None
         if final:
             plan = self._maker.final(examples, schedule, num_pipelines, self.plan, self._final)
         else:
             plan = self._maker.provisional(examples, schedule, num_pipelines)
+        if isinstance(plan, str):
+            self.undivided[examples.name] = plan
+            return False
         if plan is None:
             return False
         if final:
@@ -209,8 +215,14 @@ class Deployment:
             run: runs on rank 0 only.
             what: what rank 0 does meanwhile, for messages.
         """
+
+        def on_device() -> Any:
+            if self.plan is None:  # no process has moved anything yet
+                self._module.to(self._cluster.device)
+            return run()
+
         with self.holdings.whole_on_rank_zero(device=self._cluster.device):
-            return self.holdings.gather.run_on_rank_zero(run, what)
+            return self.holdings.gather.run_on_rank_zero(on_device, what)
 
     def place_parameters(self, plan: Plan) -> dict[str, int]:
         """Divide the module by a plan that only says which stage owns what. Every process calls it.

@@ -17,7 +17,14 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import Samples
 from lightning_avgpipe.comm.alone import alone
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.errors import AvgPipeError, MicroBatchError, SkippedStepError, described
+from lightning_avgpipe.errors import (
+    AvgPipeError,
+    CaptureError,
+    MicroBatchError,
+    PartitionError,
+    SkippedStepError,
+    described,
+)
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.divisible import Step
 from lightning_avgpipe.planning.memory import state_copies
@@ -66,6 +73,20 @@ class _Failed:
     reason: str
 
 
+def _or_reason(make: Callable[[Step], Any]) -> Callable[[Step], Any]:
+    """Return a function that returns the reason why stages cannot run a step, where ``make`` raises it as an error."""
+
+    def attempt(step: Step) -> Any:
+        try:
+            return make(step)
+        except SkippedStepError:
+            raise
+        except (CaptureError, PartitionError) as error:
+            return str(error)
+
+    return attempt
+
+
 class PlanMaker:
     """A maker of plans for the processes of a cluster. Every process calls its methods, and gets the same results.
 
@@ -100,10 +121,14 @@ class PlanMaker:
         updates = updates if rolling is None else replace(updates, rolling=rolling)
         self.planner = replace(self.planner, updates=updates, **changes)
 
-    def provisional(self, examples: Examples, schedule: Schedule, num_pipelines: int) -> Plan | None:
-        """Return a plan for which no process gives up weights; None if the step skips all examples."""
+    def provisional(self, examples: Examples, schedule: Schedule, num_pipelines: int) -> Plan | str | None:
+        """Return a plan for which no process gives up weights, or why stages cannot run the step.
+
+        None: the step skips all examples.
+        """
         conditions = self._conditions(schedule, num_pipelines)
-        return self._on_first(examples, lambda step: self.planner.provisional(step, conditions))
+        make = _or_reason(lambda step: self.planner.provisional(step, conditions))
+        return self._on_first(examples, make)  # type: ignore[no-any-return]
 
     def final(
         self, examples: Examples, schedule: Schedule, num_pipelines: int, before: Plan | None, divided: bool
@@ -133,10 +158,20 @@ class PlanMaker:
 
             return self._on_first(examples, make)
 
-    def graph_like(self, examples: Examples, plan: Plan) -> CallGraph | None:
-        """Return the graph of a further step, with the units of a plan; None if the step skips all examples."""
+    def graph_like(self, examples: Examples, plan: Plan, refuses: bool) -> CallGraph | str | None:
+        """Return the graph of a further step, with the units of a plan; None if the step skips all examples.
+
+        Args:
+            examples: example arguments of the step.
+            plan: the plan.
+            refuses: whether it is an error if stages cannot run the step; else the reason is returned.
+        """
+
+        def follow(step: Step) -> CallGraph:
+            return self.planner.capture_like(step, plan)
+
         with self._holdings.whole_on_rank_zero(FEW_BYTES):  # a few weights come faster together than one by one
-            return self._on_first(examples, lambda step: self.planner.capture_like(step, plan))
+            return self._on_first(examples, follow if refuses else _or_reason(follow))  # type: ignore[no-any-return]
 
     def _conditions(self, schedule: Schedule, num_pipelines: int) -> Conditions:
         teams, copies = self._cluster.stage_map.num_teams, state_copies(self._optimizers())

@@ -1,4 +1,4 @@
-"""Steps of evaluation that go back to earlier stages: rank 0 runs them, with the numbers of one device."""
+"""Steps of evaluation that stages cannot run, such as with ``generate()``: rank 0 does, as on one device."""
 
 from __future__ import annotations
 
@@ -40,6 +40,15 @@ class Twice(Layers):
     def data() -> Any:
         generator = torch.Generator().manual_seed(1)
         return DataLoader(torch.utils.data.TensorDataset(*torch.randn(2, 16, 8, generator=generator)), batch_size=8)
+
+
+class Seeds(Twice):
+    """Seeds torch's random numbers in validation, which the stages of a pipeline cannot do together."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        torch.manual_seed(0)
+        noise = torch.randn(batch[0].shape)
+        self.log("val_loss", self.loss((batch[0] + noise, batch[1])))
 
 
 class OnMeta(Twice):
@@ -86,9 +95,9 @@ def evaluated(rank: int, make: Callable[[], Any], devices: int, num_stages: int 
     return logged, runner.predict(module, make.data())  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("make", [Twice, Generates])
-def test_what_goes_back_to_earlier_stages_is_evaluated_as_on_one_device(make: Any, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="validation_step goes back .* So rank 0 runs it for all stages"):
+@pytest.mark.parametrize("make", [Twice, Seeds, Generates])
+def test_what_stages_cannot_do_is_evaluated_as_on_one_device(make: Any, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="So rank 0 runs it for all stages"):
         one = evaluated(0, make, 1)
     first, other = processes.results(processes.run(2, evaluated, make, 2, folder=tmp_path))
     logged, predicted = evaluated(0, make, 1, num_stages=1)
