@@ -95,8 +95,8 @@ class ModelOptimizers:
             for parameter in parameters_in(optimizer):
                 if id(parameter) not in known and parameter.requires_grad:
                     raise ConfigurationError(
-                        f"{type(optimizer).__name__} trains a tensor of shape {tuple(parameter.shape)} that is no "
-                        "parameter of the LightningModule, so parallel models cannot have their own; make it a "
+                        f"{type(optimizer).__name__} trains a tensor of shape {tuple(parameter.shape)} that is not "
+                        "a parameter of the LightningModule, so parallel models cannot have their own; make it a "
                         "parameter of a submodule, or use num_pipelines=1"
                     )
 

@@ -332,7 +332,7 @@ def from_json(kind: type[T], text: str, version: int) -> T:
         return typing.cast(T, _read(kind, found[kind.__name__], kind.__name__))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise TuningError(
-            f"this is no {kind.__name__} that can be read: {type(error).__name__}: {error}; make it anew"
+            f"this is not a {kind.__name__} that can be read: {type(error).__name__}: {error}; make it anew"
         ) from error
 
 

@@ -68,7 +68,7 @@ def test_one_number_among_many_is_found(value: float, dtype: torch.dtype) -> Non
 
 
 def test_by_default_parallel_models_stop_before_any_has_stepped() -> None:
-    message = r"pipeline 1, batch_idx 1: the gradient of 'layers\.0\.weight' is infinite or no number .* as it was"
+    message = r"pipeline 1, batch_idx 1: the gradient of 'layers\.0\.weight' is infinite or NaN.* as it was"
     with pytest.raises(NonFiniteError, match=message):
         trained(3)
 
