@@ -126,7 +126,9 @@ class Drawing:
         drawing, host_drawing, units = may_draw(graph, module), graph.host_drawing, frozenset(graph.units)
         inside = {id(inner) for path in units for inner in module.get_submodule(path).modules()}
         outside = {path for path, inner in module.named_modules() if id(inner) not in inside}
-        modules = {path: module.get_submodule(path) for path in {*drawing, *host_drawing, *outside, *units}}
+        # of the names of one module the last counts, which is that of a captured call if there is one
+        names = sorted({*drawing, *host_drawing, *outside, *units}, key=lambda path: (path in graph.called, path))
+        modules = {path: module.get_submodule(path) for path in names}
         simple = frozenset(path for path, m in modules.items() if path and not any(True for _ in m.children()))
         composite = frozenset((*drawing, *outside)) - simple
         host = frozenset(("", *host_drawing, *units))

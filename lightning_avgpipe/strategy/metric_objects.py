@@ -146,8 +146,25 @@ def local_metrics(
                 "forward": seen(metric, _observed(_noted(metric, metric.forward, values), elsewhere)),
             }
             for name, function in instead.items():
-                undo.enter_context(replaced(metric, name, function))
+                undo.enter_context(replaced(metric, name, _Instead(function, getattr(metric, name))))
         yield
+
+
+class _Instead:
+    """A function in the place of another attribute of a metric, which copies and pickles of the metric have again."""
+
+    def __init__(self, function: Callable[..., Any], original: Any) -> None:
+        self._function, self._original = function, original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _given, (self._original,)
+
+
+def _given(original: Any) -> Any:
+    return original
 
 
 def tell_device(module: nn.Module, device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_avgpipe.errors import ConfigurationError, SeedingError
+from tests.commands import run
 from tests.driver import Engine, accumulate, assert_same_gradients, assert_same_parameters
 from tests.models import MLP, Regression
 from tests.trainers import pipeline
@@ -147,3 +149,44 @@ def test_verification_says_once_that_it_cannot_compare_seeds_from_entropy(caplog
     assert len(told) == 1 and "'b', 'c' may seed random numbers unpredictably" in told[0]
     with pytest.raises(ConfigurationError, match=r"verify compares with a plain run, but 'b', 'c' may seed"):
         fit(FromEntropy, verify=True)
+
+
+TWO_NAMES = """
+import lightning as L, torch
+from torch import nn
+import lightning_avgpipe
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+    def forward(self, x):
+        return self.linear(x) + torch.randn(len(x), 1)
+class Loss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+    def forward(self, x):
+        return (self.model(x) - self.model(x)).square().mean()
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(*(nn.Sequential(Noisy(), nn.ReLU()) for _ in range(3)))
+        self.loss = Loss(self.model)
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+L.seed_everything(1)
+strategy = lightning_avgpipe.AvgPipeStrategy(num_stages=2, num_microbatches=2, costs="flops")
+trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False)
+trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(16, 8), batch_size=8))
+print("loss", float(trainer.callback_metrics["loss"]))
+"""
+
+
+def test_what_a_module_with_two_names_draws_does_not_depend_on_hashes_of_names(tmp_path: Path) -> None:
+    printed = [run(tmp_path, "-c", TWO_NAMES, PYTHONHASHSEED=str(seed)) for seed in range(3)]
+    losses = {line for text in printed for line in text.splitlines() if line.startswith("loss ")}
+    assert len(losses) == 1 and losses != {"loss 0.0"}  # both calls draw numbers of their own

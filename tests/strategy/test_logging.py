@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import csv
 import io
 import warnings
@@ -15,7 +16,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision, MulticlassRecall
 from torchmetrics.regression import PearsonCorrCoef
 
@@ -298,3 +299,33 @@ def test_a_number_given_as_batch_size_weighs_also_where_it_is_one() -> None:
     runner.fit(module, loader(ConvNet, 24, 8))
     expected = sum(n * loss for n, loss in zip(module.numbers, module.seen, strict=True)) / sum(module.numbers)
     assert float(runner.callback_metrics["weighed"]) == pytest.approx(expected)
+
+
+class KeepsMetrics(MLP):
+    """Has a metric among its hyper-parameters, which checkpoints hold, and copies it in a hook."""
+
+    def __init__(self, metric: Metric) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.metric = metric
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found = self(batch[0])
+        self.log("mse", self.metric(found.detach(), batch[1]))
+        return (found - batch[1]).square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.copied = copy.deepcopy(self.metric)
+
+
+def test_checkpoints_and_copies_hold_metrics_as_they_are(tmp_path: Path) -> None:
+    module = KeepsMetrics(MeanSquaredError())
+    runner = pipeline(2, max_epochs=1)
+    runner.fit(module, loader(MLP, 8, 8))
+    runner.save_checkpoint(tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)["hyper_parameters"]["metric"]
+    for metric in (saved, module.copied):
+        metric.reset()
+        metric.update(torch.ones(2), torch.zeros(2))
+        assert float(metric.compute()) == 1.0
+        assert metric.distributed_available_fn is module.metric.distributed_available_fn
