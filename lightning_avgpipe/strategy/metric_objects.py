@@ -139,7 +139,7 @@ def local_metrics(
 
     with contextlib.ExitStack() as undo:
         for metric in metrics:
-            instead = {
+            instead: dict[str, Callable[..., Any]] = {
                 "distributed_available_fn": lambda: leaders.world_size > 1 and training(),
                 "dist_sync_fn": gather,
                 "update": seen(metric, _observed(metric.update, elsewhere)),
