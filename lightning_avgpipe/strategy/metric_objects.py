@@ -151,13 +151,16 @@ def local_metrics(
 
 
 class _Instead:
-    """A function in the place of another attribute of a metric, which copies and pickles of the metric have again."""
+    """A function in the place of another attribute of a metric, which pickles of the metric have again."""
 
     def __init__(self, function: Callable[..., Any], original: Any) -> None:
         self._function, self._original = function, original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self  # as any function; a copy computes the value of a batch, among the same processes
 
     def __reduce__(self) -> Any:
         return _given, (self._original,)
