@@ -207,9 +207,10 @@ class Deployment:
         self.pipeline.load(graph, cuts, relays=relays, wires=plan.wires)
 
     def run_whole(self, run: Callable[[], Any], what: str) -> Any:
-        """Return what a function returns on rank 0 of each group, which has all weights meanwhile, and None elsewhere.
+        """Run a function on rank 0 of each group, which has all weights meanwhile.
 
-        Weights of a module that began on meta come one by one, as they are used. Every process calls it.
+        Weights of a module that began on meta come one by one, as they are used. Every process calls it; rank 0 gets
+        the function's result, and the others None.
 
         Args:
             run: runs on rank 0 only.

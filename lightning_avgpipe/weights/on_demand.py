@@ -65,9 +65,9 @@ class OnDemandGather:
         return pickle.loads(made)
 
     def run_on_rank_zero(self, run: Callable[[], Any], what: str) -> Any:
-        """Return what a function returns on rank 0 of each group, while the others lend it their parameters, and None.
+        """Run a function on rank 0 of each group, to which the other processes lend their parameters meanwhile.
 
-        Every process calls it.
+        Every process calls it; rank 0 gets the function's result, and the others None.
 
         Args:
             run: runs on rank 0 only.
