@@ -45,7 +45,7 @@ def test_profiles_survive_json_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("text", ["{}", '{"format": 9, "Profile": {}}', '{"format": 1, "Profile": {"stages": []}}'])
 def test_what_is_no_profile_is_refused(text: str) -> None:
-    with pytest.raises(TuningError, match="no Profile that can be read"):
+    with pytest.raises(TuningError, match="not a Profile that can be read"):
         Profile.from_json(text)
 
 
