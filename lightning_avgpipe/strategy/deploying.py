@@ -139,7 +139,7 @@ def announce(plan: Plan, cluster: Cluster, shards: bool = False, splitter: Batch
     for path in sorted(filter(None, deciding)) or [""] * bool(deciding):
         what = f"'{path}'" if path else plan.graph.step
         rank_zero_warn(
-            f"{what} reads numbers of values and is divided between stages. Training ends with an error when a "
+            f"{what} reads numbers of values and is divided between stages. The run ends with an error when a "
             "micro-batch makes it call units of an earlier stage again, or some that the first micro-batch did not "
             "reach; to be sure of it, keep what it calls on one stage, with split_points or a smaller num_stages"
         )

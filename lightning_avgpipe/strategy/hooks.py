@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import dis
+import inspect
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from lightning_avgpipe.utils.lightning import LIGHTNING, LambdaCallback, is_overridden, pl
+from lightning_avgpipe.utils.lightning import LIGHTNING, BasePredictionWriter, LambdaCallback, is_overridden, pl
 
 _STAGES = ("train", "validation", "test", "predict")
 _ENDS = ("start", "end")
@@ -77,6 +79,32 @@ def users_hooks(trainer: pl.Trainer, names: Collection[str]) -> Iterator[tuple[A
 def has_any(trainer: pl.Trainer, names: Collection[str]) -> bool:
     """Return whether the module, or a callback that is not Lightning's, has some of these hooks."""
     return any(True for _ in users_hooks(trainer, names))
+
+
+def results_are_read(trainer: pl.Trainer, step: str) -> bool:
+    """Return whether a callback of the user's reads what a step has returned, in its hook at the end of a batch.
+
+    Every process calls such a hook. Writers of predictions are not counted: they run on rank 0 only.
+    """
+    names = [f"on_{step.removesuffix('_step').replace('training', 'train')}_batch_end"]
+    return any(
+        owner is not trainer.lightning_module
+        and not isinstance(owner, BasePredictionWriter)
+        and _reads_outputs(getattr(owner, name))
+        for owner, name in users_hooks(trainer, names)
+    )
+
+
+def _reads_outputs(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook of a callback names its third argument, ``outputs``; without code it may."""
+    code = getattr(inspect.unwrap(hook), "__code__", None)
+    if code is None:
+        return True
+    by_name = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+    parameters = [p for p in inspect.signature(hook).parameters.values() if p.kind not in by_name]
+    name = parameters[:3][-1].name  # which may be that of all the others (*args)
+    named = (instruction.argval for instruction in dis.get_instructions(code))
+    return name in code.co_cellvars or any(name in found if type(found) is tuple else name == found for found in named)
 
 
 def changes_batches(trainer: pl.Trainer) -> bool:

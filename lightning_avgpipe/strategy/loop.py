@@ -45,7 +45,12 @@ from lightning_avgpipe.verify import Verifier
 from lightning_avgpipe.verify.plain import quiet
 from lightning_avgpipe.weights.initialisation import on_meta
 
-_CONTEXTS = {STEP: "train_step_context", "validation_step": "val_step_context", "test_step": "test_step_context"}
+_CONTEXTS = {
+    STEP: "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
 
 
 class Iterations:
@@ -110,6 +115,13 @@ class Iterations:
         """Whether hooks of the user may read in training what steps have changed."""
         return hooks.has_any(self.trainer, (*hooks.BETWEEN_STEPS, *hooks.WITHIN_STEPS))
 
+    @functools.cached_property
+    def shared_results(self) -> frozenset[str]:
+        """Steps of which all processes return the results, since callbacks of the user read them there."""
+        if self.cluster.group.world_size == 1:
+            return frozenset()
+        return frozenset(step for step in _CONTEXTS if hooks.results_are_read(self.trainer, step))
+
     @contextlib.contextmanager
     def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:
         """Within this context a training step clears the gradients where Lightning does: before its first backward."""
@@ -125,6 +137,8 @@ class Iterations:
     def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
         """Run a step without backward; return the merged result on the last stage's rank, None elsewhere.
 
+        All processes return it if a callback may read it.
+
         Raises:
             MicroBatchError: the step cannot be captured on a micro-batch; see :meth:`IterationOrder.train`.
         """
@@ -138,7 +152,8 @@ class Iterations:
         else:
             (outcome,) = iteration.outcomes
             results = outcome.results
-        return None if results is None else merge(results, *self.splitter.counts(iteration.works[0]))
+        result = None if results is None else merge(results, *self.splitter.counts(iteration.works[0]))
+        return self.cluster.control.publish(result) if step in self.shared_results else result
 
     def _run_whole(self, iteration: Iteration) -> list[Any] | None:
         """Run an evaluation step on rank 0, since stages cannot; return the results of the micro-batches there."""
@@ -212,7 +227,7 @@ class Iterations:
         first = team * configuration.num_pipelines, replica * configuration.options.microbatches(stage_map.given_stages)
         return Iteration(
             step=step,
-            precision=getattr(self.trainer.precision_plugin, _CONTEXTS.get(step, "predict_step_context")),
+            precision=getattr(self.trainer.precision_plugin, _CONTEXTS[step]),
             batches=batches,
             works=works,
             weighed=self.splitter.weighing(works) if training else lambda: works,

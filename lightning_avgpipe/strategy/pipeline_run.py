@@ -21,6 +21,7 @@ from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.context import Own, RunContext
 from lightning_avgpipe.strategy.deploying import deploy, give_back
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
+from lightning_avgpipe.strategy.iteration import STEP
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector
 from lightning_avgpipe.strategy.loop import Iterations
 from lightning_avgpipe.strategy.metric_objects import tell_device
@@ -288,7 +289,10 @@ class PipelineOptimization(_AutomaticOptimization):
             original.optim_progress = self.optim_progress
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        """Run one iteration; the loss and the metrics are known on every rank afterwards."""
+        """Run one iteration; the loss and the metrics are known on every rank afterwards.
+
+        So is what else the step has returned, if a callback may read it.
+        """
         cluster = self._iterations.cluster
         cluster.control.expect()
         verifier = self._iterations.verifier
@@ -303,8 +307,10 @@ class PipelineOptimization(_AutomaticOptimization):
             if cluster.world.rank == 0:
                 stops = self.trainer.should_stop  # the step may have said so
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot(), "stops": stops}
-            # advances are decided in each group
-            news, decided = cluster.control.relay(news, decided)
+            others = dict(result) if STEP in self._iterations.shared_results else {}
+            # each group has its own results, and decides on its own advance
+            news, (decided, others) = cluster.control.relay(news, (decided, others))
+            result = {**result, **others}
             connector.accept(news["metrics"])
             self.trainer.should_stop = news["stops"]
             if news["loss"] is not None:

@@ -121,14 +121,14 @@ class Deployment:
             return False
         if self.plan is None or (decides and not self._final):
             return self._divide(examples, decides, schedule, num_pipelines) and decides
-        graph = self._maker.graph_like(examples, self.plan, decides)
+        graph = self._maker.graph_like(examples, self.plan)
         if isinstance(graph, str):
             self.undivided[examples.name] = graph
         elif graph is not None:
             try:
                 self._load_like(self.plan, graph, schedule.relays)
             except PartitionError as error:
-                if decides:
+                if examples.trains:
                     raise
                 self.undivided[examples.name] = str(error)
         return False
@@ -159,7 +159,6 @@ class Deployment:
 
     def _divide(self, examples: Examples, final: bool, schedule: Schedule, num_pipelines: int) -> bool:
         """Make a plan and carry it out; return whether there is one."""
-        plan: Plan | str | None
         if final:
             plan = self._maker.final(examples, schedule, num_pipelines, self.plan, self._final)
         else:

@@ -61,6 +61,11 @@ class Examples:
     args: Sequence[Sequence[Any]]
     optional: bool = False
 
+    @property
+    def trains(self) -> bool:
+        """Whether the step is ``training_step``."""
+        return self.name == "training_step"
+
     def steps(self) -> Iterator[Step]:
         """Yield the step with each of the arguments."""
         return (Step(self.name, self.run, args) for args in self.args)
@@ -73,7 +78,7 @@ class _Failed:
     reason: str
 
 
-def _or_reason(make: Callable[[Step], Any]) -> Callable[[Step], Any]:
+def _or_reason(make: Callable[[Step], Any], *errors: type[AvgPipeError]) -> Callable[[Step], Any]:
     """Return a function that returns the reason why stages cannot run a step, where ``make`` raises it as an error."""
 
     def attempt(step: Step) -> Any:
@@ -81,7 +86,7 @@ def _or_reason(make: Callable[[Step], Any]) -> Callable[[Step], Any]:
             return make(step)
         except SkippedStepError:
             raise
-        except (CaptureError, PartitionError) as error:
+        except errors as error:
             return str(error)
 
     return attempt
@@ -127,13 +132,15 @@ class PlanMaker:
         None: the step skips all examples.
         """
         conditions = self._conditions(schedule, num_pipelines)
-        make = _or_reason(lambda step: self.planner.provisional(step, conditions))
+        make = _or_reason(lambda step: self.planner.provisional(step, conditions), CaptureError, PartitionError)
         return self._on_first(examples, make)  # type: ignore[no-any-return]
 
     def final(
         self, examples: Examples, schedule: Schedule, num_pipelines: int, before: Plan | None, divided: bool
-    ) -> Plan | None:
-        """Return a plan to train on; None if the step skips all examples.
+    ) -> Plan | str | None:
+        """Return a plan that stays, or why stages cannot run a step of evaluation.
+
+        None: the step skips all examples.
 
         Args:
             examples: example arguments of the step.
@@ -156,22 +163,21 @@ class PlanMaker:
                 parts = made, schedule, self._module, step.run, step.args, device, planner.recompute
                 return replace(made, remarks=tuple(line for look in REMARKS for line in look(*parts)))
 
-            return self._on_first(examples, make)
+            attempt = make if examples.trains else _or_reason(make, CaptureError)
+            return self._on_first(examples, attempt)  # type: ignore[no-any-return]
 
-    def graph_like(self, examples: Examples, plan: Plan, refuses: bool) -> CallGraph | str | None:
-        """Return the graph of a further step, with the units of a plan; None if the step skips all examples.
+    def graph_like(self, examples: Examples, plan: Plan) -> CallGraph | str | None:
+        """Return the graph of a further step, with the units of a plan, or why stages cannot run a step of evaluation.
 
-        Args:
-            examples: example arguments of the step.
-            plan: the plan.
-            refuses: whether it is an error if stages cannot run the step; else the reason is returned.
+        None: the step skips all examples.
         """
 
         def follow(step: Step) -> CallGraph:
             return self.planner.capture_like(step, plan)
 
+        attempt = follow if examples.trains else _or_reason(follow, CaptureError, PartitionError)
         with self._holdings.whole_on_rank_zero(FEW_BYTES):  # a few weights come faster together than one by one
-            return self._on_first(examples, follow if refuses else _or_reason(follow))  # type: ignore[no-any-return]
+            return self._on_first(examples, attempt)  # type: ignore[no-any-return]
 
     def _conditions(self, schedule: Schedule, num_pipelines: int) -> Conditions:
         teams, copies = self._cluster.stage_map.num_teams, state_copies(self._optimizers())

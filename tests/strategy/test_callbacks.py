@@ -331,3 +331,71 @@ def test_divided_checkpoints_have_no_average_beside_the_weights(tmp_path: Path) 
 
 def refused_beside(rank: int, options: dict[str, Any]) -> None:
     pipeline(2, 2, options, callbacks=[EMAWeightAveraging()]).fit(MLP(), loader(MLP, 16, 4))
+
+
+class Returning(MLP):
+    """Returns what it has computed, for callbacks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        answers = self.layers(batch[0])
+        return {"loss": (answers - batch[1]).square().mean(), "mean": answers.mean()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"answers": self.forward(batch[0]), "name": "validation"}
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.forward(batch[0])
+
+
+class Keeps(L.Callback):
+    """Keeps what the steps have returned."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found.append(outputs["mean"])
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any, **kwargs: Any) -> None:
+        self.found.append(outputs)
+
+    def on_predict_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.found.append(args[2])
+
+
+class Counts(Keeps):
+    """Counts batches, and does not look at what the steps have returned."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.found.append(None)
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.found.append(None)
+
+    def on_predict_batch_end(self, *_: Any, **__: Any) -> None:
+        self.found.append(None)
+
+
+def read(rank: int, devices: int, make: Any) -> list[Any]:
+    """What a callback finds in training, validation, test and prediction; then what prediction returns."""
+    callback = make()
+    runner = pipeline(2, devices, {"num_microbatches": 2}, max_epochs=1, callbacks=[callback])
+    module, data = Returning(), loader(MLP, 16, 4)
+    runner.fit(module, data, data)
+    runner.test(module, data, verbose=False)
+    return [*callback.found, runner.predict(module, data)]
+
+
+def test_what_steps_return_is_known_wherever_a_callback_reads_it(tmp_path: Path) -> None:
+    first, other = processes.results(processes.run(2, read, 2, Keeps, folder=tmp_path))
+    assert_equal(first, other)
+    assert_equal(first, read(0, 1, Keeps))
+
+
+def test_what_no_callback_reads_stays_where_it_is(tmp_path: Path) -> None:
+    first, other = processes.results(processes.run(2, read, 2, Counts, folder=tmp_path))
+    assert len(first[-1]) == 4
+    assert other[-1] == [None] * 4

@@ -33,6 +33,9 @@ class Twice(Layers):
         self.log("val_mean", self.through(batch[0]).mean())
         self.log("val_loss", self.loss((batch[0] + 0.1, batch[1])))
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return (self.through(batch[0]) + self.through(-batch[0])) / 2
 
@@ -72,6 +75,9 @@ class Generates(HuggingFace):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_tokens", self.predict_step(batch, batch_idx).double().mean())
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         prompt = batch["input_ids"]
         made: Tensor = self.model.generate(
@@ -86,12 +92,14 @@ class Generates(HuggingFace):
 
 
 def evaluated(rank: int, make: Callable[[], Any], devices: int, num_stages: int = 2) -> Any:
-    """What validation logs while a model trains, and what it predicts then."""
+    """What validation logs while a model trains, what a test says then, and what the model predicts."""
     torch.manual_seed(5)
     strategy = AvgPipeStrategy(num_stages=num_stages, num_microbatches=NUM_MICROBATCHES)
     runner, module = trainer(strategy=strategy, devices=devices, max_epochs=1), make()
     runner.fit(module, make.data(), make.data())  # type: ignore[attr-defined]
     logged = {name: float(value) for name, value in runner.callback_metrics.items() if name.startswith("val")}
+    (tested,) = runner.test(module, make.data(), verbose=False)  # type: ignore[attr-defined]
+    logged |= {f"tested {name}": value for name, value in tested.items()}
     return logged, runner.predict(module, make.data())  # type: ignore[attr-defined]
 
 
