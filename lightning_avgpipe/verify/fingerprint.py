@@ -104,6 +104,13 @@ def usual_size(fingerprints: Iterable[Fingerprint | None]) -> float:
     return size if math.isfinite(size) else 0.0
 
 
+def distance(one: Mapping[str, Fingerprint | None], other: Mapping[str, Fingerprint | None]) -> float:
+    """Return the distance of tensors from others, as a share of the norm of the others, estimated by projections."""
+    pairs = [(f, g) for name, f in one.items() if f is not None and (g := other.get(name)) is not None]
+    norm = math.hypot(*(g.norm for _, g in pairs))
+    return math.hypot(*(f.projection - g.projection for f, g in pairs)) / norm if norm else 0.0
+
+
 def differences(
     kind: str,
     expected: Mapping[str, Any],

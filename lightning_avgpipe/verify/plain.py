@@ -30,7 +30,7 @@ from lightning_avgpipe.utils.lightning import DummyLogger, PassThroughProfiler, 
 from lightning_avgpipe.utils.patching import noop, replaced
 from lightning_avgpipe.utils.tensors import reduced, reduction_name
 from lightning_avgpipe.utils.torch_compat import compiled_graphs, forget_compiled
-from lightning_avgpipe.verify.fingerprint import Fingerprint, fingerprint
+from lightning_avgpipe.verify.fingerprint import Fingerprint, distance, fingerprint
 from lightning_avgpipe.verify.plain_draws import Captured, drawing_as_promised
 from lightning_avgpipe.verify.state import attributes
 
@@ -49,6 +49,7 @@ class Batch:
         steps: whether the optimizer steps at the end; else gradients accumulate.
         progress: state of the loop's count of batches.
         whole: the batch in one piece, if its loss is wanted.
+        with_gradients: whether its gradients are wanted as well.
         evaluation: how often the optimizer has called its closure before, within the same step.
     """
 
@@ -59,7 +60,25 @@ class Batch:
     steps: bool
     progress: dict[str, Any]
     whole: Any = None
+    with_gradients: bool = False
     evaluation: int = 0
+
+
+@dataclass(frozen=True)
+class OnePiece:
+    """The loss of a batch in one piece, compared with its micro-batches.
+
+    Attributes:
+        loss: loss of the batch in one piece.
+        mean: mean over the losses of its micro-batches.
+        number: number of its micro-batches.
+        distance: distance of the gradients from those of the micro-batches, as a share of their norm; 0 if not known.
+    """
+
+    loss: float
+    mean: float
+    number: int
+    distance: float
 
 
 @dataclass(frozen=True)
@@ -76,8 +95,7 @@ class Traces:
         attributes: name of an attribute of a module -> its value after all backwards.
         weights: parameter -> its contents after the optimizer's step; empty if there is none.
         logged: name -> the number that is logged for the batch; None if that is not a number.
-        whole: the loss of the batch in one piece, the mean over its micro-batches, and their number; None: not wanted,
-            or not found.
+        whole: what is known of the batch in one piece; None: nothing is wanted, or it was not found.
         compiled: whether a plain run has compiled anything, which may round otherwise.
     """
 
@@ -87,7 +105,7 @@ class Traces:
     attributes: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, Fingerprint] = field(default_factory=dict)
     logged: dict[str, float | None] = field(default_factory=dict)
-    whole: tuple[float, float, int] | None = None
+    whole: OnePiece | None = None
     compiled: bool = False
 
 
@@ -169,23 +187,34 @@ class PlainTraining:
         traces.logged.update(self._logged.of_batch())
         compared = None
         if whole is not None:
+            loss, gradients = whole
             shares = self._shares(batch.parts)  # the losses of the first call of the closure come first
             mean = sum(share * loss for share, loss in zip(shares, traces.losses.values(), strict=False))
-            compared = whole, mean, len(shares)
+            compared = OnePiece(loss, mean, len(shares), distance(gradients, traces.gradients))
         return replace(traces, whole=compared, compiled=compiled_graphs() > self._compiled_before)
 
-    def _in_one_piece(self, batch: Batch) -> float | None:
-        """Return the loss of the whole batch, computed in a child of its own so that its side effects are lost."""
+    def _in_one_piece(self, batch: Batch) -> tuple[float, dict[str, Fingerprint]] | None:
+        """Return the loss of the whole batch and its gradients, if they are wanted.
+
+        They are computed in a child of its own, so that side effects are lost.
+        """
         if batch.whole is None:
             return None
 
-        def loss() -> float:
-            self._module._current_fx_name = "training_step"
-            with torch.no_grad(), alone(), self._trainer.precision_plugin.train_step_context():
-                return float(loss_in(self._module.training_step(batch.whole, *batch.rest)))
+        def compute() -> tuple[float, dict[str, Fingerprint]]:
+            module = self._module
+            module._current_fx_name = "training_step"
+            recording, precision = torch.set_grad_enabled(batch.with_gradients), self._trainer.precision_plugin
+            with recording, alone(), precision.train_step_context():
+                loss = loss_in(module.training_step(batch.whole, *batch.rest))
+            if batch.with_gradients:
+                module.zero_grad()
+                loss.backward()
+            found = ((name, p.grad) for name, p in module.named_parameters())
+            return float(loss), {name: fingerprint(grad) for name, grad in found if grad is not None}
 
         try:
-            return in_child(loss, "computes the loss of a batch in one piece")
+            return in_child(compute, "computes the loss of a batch in one piece")
         except Exception as error:  # a step may not take a whole batch, and need not
             _log.info("the loss of a batch in one piece is not known: %s: %s", type(error).__name__, error)
             return None

@@ -119,6 +119,12 @@ class Subject:
         """Return why a child that waits could not begin to train now, or None if it could."""
         return self._why_no_memory(_COPIES)
 
+    def could_keep(self, number: int) -> bool:
+        """Return whether a child has memory for all activations of as many micro-batches at once."""
+        assert self.plan is not None
+        stash = sum(stage.memory.stash for stage in self.plan.stages)  # at least that of one micro-batch
+        return number * stash <= port_of(self.cluster.device).memory.free_bytes()
+
     def _why_no_memory(self, copies: int) -> str | None:
         device = self.cluster.device
         size = sum(map(tensor_bytes, (*self.module.parameters(), *self.module.buffers())))

@@ -27,7 +27,7 @@ from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.tensors import as_tensor
 from lightning_avgpipe.verify.fingerprint import Difference, differences, fingerprint, usual_size
-from lightning_avgpipe.verify.plain import Batch, PlainTraining, Traces, after_step, place, portable
+from lightning_avgpipe.verify.plain import Batch, OnePiece, PlainTraining, Traces, after_step, place, portable
 from lightning_avgpipe.verify.plain_draws import Captured
 from lightning_avgpipe.verify.report import Tally, advice, key_of
 from lightning_avgpipe.verify.runs import KINDS, OF_USERS, Natural, PlainRuns, differing, equal, without
@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 _NEAR = 1e-3  # tolerance of losses, after weights have been rounded otherwise
 _SAME_LOSS = 1e-2  # relative tolerance between the loss of a batch in one piece and the mean over its micro-batches
 _NO_LOSS = 1e-6  # losses below this are equal
+_SAME_GRADIENT = 5e-2  # likewise between the gradients, which numbers of less precision round
 _PATIENCE_S = 2.0  # how long training waits, in total, for children that nobody has asked for
 _AT_END_S = 10.0  # how long a run waits for them that ends so early that it has made few other steps
 _SHOWN = 5  # names in a warning
@@ -244,8 +245,11 @@ class Verifier:
                 # cloned, since a view would be sent with all of its storage
                 own = [replace(part, data=tree.map_tensors(torch.clone, part.data)) for part in parts]
                 asked = whole if n == 0 and len(parts) > 1 and self._asks_for_whole() else None
+                # without an optimizer step there are no gradients to compare with
+                gradients = asked is not None and self._steps and subject.could_keep(len(parts))
+                message = Batch(own, rest, key, captured, self._steps, progress, asked, gradients, self._evaluation)
                 with contextlib.suppress(ForkError):  # why the child has ended is told where its traces are awaited
-                    runs.send(Batch(own, rest, key, captured, self._steps, progress, asked, self._evaluation))
+                    runs.send(message)
 
         def noted(n: int, i: int, result: Any) -> Tensor | None:
             loss = finish(n, i, result)  # raises if the result has no loss
@@ -444,7 +448,7 @@ class Verifier:
             one, other, old = self._comparable(expected, found, before)
             self._check(n, next(self._differences(n, one, other, old, steps), None))
         if expected.whole is not None and one.losses == expected.losses:
-            _compare_whole(*expected.whole)
+            _compare_whole(expected.whole)
         self._count(one, other, steps)
         self._compared += n == 0 and steps
 
@@ -622,14 +626,23 @@ class Verifier:
         self._runs, self._found = [], []
 
 
-def _compare_whole(whole: float, mean: float, number: int) -> None:
-    """Warn if the loss of a batch in one piece is not the mean over its micro-batches."""
-    if math.isclose(whole, mean, rel_tol=_SAME_LOSS, abs_tol=_NO_LOSS):
-        return
+def _compare_whole(whole: OnePiece) -> None:
+    """Warn if the loss of a batch in one piece, or its gradient, is not the mean over its micro-batches."""
+    if math.isclose(whole.loss, whole.mean, rel_tol=_SAME_LOSS, abs_tol=_NO_LOSS):
+        if whole.distance <= _SAME_GRADIENT:
+            return
+        found = (
+            f"the gradient of the first batch in one piece differs by {whole.distance:.0%} from the mean over its "
+            f"{whole.number} micro-batches, though their losses are alike"
+        )
+    else:
+        found = (
+            f"the loss of the first batch is {whole.loss:.4g} in one piece, and {whole.mean:.4g} as the mean over its "
+            f"{whole.number} micro-batches"
+        )
     rank_zero_warn(
-        f"the loss of the first batch is {whole:.4g} in one piece, and {mean:.4g} as the mean over its {number} "
-        "micro-batches: the step looks across the batch (a contrastive loss, batch normalisation), or its loss is a "
-        "mean over something else than samples, for which there is loss_weight=.... Training goes on with "
+        f"{found}: the step looks across the batch (a contrastive loss, batch normalisation), or its loss is a mean "
+        "over something else than samples (a mask), for which there is loss_weight=.... Training goes on with "
         "micro-batches, as with accumulate_grad_batches"
     )
 

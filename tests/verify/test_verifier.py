@@ -513,6 +513,26 @@ def test_a_loss_that_looks_across_the_batch_is_told_once_with_both_numbers(kind:
     assert sum("in one piece" in str(warning.message) for warning in told) == 1
 
 
+class Masked(MLP):
+    """Its loss is a mean over the samples that a mask leaves, and much the same for all of them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        mask = (x[:, 0] > -0.5).float()
+        found = 1 + 1e-3 * (self(x) - y).square().mean(1)
+        return (found * mask).sum() / mask.sum()
+
+
+def test_a_mean_over_a_mask_is_told_by_its_gradient() -> None:
+    with pytest.warns(UserWarning, match=r"gradient of the first batch in one piece differs by \d+% .* loss_weight="):
+        fit(Masked(), verify="auto")
+
+
+def test_a_mean_over_samples_is_not(recwarn: pytest.WarningsRecorder) -> None:
+    fit(MLP(), verify="auto")
+    assert not any("in one piece" in str(warning.message) for warning in recwarn)
+
+
 class DyingPlainly(MLP):
     """Its optimizer ends every other process than the one that trains."""
 
