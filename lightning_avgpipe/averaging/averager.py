@@ -14,7 +14,7 @@ from lightning_avgpipe.averaging.averaging_step import AveragingStep
 from lightning_avgpipe.averaging.models import Models
 from lightning_avgpipe.averaging.options import Averaging
 from lightning_avgpipe.averaging.staggered import StaggeredAveraging
-from lightning_avgpipe.comm.collectives import ReplicaGroup
+from lightning_avgpipe.comm.collectives import TensorCollectives
 from lightning_avgpipe.utils.patching import noop
 from lightning_avgpipe.utils.random_streams import RandomKey
 
@@ -64,7 +64,7 @@ class Averager:
     Args:
         models: models to average.
         averaging: options of the averaging.
-        replica_group: processes that hold the parallel models of other groups; None if there are none.
+        averaging_group: processes that hold the parallel models of other groups; None if there are none.
 
     Attributes:
         fragments: the fragments of the parameters.
@@ -73,10 +73,10 @@ class Averager:
         count: number of averagings that have begun.
     """
 
-    def __init__(self, models: Models, averaging: Averaging, replica_group: ReplicaGroup | None) -> None:
+    def __init__(self, models: Models, averaging: Averaging, averaging_group: TensorCollectives | None) -> None:
         self._models = models
         self._options = averaging
-        self._replica_group = replica_group
+        self._averaging_group = averaging_group
         self.fragments = [Fragment() for _ in range(averaging.fragments)]
         self.fragment_of: dict[str, int] = {}
         self.late: list[LateAveraging] = []
@@ -135,7 +135,7 @@ class Averager:
         rounding = None if self._options.wire is None else (self._options.wire, RandomKey(0, self.count))
         has_buffers = models.shared is not None and number == len(self.fragments) - 1
         step = AveragingStep(
-            *models.tensors(names), fragment.active, self._replica_group, names, rounding, late=delay > 0
+            *models.tensors(names), fragment.active, self._averaging_group, names, rounding, late=delay > 0
         )
         if delay:
             models.sums |= dict(zip(names, step.sums, strict=True))
@@ -151,7 +151,7 @@ class Averager:
             self._end_buffers = models.shared.begin([model.buffers for model in models.each])
         fragment.steps = fragment.active = 0
         self.count += 1
-        if self._replica_group is None:
+        if self._averaging_group is None:
             self.finish()
 
     def meet(self) -> None:
@@ -166,7 +166,7 @@ class Averager:
 
     def recentre(self) -> None:
         """Shift all models by the same difference after some have gone, so that the unmoved reference is their mean."""
-        averaging = AveragingStep(*self._models.tensors(), self._models.size, self._replica_group)
+        averaging = AveragingStep(*self._models.tensors(), self._models.size, self._averaging_group)
         averaging.end(alpha=0.0, outer_lr=0.0)
 
     @property
@@ -253,7 +253,7 @@ class Averager:
         if self._staggered is None and self._models.mine:  # a process may have frozen stages only
             total, tensors = self._models.total, self._models.tensors()
             alpha, rate = self._options.dilution(total), self._options.rate(total)
-            self._staggered = StaggeredAveraging(*tensors, alpha, rate, self._replica_group)
+            self._staggered = StaggeredAveraging(*tensors, alpha, rate, self._averaging_group)
 
     def average_one(self, number: int) -> None:
         """Average model n with the reference once its optimizers have stepped, so that its next iteration may begin."""

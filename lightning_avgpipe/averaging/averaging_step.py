@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_avgpipe.capture.wire_format import Format
-from lightning_avgpipe.comm.collectives import ReplicaGroup
+from lightning_avgpipe.comm.collectives import TensorCollectives
 from lightning_avgpipe.utils.patching import noop
 from lightning_avgpipe.utils.random_streams import RandomKey
 
@@ -58,7 +58,7 @@ class AveragingStep:
         models: tensors of each model of this group, after the local steps; N lists of the same shapes.
         reference: mean of the models of all groups before those steps.
         active: number of models of this group that had a batch; the others are unchanged.
-        replica_group: processes in other groups, all of which begin and end the step as well; None if there are none.
+        averaging_group: processes in other groups, all of which begin and end the step as well; None if there are none.
         names: names of the tensors, if sums are rounded.
         rounding: how sums are rounded on their way between groups; None: they are not.
         late: whether the models go on before the end; then the end is that of :meth:`resumed`.
@@ -73,24 +73,24 @@ class AveragingStep:
         models: Sequence[Sequence[Tensor]],
         reference: Sequence[Tensor],
         active: int,
-        replica_group: ReplicaGroup | None = None,
+        averaging_group: TensorCollectives | None = None,
         names: Sequence[str] = (),
         rounding: Rounding | None = None,
         late: bool = False,
     ) -> None:
         self._models = models
         self._reference = reference
-        self._count: int | None = len(models) if replica_group is None else None
-        self._replica_group = replica_group
+        self._count: int | None = len(models) if averaging_group is None else None
+        self._averaging_group = averaging_group
         self._active = torch.tensor([active], device="cpu")
         self._parts: Iterable[_Part] = (_Part(*chunk) for chunk in chunks(models, reference))
         self._count_active = noop
-        if replica_group is not None:
-            self._count_active = replica_group.begin_sum([self._active])
-        if replica_group is not None or late:
+        if averaging_group is not None:
+            self._count_active = averaging_group.begin_sum([self._active])
+        if averaging_group is not None or late:
             left = iter(names)
             self._parts = [
-                part.begun(replica_group, list(islice(left, len(part.centres))), rounding) for part in self._parts
+                part.begun(averaging_group, list(islice(left, len(part.centres))), rounding) for part in self._parts
             ]
         self.sums = [tensor for part in self._parts for tensor in part.sums or ()] if late else []
         self.sent = [[tensor.clone() for tensor in model] for model in models] if late else []
@@ -127,10 +127,10 @@ class AveragingStep:
     def count(self) -> int:
         """The number of models of all groups; waits for the other groups, some of which may be absent."""
         if self._count is None:
-            assert self._replica_group is not None
+            assert self._averaging_group is not None
             self._count_active()
             self._count_active = noop
-            self._count = len(self._models) * self._replica_group.present
+            self._count = len(self._models) * self._averaging_group.present
         return self._count
 
     def arrive(self) -> int:
@@ -222,13 +222,15 @@ class _Part:
         self.arrive = noop
         self._sent = sent
 
-    def begun(self, replica_group: ReplicaGroup | None, names: Sequence[str], rounding: Rounding | None) -> _Part:
+    def begun(
+        self, averaging_group: TensorCollectives | None, names: Sequence[str], rounding: Rounding | None
+    ) -> _Part:
         """Begin the sum over the groups, and return this part."""
         self.sums = self._own_sum()
-        if replica_group is not None and rounding is not None:
-            self.arrive = replica_group.begin_rounded_sum(dict(zip(names, self.sums, strict=True)), *rounding)
-        elif replica_group is not None:
-            self.arrive = replica_group.begin_sum(self.sums)
+        if averaging_group is not None and rounding is not None:
+            self.arrive = averaging_group.begin_rounded_sum(dict(zip(names, self.sums, strict=True)), *rounding)
+        elif averaging_group is not None:
+            self.arrive = averaging_group.begin_sum(self.sums)
         return self
 
     def drift(self, count: int) -> list[Tensor]:

@@ -14,7 +14,7 @@ from lightning_avgpipe.averaging.integrity import Checksums, has_nonfinite
 from lightning_avgpipe.averaging.models import Models, ModelTensors
 from lightning_avgpipe.averaging.optimizers import ModelOptimizers
 from lightning_avgpipe.averaging.options import Averaging
-from lightning_avgpipe.comm.collectives import ReplicaGroup
+from lightning_avgpipe.comm.collectives import TensorCollectives
 from lightning_avgpipe.weights.relocation import Belongings, OptimizerStates
 
 
@@ -29,7 +29,7 @@ class Ensemble:
         optimizers: returns the current optimizers of pipeline 0.
         averaging: options of the averaging.
         observers: modules that only read values (metrics).
-        replica_group: processes that hold the parallel models of other groups; None if there are none.
+        averaging_group: processes that hold the parallel models of other groups; None if there are none.
         changing: names of parameters that a step changes itself.
         written: other tensors that a step writes into.
 
@@ -46,14 +46,14 @@ class Ensemble:
         optimizers: Callable[[], Sequence[Optimizer]],
         averaging: Averaging,
         observers: Collection[nn.Module] = (),
-        replica_group: ReplicaGroup | None = None,
+        averaging_group: TensorCollectives | None = None,
         changing: Collection[str] = (),
         written: Sequence[Tensor] = (),
     ) -> None:
         self._module = module
-        self.models = Models(module, observers, changing, written, replica_group)
-        self.averager = Averager(self.models, averaging, replica_group)
-        self.optimizers = ModelOptimizers(optimizers, self.models, replica_group)
+        self.models = Models(module, observers, changing, written, averaging_group)
+        self.averager = Averager(self.models, averaging, averaging_group)
+        self.optimizers = ModelOptimizers(optimizers, self.models, averaging_group)
         self.checksums = Checksums(self.models.own.parameters)
         self._follow()
 

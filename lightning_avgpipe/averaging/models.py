@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.averaging.averaging_step import wide
-from lightning_avgpipe.comm.collectives import ReplicaGroup
+from lightning_avgpipe.comm.collectives import TensorCollectives
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.tensors import is_strided
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
@@ -62,7 +62,7 @@ class Models:
         observers: modules that only read values (metrics), whose buffers belong to no model.
         changing: names of frozen parameters that a step changes.
         written: other tensors that a step writes into.
-        replica_group: processes that hold the parallel models of other groups; None if there are none.
+        averaging_group: processes that hold the parallel models of other groups; None if there are none.
 
     Attributes:
         each: own tensors of each model.
@@ -79,11 +79,11 @@ class Models:
         observers: Collection[nn.Module] = (),
         changing: Collection[str] = (),
         written: Sequence[Tensor] = (),
-        replica_group: ReplicaGroup | None = None,
+        averaging_group: TensorCollectives | None = None,
     ) -> None:
         self._module = module
         self._written = written
-        self._replica_group = replica_group
+        self._averaging_group = averaging_group
         watched = {id(buffer) for observer in observers for buffer in observer.buffers()}
         buffers = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in watched}
         buffers |= {name: p for name, p in module.named_parameters() if name in changing and not p.requires_grad}
@@ -97,7 +97,7 @@ class Models:
         self.reference: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
         self.shown: ParallelModel | None = None
-        self.shared = None if replica_group is None else SharedBuffers(buffers, replica_group)
+        self.shared = None if averaging_group is None else SharedBuffers(buffers, averaging_group)
 
     @property
     def size(self) -> int:
@@ -107,12 +107,12 @@ class Models:
     @property
     def total(self) -> int:
         """The number of models of all groups."""
-        return self.size * (1 if self._replica_group is None else self._replica_group.count)
+        return self.size * (1 if self._averaging_group is None else self._averaging_group.count)
 
     @property
     def first(self) -> int:
         """The number of this group's model 0 among the models of all groups."""
-        return 0 if self._replica_group is None else self.size * self._replica_group.number
+        return 0 if self._averaging_group is None else self.size * self._averaging_group.number
 
     @property
     def mine(self) -> list[str]:
@@ -322,20 +322,20 @@ class SharedBuffers:
 
     Args:
         buffers: buffers of the module, equal in all groups at the beginning.
-        replica_group: processes in other groups.
+        averaging_group: processes in other groups.
 
     Attributes:
         buffers: by name: the mean of floating-point and complex buffers, group 0's pipeline 0 for others; sparse ones
             are this group's.
     """
 
-    def __init__(self, buffers: Mapping[str, Tensor], replica_group: ReplicaGroup) -> None:
+    def __init__(self, buffers: Mapping[str, Tensor], averaging_group: TensorCollectives) -> None:
         self.buffers = {name: _alike(buffer, buffer.detach().clone()) for name, buffer in buffers.items()}
-        self._replica_group = replica_group
+        self._averaging_group = averaging_group
 
     @torch.no_grad()
     def begin(self, models: Sequence[Mapping[str, Tensor]]) -> Callable[[], None]:
-        """Begin to average the buffers over all groups' models. All processes of the replica group call it.
+        """Begin to average the buffers over all groups' models. All processes of the averaging group call it.
 
         Args:
             models: buffers of each model of this group.
@@ -350,14 +350,14 @@ class SharedBuffers:
         self.buffers |= {name: models[0][name].detach().clone() for name in sparse if not models[0][name].is_meta}
         here = {n: centre for n, centre in self.buffers.items() if n not in sparse and not centre.is_meta}
         sums = {name: self._sum(name, centre, models) for name, centre in here.items()}
-        arrive = self._replica_group.begin_sum([sums[name] for name, centre in here.items() if _has_mean(centre)])
-        choose = self._replica_group.begin_choice([s for name, s in sums.items() if not _has_mean(here[name])])
+        arrive = self._averaging_group.begin_sum([sums[name] for name, centre in here.items() if _has_mean(centre)])
+        choose = self._averaging_group.begin_choice([s for name, s in sums.items() if not _has_mean(here[name])])
 
         @torch.no_grad()
         def end() -> None:
             arrive()
             choose()
-            count = len(models) * self._replica_group.present
+            count = len(models) * self._averaging_group.present
             for name, centre in here.items():
                 change = sums[name]
                 if _has_mean(centre):

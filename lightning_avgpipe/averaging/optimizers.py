@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.models import Models, ParallelModel
-from lightning_avgpipe.comm.collectives import ReplicaGroup
+from lightning_avgpipe.comm.collectives import TensorCollectives
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.weights.relocation import OptimizerStates
@@ -30,15 +30,15 @@ class ModelOptimizers:
     Args:
         own: returns the current optimizers of pipeline 0.
         models: models that they train.
-        replica_group: processes that hold the parallel models of other groups; None if there are none.
+        averaging_group: processes that hold the parallel models of other groups; None if there are none.
     """
 
     def __init__(
-        self, own: Callable[[], Sequence[Optimizer]], models: Models, replica_group: ReplicaGroup | None
+        self, own: Callable[[], Sequence[Optimizer]], models: Models, averaging_group: TensorCollectives | None
     ) -> None:
         self._own = own
         self._models = models
-        self._replica_group = replica_group
+        self._averaging_group = averaging_group
         self._clones: list[list[Optimizer]] = [[]]
 
     def of(self, number: int) -> list[Optimizer]:
@@ -54,7 +54,7 @@ class ModelOptimizers:
         if len(self._clones) == self._models.size:
             return
         own = self._own()
-        states = None if self._replica_group is None else states_of_group_0(own, self._replica_group)
+        states = None if self._averaging_group is None else states_of_group_0(own, self._averaging_group)
         for model in self._models.each[len(self._clones) :]:
             places = self._places(model)
             self._clones.append([clone_optimizer(optimizer, places) for optimizer in own])
@@ -149,18 +149,18 @@ class _Described(NamedTuple):
     on_host: bool
 
 
-def states_of_group_0(optimizers: Sequence[Optimizer], replica_group: ReplicaGroup) -> list[States]:
+def states_of_group_0(optimizers: Sequence[Optimizer], averaging_group: TensorCollectives) -> list[States]:
     """Return copies of the states of group 0's optimizers, one for each optimizer. All processes of the group call it.
 
     Args:
         optimizers: optimizers of the same parameters in all groups; their states may differ.
-        replica_group: processes in other groups.
+        averaging_group: processes in other groups.
     """
     own = list(map(states_of, optimizers))
-    told = replica_group.members.broadcast(
+    told = averaging_group.members.broadcast(
         tree.map_tensors(lambda t: _Described(tuple(t.shape), t.dtype, t.is_cpu), own)
     )
-    if replica_group.number == 0:
+    if averaging_group.number == 0:
         states = tree.map_tensors(lambda t: t.detach().clone(), own)
     else:
         states = [
@@ -169,7 +169,7 @@ def states_of_group_0(optimizers: Sequence[Optimizer], replica_group: ReplicaGro
         ]
     tensors = [v for state in states for entry in state.values() for v in entry.values() if isinstance(v, Tensor)]
     for on_host in (True, False):  # one message cannot have tensors of both
-        replica_group.copy([tensor for tensor in tensors if tensor.is_cpu == on_host])
+        averaging_group.copy([tensor for tensor in tensors if tensor.is_cpu == on_host])
     return states
 
 

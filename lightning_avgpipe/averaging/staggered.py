@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.averaging.averaging_step import chunks, wide
-from lightning_avgpipe.comm.collectives import ReplicaGroup
+from lightning_avgpipe.comm.collectives import TensorCollectives
 from lightning_avgpipe.errors import ScheduleError
 
 
@@ -49,8 +49,8 @@ class StaggeredAveraging:
         reference: mean of the models.
         alpha: fraction of its distance to the reference that a model moves, 0..1.
         outer_lr: step of the reference, as a multiple of the mean update.
-        replica_group: processes that hold the models of other groups, all of which begin and end with this one; None if
-            there are none.
+        averaging_group: processes that hold the models of other groups, all of which begin and end with this one; None
+            if there are none.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class StaggeredAveraging:
         reference: Sequence[Tensor],
         alpha: float,
         outer_lr: float,
-        replica_group: ReplicaGroup | None = None,
+        averaging_group: TensorCollectives | None = None,
     ) -> None:
         # each model with a copy of itself at the beginning of its iteration
         self._models = [(list(model), [tensor.detach().clone() for tensor in model]) for model in models]
@@ -67,9 +67,9 @@ class StaggeredAveraging:
         self._alpha, self._outer_lr = alpha, outer_lr
         self._next = 0
         self._known = [tensor.detach().clone() for tensor in self._reference]
-        self._replica_group = replica_group
+        self._averaging_group = averaging_group
         # what this group's models add in this iteration, and did in the last one: the latter, summed over the groups
-        several = [] if replica_group is None else wide(reference)
+        several = [] if averaging_group is None else wide(reference)
         self._moves, self._sums = ([torch.zeros_like(tensor) for tensor in several] for _ in range(2))
         self._arrive: Callable[[], None] | None = None  # ends the sum that began last
 
@@ -85,7 +85,7 @@ class StaggeredAveraging:
         """
         if number != self._next:
             raise ScheduleError(f"model {number} ends its iteration, but it is the turn of model {self._next}")
-        count, alone = len(self._models), self._replica_group is None
+        count, alone = len(self._models), self._averaging_group is None
         self._next = (number + 1) % count
         if number == 0 and alone:  # the previous iteration has ended for all models
             torch._foreach_copy_(self._known, self._reference)
@@ -99,17 +99,17 @@ class StaggeredAveraging:
             torch._foreach_copy_(model, wide_model)
             torch._foreach_copy_(centres, wide_centres)
             torch._foreach_copy_(began, model)
-        if self._next == 0 and self._replica_group is not None:
-            self._tell(self._replica_group)
+        if self._next == 0 and self._averaging_group is not None:
+            self._tell(self._averaging_group)
 
-    def _tell(self, replica_group: ReplicaGroup) -> None:
+    def _tell(self, averaging_group: TensorCollectives) -> None:
         """Begin to sum this iteration's moves over the groups, once all models of this group have ended it."""
         self.catch_up()
         # the moves of other groups in this iteration are not known yet
         torch._foreach_copy_(self._known, torch._foreach_add(wide(self._reference), self._moves))
         self._sums, self._moves = self._moves, self._sums
         torch._foreach_zero_(self._moves)
-        self._arrive = replica_group.begin_sum(self._sums)
+        self._arrive = averaging_group.begin_sum(self._sums)
 
     @torch.no_grad()
     def catch_up(self) -> None:
@@ -117,11 +117,11 @@ class StaggeredAveraging:
 
         Later results do not depend on whether this method is called.
         """
-        if self._arrive is None or self._replica_group is None:
+        if self._arrive is None or self._averaging_group is None:
             return
         self._arrive()
         self._arrive = None
-        torch._foreach_div_(self._sums, float(self._replica_group.count))
+        torch._foreach_div_(self._sums, float(self._averaging_group.count))
         torch._foreach_copy_(self._reference, torch._foreach_add(wide(self._reference), self._sums))
 
     @torch.no_grad()

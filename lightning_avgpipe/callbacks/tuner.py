@@ -351,7 +351,7 @@ def _run(strategy: AvgPipeStrategy) -> PipelineRun:
 
 def _rolling(run: PipelineRun) -> bool | Literal["auto"]:
     """Return whether several pipelines roll, now that the step has been captured. Every process calls it."""
-    order = run.iterations.order
+    order = run.loop.order
     if not isinstance(order, RollingOrder) or not order.in_turn or order.stop_if_refused():
         return False
     return run.configuration.options.averaging.rolling

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_avgpipe.capture.costs import Link
 from lightning_avgpipe.comm.batches import BatchStream
-from lightning_avgpipe.comm.collectives import Collectives, ReplicaGroup
+from lightning_avgpipe.comm.collectives import Collectives, TensorCollectives
 from lightning_avgpipe.comm.control import ControlChannel
 from lightning_avgpipe.comm.probe import measure_links
 from lightning_avgpipe.comm.process_groups import ProcessGroups
@@ -58,7 +58,7 @@ class Cluster:
         group: processes that host all stages together, including this one.
         world: all processes of all groups; the same as ``group`` if there is one group.
         leaders: the processes with rank 0 of their group; on other ranks, and with one group, this process alone.
-        replica_group: processes that host the same stages of other teams' models; None if there is one team.
+        averaging_group: processes that host the same stages of other teams' models; None if there is one team.
         replicas: processes that host the same stages of the same models; None if there is one replica.
         watch: knows what the processes do and which of them failed; a new one for each time the cluster is open.
         waits: waits for other processes.
@@ -80,14 +80,14 @@ class Cluster:
         self.world = self._collectives_of(mine["world"])
         self.group = self._collectives_of(mine["group"]) if "group" in mine else self.world
         self.leaders = self._collectives_of(mine.get("leaders", alone))
-        self.replica_group: ReplicaGroup | None = None
-        self.replicas: ReplicaGroup | None = None
+        self.averaging_group: TensorCollectives | None = None
+        self.replicas: TensorCollectives | None = None
         if "teams" in mine:
-            self.replica_group = ReplicaGroup(
+            self.averaging_group = TensorCollectives(
                 self._collectives_of(mine["teams"]), self.group_number // stage_map.replicas
             )
         if "replicas" in mine:
-            self.replicas = ReplicaGroup(self._collectives_of(mine["replicas"]))
+            self.replicas = TensorCollectives(self._collectives_of(mine["replicas"]))
         self._begin(None)  # nothing is watched before the cluster is open
 
     # -- this process ------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Cluster:
             self.connect(list(stage_replicas(stage_map)), f"replicas={list(counts)}")
         for party in stage_replicas(stage_map):
             if self._process.rank in party.ranks:
-                self.replicas = ReplicaGroup(self._collectives_of(party))
+                self.replicas = TensorCollectives(self._collectives_of(party))
 
     def connect(self, parties: Sequence[Party], what: str) -> Collectives | None:
         """Connect the members of each party, unless they are connected. Every process calls it.

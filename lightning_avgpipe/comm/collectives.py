@@ -1,7 +1,7 @@
 """Collectives: operations of a set of processes. Every wait is bounded and ends when a process fails.
 
 Objects and small tensors meet on the host (:class:`Collectives`). Tensors of devices are summed or copied between
-processes that host the same stages in several groups (:class:`ReplicaGroup`)::
+processes that host the same stages in several groups (:class:`TensorCollectives`)::
 
     group 0     stage 0 on rank 1     stage 1 on rank 0
     group 1     stage 0 on rank 3     stage 1 on rank 2
@@ -249,8 +249,8 @@ def _length(block: Tensor) -> int:
 # -- tensors of devices ----------------------------------------------------------------------------------------------
 
 
-class ReplicaGroup:
-    """The collectives of a replica group on tensors of its devices, in few large messages.
+class TensorCollectives:
+    """Collectives of the processes that host the same stages, on tensors of their devices, in few large messages.
 
     Args:
         members: processes of the group, connected on host and device, or, if ``on_host``, on the host only. The first

@@ -24,7 +24,7 @@ from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.torch_compat import version_of
 
 if TYPE_CHECKING:
-    from lightning_avgpipe.strategy.loop import Iterations
+    from lightning_avgpipe.strategy.loop import PipelineLoop
 
 # Attributes of the trainer that are known only when the batch before has ended.
 _NOT_YET = (
@@ -49,7 +49,7 @@ class Overlap:
         checked: whether the captured step has been found to allow overlaps.
     """
 
-    def __init__(self, loop: Iterations) -> None:
+    def __init__(self, loop: PipelineLoop) -> None:
         self.option, self.instead = loop.configuration.options.overlap
         self.coming: deque[Iteration] = deque()
         self.checked = False

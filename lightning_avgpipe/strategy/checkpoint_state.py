@@ -95,7 +95,7 @@ class CheckpointState:
         with contextlib.ExitStack() as shown:
             if self._deployment is not None:
                 self.drain()
-                shown.enter_context(self._deployment.models.showing_reference())
+                shown.enter_context(self._deployment.parallel.showing_reference())
                 holdings = self._deployment.holdings
             names = {id(t): name for name, t in (*self.module.named_parameters(), *self.module.named_buffers())}
 
@@ -136,7 +136,7 @@ class CheckpointState:
         if self._schedule_control is not None and (state := self._schedule_control.state_dict()) is not None:
             ours["advance"] = state
         if self._configuration.options.averaging.save_models and self._deployment is not None:
-            ensemble = self._deployment.models.state_dict(self._deployment.holdings.answers)
+            ensemble = self._deployment.parallel.state_dict(self._deployment.holdings.answers)
             ours.update({} if ensemble is None else {"ensemble": ensemble})
         checkpoint[_KEY] = ours
 
@@ -146,7 +146,7 @@ class CheckpointState:
         Parallel models start again from these weights.
         """
         if self._deployment is not None:
-            self._deployment.models.dissolve(average=False)
+            self._deployment.parallel.dissolve(average=False)
         if on_meta(self.module):
             self.loaded = dict(checkpoint["state_dict"])
         with warnings.catch_warnings():
@@ -173,7 +173,7 @@ class CheckpointState:
         self._configuration.seed = ours.get("seed", self._configuration.seed)
         if self._schedule_control is not None:
             self._schedule_control.load_state_dict(ours.get("advance"))
-        deployment.models.saved = ours.get("ensemble", {})
+        deployment.parallel.saved = ours.get("ensemble", {})
 
     def take_origin(self, cluster: Cluster, seed: int) -> Origin | None:
         """Return the origin of the contents of parameters and buffers on meta; None if there are none.

@@ -167,7 +167,7 @@ def whole(model: pl.LightningModule, why: str, given: Options, num_groups: int) 
         "system": (given.system is not None, "nothing is averaged; leave it out"),
         "num_microbatches": (given.splits, "a batch stays whole; use 'auto', and a smaller batch"),
         "num_pipelines": (given.num_pipelines > 1, "there is one model; use num_pipelines=1"),
-        "replicas": (given.replicates, "there is one copy of the model; use replicas=1, or strategy='ddp'"),
+        "replicas": (given.asks_for_replicas, "there is one copy of the model; use replicas=1, or strategy='ddp'"),
         "averaging.groups": ((given.averaging.groups or 1) > 1, "there is one model; leave groups out"),
         "averaging.processes_per_device": (
             given.averaging.processes_per_device > 1,

@@ -95,7 +95,7 @@ def give_back(context: RunContext, deployment: Deployment) -> None:
     """Give every process the whole module at the end of a run, unless it began on meta or the run has failed."""
     try:
         if context.connection.failed:
-            deployment.models.abandon()
+            deployment.parallel.abandon()
         else:
             deployment.restore()
     finally:

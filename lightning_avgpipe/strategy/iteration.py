@@ -26,7 +26,7 @@ from lightning_avgpipe.utils.random_streams import host_lent
 from lightning_avgpipe.utils.torch_compat import version_of
 
 if TYPE_CHECKING:
-    from lightning_avgpipe.strategy.loop import Iterations
+    from lightning_avgpipe.strategy.loop import PipelineLoop
 
 STEP = "training_step"
 
@@ -188,7 +188,7 @@ class IterationOrder:
         loop: runs iterations.
     """
 
-    def __init__(self, loop: Iterations) -> None:
+    def __init__(self, loop: PipelineLoop) -> None:
         self.loop = loop
 
     @property
@@ -227,7 +227,7 @@ class IterationOrder:
         result = loop.result(iteration)
         if iteration.trains:
             if steps:
-                loop.deployment.models.sum_copied_gradients()
+                loop.deployment.parallel.sum_copied_gradients()
             fed = models.synchronise(len(iteration.works), steps)
         with iteration.precision():
             models.step_log.issue()

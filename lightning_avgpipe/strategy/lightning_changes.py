@@ -100,17 +100,17 @@ def showing_reference(trainer: pl.Trainer, deployment: Deployment) -> Iterator[N
     )  # fmt: skip
 
     def on_evaluation_model_eval() -> None:
-        deployment.models.show_reference(True)
+        deployment.parallel.show_reference(True)
         begin()
 
     def on_evaluation_model_train() -> None:
         end()
-        deployment.models.show_reference(False)
+        deployment.parallel.show_reference(False)
 
     @functools.wraps(clip)
     def configure_gradient_clipping(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # the last hook before the step, after all hooks that may change a learning rate
-        ensemble, first = deployment.models.ensemble, trainer.optimizers
+        ensemble, first = deployment.parallel.ensemble, trainer.optimizers
         if ensemble is not None:  # the hooks of another pipeline may have changed that pipeline's own
             ensemble.optimizers.follow(None if any(optimizer is known for known in first) else optimizer)
         return clip(optimizer, *args, **kwargs)

@@ -53,7 +53,7 @@ _CONTEXTS = {
 }
 
 
-class Iterations:
+class PipelineLoop:
     """Runs the steps of one run of the trainer.
 
     Args:
@@ -222,7 +222,7 @@ class Iterations:
         training, configuration, stage_map = step == STEP, self.configuration, self.cluster.stage_map
         weighs = training or (step != "predict_step" and self.splitter.loss_weight is not None)
         works = [self.splitter.split(one, n, weighs) for n, one in enumerate(batches)]
-        others, replica = self.deployment.models.replica_group, self.cluster.group_number % stage_map.replicas
+        others, replica = self.deployment.parallel.averaging_group, self.cluster.group_number % stage_map.replicas
         team = 0 if others is None else others.number
         first = team * configuration.num_pipelines, replica * configuration.options.microbatches(stage_map.given_stages)
         return Iteration(
@@ -294,7 +294,7 @@ class Iterations:
     @contextlib.contextmanager
     def _hook_called(self) -> Iterator[None]:
         """Within this context a hook is called while pipeline 0 runs: what it changes is changed for all pipelines."""
-        stream = self.deployment.models.pipelines[0].stream
+        stream = self.deployment.parallel.pipelines[0].stream
         with host_lent(), contextlib.nullcontext() if stream is None else stream.left():
             yield
 
@@ -343,7 +343,7 @@ class Iterations:
                 works, iteration.rest, iteration.number, iteration.finish, iteration.batches[0]
             )
         tasks = [self.task(iteration, n, known) for n in range(len(works))]
-        ensemble = self.deployment.models.ensemble
+        ensemble = self.deployment.parallel.ensemble
         own = self.models.replicas.observers(schedules[0], num_pipelines, not self.accumulates) if trains else []
         if iteration.clears is not None:
             own = [iteration.clears, *own]

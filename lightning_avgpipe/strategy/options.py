@@ -25,7 +25,7 @@ from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.schedule.policies import ABOUT, GIVEN, POLICIES, WeightPolicy
 from lightning_avgpipe.schedule.recipes import RECIPES, trainable
 from lightning_avgpipe.strategy import combinations
-from lightning_avgpipe.strategy.schedule_choice import Order
+from lightning_avgpipe.strategy.schedule_choice import ScheduleRequest
 from lightning_avgpipe.strategy.system import System
 from lightning_avgpipe.utils.allowed import (
     DURATION,
@@ -204,10 +204,14 @@ class Options:
         return POLICIES[self.weight_policy] if isinstance(self.weight_policy, str) else self.weight_policy.policy
 
     @property
-    def order(self) -> Order:
-        """The order of actions that was asked for."""
+    def schedule_request(self) -> ScheduleRequest:
+        """The schedule that was asked for."""
         splits = not self.recompute
-        return Order(self.schedule, self.advance, splits) if self.policy.drains else Order("1f1b", 0, splits)
+        return (
+            ScheduleRequest(self.schedule, self.advance, splits)
+            if self.policy.drains
+            else ScheduleRequest("1f1b", 0, splits)
+        )
 
     @property
     def overlap(self) -> tuple[str, str]:
@@ -256,11 +260,11 @@ class Options:
         return bool(self.stage_replicas) or SOURCES[self.planner].replicates
 
     @property
-    def replicates(self) -> bool:
+    def asks_for_replicas(self) -> bool:
         """Whether replicas were asked for, of pipelines or of stages."""
         return self.shares_stages or self.replicas not in (1, "auto")
 
-    def replicated(self, replicas: int) -> bool:
+    def has_replicas(self, replicas: int) -> bool:
         """Return whether several processes train the same stage, where the pipelines have so many replicas."""
         return self.shares_stages or replicas > 1
 

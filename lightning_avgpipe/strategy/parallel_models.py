@@ -51,14 +51,14 @@ class ParallelModels:
         self.step_log = step_log
         self._observers = observers
         self.fed = 0
-        replicated = context.configuration.options.replicated(context.cluster.stage_map.replicas)
-        normalises = replicated and context.trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
-        self.replicas = ReplicaSync(context.module, context.cluster, deployment.models, observers, normalises)
+        has_replicas = context.configuration.options.has_replicas(context.cluster.stage_map.replicas)
+        normalises = has_replicas and context.trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
+        self.replicas = ReplicaSync(context.module, context.cluster, deployment.parallel, observers, normalises)
 
     @property
     def num_models(self) -> int:
         """The number of parallel models in all groups; the groups of a team train the same models."""
-        others = self._deployment.models.replica_group
+        others = self._deployment.parallel.averaging_group
         return self._configuration.num_pipelines * (1 if others is None else others.count)
 
     @property
@@ -69,7 +69,7 @@ class ParallelModels:
     @property
     def ensemble(self) -> Ensemble | None:
         """The parallel models of this group; None if there is one model."""
-        return self._deployment.models.ensemble
+        return self._deployment.parallel.ensemble
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -81,17 +81,17 @@ class ParallelModels:
         """Return the pipelines that run a prepared step function on so many batches. Every process calls it."""
         deployment = self._deployment
         if step != "training_step":
-            deployment.models.show_reference(True)
+            deployment.parallel.show_reference(True)
             return [deployment.pipeline]
         self._finish_averaging()
-        deployment.models.show_reference(False)
-        if deployment.models.ensemble is not None:
-            deployment.models.ensemble.checksums.check(deployment.models.ensemble.models.size - 1)
-        saved = deployment.models.num_saved
-        pipelines = deployment.models.train(self._configuration.num_pipelines)
+        deployment.parallel.show_reference(False)
+        if deployment.parallel.ensemble is not None:
+            deployment.parallel.ensemble.checksums.check(deployment.parallel.ensemble.models.size - 1)
+        saved = deployment.parallel.num_saved
+        pipelines = deployment.parallel.train(self._configuration.num_pipelines)
         if saved is not None and (saved or 1) != self.num_models:
             self._tell_restart(saved)
-        deployment.models.show_reference(False)
+        deployment.parallel.show_reference(False)
         self.fed = max(self.fed, count)
         return pipelines[:count]
 
@@ -234,7 +234,7 @@ class ParallelModels:
         """
         ensemble = self.ensemble
         if number is None:
-            return self._deployment.models.showing_reference()
+            return self._deployment.parallel.showing_reference()
         check_number(number, 1 if ensemble is None else ensemble.models.size)
         if ensemble is None:
             return contextlib.nullcontext()

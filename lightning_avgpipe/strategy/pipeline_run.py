@@ -23,7 +23,7 @@ from lightning_avgpipe.strategy.deploying import deploy, give_back
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
 from lightning_avgpipe.strategy.iteration import STEP
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector
-from lightning_avgpipe.strategy.loop import Iterations
+from lightning_avgpipe.strategy.loop import PipelineLoop
 from lightning_avgpipe.strategy.metric_objects import tell_device
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.rank_zero_hooks import hooks_with_results
@@ -66,13 +66,13 @@ class PipelineRun:
         batches: brings batches to the device.
         deployment: deployment of the module on processes. This and the attributes below exist from :meth:`setup` on.
         models: the models that are trained.
-        iterations: runs the steps.
+        loop: runs the steps.
         plan: the plan of the stages; None before the first batch.
     """
 
     deployment: Deployment
     models: ParallelModels
-    iterations: Iterations
+    loop: PipelineLoop
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
@@ -89,7 +89,7 @@ class PipelineRun:
     @property
     def plan(self) -> Plan | None:
         """The plan of the stages that training uses; None before the first batch."""
-        return self.iterations.plan if hasattr(self, "iterations") else None
+        return self.loop.plan if hasattr(self, "loop") else None
 
     # -- set-up and teardown -----------------------------------------------------------------------------------------
 
@@ -103,17 +103,17 @@ class PipelineRun:
         if fitting:
             self._undo.enter_context(options.beyond.training(context, deployment))
         self.models = ParallelModels(context, deployment, step_log, observers)
-        schedule_control = ScheduleControl(options.order, context, deployment.models, observers)
+        schedule_control = ScheduleControl(options.schedule_request, context, deployment.parallel, observers)
         context.state.begin(deployment, schedule_control)
         self.without_numbers = WithoutNumbers(trainer, StateOfSteps(trainer, cluster, deployment))
-        loop = self.iterations = Iterations(context, self.batches, deployment, self.models, schedule_control)
+        loop = self.loop = PipelineLoop(context, self.batches, deployment, self.models, schedule_control)
         order = (options.policy.order(loop) or rolling.order(loop)) if fitting else None
         if order is not None:
             loop.order, context.state.drain = order, order.drain
             self._undo.enter_context(changes.overlapping(trainer, order, self.batches))
         if fitting:
             commands.advise(trainer, cluster)
-        if fitting and options.replicated(cluster.stage_map.replicas):
+        if fitting and options.has_replicas(cluster.stage_map.replicas):
             commands.refuse_to_verify(options.verify, "with replicas each process has only a share of the batch")
         alike = options.policy.drains and not (options.compile or options.shares_stages or options.system)
         if fitting and (options.verifies or alike):
@@ -134,9 +134,9 @@ class PipelineRun:
             step_log=self.models.step_log,
             seed=lambda: self.configuration.seed,
             num_pipelines=lambda: self.configuration.num_pipelines,
-            clears_gradients=lambda: self.iterations.zero_grad is not None,
+            clears_gradients=lambda: self.loop.zero_grad is not None,
             loss_is_mean=self.configuration.options.loss_reduction == "mean",
-            loss_weight=lambda: self.iterations.splitter.loss_weight,
+            loss_weight=lambda: self.loop.splitter.loss_weight,
             showing=self.models.showing,
             observed=hooks.has_any(self.context.trainer, hooks.BETWEEN_STEPS),
             acting=hooks.has_any(self.context.trainer, hooks.WITHIN_STEPS),
@@ -155,7 +155,7 @@ class PipelineRun:
         enter(changes.observing(trainer, self.models.step_log, cluster.leaders))
         if fitting:
             observed = hooks.has_any(trainer, hooks.BETWEEN_STEPS)
-            enter(PipelineOptimization(self.iterations, observed, self.without_numbers).installed())
+            enter(PipelineOptimization(self.loop, observed, self.without_numbers).installed())
             enter(changes.showing_reference(trainer, deployment))
         if fitting or several:
             enter(scaling_together(trainer.precision_plugin, cluster, self.models.together_with))
@@ -169,8 +169,8 @@ class PipelineRun:
 
     def end_training(self) -> None:
         """Compare what is still to be verified, after the last batch."""
-        if self.iterations.verifier is not None:
-            self.iterations.verifier.leave()
+        if self.loop.verifier is not None:
+            self.loop.verifier.leave()
 
     def teardown(self) -> None:
         """Give every process the whole module back."""
@@ -179,7 +179,7 @@ class PipelineRun:
     def end_script(self) -> None:
         """End a script that runs to be verified, or for advice; called after teardown."""
         if self.plan is not None:  # something has run
-            commands.end_script(self.context.trainer, self.iterations.verifier)
+            commands.end_script(self.context.trainer, self.loop.verifier)
 
     def model_to_device(self, own: Own) -> None:
         """Set the device of modules and metric objects; weights stay until it is known which stage needs which."""
@@ -196,7 +196,7 @@ class PipelineRun:
 
     def needs(self, batch: Any, rank: int) -> frozenset[str] | None:
         """Return the names of a batch's tensors that a process needs; None is all of them."""
-        stage, splitter, stage_map = self.context.trainer.state.stage, self.iterations.splitter, self.cluster.stage_map
+        stage, splitter, stage_map = self.context.trainer.state.stage, self.loop.splitter, self.cluster.stage_map
         if self.configuration.options.links.send_batch == "all" or splitter.custom_split is not None or stage is None:
             return None
         if splitter.loss_weight is not None and rank in stage_map.ranks(stage_map.num_stages - 1):
@@ -211,9 +211,9 @@ class PipelineRun:
         """
         batch, *rest = args
         if name == "training_step":
-            run = partial(self.iterations.order.train, self.batches.take(batch), tuple(rest))
+            run = partial(self.loop.order.train, self.batches.take(batch), tuple(rest))
         else:
-            run = partial(self.iterations.evaluate, name, batch, *rest)
+            run = partial(self.loop.evaluate, name, batch, *rest)
         try:
             try:
                 return run()
@@ -228,13 +228,13 @@ class PipelineRun:
             ) from error
 
     def _on_whole_batch(self, name: str, run: Callable[[], Any], reason: str) -> Any:
-        self.iterations.splitter.keep_whole()
+        self.loop.splitter.keep_whole()
         try:
             result = run()
         except Exception as error:
             error.add_note(f"num_microbatches='auto' was tried as 1, because {reason}")
             raise
-        self.iterations.splitter.warn_once(
+        self.loop.splitter.warn_once(
             f"batches are not split into micro-batches for {name}, so its stages take turns: {reason}. An explicit "
             "num_microbatches divides them where that is possible, and is an error elsewhere"
         )
@@ -244,15 +244,15 @@ class PipelineRun:
         self, own: Own, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
     ) -> Any:
         """Run the closure, and step the optimizers of all parallel models."""
-        verifier = self.iterations.verifier
+        verifier = self.loop.verifier
         with self.without_numbers.lifted(), contextlib.nullcontext() if verifier is None else verifier.stepping():
-            result = self.models.optimizer_step(own, self.iterations.order, optimizer, closure, model, **kwargs)
-            self.iterations.order.stepped()
+            result = self.models.optimizer_step(own, self.loop.order, optimizer, closure, model, **kwargs)
+            self.loop.order.stepped()
         return result
 
     def end_iteration(self) -> None:
         """Apply the changes that were asked for within the iteration."""
-        self.iterations.end_iteration()
+        self.loop.end_iteration()
 
     def showing(self, number: int | None) -> AbstractContextManager[None]:
         """Return a context within which the module is the model of one pipeline; None: the reference."""
@@ -265,25 +265,25 @@ class PipelineOptimization(_AutomaticOptimization):
     Accumulation, clipping, precision and the optimizer's hooks stay Lightning's.
 
     Args:
-        iterations: runs the steps.
+        loop: runs the steps.
         observed: whether user code may look at the weights between steps.
         without_numbers: wraps the user's hooks.
     """
 
-    def __init__(self, iterations: Iterations, observed: bool, without_numbers: WithoutNumbers) -> None:
-        super().__init__(iterations.trainer)
+    def __init__(self, loop: PipelineLoop, observed: bool, without_numbers: WithoutNumbers) -> None:
+        super().__init__(loop.trainer)
         self.optim_progress = self.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
-        self._iterations = iterations
+        self._loop = loop
         self._observed = observed
         self._without_numbers = without_numbers
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Within this context the optimization of a batch is an iteration of the pipeline."""
-        loop = self.trainer.fit_loop.epoch_loop
-        original = loop.automatic_optimization
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+        original = epoch_loop.automatic_optimization
         try:
-            with replaced(loop, "automatic_optimization", self):
+            with replaced(epoch_loop, "automatic_optimization", self):
                 yield
         finally:
             original.optim_progress = self.optim_progress
@@ -293,21 +293,21 @@ class PipelineOptimization(_AutomaticOptimization):
 
         So is what else the step has returned, if a callback may read it.
         """
-        cluster = self._iterations.cluster
+        cluster = self._loop.cluster
         cluster.control.expect()
-        verifier = self._iterations.verifier
-        if verifier is not None and not self._iterations.passes:  # before optimizers and their hooks count a step
-            with self._iterations.clearing_gradients(self._make_zero_grad_fn(batch_idx, optimizer)):
+        verifier = self._loop.verifier
+        if verifier is not None and not self._loop.passes:  # before optimizers and their hooks count a step
+            with self._loop.clearing_gradients(self._make_zero_grad_fn(batch_idx, optimizer)):
                 verifier.fork()
         result = super().run(optimizer, batch_idx, kwargs)
-        schedule_control, connector = self._iterations.schedule_control, self.trainer._logger_connector
+        schedule_control, connector = self._loop.schedule_control, self.trainer._logger_connector
         decided = schedule_control.finish()
         if isinstance(connector, SyncedLoggerConnector):  # several processes
             news: Any = None
             if cluster.world.rank == 0:
                 stops = self.trainer.should_stop  # the step may have said so
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot(), "stops": stops}
-            others = dict(result) if STEP in self._iterations.shared_results else {}
+            others = dict(result) if STEP in self._loop.shared_results else {}
             # each group has its own results, and decides on its own advance
             news, (decided, others) = cluster.control.relay(news, (decided, others))
             result = {**result, **others}
@@ -317,10 +317,10 @@ class PipelineOptimization(_AutomaticOptimization):
                 result = {**result, "loss": news["loss"]}
         # only now, since the other stages wait for rank 0's news
         if self._observed:
-            self._iterations.models.finish_averaging()
+            self._loop.models.finish_averaging()
         schedule_control.accept(decided)
         schedule_control.log(self.trainer)
-        self._iterations.end_iteration()
+        self._loop.end_iteration()
         return result
 
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
@@ -340,16 +340,16 @@ class PipelineOptimization(_AutomaticOptimization):
             shares_loss: whether all processes return the loss, which the last stage has: an optimizer of the user's may
                 step by it (Polyak's step size).
         """
-        with self._without_numbers.lifted() as by_hook, self._iterations.clearing_gradients(zero_grad):
+        with self._without_numbers.lifted() as by_hook, self._loop.clearing_gradients(zero_grad):
             result = step()
         if by_hook:  # which may look at gradients
             self._without_numbers.show_gradients()
         if shares_loss:
-            result.loss = self._iterations.cluster.control.publish(result.loss)
+            result.loss = self._loop.cluster.control.publish(result.loss)
         return result
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
-        several = self._iterations.cluster.group.world_size > 1
+        several = self._loop.cluster.group.world_size > 1
         shares_loss = several and not type(optimizer).__module__.startswith("torch.")
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
         return Closure(partial(self._iterate, self._make_step_fn(kwargs), zero_grad, shares_loss))

@@ -36,7 +36,7 @@ from lightning_avgpipe.state.untouched import unchanged, untouched
 from lightning_avgpipe.strategy.hooks import changes_batches
 from lightning_avgpipe.strategy.iteration import Works
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
-from lightning_avgpipe.strategy.schedule_choice import Order
+from lightning_avgpipe.strategy.schedule_choice import ScheduleRequest
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from lightning_avgpipe.training.stepping import scalers_of, without_gradients
 from lightning_avgpipe.tuning.profile import Setting
@@ -108,7 +108,7 @@ class Rehearsal:
         self.trainer = trainer
         self._module = trainer.lightning_module
         self._batch = batch
-        self.batch_size = run.iterations.splitter.num_samples(copy.deepcopy(batch))
+        self.batch_size = run.loop.splitter.num_samples(copy.deepcopy(batch))
         self.captured = 1
 
     def prepare(self, num_microbatches: int) -> None:
@@ -185,7 +185,7 @@ class Rehearsal:
         assert deployment.plan is not None
         times = _SUMS if deployment.plan.copied else 0
         wait = partial(world.barrier, "sums over tied parameters, which are timed")
-        return self._fastest_s(deployment.models.sum_copied_gradients, times, wait)
+        return self._fastest_s(deployment.parallel.sum_copied_gradients, times, wait)
 
     def averaging_s(self) -> float:
         """Return the seconds in which this process averages one model with a reference.
@@ -221,16 +221,16 @@ class Rehearsal:
     @property
     def have_streams(self) -> bool:
         """Whether each of several pipelines has a stream of its own."""
-        return self.pipeline_run.deployment.models.have_streams
+        return self.pipeline_run.deployment.parallel.have_streams
 
     @property
     def _optimizers(self) -> list[Optimizer]:
         return [unwrapped(o) for o in self.trainer.optimizers]
 
     def _trials(self, setting: Setting) -> _Trials:
-        run, order = self.pipeline_run, Order(setting.schedule, setting.advance)
-        observers = run.iterations.schedule_control.observers
-        trials = _Trials(order, run.context, run.deployment.models, observers, lambda: math.inf)
+        run, request = self.pipeline_run, ScheduleRequest(setting.schedule, setting.advance)
+        observers = run.loop.schedule_control.observers
+        trials = _Trials(request, run.context, run.deployment.parallel, observers, lambda: math.inf)
         trials.captured = self.captured
         return trials
 
@@ -239,14 +239,14 @@ class Rehearsal:
         run, configuration = self.pipeline_run, self.pipeline_run.configuration
         n, m = setting.num_pipelines, setting.num_microbatches
         configuration.options = replace(configuration.options, num_pipelines=n, num_microbatches=m)
-        run.iterations.schedule_control = trials
+        run.loop.schedule_control = trials
         batch = run.batches.hand_out(batches)
         self._module._current_fx_name = "on_train_batch_start"
         self._module.on_train_batch_start(batch, 0)
         self._module._current_fx_name = "training_step"
         kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
         _, *rest = kwargs.values()
-        run.iterations.order.train(run.batches.take(batch), tuple(rest))
+        run.loop.order.train(run.batches.take(batch), tuple(rest))
 
     def _clear_gradients(self) -> None:
         self.pipeline_run.models.clear_gradients()
@@ -294,18 +294,18 @@ def _trying(run: PipelineRun, batch: Any) -> Iterator[Any]:
     Returns:
         A copy of the batch on the device, after its transfer hooks.
     """
-    before, schedule_control, fed = run.configuration.options, run.iterations.schedule_control, run.models.fed
+    before, schedule_control, fed = run.configuration.options, run.loop.schedule_control, run.models.fed
     try:
-        unverified = replaced(run.iterations, "verifier", None)
+        unverified = replaced(run.loop, "verifier", None)
         with (
             run.models.step_log.unheard(),
-            run.deployment.models.trying(),
+            run.deployment.parallel.trying(),
             unverified,
             run.batches.trying(batch) as here,
         ):
             yield here
     finally:
-        run.configuration.options, run.iterations.schedule_control, run.models.fed = before, schedule_control, fed
+        run.configuration.options, run.loop.schedule_control, run.models.fed = before, schedule_control, fed
 
 
 @contextlib.contextmanager

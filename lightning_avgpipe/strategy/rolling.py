@@ -49,14 +49,14 @@ from lightning_avgpipe.engine.pipeline import Engine, Pipeline
 from lightning_avgpipe.strategy.ahead import Overlap
 from lightning_avgpipe.strategy.checks import is_rolling_refused
 from lightning_avgpipe.strategy.iteration import STEP, Iteration, IterationOrder
-from lightning_avgpipe.strategy.loop import Iterations
+from lightning_avgpipe.strategy.loop import PipelineLoop
 from lightning_avgpipe.utils.patching import noop, replaced
 
 
 class RollingOrder(IterationOrder):
     """Iterations of parallel models that overlap."""
 
-    def __init__(self, loop: Iterations) -> None:
+    def __init__(self, loop: PipelineLoop) -> None:
         super().__init__(loop)
         self.overlap = Overlap(loop)
         self._engine = Engine(loop.cluster, STEP, rolls=True)
@@ -113,7 +113,7 @@ class RollingOrder(IterationOrder):
             step: steps the optimizers of a pipeline.
         """
         loop, iteration, self._now = self.loop, self._now, None
-        if loop.deployment.models.ensemble is None or (iteration is None and loop.cluster.stage_map.num_teams == 1):
+        if loop.deployment.parallel.ensemble is None or (iteration is None and loop.cluster.stage_map.num_teams == 1):
             return  # no batch was trained
         ensemble, observers = self._ensemble, loop.schedule_control.observers
         try:
@@ -148,7 +148,7 @@ class RollingOrder(IterationOrder):
         for iteration in self.overlap.coming:
             self._undo(iteration, together)
         self.overlap.leave()
-        if together and self.loop.deployment.models.ensemble is not None:
+        if together and self.loop.deployment.parallel.ensemble is not None:
             self._ensemble.averager.reset()
 
     def stop_if_refused(self) -> bool:
@@ -186,11 +186,11 @@ class RollingOrder(IterationOrder):
 
     @property
     def _pipelines(self) -> list[Pipeline]:
-        return self.loop.deployment.models.pipelines
+        return self.loop.deployment.parallel.pipelines
 
     @property
     def _ensemble(self) -> Ensemble:
-        ensemble = self.loop.deployment.models.ensemble
+        ensemble = self.loop.deployment.parallel.ensemble
         assert ensemble is not None
         return ensemble
 
@@ -250,8 +250,8 @@ class RollingOrder(IterationOrder):
             self.overlap.checked
             and not self._verifies
             and STEP in deployment.pipeline.steps
-            and deployment.models.ensemble is not None
-            and deployment.models.ensemble.models.size == num_pipelines
+            and deployment.parallel.ensemble is not None
+            and deployment.parallel.ensemble.models.size == num_pipelines
             and not deployment.replans
             and not [*self.loop.schedule_control.observers]
             and not self.loop.schedule_control.measures(iteration.works)
@@ -286,7 +286,7 @@ class RollingOrder(IterationOrder):
         """Sum the gradients of tied parameters, call the hooks of a backward, and check the gradients of pipeline n."""
         assert iteration.loss is not None
         if steps:
-            copies = self.loop.deployment.models.begin_sum(n)
+            copies = self.loop.deployment.parallel.begin_sum(n)
             with self._running():  # the other pipelines use the time
                 self._engine.run_until(copies.is_over)
             copies.finish()
@@ -343,7 +343,7 @@ class RollingOrder(IterationOrder):
                 for n in begun:  # run to the end, since messages are on their way
                     self._engine.finish([n])
         self._engine.clear()
-        if self.loop.deployment.models.ensemble is not None and begun:
+        if self.loop.deployment.parallel.ensemble is not None and begun:
             self._ensemble.place(0)
             for n in begun:
                 self._clear(n)
@@ -355,6 +355,6 @@ class RollingOrder(IterationOrder):
         iteration.first_loss = iteration.finish = iteration.entries = None
 
 
-def order(loop: Iterations) -> RollingOrder | None:
+def order(loop: PipelineLoop) -> RollingOrder | None:
     """Return the order of a run whose pipelines can roll; None for others."""
     return RollingOrder(loop) if loop.configuration.can_roll else None

@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Order:
-    """The order of actions that was asked for.
+class ScheduleRequest:
+    """The schedule that was asked for.
 
     Attributes:
         given: name of the schedule, or a function that builds it.
@@ -48,8 +48,8 @@ class Order:
     advance: int | Literal["auto"] = 0
     splits: bool = True
 
-    def on(self, several: bool) -> Order:
-        """Return the order that is possible: a lone process overlaps nothing, and by default goes depth first.
+    def on(self, several: bool) -> ScheduleRequest:
+        """Return the schedule that is possible: a lone process overlaps nothing, and by default goes depth first.
 
         Args:
             several: whether several processes share the stages.
@@ -64,21 +64,23 @@ class ScheduleChoice:
     """Builds the schedules of a run. Every process has a ScheduleChoice, and all build the same schedules.
 
     Args:
-        order: order that was asked for.
+        request: schedule that was asked for.
         cluster: the connected processes, with the stages that each hosts.
         memory_limit: returns the bytes that no stage may exceed now.
         module: module that is trained.
 
     Attributes:
-        order: order of actions; its advance may change between iterations.
+        request: schedule that was asked for; its advance may change between iterations.
         memory_limit: returns the bytes that no stage may exceed now.
         frozen: number of stages, from the first, that run forwards only.
         plan: plan of the stages; None: there is none yet, or schedules do not depend on it.
     """
 
-    def __init__(self, order: Order, cluster: Cluster, memory_limit: Callable[[], float], module: nn.Module) -> None:
-        self._asked = order.given
-        self.order = order.on(cluster.group.world_size > 1)
+    def __init__(
+        self, request: ScheduleRequest, cluster: Cluster, memory_limit: Callable[[], float], module: nn.Module
+    ) -> None:
+        self._asked = request.given
+        self.request = request.on(cluster.group.world_size > 1)
         self.memory_limit = memory_limit
         self.frozen = 0
         self.plan: Plan | None = None
@@ -91,12 +93,12 @@ class ScheduleChoice:
     @property
     def adapts(self) -> bool:
         """Whether the advance adapts, so that each iteration is given one."""
-        return self.order.advance == "auto"
+        return self.request.advance == "auto"
 
     @property
     def depends_on_plan(self) -> bool:
         """Whether schedules are chosen by the costs of stages."""
-        return self.adapts or self.order.given == "auto"
+        return self.adapts or self.request.given == "auto"
 
     def follow(self, plan: Plan | None) -> None:
         """Use the stages of this plan; None: another plan will follow."""
@@ -114,8 +116,8 @@ class ScheduleChoice:
         return 0 if costs is None else first_advance(uneven_steps(costs), num_microbatches, costs)
 
     def fix(self, advance: int) -> None:
-        """Fix the advance of every iteration. Depth first has none: with an advance the order is the one asked for."""
-        self.order = replace(self.order, given=self._asked if advance else self.order.given, advance=advance)
+        """Fix the advance of every iteration. Depth first has none: with an advance it is the schedule asked for."""
+        self.request = replace(self.request, given=self._asked if advance else self.request.given, advance=advance)
         self._built.clear()
 
     @property
@@ -136,12 +138,12 @@ class ScheduleChoice:
             advance: advance of the iteration, if advances adapt.
             plan: plan of the stages, which decides whether values may pass stages; None: the schedule is as asked for.
         """
-        if self.order.advance == "auto":
-            schedule = from_warm_up(self.warm_up(shape, advance), shape.num_microbatches, str(self.order.given))
+        if self.request.advance == "auto":
+            schedule = from_warm_up(self.warm_up(shape, advance), shape.num_microbatches, str(self.request.given))
             return forward_only(self._shared(schedule), self.frozen)
         size = shape.num_stages, shape.num_microbatches
         if (*size, False) not in self._built:
-            self._built[*size, False] = self._shared(self._build(*size, self.order.advance))
+            self._built[*size, False] = self._shared(self._build(*size, self.request.advance))
         schedule = self._built[*size, False]
         if schedule.relays:
             if plan is None:
@@ -155,7 +157,7 @@ class ScheduleChoice:
         return with_replicas(schedule, self._cluster.stage_map.stage_replicas)
 
     def _build(self, num_stages: int, num_microbatches: int, advance: int) -> Schedule:
-        given, hosts = self.order.given, self._cluster.stage_map.group_size
+        given, hosts = self.request.given, self._cluster.stage_map.group_size
         if not isinstance(given, str):
             return of_function(given, num_stages, num_microbatches)
         if given == "auto":
@@ -182,13 +184,13 @@ class ScheduleChoice:
             )
 
         owners, costs = [*map(self._cluster.stage_map.owner, range(len(plan.stages)))], stage_costs(plan, self.frozen)
-        chosen = fastest(costs, num_microbatches, owners, fits, self.order.splits, self._may_want)
+        chosen = fastest(costs, num_microbatches, owners, fits, self.request.splits, self._may_want)
         placement = RECIPES[chosen.name].placement
         if self._may_want and RECIPES[chosen.name].needs == "v" and self._cluster.stage_map.placement != placement:
             self._wanted, self._may_want = placement, False  # asked for once; until the plan follows, another schedule
             if self._cluster.rank == 0:
                 _log.info("schedule %s: stages are placed there and back from the next plan on", chosen.name)
-            chosen = fastest(costs, num_microbatches, owners, fits, self.order.splits)
+            chosen = fastest(costs, num_microbatches, owners, fits, self.request.splits)
         if self._cluster.rank == 0:
             _log.info("schedule %s from now on, for %d micro-batches", chosen.name, num_microbatches)
         return chosen
@@ -198,7 +200,7 @@ class ScheduleChoice:
 
         All ranks know the plan, and so return the same. A user's own schedule is not simulated.
         """
-        needs, given, why = [stage.memory.total for stage in plan.stages], self.order.given, ""
+        needs, given, why = [stage.memory.total for stage in plan.stages], self.request.given, ""
         simulate = RECIPES[given].gain if isinstance(given, str) else getattr(given, "gain", None)
         gain = None
         if simulate is not None and plan.measured:

@@ -29,7 +29,7 @@ from lightning_avgpipe.schedule import Action, Schedule, in_turn, peak_stash
 from lightning_avgpipe.schedule.adaptive import WINDOW, AdaptiveAdvance, Decision, IterationShape
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.iteration import Works
-from lightning_avgpipe.strategy.schedule_choice import Order, ScheduleChoice
+from lightning_avgpipe.strategy.schedule_choice import ScheduleChoice, ScheduleRequest
 from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import Stopwatch, port_of
@@ -52,7 +52,7 @@ class ScheduleControl:
     others, or that came after something else than an iteration of training.
 
     Args:
-        order: order of actions, as asked for.
+        request: schedule that was asked for.
         context: trainer, connection and options of the run.
         models: models that are trained.
         observers: observers of each iteration, to which meters are added.
@@ -66,7 +66,7 @@ class ScheduleControl:
 
     def __init__(
         self,
-        order: Order,
+        request: ScheduleRequest,
         context: RunContext,
         models: ParallelPipelines,
         observers: Observers,
@@ -74,7 +74,7 @@ class ScheduleControl:
     ) -> None:
         self._context, self._models, self._cluster = context, models, context.cluster
         self._module = context.trainer.lightning_module
-        self.choice = ScheduleChoice(order, self._cluster, memory_limit or context.memory_per_stage, self._module)
+        self.choice = ScheduleChoice(request, self._cluster, memory_limit or context.memory_per_stage, self._module)
         self.observers = observers
         self.peaks: dict[int, int] = {}
         self._stopwatch = Stopwatch(self._cluster.device)

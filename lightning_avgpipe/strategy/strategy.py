@@ -361,7 +361,7 @@ class AvgPipeStrategy(ParallelStrategy):
     def observers(self) -> Observers:
         """The observers of the iterations of this process, in a run as a pipeline."""
         assert isinstance(self._run, PipelineRun)
-        return self._run.iterations.schedule_control.observers
+        return self._run.loop.schedule_control.observers
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -430,7 +430,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @rolls.setter
     def rolls(self, preferred: bool) -> None:
-        if isinstance(self._run, PipelineRun) and self._run.deployment.models.has_trained:
+        if isinstance(self._run, PipelineRun) and self._run.deployment.parallel.has_trained:
             raise ConfigurationError("strategy.rolls is set when training runs; set it before the first batch")
         self._configuration.prefers_rolling = preferred
 
@@ -753,7 +753,7 @@ class AvgPipeStrategy(ParallelStrategy):
         and what backwards wait for; with several pipelines, of all models and their reference. Empty before training,
         and on a CPU with ``costs="flops"``.
         """
-        return dict(self._run.iterations.schedule_control.peaks) if isinstance(self._run, PipelineRun) else {}
+        return dict(self._run.loop.schedule_control.peaks) if isinstance(self._run, PipelineRun) else {}
 
     def reconfigure(
         self,

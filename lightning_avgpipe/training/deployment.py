@@ -59,7 +59,7 @@ class Deployment:
         weights: as given.
         pipeline: pipeline of the prepared step functions; with parallel models, pipeline 0, which also evaluates.
         plan: current plan; None before the first step.
-        models: pipelines of the models that train.
+        parallel: pipelines of the models that train.
         undivided: steps of evaluation that the stages of the plan cannot run -> why. Rank 0 runs them whole.
         replans: whether a new plan is to be made with the next step of training that begins with cleared gradients.
         holdings: parameters, buffers and states of each process.
@@ -85,7 +85,7 @@ class Deployment:
         self.undivided: dict[str, str] = {}
         self._averaging = averaging or Averaging()
         make = partial(Ensemble, module, optimizers, self._averaging, observers)
-        self.models = ParallelPipelines(module, cluster, self.pipeline, make, execution)
+        self.parallel = ParallelPipelines(module, cluster, self.pipeline, make, execution)
         self._module, self._cluster = module, cluster
         shared = OptimizerShards(module, cluster) if shards else None
         self.holdings = Holdings(module, cluster, optimizers, origin, shared)
@@ -151,8 +151,8 @@ class Deployment:
         lacks = any(isinstance(leaf, Absent) for batch in batches for leaf in tree.tensors(batch))
         self._awaits_plan = not int(self._cluster.world.sum(torch.tensor(int(lacks), device="cpu")))
         if self._awaits_plan:
-            if self.models.ensemble is not None:
-                self.models.ensemble.begin_relocation()
+            if self.parallel.ensemble is not None:
+                self.parallel.ensemble.begin_relocation()
             num_stages = self._maker.planner.num_stages
             self._cluster.rearrange(replace(self._given, num_stages=num_stages, placement=self._placement))
         return self._awaits_plan
@@ -172,8 +172,8 @@ class Deployment:
             traffic = traffic_lines(plan, self._module, self._cluster, self._averaging)
             plan = replace(plan, remarks=(*plan.remarks, *traffic))
         placed = self._cluster.stage_map.placed(plan.devices) if plan.devices else self._cluster.stage_map
-        if self._final and self.plan is not None and self.models.has_trained:
-            models = 1 if self.models.ensemble is None else self.models.ensemble.models.size
+        if self._final and self.plan is not None and self.parallel.has_trained:
+            models = 1 if self.parallel.ensemble is None else self.parallel.ensemble.models.size
             check_movable(self.plan, plan, self._planned, placed, models)
         self._planned = placed
         self._cluster.rearrange(placed)
@@ -183,7 +183,7 @@ class Deployment:
         self.pipeline.steps.clear()
         self.undivided.clear()
         self.plan, self._final, self.replans = plan, final, False
-        self.models.only_first()
+        self.parallel.only_first()
         self._place()
         if begins_alike:
             self.holdings.begin_alike(plan.copied)
@@ -238,7 +238,7 @@ class Deployment:
     def _place(self) -> None:
         assert self.plan is not None
         self.holdings.place(
-            self.plan, self._final, [] if self.models.ensemble is None else self.models.ensemble.belongings
+            self.plan, self._final, [] if self.parallel.ensemble is None else self.parallel.ensemble.belongings
         )
 
     def restore(self) -> None:
@@ -247,7 +247,7 @@ class Deployment:
         A module that began on meta is too large for that: each process keeps its own stages, on the host, and all
         buffers.
         """
-        self.models.dissolve()
+        self.parallel.dissolve()
         self.pipeline.steps.clear()
         if self.plan is not None:
             self.holdings.restore()
@@ -287,7 +287,7 @@ class Deployment:
         Args:
             whole: whether rank 0 returns the weights of all stages; otherwise every process returns its own.
         """
-        with self.models.showing_reference():
+        with self.parallel.showing_reference():
             return self.holdings.state_dict() if whole else self.holdings.own_state_dict()
 
 

@@ -22,7 +22,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.comm.collectives import Collectives, ReplicaGroup, buckets
+from lightning_avgpipe.comm.collectives import Collectives, TensorCollectives, buckets
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.schedule import Action
@@ -67,7 +67,7 @@ class _Bucket:
     sent: Sequence[_Sent] = ()
     end: Callable[[], None] | None = None
 
-    def begin(self, replicas: ReplicaGroup) -> None:
+    def begin(self, replicas: TensorCollectives) -> None:
         self.sent = [_Sent.of(parameter) for parameter in self.parameters]
         self.end = replicas.begin_sum([sent.gradient for sent in self.sent])
 
@@ -83,7 +83,7 @@ class GradientSums(Observer):
         replicas: as given.
     """
 
-    def __init__(self, replicas: ReplicaGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, replicas: TensorCollectives, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.replicas = replicas
         self._bucket_bytes = bucket_bytes
         self._spoiled: set[str] = set()  # parameters whose gradients have changed after they were sent
@@ -209,7 +209,7 @@ def _in_buckets(named: Named, names: Sequence[str], bucket_bytes: int) -> list[l
     return [list(islice(last_first, len(bucket))) for bucket in buckets([named[n] for n in names[::-1]], bucket_bytes)]
 
 
-def _sum_sparse(parameter: nn.Parameter, replicas: ReplicaGroup) -> None:
+def _sum_sparse(parameter: nn.Parameter, replicas: TensorCollectives) -> None:
     """Sum a sparse gradient: the replicas exchange rows with their numbers."""
     gradient = parameter.grad
     mine: tuple[Tensor, Tensor] | None = None

@@ -20,7 +20,7 @@ def traffic_lines(plan: Plan, module: nn.Module, cluster: Cluster, averaging: Av
 
     If the plan was measured, the links between groups are measured as well.
     """
-    group = cluster.replica_group
+    group = cluster.averaging_group
     if group is None:
         return []
     found = [exchanged_bytes(module, stage.parameters, averaging, group.count) for stage in plan.stages]

@@ -196,7 +196,7 @@ class Holdings:
         for name, arrival in relocation.carry_out(self._cluster.group, lambda name: named[name].detach()).items():
             named[name].copy_(arrival.on(self._cluster.device))
         tensors = (*(p.detach() for p in self._module.parameters() if not p.is_meta), *self._module.buffers())
-        for others in (self._cluster.replica_group, self._cluster.replicas):
+        for others in (self._cluster.averaging_group, self._cluster.replicas):
             if others is not None:
                 others.copy([part for tensor in tensors for part in strided_parts(tensor)])
 

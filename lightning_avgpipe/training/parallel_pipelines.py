@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.capture.graph import changed_in_common
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.collectives import ReplicaGroup
+from lightning_avgpipe.comm.collectives import TensorCollectives
 from lightning_avgpipe.engine.execution import Execution, OwnStream
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.state.outside import variables
@@ -31,12 +31,12 @@ class ParallelPipelines:
         module: module to train.
         cluster: cluster with open channels.
         first: pipeline 0, which also evaluates.
-        make: makes an ensemble from the replica group, the names of tensors that steps change, and other tensors that
+        make: makes an ensemble from the averaging group, the names of tensors that steps change, and other tensors that
             they write into.
         execution: options of the execution of units.
 
     Attributes:
-        replica_group: processes that host the same stages of other models; None if there are none.
+        averaging_group: processes that host the same stages of other models; None if there are none.
         ensemble: the parallel models, from the first step of training on; None if there is one model.
         pipelines: pipelines by the number of their model.
         has_trained: whether a step of training has begun.
@@ -49,10 +49,10 @@ class ParallelPipelines:
         module: nn.Module,
         cluster: Cluster,
         first: Pipeline,
-        make: Callable[[ReplicaGroup | None, Collection[str], Sequence[Tensor]], Ensemble],
+        make: Callable[[TensorCollectives | None, Collection[str], Sequence[Tensor]], Ensemble],
         execution: Execution,
     ) -> None:
-        self.replica_group = cluster.replica_group
+        self.averaging_group = cluster.averaging_group
         self.ensemble: Ensemble | None = None
         self.pipelines = [first]
         self.has_trained = False
@@ -67,14 +67,14 @@ class ParallelPipelines:
     def train(self, num_pipelines: int) -> list[Pipeline]:
         """Return N pipelines for a step of training, which must be prepared. Every process calls it."""
         self.has_trained = True
-        if num_pipelines == 1 and self.replica_group is None:
+        if num_pipelines == 1 and self.averaging_group is None:
             self.dissolve()
             self.saved = None
             return self.pipelines
         begins = self.ensemble is None
         if self.ensemble is None:
             changed = self._first.graph("training_step").changed
-            self.ensemble = self._make(self.replica_group, changed, self._written())
+            self.ensemble = self._make(self.averaging_group, changed, self._written())
         ensemble = self.ensemble
         stale = ensemble.follow(num_pipelines)
         if self.saved is not None and self.num_saved == ensemble.models.total:
@@ -99,8 +99,8 @@ class ParallelPipelines:
                 pipeline.load_like(self._first, "training_step")
             ensemble.place(0)
             self._begin_streams()
-            if begins and self.replica_group is not None:
-                self.replica_group.begin(ensemble)
+            if begins and self.averaging_group is not None:
+                self.averaging_group.begin(ensemble)
         elif self._await_streams:
             self._await_streams = False
             for pipeline in self.pipelines:

@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.collectives import Collectives, ReplicaGroup
+from lightning_avgpipe.comm.collectives import Collectives, TensorCollectives
 from lightning_avgpipe.comm.topology import StageMap, all_parties
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.observer import Observer, Observers
@@ -77,7 +77,7 @@ def sharing_last(cluster: Cluster) -> Collectives | None:
 
 
 def weighing(
-    works: Sequence[Sequence[MicroBatch]], num_pipelines: int, replicas: ReplicaGroup
+    works: Sequence[Sequence[MicroBatch]], num_pipelines: int, replicas: TensorCollectives
 ) -> Callable[[], list[list[MicroBatch]]]:
     """Begin to weight micro-batches by their share of the counted samples that all replicas have in a pipeline.
 

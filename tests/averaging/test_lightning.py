@@ -37,7 +37,7 @@ class Sees(L.Callback):
         self.seen[hook] = state(module)
         with trainer.strategy.reference() as reference:
             self.seen[f"{hook} reference"] = state(reference)
-        if trainer.strategy.run.deployment.models.ensemble is not None:
+        if trainer.strategy.run.deployment.parallel.ensemble is not None:
             with trainer.strategy.parallel_model(0) as model:
                 self.seen[f"{hook} own"] = state(model)
         assert_equal(state(module), self.seen[hook])

@@ -58,12 +58,12 @@ class Twins:
         self.begin_sum(tensors)()
 
 
-def stepped(replica_group: Any, **options: Any) -> Ensemble:
+def stepped(averaging_group: Any, **options: Any) -> Ensemble:
     """A model whose local step is done, and the ensemble of which it is one."""
     torch.manual_seed(0)
     model = Net()
     optimizer: Any = model.configure_optimizers()
-    ensemble = Ensemble(model, lambda: [optimizer], Averaging(**options), replica_group=replica_group)
+    ensemble = Ensemble(model, lambda: [optimizer], Averaging(**options), averaging_group=averaging_group)
     ensemble.place(0)
     torch._foreach_add_([p.detach() for p in model.parameters()], 0.1)
     model.first[1].running_mean.add_(1.0)
@@ -86,13 +86,13 @@ def stepped(replica_group: Any, **options: Any) -> Ensemble:
     ids=["place", "show_reference", "tensors", "load", "resize", "follow", "dissolve", "outer"],
 )
 def test_whoever_looks_waits_for_the_other_groups(look: Callable[[Ensemble], Any]) -> None:
-    replica_group = Twins()
-    ensemble = stepped(replica_group)
-    begun = replica_group.begun
+    averaging_group = Twins()
+    ensemble = stepped(averaging_group)
+    begun = averaging_group.begun
     assert ensemble.averager.is_under_way
-    assert replica_group.ended == 0 < begun
+    assert averaging_group.ended == 0 < begun
     look(ensemble)
-    assert replica_group.ended >= begun
+    assert averaging_group.ended >= begun
 
 
 class Watching(L.Callback):

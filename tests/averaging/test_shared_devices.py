@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy
-from lightning_avgpipe.comm.collectives import ReplicaGroup
+from lightning_avgpipe.comm.collectives import TensorCollectives
 from lightning_avgpipe.comm.topology import Party
 from lightning_avgpipe.errors import ConfigurationError
 from tests.averaging.models import Batches, Net, assert_equal, state
@@ -154,7 +154,7 @@ def test_what_processes_of_one_device_sum_meets_on_the_host(dtype: torch.dtype, 
 
     monkeypatch.setattr(torch.distributed, "all_reduce", twice)
     members: Any = Together()
-    ReplicaGroup(members).sum(tensors)
+    TensorCollectives(members).sum(tensors)
     assert places == [Tensor]
     assert tensors[0].tolist() == [0, 2, 4, 6]
     assert tensors[1].tolist() == [[2, 2], [2, 2]]

@@ -50,8 +50,8 @@ def test_every_process_is_in_one_group_and_no_group_has_a_device_twice() -> None
             assert list(ranks) == sorted(ranks), case
             here = places(device_layout, ranks)
             assert len(set(here)) == len(here) == device_layout.group_size(num_stages), case
-        for replica_group in zip(*groups, strict=True):
-            assert min(replica_group) == replica_group[0], case  # from whom the others copy
+        for averaging_group in zip(*groups, strict=True):
+            assert min(averaging_group) == averaging_group[0], case  # from whom the others copy
 
 
 def test_a_process_too_many_is_told_what_there_is() -> None:
@@ -98,8 +98,8 @@ def test_no_communicator_has_a_device_twice(
         own = [backend for ranks, backend in made if "nccl" in backend and len(ranks) > 1 and rank in ranks]
         assert started == own  # each communicator, before anything else runs on the device
         assert rank == cluster.group.ranks[cluster.rank] == cluster.world.rank
-        assert cluster.replica_group is not None and rank in cluster.replica_group.members.ranks
-        assert cluster.replica_group.members.ranks[cluster.replica_group.members.rank] == rank
+        assert cluster.averaging_group is not None and rank in cluster.averaging_group.members.ranks
+        assert cluster.averaging_group.members.ranks[cluster.averaging_group.members.rank] == rank
     assert all(groups == by_rank[0] for groups in by_rank)  # every process takes part in making every one
     across = [ranks for ranks, backend in by_rank[0] if "nccl" in backend and len(ranks) > 1]
     assert bool(across) == (device_layout.num_devices > 1)

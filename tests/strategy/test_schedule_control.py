@@ -63,7 +63,7 @@ def forced(alone: bool) -> Iterator[list[int]]:
     def begun(self: ScheduleControl, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if alone:
-            self.choice.order = replace(self.choice.order, advance="auto")
+            self.choice.request = replace(self.choice.request, advance="auto")
 
     MadeUp.used = used
     with (
@@ -180,7 +180,7 @@ def test_a_resumed_run_goes_on_with_its_advance_after_one_iteration(tmp_path: Pa
     assert state["state"]["best"]["advance"] == 1
     again, used = fit(MLP(), ENOUGH + 15, ckpt_path=path)
     assert used == [0] + [1] * 14
-    (resumed,) = again.strategy.run.iterations.schedule_control.state_dict()["states"]
+    (resumed,) = again.strategy.run.loop.schedule_control.state_dict()["states"]
     assert resumed["state"]["best"] == state["state"]["best"]
 
 
@@ -213,7 +213,7 @@ def limited(limit: float | None) -> tuple[list[int], Any]:
     options = {"costs": "measured", "costs_cache": None, "memory_limit": limit, "split_points": ["layers.8"]}
     runner, used = fit(Wide(), strategy=options)
     assert set(runner.strategy.peak_memory_bytes) == {0, 1}
-    return used, runner.strategy.run.iterations.schedule_control
+    return used, runner.strategy.run.loop.schedule_control
 
 
 def test_memory_is_measured_before_a_step_and_the_limit_never_exceeded() -> None:

@@ -25,7 +25,7 @@ def _without_drain(given: Options) -> None:
     ordered = given.schedule in ("1f1b", "advance_forward") and given.advance in ("auto", 0)
     refused = {
         "num_pipelines": (given.num_pipelines > 1, "there is one pipeline, which needs no others to fill its time"),
-        "replicas": (given.replicates, "replicas would wait for each other at each step"),
+        "replicas": (given.asks_for_replicas, "replicas would wait for each other at each step"),
         "averaging.rolling": (given.averaging.rolling is True, "it is for parallel pipelines"),
         "schedule": (given.schedule not in ("1f1b", "advance_forward"), "versions are those of the order of 1F1B"),
         "advance": (not ordered, "versions are those of the order of 1F1B"),

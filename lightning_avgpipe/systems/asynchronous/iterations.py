@@ -32,7 +32,7 @@ from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ConfigurationError, MicroBatchError, ScheduleError
 from lightning_avgpipe.strategy.ahead import Overlap
 from lightning_avgpipe.strategy.iteration import STEP, Iteration, IterationOrder, Progress, as_it_will_be
-from lightning_avgpipe.strategy.loop import Iterations
+from lightning_avgpipe.strategy.loop import PipelineLoop
 from lightning_avgpipe.systems.asynchronous.store import WeightStore
 from lightning_avgpipe.systems.asynchronous.stream import Stream
 from lightning_avgpipe.systems.asynchronous.versions import Place
@@ -41,7 +41,7 @@ from lightning_avgpipe.systems.asynchronous.versions import Place
 class AsynchronousOrder(IterationOrder):
     """Iterations of one pipeline that overlap, with versions of the weights."""
 
-    def __init__(self, loop: Iterations) -> None:
+    def __init__(self, loop: PipelineLoop) -> None:
         super().__init__(loop)
         assert isinstance(loop.deployment.weights, WeightStore)
         self.overlap = Overlap(loop)

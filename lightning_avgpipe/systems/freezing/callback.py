@@ -176,7 +176,7 @@ class AdaptiveFreezing(Callback):
         against = {
             f"num_pipelines={options.num_pipelines}, whose models differ": options.num_pipelines > 1,
             f"{run.cluster.stage_map.num_teams} groups, whose models differ": run.cluster.stage_map.num_teams > 1,
-            "replicas, which see parts of the data": options.replicated(run.cluster.stage_map.replicas),
+            "replicas, which see parts of the data": options.has_replicas(run.cluster.stage_map.replicas),
             f"freed={self.freed!r}, which makes replicas": self.freed is not None,
             "Averaging(rolling=True)": options.averaging.rolling is True,
             f"weight_policy={options.weight_policy!r}": not options.policy.drains,
@@ -268,7 +268,7 @@ def check_sharing_later(given: Options, stage_map: StageMap) -> None:
     group_size, count = stage_map.group_size, stage_map.num_stages
     refused = {
         "num_stages": (count != group_size, f"one stage on each of {group_size} devices; use num_stages={group_size}"),
-        "replicas": (given.replicates, "none at first, since it makes them of what is freed"),
+        "replicas": (given.asks_for_replicas, "none at first, since it makes them of what is freed"),
         "num_pipelines": (given.num_pipelines > 1, "one model; use num_pipelines=1"),
         "verify": (given.verifies, "no verification, since a replica has only a share of a batch"),
     }

@@ -25,7 +25,7 @@ def _with_groups(given: Options) -> None:
         return
     averaging = given.averaging
     refused = {
-        "replicas": (given.replicates, "each group has one pipeline of a model; use more groups"),
+        "replicas": (given.asks_for_replicas, "each group has one pipeline of a model; use more groups"),
         "averaging.groups": (averaging.groups not in (None, 1), "the system's groups are in its place"),
         "averaging.processes_per_device": (averaging.processes_per_device > 1, "groups have devices of their own"),
         "averaging.rolling": (averaging.rolling is not False, _MEETS),

@@ -33,7 +33,7 @@ from torchft.checkpointing.pg_transport import PGTransport
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.collectives import BUCKET_BYTES, Bucket, ReplicaGroup, buckets
+from lightning_avgpipe.comm.collectives import BUCKET_BYTES, Bucket, TensorCollectives, buckets
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.systems.survival.lifelines import Lifelines
@@ -69,7 +69,7 @@ def meeting(survival: Survival, context: RunContext, deployment: Deployment) -> 
             "groups would not meet as often as each other; use 'bf16-mixed'"
         )
     meetings = Meetings(survival, trainer, cluster, context.configuration.options.timeout)
-    deployment.models.replica_group = meetings
+    deployment.parallel.averaging_group = meetings
     ends = _AtBatchEnd(meetings)
     trainer.callbacks.insert(0, ends)  # type: ignore[attr-defined]
     try:
@@ -116,7 +116,7 @@ class GroupManager(Manager):
         self._connections.abort()
 
 
-class Meetings(ReplicaGroup):
+class Meetings(TensorCollectives):
     """The processes with the same stages in other groups, each of which may be absent.
 
     Sums are collected until somebody waits for one of them; then all are made in one meeting.
@@ -142,7 +142,7 @@ class Meetings(ReplicaGroup):
         self._begins = False  # whether it is at its first one, within an iteration
         self._adds = True  # whether this group has learned something that the others do not have
 
-    # -- as of ReplicaGroup --------------------------------------------------------------------------------------------
+    # -- as of TensorCollectives --------------------------------------------------------------------------------------
 
     def begin(self, ensemble: Ensemble) -> None:
         """Meet the other groups for the first time: take over their models, or begin together with them."""
