@@ -86,12 +86,12 @@ def results_are_read(trainer: pl.Trainer, step: str) -> bool:
 
     Every process calls such a hook. Writers of predictions are not counted: they run on rank 0 only.
     """
-    names = [f"on_{step.removesuffix('_step').replace('training', 'train')}_batch_end"]
+    stage = step.removesuffix("_step").replace("training", "train")
     return any(
         owner is not trainer.lightning_module
         and not isinstance(owner, BasePredictionWriter)
         and _reads_outputs(getattr(owner, name))
-        for owner, name in users_hooks(trainer, names)
+        for owner, name in users_hooks(trainer, [f"on_{stage}_batch_end"])
     )
 
 
