@@ -56,6 +56,13 @@ SEEING_WEIGHTS = tuple(
     if name in _OF_OPTIMIZATION or (name.startswith("on_") and name != "on_gpu" and "batch_transfer" not in name)
 )
 
+# Hooks that are given what a step has returned for a batch.
+_BATCH_ENDS = {
+    "training_step": "on_train_batch_end",
+    "validation_step": "on_validation_batch_end",
+    "test_step": "on_test_batch_end",
+    "predict_step": "on_predict_batch_end",
+}
 # Callbacks of these packages look at weights through the strategy only.
 _LOOK_AT_NO_WEIGHTS = tuple(f"{name}." for name in (*LIGHTNING, "lightning_avgpipe"))
 
@@ -86,12 +93,11 @@ def results_are_read(trainer: pl.Trainer, step: str) -> bool:
 
     Every process calls such a hook. Writers of predictions are not counted: they run on rank 0 only.
     """
-    stage = step.removesuffix("_step").replace("training", "train")
     return any(
         owner is not trainer.lightning_module
         and not isinstance(owner, BasePredictionWriter)
         and _reads_outputs(getattr(owner, name))
-        for owner, name in users_hooks(trainer, [f"on_{stage}_batch_end"])
+        for owner, name in users_hooks(trainer, [_BATCH_ENDS[step]])
     )
 
 
