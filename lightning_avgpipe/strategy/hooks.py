@@ -88,29 +88,31 @@ def has_any(trainer: pl.Trainer, names: Collection[str]) -> bool:
     return any(True for _ in users_hooks(trainer, names))
 
 
-def results_are_read(trainer: pl.Trainer, step: str) -> bool:
-    """Return whether a callback of the user's reads what a step has returned, in its hook at the end of a batch.
+def named_at_batch_end(trainer: pl.Trainer, step: str) -> frozenset[str]:
+    """Return which of ``outputs`` and ``batch`` callbacks of the user name in their hooks at the end of a step's batch.
 
     Every process calls such a hook. Writers of predictions are not counted: they run on rank 0 only.
     """
-    return any(
-        owner is not trainer.lightning_module
-        and not isinstance(owner, BasePredictionWriter)
-        and _reads_outputs(getattr(owner, name))
+    found = [
+        _named(getattr(owner, name))
         for owner, name in users_hooks(trainer, [_BATCH_ENDS[step]])
-    )
+        if owner is not trainer.lightning_module and not isinstance(owner, BasePredictionWriter)
+    ]
+    return frozenset().union(*found)
 
 
-def _reads_outputs(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook of a callback names its third argument, ``outputs``; without code it may."""
+def _named(hook: Callable[..., Any]) -> set[str]:
+    """Return which of ``outputs`` and ``batch`` the code of a hook names, whatever it calls them; without code both."""
     code = getattr(inspect.unwrap(hook), "__code__", None)
-    if code is None:
-        return True
     by_name = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
-    parameters = [p for p in inspect.signature(hook).parameters.values() if p.kind not in by_name]
-    name = parameters[:3][-1].name  # which may be that of all the others (*args)
-    named = (instruction.argval for instruction in dis.get_instructions(code))
-    return name in code.co_cellvars or any(name in found if type(found) is tuple else name == found for found in named)
+    parameters = [p.name for p in inspect.signature(hook).parameters.values() if p.kind not in by_name]
+    arguments = {"outputs": parameters[:3][-1], "batch": parameters[:4][-1]}  # the last may be that of the rest (*args)
+    if code is None:
+        return {*arguments}
+    used = {*code.co_cellvars}
+    for instruction in dis.get_instructions(code):
+        used.update(instruction.argval if type(instruction.argval) is tuple else (str(instruction.argval),))
+    return {what for what, name in arguments.items() if name in used}
 
 
 def changes_batches(trainer: pl.Trainer) -> bool:

@@ -116,11 +116,11 @@ class PipelineLoop:
         return hooks.has_any(self.trainer, (*hooks.BETWEEN_STEPS, *hooks.WITHIN_STEPS))
 
     @functools.cached_property
-    def shared_results(self) -> frozenset[str]:
-        """Steps of which all processes return the results, since callbacks of the user read them there."""
+    def named_at_batch_end(self) -> dict[str, frozenset[str]]:
+        """Step -> what callbacks of the user name at the end of its batch on every process: ``outputs``, ``batch``."""
         if self.cluster.group.world_size == 1:
-            return frozenset()
-        return frozenset(step for step in _CONTEXTS if hooks.results_are_read(self.trainer, step))
+            return dict.fromkeys(_CONTEXTS, frozenset())
+        return {step: hooks.named_at_batch_end(self.trainer, step) for step in _CONTEXTS}
 
     @contextlib.contextmanager
     def clearing_gradients(self, zero_grad: Callable[[], None] | None) -> Iterator[None]:
@@ -153,7 +153,7 @@ class PipelineLoop:
             (outcome,) = iteration.outcomes
             results = outcome.results
         result = None if results is None else merge(results, *self.splitter.counts(iteration.works[0]))
-        return self.cluster.control.publish(result) if step in self.shared_results else result
+        return self.cluster.control.publish(result) if "outputs" in self.named_at_batch_end[step] else result
 
     def _run_whole(self, iteration: Iteration) -> list[Any] | None:
         """Run an evaluation step on rank 0, since stages cannot; return the results of the micro-batches there."""

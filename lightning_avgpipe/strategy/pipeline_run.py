@@ -201,7 +201,10 @@ class PipelineRun:
             return None
         if splitter.loss_weight is not None and rank in stage_map.ranks(stage_map.num_stages - 1):
             return None  # which weighs micro-batches
-        return self.deployment.pipeline.leaves(_STEPS[stage], rank, batch)
+        step = _STEPS[stage]
+        if step != STEP and "batch" in self.loop.named_at_batch_end[step]:
+            return None
+        return self.deployment.pipeline.leaves(step, rank, batch)
 
     def step(self, name: str, own: Own, *args: Any, **kwargs: Any) -> Any:
         """Run an iteration of the pipeline; on the whole batch, if M was left to the strategy and the step needs it.
@@ -307,7 +310,7 @@ class PipelineOptimization(_AutomaticOptimization):
             if cluster.world.rank == 0:
                 stops = self.trainer.should_stop  # the step may have said so
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot(), "stops": stops}
-            others = dict(result) if STEP in self._loop.shared_results else {}
+            others = dict(result) if "outputs" in self._loop.named_at_batch_end[STEP] else {}
             # each group has its own results, and decides on its own advance
             news, (decided, others) = cluster.control.relay(news, (decided, others))
             result = {**result, **others}

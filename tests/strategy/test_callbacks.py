@@ -351,7 +351,7 @@ class Returning(MLP):
 
 
 class Keeps(L.Callback):
-    """Keeps what the steps have returned."""
+    """Keeps what the steps have returned, and of validation the targets."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
@@ -359,8 +359,8 @@ class Keeps(L.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.found.append(outputs["mean"])
 
-    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any, **kwargs: Any) -> None:
-        self.found.append(outputs)
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *args: Any) -> None:
+        self.found += [outputs, batch[1].clone()]
 
     def on_predict_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.found.append(args[2])
