@@ -638,7 +638,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return a dataloader with which one process of each group reads, and the others receive."""
-        mirrored = mirror(dataloader, self.cluster, lambda: self._distributor)
+        mirrored = mirror(dataloader, self.cluster, partial(getattr, self, "_distributor"))
         check_alike(mirrored, self.cluster, self.num_pipelines)
         return mirrored
 
