@@ -15,6 +15,8 @@ from typing import Any
 def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     """Replace an attribute of one object or class within this context.
 
+    A copy of the object that is made meanwhile, by ``copy`` or ``pickle``, has the method that the object had before.
+
     Raises:
         AttributeError: the object has no such attribute, so that replacing it would have no effect.
     """
@@ -22,6 +24,8 @@ def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     # the attributes of a class are set by nothing else, but an object's own __setattr__ may do more than that
     put, remove = (setattr, delattr) if isinstance(owner, type) else (_put, _remove)
     had, before = name in vars(owner), vars(owner).get(name)
+    if callable(replacement) and not isinstance(owner, type):
+        replacement = _Method(replacement, *((_itself, before) if had else (getattr, owner, name)))
     put(owner, name, replacement)
     try:
         yield
@@ -38,6 +42,30 @@ def _put(owner: Any, name: str, value: Any) -> None:
 
 def _remove(owner: Any, name: str) -> None:
     vars(owner).pop(name, None)
+
+
+class _Method:
+    """A replacement of a method in an object's attributes, with something else in its place in copies of the object.
+
+    Args:
+        function: what is called.
+        make: makes what a copy has, from these arguments, of which it has copies.
+    """
+
+    def __init__(self, function: Callable[..., Any], make: Callable[..., Any], *args: Any) -> None:
+        self.function, self._made_by = function, (make, args)
+        # Lightning asks by it whether a method is overridden
+        self.__wrapped__ = getattr(function, "__wrapped__", getattr(function, "func", function))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._made_by
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def noop(*args: Any, **kwargs: Any) -> None:

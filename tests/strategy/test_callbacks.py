@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -399,3 +401,60 @@ def test_what_no_callback_reads_stays_where_it_is(tmp_path: Path) -> None:
     first, other = processes.results(processes.run(2, read, 2, Counts, folder=tmp_path))
     assert len(first[-1]) == 4
     assert other[-1] == [None] * 4
+
+
+class Copies(L.Callback):
+    """Copies the module and itself, as those do that keep a teacher, or save whole objects."""
+
+    def __init__(self) -> None:
+        self.copies: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        assert isinstance(pickle.loads(pickle.dumps(self)), Copies)
+        self.copies += [copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))]
+
+
+class Hooked(MLP):
+    """Has hooks, of which a pipeline puts others in the place."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("mean", self.layers[8].weight.mean())
+
+    def on_train_epoch_end(self) -> None:
+        self.log("sum", self.layers[8].weight.sum())
+
+
+class HookedByHand(Hooked):
+    """Steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def copied(rank: int, devices: int, make: Any) -> list[list[str]]:
+    """What copies of a module, made while it trains, have in the place of methods of their class."""
+    keeps = Copies()
+    runner = pipeline(2, devices, max_epochs=1, callbacks=[keeps])
+    module = make()
+    runner.fit(module, loader(MLP, 16, 4))
+    last = keeps.copies[-1]
+    here = [name for name, p in module.named_parameters() if not p.is_meta and not last.get_parameter(name).is_meta]
+    assert_equal({name: module.get_parameter(name) for name in here}, {n: last.get_parameter(n) for n in here})
+    return [
+        [name for name in vars(one).keys() - vars(make()).keys() if vars(one)[name] != getattr(make, name).__get__(one)]
+        for one in keeps.copies
+    ]
+
+
+@pytest.mark.parametrize("make", [Hooked, HookedByHand])
+def test_copies_of_a_module_that_trains_are_plain_modules(make: Any, tmp_path: Path) -> None:
+    for found in (copied(0, 1, make), *processes.results(processes.run(2, copied, 2, make, folder=tmp_path))):
+        assert len(found) == 8
+        assert found == [[]] * 8
