@@ -108,9 +108,10 @@ def _graph(
         carried, passing = tuple(effects.attributes.carried()), tuple(effects.attributes.passing())
         finite = step != "training_step" or bool(_loss(result).isfinite().all())
         _find_what_lasts(recorder, make, run, spare)
+        constants = tuple(effects.attributes.pinned_by_constants())
         holders, held_iterators = effects.objects.holders(), iterators.leads()
     drawing = calls.drawing | calls.host_drawing
-    return CallGraph(
+    graph = CallGraph(
         step=step,
         nodes=tuple(replace(node, drawn=tuple(filter(drawing.__contains__, node.drawn))) for node in draft.nodes),
         values=tuple(draft.values),
@@ -134,7 +135,7 @@ def _graph(
         reads=dict(effects.attributes.first_reads),
         read_between=dict(effects.attributes.read_between),
         buffers_read=dict(recorder.buffers_read),
-        pinned=tuple(draft.pinned),
+        pinned=(*draft.pinned, *constants),
         leaking=frozenset(recorder.hidden.leaking),
         followed_calls=tuple(calls.ended),
         trained=trained,
@@ -145,6 +146,9 @@ def _graph(
         inner_flops=dict(calls.inner_flops),
         neighbours=tuple(neighbours(module, calls.calls, {name for n in draft.nodes for name in n.parameters})),
     )
+    if constants and None not in graph.obstacles[1:-1]:  # the step may be divided if nothing else forbids it
+        return replace(graph, pinned=tuple(draft.pinned))
+    return graph
 
 
 def _find_what_lasts(

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_avgpipe.capture.draft import ANYWHERE, Pin
-from lightning_avgpipe.state.objects import OF_EVERY_MODULE, Variable, is_generator
+from lightning_avgpipe.state.objects import ATOMS, OF_EVERY_MODULE, Variable, is_generator
 from lightning_avgpipe.state.outside import lines_naming, outside
 from lightning_avgpipe.state.snapshot import Snapshot, leading
 from lightning_avgpipe.utils import tree
@@ -348,7 +348,23 @@ class AttributeEvents:
             stage 1                                    takes h, and comes to the last assignment
         """
         # an attribute that was assigned the same object may get another one for another micro-batch
-        for key in (*self.changed(), *(self._assignments.keys() - self._given_others())):
+        yield from self._pinned((*self.changed(), *(self._assigned_same() - self._constants())))
+
+    def pinned_by_constants(self) -> Iterator[Pin]:
+        """Yield likewise for attributes that were assigned the number, text or None that they had: perhaps constants.
+
+        While training runs, a stage watches whether it assigns another one.
+        """
+        yield from self._pinned(sorted(self._constants()))
+
+    def _assigned_same(self) -> set[Key]:
+        return self._assignments.keys() - self._given_others()
+
+    def _constants(self) -> set[Key]:
+        return {key for key in self._assigned_same() if type(self._before[key]) in ATOMS}
+
+    def _pinned(self, keys: Iterable[Key]) -> Iterator[Pin]:
+        for key in keys:
             first, found = self._first(key), self._assignments[key]
             if first is None:
                 continue
