@@ -163,6 +163,8 @@ class ObjectState(NamedTuple):
 
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> ObjectState:
         """Return the state with ``fn(tensor)`` in place of every tensor, also in tuples."""
+        if self.is_contents:
+            return self
         return ObjectState(_mapped(fn, self.items), _mapped(fn, self.attributes))
 
 

@@ -33,6 +33,7 @@ from lightning_avgpipe.state.objects import (
     state_of,
 )
 from lightning_avgpipe.utils.lightning import LIGHTNING
+from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.tensors import is_strided, same_contents
 from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.utils.weak_cache import weakly_cached
@@ -119,7 +120,8 @@ class Snapshot:
                 if not ATOMS.issuperset(map(type, children)):  # long lists of numbers are common
                     waiting.extend(children[::-1])
         self._versions = [(tensor, version_of(tensor)) for tensor in self.tensors]
-        numbers = [t for t in self.tensors if contents and not isinstance(t, nn.Parameter)]
+        # a placeholder, which a step has left somewhere, has no numbers
+        numbers = [t for t in self.tensors if contents and not isinstance(t, (nn.Parameter, Absent))]
         self._contents = [(t, t.detach().clone()) for t in numbers]
 
     def _copies(self) -> dict[int, ObjectState]:

@@ -170,6 +170,19 @@ def _given(original: Any) -> Any:
     return original
 
 
+class _Hidden(dict[str, Any]):
+    """A dict that finds its entries by name, and has none to go through."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def items(self) -> Any:
+        return ()
+
+    def values(self) -> Any:
+        return ()
+
+
 def tell_device(module: nn.Module, device: torch.device) -> None:
     """Set the device that modules report as ``self.device``, and move the states of metric objects there.
 
@@ -187,7 +200,7 @@ def tell_device(module: nn.Module, device: torch.device) -> None:
                     "module, or build the module with contents"
                 )
             kept = {name: vars(one)[name] for name in ("_modules", "_parameters", "_buffers")}
-            vars(one).update({name: {} for name in kept})
+            vars(one).update({name: _Hidden(held) for name, held in kept.items()})
             try:
                 one._apply(lambda state: state.to(device))
             finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import types
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -14,8 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_avgpipe.capture.cost_cache import fingerprint
+from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.state.objects import ATOMS
 from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.names import listed
+from lightning_avgpipe.verify.state import attributes
 
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_avgpipe", "torchmetrics", "builtins", "abc")
 _log = logging.getLogger(__name__)
@@ -50,18 +55,22 @@ class Verdicts:
         return self._directory / f"verified-{key}"
 
 
-def key_of(module: nn.Module, options: Mapping[str, Any], processes: int) -> str:
+def key_of(module: nn.Module, options: Mapping[str, Any], processes: int, plan: Plan, device: torch.device) -> str:
     """Return a digest of what decides whether a pipeline trains as a plain run does.
 
-    The digest covers the code of the module's classes outside of installed libraries, its structure, the strategy's
+    The digest covers what the step does with its first micro-batch and how it is divided; the code of the module's
+    classes outside of installed libraries, its structure, and its attributes that are numbers or text; the strategy's
     options, the number of processes, and versions. Data and contents of weights are left out.
     """
     digest = hashlib.blake2b(digest_size=12)
-    facts = torch.__version__, pl.__version__, processes, sorted((k, repr(v)) for k, v in options.items())
-    digest.update(repr(facts).encode())
-    digest.update(repr(module).encode())
-    digest.update(repr([(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()]).encode())
+    step, _ = fingerprint(plan.graph, module, device)
+    plain = sorted((name, value) for name, value in attributes(module).items() if type(value) in ATOMS)
     kinds = dict.fromkeys(kind for m in module.modules() for kind in type(m).__mro__)
+    roots = sorted({kind.__module__.partition(".")[0] for kind in kinds})
+    versions = [(root, getattr(sys.modules.get(root), "__version__", "")) for root in roots]
+    facts = torch.__version__, pl.__version__, versions, processes, sorted((k, repr(v)) for k, v in options.items())
+    for part in (facts, step, plan.cuts, sorted(plan.copied), repr(module), plain):
+        digest.update(repr(part).encode())
     for kind in kinds:
         if kind.__module__.partition(".")[0] not in _LIBRARIES:
             for code in _codes(kind):

@@ -121,7 +121,6 @@ class Verifier:
         if self._begun or not self.active:
             return
         self._give_up()
-        self._key = key_of(subject.module, subject.options, subject.cluster.world.world_size)
         # a validation before training changes each buffer on the process of its stage only
         buffers, group = subject.module.named_buffers(), subject.cluster.group
         why = group.broadcast(
@@ -186,8 +185,6 @@ class Verifier:
             )
         if why is not None and self._asked:
             raise ConfigurationError(f"verify trains the whole model on rank 0 as well, but {why}; use verify=False")
-        if why is None and not self._asked and subject.verdicts.known(self._key):
-            return "they were equal in an earlier run of the same code"
         return why
 
     def _play(self, delay_s: float, connection: Connection) -> None:
@@ -217,7 +214,7 @@ class Verifier:
         subject, fit_loop = self._subject, self._subject.trainer.fit_loop
         if not self.active:
             return finish
-        self._begun = True
+        first, self._begun = not self._begun, True
         assert subject.plan is not None
         why = ""
         if subject.cluster.stage_map.stage_replicas:  # the plan made replicas, which have a part of the batch each
@@ -225,6 +222,8 @@ class Verifier:
         elif subject.plan.graph.from_entropy:
             modules = ", ".join(f"'{path}'" for path in sorted(subject.plan.graph.seeding))
             why = f"{modules} may seed random numbers unpredictably (torch.seed)"
+        elif first and not self._asked and self._is_known():
+            why = "they were equal in an earlier run of the same code"
         if why:
             self.close()
             if self._asked and not subject.cluster.stage_map.stage_replicas:
@@ -258,6 +257,16 @@ class Verifier:
             return loss
 
         return noted
+
+    def _is_known(self) -> bool:
+        """Return whether the same training was equal in an earlier run. Every process calls it."""
+        subject, found = self._subject, False
+        if subject.leads:
+            assert subject.plan is not None
+            cluster = subject.cluster
+            self._key = key_of(subject.module, subject.options, cluster.world.world_size, subject.plan, cluster.device)
+            found = subject.verdicts.known(self._key)
+        return subject.cluster.group.broadcast(found)
 
     def _asks_for_whole(self) -> bool:
         """Return whether to compare the loss of the first batch with the mean over its micro-batches.
