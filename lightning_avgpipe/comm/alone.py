@@ -78,7 +78,7 @@ class _Alone:
 _ALONE = _Alone()
 
 
-def _is_alone() -> bool:
+def is_alone() -> bool:
     """Return whether this thread runs code of a step. Autograd has threads of its own for devices."""
     return bool(_here.depth or (_threads and torch._C._current_graph_task_id() != -1))
 
@@ -96,15 +96,15 @@ def _patch() -> None:
     default_group, not_in_group = c10d._get_default_group, c10d._rank_not_in_group
 
     def get_world(cls: Any) -> Any:
-        return None if _is_alone() else world.fget(cls)
+        return None if is_alone() else world.fget(cls)
 
     @functools.wraps(default_group)
     def get_default_group() -> Any:
-        return _lone_group() if _is_alone() else default_group()
+        return _lone_group() if is_alone() else default_group()
 
     @functools.wraps(not_in_group)
     def rank_not_in_group(group: Any) -> bool:
-        if _is_alone() and isinstance(group, dist.ProcessGroup) and group.size() > 1 and group not in _own:
+        if is_alone() and isinstance(group, dist.ProcessGroup) and group.size() > 1 and group not in _own:
             raise StepChangedError(
                 f"a step uses a process group of {group.size()} processes, which would wait for each other: all stages "
                 "work on the same batch, and each runs a part of the step. A step sees its process alone, and what it "

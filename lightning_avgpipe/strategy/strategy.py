@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.options import Averaging
+from lightning_avgpipe.comm.alone import is_alone
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.options import Links
 from lightning_avgpipe.comm.topology import DeviceLayout
@@ -298,9 +299,22 @@ class AvgPipeStrategy(ParallelStrategy):
             self._parallel_devices = self._system.devices(devices) if devices else devices
 
     @property
+    def world_size(self) -> int:
+        """The number of processes; 1 for code of a step, which sees its process alone, as on one device."""
+        return 1 if is_alone() else super().world_size
+
+    @property
+    def global_rank(self) -> int:
+        """The rank of this process; 0 for code of a step."""
+        return 0 if is_alone() else super().global_rank
+
+    @property
     def is_global_zero(self) -> bool:
-        """Whether this process logs and saves: rank 0, which may be another one of several worlds at times."""
-        return super().is_global_zero and not getattr(rank_zero_only, "rank", 0)
+        """Whether this process logs and saves: rank 0, which may be another one of several worlds at times.
+
+        For code of a step it is that on every stage.
+        """
+        return super().is_global_zero and (is_alone() or not getattr(rank_zero_only, "rank", 0))
 
     @property
     def device_layout(self) -> DeviceLayout:
@@ -332,7 +346,7 @@ class AvgPipeStrategy(ParallelStrategy):
     def group_number(self) -> int:
         """The number of this process's group, 0-based."""
         groups = enumerate(self.device_layout.groups(self.num_stages))
-        here = next(number for number, ranks in groups if self.global_rank in ranks)
+        here = next(number for number, ranks in groups if super(AvgPipeStrategy, self).global_rank in ranks)
         return self._groups_here * self._system.world_number + here
 
     @property
