@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ Tensors = Sequence[Tensor]
 
 
 class _Here(threading.local):
-    depth = 0
+    depth = 0  # of contexts of alone()
+    in_hook = False
 
 
 _here = _Here()
@@ -51,6 +52,25 @@ def alone() -> contextlib.AbstractContextManager[None]:
     thread. Other threads, which may save a checkpoint meanwhile, see all processes.
     """
     return _NOTHING if c10d._world.default_pg is None and not _here.depth else _ALONE
+
+
+@contextlib.contextmanager
+def alone_in_hook() -> Iterator[None]:
+    """Make ``torch.distributed`` look uninitialized likewise, while code of a hook asks for the process's true rank.
+
+    A hook writes files on rank 0 only.
+    """
+    before, _here.in_hook = _here.in_hook, True
+    try:
+        with alone():
+            yield
+    finally:
+        _here.in_hook = before
+
+
+def hides_rank() -> bool:
+    """Return whether this thread runs code of a step, for which its process is rank 0 of one."""
+    return is_alone() and not _here.in_hook
 
 
 class _Alone:

@@ -27,8 +27,6 @@ from lightning_avgpipe.utils.lightning import _LoggerConnector, pl
 from lightning_avgpipe.utils.patching import noop, replaced
 from lightning_avgpipe.utils.tensors import as_tensor, reduced, reduction_name
 
-_HOST = torch.device("cpu")
-
 
 def _name(args: Any, kwargs: Any) -> Any:
     return args[0] if args else kwargs.get("name")
@@ -237,8 +235,14 @@ class StepLog:
         known = [replace(e, options=options.get(e.name, e.options)) for entries in found for e in entries]
         return [replace(e, value=self._placed(e.value)) for e in known]
 
+    @functools.cached_property
+    def _device(self) -> torch.device:
+        # a module's own ``device`` may be that of its first weight, which another process has
+        device: torch.device = self._module.trainer.strategy.root_device
+        return device
+
     def _placed(self, value: Any) -> Any:
-        return value.to(self._module.device, non_blocking=True) if isinstance(value, Tensor) else value
+        return value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
 
     def _of_all_groups(self, leaders: Collectives) -> Callable[[], list[_Entry]]:
         """Begin to exchange entries with the other groups; return a function that waits for the entries of all groups.
@@ -290,9 +294,10 @@ class StepLog:
         converted: list[tuple[Tensor, Metric | None]] = []
 
         def to_tensor(value: Any, name: str) -> Tensor:
-            # on the device a number would be a copy for which the host waits
-            with contextlib.nullcontext() if isinstance(value, Tensor) else replaced(module, "_device", _HOST):
-                made: Tensor = converts(value, name)
+            number = value
+            if not isinstance(value, Tensor):  # on the device it would be a copy for which the host waits
+                number = torch.tensor(value, dtype=torch.get_default_dtype(), device="cpu")
+            made: Tensor = converts(number, name)
             converted.append((made, self.batch_values.metric_of(value)))
             return made
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.options import Averaging
-from lightning_avgpipe.comm.alone import is_alone
+from lightning_avgpipe.comm.alone import hides_rank
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.options import Links
 from lightning_avgpipe.comm.topology import DeviceLayout
@@ -301,12 +301,12 @@ class AvgPipeStrategy(ParallelStrategy):
     @property
     def world_size(self) -> int:
         """The number of processes; 1 for code of a step, which sees its process alone, as on one device."""
-        return 1 if is_alone() else super().world_size
+        return 1 if hides_rank() else super().world_size
 
     @property
     def global_rank(self) -> int:
         """The rank of this process; 0 for code of a step."""
-        return 0 if is_alone() else super().global_rank
+        return 0 if hides_rank() else super().global_rank
 
     @property
     def is_global_zero(self) -> bool:
@@ -314,7 +314,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
         For code of a step it is that on every stage.
         """
-        return super().is_global_zero and (is_alone() or not getattr(rank_zero_only, "rank", 0))
+        return super().is_global_zero and (hides_rank() or not getattr(rank_zero_only, "rank", 0))
 
     @property
     def device_layout(self) -> DeviceLayout:

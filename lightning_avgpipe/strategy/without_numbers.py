@@ -4,13 +4,15 @@ A weight of another stage has no numbers, so an operation that needs them raises
 nothing in ``teacher.mul_(0.9).add_(student, alpha=0.1)`` if the student has no numbers, and a gradient that is None
 looks like that of a weight which nothing uses. Within hooks the first is an error with its line, and a gradient of
 another process is there, without numbers, as its weight is. Nor does a weight without numbers draw random ones, which
-the next one would get in its place: that is an error too.
+the next one would get in its place: that is an error too, and so is to save or send one, which would be found out when
+the file is read. What is made on the device of a weight (``next(self.parameters()).device``) is on this process's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +29,8 @@ from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import raising_line, source_line
 from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import is_mutable, targets
+
+_META = torch.device("meta")
 
 
 class WithoutNumbers:
@@ -94,10 +98,11 @@ class WithoutNumbers:
                 self.show_gradients()
             optimizers = self._trainer.optimizers if name == "optimizer_step" else ()
             around, self._running = self._running, (owner, name)
-            self._mode = _NoSilentWrites()
+            self._mode = _NoSilentWrites(self._trainer.strategy.root_device)
             try:
                 with contextlib.ExitStack() as undo:
                     undo.enter_context(self._mode)
+                    undo.enter_context(_refusing_pickles())
                     for optimizer in optimizers:  # which must not step what has no numbers
                         undo.callback(optimizer.register_step_pre_hook(lambda *_: self._hide()).remove)
                     return hook(*args, **kwargs)
@@ -116,14 +121,21 @@ class _NoSilentWrites(TorchDispatchMode):
     """A context that refuses what torch takes for done although a tensor has no numbers.
 
     That is to write into another tensor from it, and to draw for another one the random numbers that were its own.
+
+    Args:
+        device: where tensors are made that were to be on the device of such a tensor.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self._device = device
         self._passed: dict[torch.Generator, Tensor] = {}  # states of generators that have not drawn
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        is_taken = kwargs.get("device") == _META and torch.get_default_device() != _META
+        if is_taken and not any(tensor.is_meta for tensor in tensor_arguments(args, kwargs)):
+            kwargs = {**kwargs, "device": self._device}
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._check_draw(func, args, kwargs)
         if is_mutable(func) and _is_left_out(list(targets(func, args, kwargs)), (*args, *kwargs.values())):
@@ -153,6 +165,24 @@ class _NoSilentWrites(TorchDispatchMode):
             yield
         finally:
             self.__enter__()
+
+
+@contextlib.contextmanager
+def _refusing_pickles() -> Iterator[None]:
+    """Within this context this thread cannot pickle a tensor without numbers, as ``torch.save`` does."""
+    reduce, thread = Tensor.__reduce_ex__, threading.get_ident()
+
+    def reduce_ex(tensor: Tensor, protocol: Any) -> Any:
+        if type(tensor) is Tensor and tensor.is_meta and threading.get_ident() == thread:
+            raise AbsentValueError(
+                f"a hook pickles, at {source_line()}, a weight of another stage, whose numbers this process does not "
+                "have. Call trainer.save_checkpoint() on every process, which writes the weights of all stages, or "
+                "save after trainer.fit() has returned, when every process has them"
+            )
+        return reduce(tensor, protocol)
+
+    with replaced(Tensor, "__reduce_ex__", reduce_ex):
+        yield
 
 
 def _absent(what: str) -> AbsentValueError:
