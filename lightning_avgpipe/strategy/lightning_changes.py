@@ -124,6 +124,20 @@ def showing_reference(trainer: pl.Trainer, deployment: Deployment) -> Iterator[N
 
 
 @contextlib.contextmanager
+def without_inference_mode(trainer: pl.Trainer) -> Iterator[None]:
+    """Within this context evaluation runs without gradients, but not in inference mode.
+
+    A tensor that was made in inference mode does not tell whether code has written into it, so that a step which fills
+    one from values of several stages could not be followed. Lightning does the same for FSDP and for gloo.
+    """
+    loops = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+    with contextlib.ExitStack() as undo:
+        for loop in loops:
+            undo.enter_context(replaced(loop, "inference_mode", False))
+        yield
+
+
+@contextlib.contextmanager
 def several_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deployment, early: bool) -> Iterator[None]:
     """Within this context all ranks know the metrics of rank 0, and callbacks that need results run on rank 0 only.
 

@@ -153,6 +153,7 @@ class PipelineRun:
         if cluster.group.world_size > 1:  # first, since others replace hooks that are not the user's
             enter(self.without_numbers.installed())
         enter(changes.observing(trainer, self.models.step_log, cluster.leaders))
+        enter(changes.without_inference_mode(trainer))
         if fitting:
             observed = hooks.has_any(trainer, hooks.BETWEEN_STEPS)
             enter(PipelineOptimization(self.loop, observed, self.without_numbers).installed())

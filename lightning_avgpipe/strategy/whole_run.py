@@ -143,6 +143,7 @@ class WholeRun(PassthroughRun):
         enter(self._adapted())
         enter(scaling_together(trainer.precision_plugin, cluster, lambda optimizer: []))
         enter(changes.several_processes(trainer, cluster, deployment, context.distributor.early))
+        enter(changes.without_inference_mode(trainer))
         enter(changes.known_at_epoch_end(trainer))
         self._undo.callback(give_back, context, deployment)
 

@@ -33,7 +33,7 @@ from lightning_avgpipe.training.parallel_pipelines import ParallelPipelines
 from lightning_avgpipe.training.plan_maker import Examples, PlanMaker
 from lightning_avgpipe.training.replicas import check_shared
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.names import joined, nearest
+from lightning_avgpipe.utils.names import joined, listed, nearest
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.weights.initialisation import Origin
 
@@ -163,6 +163,8 @@ class Deployment:
             plan = self._maker.final(examples, schedule, num_pipelines, self.plan, self._final)
         else:
             plan = self._maker.provisional(examples, schedule, num_pipelines)
+        if isinstance(plan, Plan) and not examples.trains:
+            plan = _why_undivided(plan) or plan
         if isinstance(plan, str):
             self.undivided[examples.name] = plan
             return False
@@ -289,6 +291,21 @@ class Deployment:
         """
         with self.parallel.showing_reference():
             return self.holdings.state_dict() if whole else self.holdings.own_state_dict()
+
+
+def _why_undivided(plan: Plan) -> str | None:
+    """Return why the stages of a plan may not suit other batches of an evaluation; None if they do.
+
+    A loop that decodes token by token calls all units on each stage, and how often depends on what it decodes.
+    """
+    graph = plan.graph
+    if not plan.copied or all(graph.deciding[cut] is None for cut in plan.cuts):
+        return None
+    names = listed([repr(name) for name in sorted(plan.copied)])
+    return (
+        f"{graph.step} reads numbers of values between calls of the same submodules, so that another batch may call "
+        f"them more or less often, and several stages need their weights ({names})"
+    )
 
 
 # -- values that steps keep for the next batch, besides weights and buffers, and that do not move ----------------------
