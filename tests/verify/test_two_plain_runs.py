@@ -155,6 +155,23 @@ def test_a_verdict_is_kept_only_where_losses_and_weights_were_compared(
     assert ("they were equal in an earlier run" in logged.text) == is_kept
 
 
+class Choosing(Remembering):
+    """Depends on how often a function was called if an attribute says so."""
+
+    def __init__(self, remembers: bool) -> None:
+        super().__init__()
+        self.remembers = remembers
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) if self.remembers else MLP.training_step(self, batch, batch_idx)
+
+
+def test_a_verdict_holds_for_what_the_step_does_and_not_for_its_code_alone() -> None:
+    fit(Choosing(False), verify="auto")
+    with pytest.raises(VerificationError, match="the loss of 'micro-batch"):
+        fit(Choosing(True), verify="auto")
+
+
 def test_without_memory_for_a_second_run_training_goes_on_and_is_told_why(
     monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:

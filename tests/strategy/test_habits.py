@@ -1,0 +1,184 @@
+"""Habits of modules that libraries have written: what they train, validate and predict is that of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.wrappers import ClasswiseWrapper
+
+from lightning_avgpipe import AvgPipeStrategy
+from tests import processes
+from tests.averaging.models import assert_equal, state
+from tests.strategy.steps import Layers
+from tests.trainers import trainer
+
+
+class Habit(Layers):
+    """Validates and predicts as it trains."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self(batch[0]) - batch[1]).square().mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.through(x)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", Habit.training_step(self, batch, batch_idx))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+
+class Fills(Habit):
+    """Fills a tensor with what submodules return."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        filled = torch.zeros(len(x), 8)
+        early = self.a(x).relu()
+        filled[:, :4] = early[:, :4]
+        filled[:, 4:] = self.c(self.b(early).relu())[:, 4:]
+        return self.d(filled)
+
+
+class Decodes(Habit):
+    """Goes on until it has drawn an end for every sample."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        memory, tokens = self.a(batch[0]), torch.zeros(len(batch[0]), 6, dtype=torch.int64)
+        tokens[:, 0] = self.d(self.c(memory)).argmax(1)
+        for n in range(5):
+            if (active := tokens[:, n] > 1).sum() == 0:
+                break
+            out = self.d(self.c(memory[active] + tokens[active, : n + 1].sum(1, keepdim=True)))
+            tokens[active, n + 1] = (out + (n + 1) * batch[0][active]).argmax(1)
+        return tokens
+
+
+class AsksForRank(Habit):
+    """Takes its share of the samples, if there are several processes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[self.share]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0], batch[1][self.share]), batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step((batch[0], batch[1][self.share]), batch_idx)
+
+    @property
+    def share(self) -> slice:
+        return slice(self.global_rank, None, self.trainer.world_size)
+
+
+class KeepsResults(Habit):
+    """Keeps what a submodule has returned, for somebody to look at."""
+
+    kept: dict[str, Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = self.b(self.a(x).relu())
+        self.kept = {"weights": early.softmax(1)}
+        return self.d(self.c(early.relu()))
+
+
+class SetsBack(Habit):
+    """Sets an attribute at the end to what it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.horizon = self.usual_horizon = 4
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0] * (torch.arange(8) < 2 * self.horizon)
+        loss = super().training_step((x, batch[1]), batch_idx)
+        self.horizon = self.usual_horizon
+        return loss
+
+
+class OnFirstDevice(Habit):
+    """Is on the device of its first weight, and makes tensors there."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return next(self.parameters()).device
+
+    def on_train_start(self) -> None:
+        self.log("warmup", 4)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("precision", 0.5)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("total", torch.zeros((), device=self.device) + 3)
+
+
+class UsesNumPy(Habit):
+    """Calls a function of NumPy on a tensor."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_scale", (1 + np.exp(self(batch[0]))).mean())
+
+
+class CountsClasses(Habit):
+    """Has metrics within metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        of_each = ClasswiseWrapper(MulticlassAccuracy(8, average=None))
+        self.metrics = MetricCollection({"all": MulticlassAccuracy(8), "each": of_each})
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.metrics.update(self(batch[0]), batch[1].argmax(1))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.metrics.compute())
+        self.metrics.reset()
+
+
+HABITS = [Fills, Decodes, AsksForRank, KeepsResults, SetsBack, OnFirstDevice, UsesNumPy, CountsClasses]
+
+
+def result(make: Callable[[], Habit], devices: int, strategy: Any) -> dict[str, Any]:
+    """Weights after an epoch, metrics and predictions."""
+    torch.set_num_threads(1)
+    data = DataLoader(TensorDataset(*torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(2))), batch_size=8)
+    runner, module = trainer(strategy=strategy, devices=devices, max_epochs=1), make()
+    runner.fit(module, data, data)
+    metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
+    predicted = [torch.as_tensor(part) for part in runner.predict(module, data) or [] if part is not None]
+    return {"weights": state(module), "metrics": metrics, "predicted": predicted}
+
+
+def results(rank: int, devices: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_stages": 2, "num_microbatches": 1, "costs": "flops", "verify": False}
+    return {make.__name__: result(make, devices, AvgPipeStrategy(**options)) for make in HABITS}
+
+
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return processes.results(processes.run(2, results, 2, folder=tmp_path_factory.mktemp("two")))
+
+
+@pytest.fixture(scope="module")
+def in_one() -> dict[str, Any]:
+    return results(0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.* reads numbers of values")
+@pytest.mark.parametrize("make", HABITS)
+def test_stages_do_what_one_device_does(make: Any, in_one: Any, in_two: Any) -> None:
+    expected = result(make, 1, "auto")
+    first, other = (found[make.__name__] for found in in_two)
+    assert_equal(expected, in_one[make.__name__])
+    assert_equal(expected, first)
+    assert_equal({**expected, "predicted": []}, other)
