@@ -217,20 +217,14 @@ class _Reached:
 
     def _read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
         before: Any = None  # the Python module that was loaded last, whose attribute may follow
-        line = code.co_firstlineno
-        for instruction in dis.get_instructions(code):
-            line = (instruction.positions and instruction.positions.lineno) or line
-            name, operation = instruction.argval, instruction.opname
-            module, before = before, None
-            if operation in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"):
-                self.lines[name].add((code, line))
+        for operation, name, line, follows in _naming(code):
+            module, before = before if follows else None, None
+            self.lines[name].add((code, line))
+            if operation in _OF_GLOBALS:
                 before = self._loaded(namespace, name)
                 if operation == "STORE_GLOBAL":  # it may not exist yet
                     self._variable(f"global {namespace.get('__name__')}", namespace, name)
-            elif operation in ("LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"):
-                self.lines[name].add((code, line))
-            elif operation in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"):
-                self.lines[name].add((code, line))
+            elif operation in _OF_ATTRIBUTES:
                 if isinstance(module, types.ModuleType) and _is_users(module):
                     before = self._loaded(vars(module), name)
                 elif isinstance(module, types.FunctionType) and _is_users(module) and operation == "STORE_ATTR":
@@ -249,6 +243,26 @@ class _Reached:
     def _variable(self, owner: str, namespace: Any, name: str) -> None:
         if f"{owner}.{name}" not in self.variables:
             self._add(f"{owner}.{name}", Variable(namespace, name))
+
+
+_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL")
+_OF_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR")
+_OF_ENCLOSED = ("LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+
+
+@functools.cache
+def _naming(code: types.CodeType) -> tuple[tuple[str, str, int, bool], ...]:
+    """Return the instructions that name something: operation, name, line, and whether another such one is just before.
+
+    Disassembling takes most of the time of a search, and each step searches the same code.
+    """
+    found, line, last = [], code.co_firstlineno, -2
+    for i, instruction in enumerate(dis.get_instructions(code)):
+        line = (instruction.positions and instruction.positions.lineno) or line
+        if instruction.opname in (*_OF_GLOBALS, *_OF_ATTRIBUTES, *_OF_ENCLOSED):
+            found.append((instruction.opname, instruction.argval, line, i == last + 1))
+            last = i
+    return tuple(found)
 
 
 def _bare(thing: Any) -> Any:
