@@ -438,6 +438,7 @@ class intercepting:
                 nn.Module.__call__ = _call  # type: ignore[method-assign, assignment]
                 nn.Module.__setattr__ = _assign  # type: ignore[method-assign, assignment]
                 torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, arg-type]
+                torch.jit.ScriptFunction.__call__ = _call_script  # type: ignore[assignment, method-assign]
                 setattr(checkpoint, CHECKPOINT_BRACKET, _checkpointing)
                 torch.autograd.graph.disable_saved_tensors_hooks = disabling_others  # type: ignore[assignment]
             _interceptions += 1
@@ -450,6 +451,7 @@ class intercepting:
                 nn.Module.__call__ = call_module  # type: ignore[method-assign]
                 nn.Module.__setattr__ = _assign_attribute  # type: ignore[method-assign]
                 torch.autograd.Function.apply = _apply_function  # type: ignore[method-assign]
+                torch.jit.ScriptFunction.__call__ = _script_function  # type: ignore[method-assign]
                 setattr(checkpoint, CHECKPOINT_BRACKET, _checkpointing_generator)
                 torch.autograd.graph.disable_saved_tensors_hooks = disabling
 
@@ -462,6 +464,7 @@ call_module: Callable[..., Any] = nn.Module.__call__
 _assign_attribute: Callable[..., None] = nn.Module.__setattr__
 _is_compiling = torch.compiler.is_compiling
 _apply_function = torch.autograd.Function.__dict__["apply"]
+_script_function = torch.jit.ScriptFunction.__call__
 _checkpointing_generator: Callable[..., Iterator[Any]] = getattr(checkpoint, CHECKPOINT_BRACKET)
 _keeping_inputs = getattr(checkpoint, "_NoopSaveInputs", None)  # how older versions of torch keep a region's inputs
 
@@ -531,6 +534,15 @@ def _apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -
             return tracer.on_region(run, args, kwargs)
         with tracer.executing():
             return tracer.on_glue(_named(run, f"{function.__name__}.apply"), args, kwargs)
+
+
+def _call_script(function: torch.jit.ScriptFunction, *args: Any, **kwargs: Any) -> Any:
+    # Its operations are no calls from Python, which a mode sees only if another kind of mode is on.
+    tracer, run = _following.tracer, partial(_script_function, function)
+    if tracer is None or tracer._inside:
+        return run(*args, **kwargs)  # type: ignore[call-arg]
+    with tracer.aside(), tracer.executing():
+        return tracer.on_glue(_named(run, str(function.name)), args, kwargs)
 
 
 def _checkpointing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:

@@ -122,6 +122,21 @@ class OnFirstDevice(Habit):
         self.log("total", torch.zeros((), device=self.device) + 3)
 
 
+@torch.jit.script
+def scattered(x: Tensor, index: Tensor) -> Tensor:
+    """A function of TorchScript, as those that add up neighbours."""
+    return torch.zeros_like(x).index_add(0, index, x)
+
+
+class Scripts(Habit):
+    """Calls a function of TorchScript between submodules."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = torch.arange(len(x)) // 2
+        early = scattered(self.b(self.a(x).relu()), index)
+        return self.d(scattered(self.c(early).relu(), index))
+
+
 class UsesNumPy(Habit):
     """Calls a function of NumPy on a tensor."""
 
@@ -145,7 +160,7 @@ class CountsClasses(Habit):
         self.metrics.reset()
 
 
-HABITS = [Fills, Decodes, AsksForRank, KeepsResults, SetsBack, OnFirstDevice, UsesNumPy, CountsClasses]
+HABITS = [Fills, Decodes, AsksForRank, KeepsResults, SetsBack, OnFirstDevice, Scripts, UsesNumPy, CountsClasses]
 
 
 def result(make: Callable[[], Habit], devices: int, strategy: Any) -> dict[str, Any]:
