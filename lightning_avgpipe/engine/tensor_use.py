@@ -5,12 +5,15 @@ One process finishes each backward before the next forward. In a pipeline severa
     one process     F0: w changes   B0 uses w        F1: w changes   B1 uses w
     a stage         F0: w changes   F1: w changes    B0 uses w as of F0: a copy
 
-So autograd saves copies of such tensors. A tensor that did not change when the step was captured is not copied; a
-backward that finds it changed raises an error that names it.
+So autograd saves copies of such tensors, as they are at the end of their forward. That is what a backward finds in one
+process: a write by way of ``.data`` changes what was saved before, and after any other write it is an error. A tensor
+that did not change when the step was captured is not copied; a backward that finds it changed raises an error that
+names it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -62,18 +65,35 @@ class Rewritten:
         return [tensor for tensor in held if isinstance(tensor, nn.Parameter)]
 
     def saved(self, trains: bool) -> AbstractContextManager[Any]:
-        """Let autograd save copies of these tensors within this context."""
-        if not self._registers or not trains:
-            return nullcontext()
-        return SavedHooks(self._pack, lambda tensor: tensor)
+        """Let autograd save copies of these tensors within this context, which a forward runs in."""
+        return self._copied() if self._registers and trains else nullcontext()
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        # looked up each time, since a step may give a parameter other memory
-        mine = {address(register[name]) for register, name in self._registers if register[name] is not None}
-        if address(tensor) not in mine:
-            return tensor
+    @contextlib.contextmanager
+    def _copied(self) -> Iterator[None]:
+        copies: list[_Copy] = []
+
+        def pack(tensor: Tensor) -> Tensor | _Copy:
+            # looked up each time, since a step may give a parameter other memory
+            mine = {address(register[name]) for register, name in self._registers if register[name] is not None}
+            if address(tensor) not in mine:
+                return tensor
+            copies.append(_Copy(tensor.detach()))
+            return copies[-1]
+
+        with SavedHooks(pack, lambda saved: saved.tensor if type(saved) is _Copy else saved):
+            yield
         with torch.no_grad():
-            return tensor.detach().clone()
+            for copy in copies:
+                copy.tensor = copy.tensor.clone()
+
+
+class _Copy:
+    """What autograd saves of a tensor that is rewritten: itself during the forward, and a copy from its end on."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 class naming_overwritten_buffers:

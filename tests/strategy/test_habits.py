@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
@@ -122,6 +122,29 @@ class OnFirstDevice(Habit):
         self.log("total", torch.zeros((), device=self.device) + 3)
 
 
+class Noisy(nn.Linear):
+    """Scales what it computes with, past autograd, whenever it is called."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("noise", torch.ones(8, 8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight.sigmoid() * self.noise.data.mul_(0.9)).T
+
+
+class Samples(Habit):
+    """Calls a layer twice, whose backwards see what the last call has left (Bayesian layers)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Noisy()
+
+    def through(self, x: Tensor) -> Tensor:
+        early = self.a(x).relu()
+        return self.d(self.c(self.b(early) + self.b(early.square())).relu())
+
+
 @torch.jit.script
 def scattered(x: Tensor, index: Tensor) -> Tensor:
     """A function of TorchScript, as those that add up neighbours."""
@@ -160,7 +183,18 @@ class CountsClasses(Habit):
         self.metrics.reset()
 
 
-HABITS = [Fills, Decodes, AsksForRank, KeepsResults, SetsBack, OnFirstDevice, Scripts, UsesNumPy, CountsClasses]
+HABITS = [
+    Fills,
+    Decodes,
+    AsksForRank,
+    KeepsResults,
+    SetsBack,
+    OnFirstDevice,
+    Samples,
+    Scripts,
+    UsesNumPy,
+    CountsClasses,
+]
 
 
 def result(make: Callable[[], Habit], devices: int, strategy: Any) -> dict[str, Any]:
