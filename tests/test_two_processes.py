@@ -40,10 +40,8 @@ def fit(rank: int, folder: Path, kind: type[Regression], **options: Any) -> dict
         "weights": state(model),
         "best": Path(checkpoint.best_model_path).name,
         "step": runner.global_step,
-        "of rank 0": (
-            runner.predict(model, data[1]),
-            (folder / "csv" / "version_0" / "metrics.csv").read_text() if rank == 0 else None,
-        ),
+        "predicted": runner.predict(model, data[1]),
+        "of rank 0": (folder / "csv" / "version_0" / "metrics.csv").read_text() if rank == 0 else None,
     }
 
 

@@ -118,8 +118,6 @@ class PipelineLoop:
     @functools.cached_property
     def named_at_batch_end(self) -> dict[str, frozenset[str]]:
         """Step -> what callbacks of the user name at the end of its batch on every process: ``outputs``, ``batch``."""
-        if self.cluster.group.world_size == 1:
-            return dict.fromkeys(_CONTEXTS, frozenset())
         return {step: hooks.named_at_batch_end(self.trainer, step) for step in _CONTEXTS}
 
     @contextlib.contextmanager
@@ -137,7 +135,7 @@ class PipelineLoop:
     def evaluate(self, step: str, batch: Any, *rest: Any) -> Any:
         """Run a step without backward; return the merged result on the last stage's rank, None elsewhere.
 
-        All processes return it if a callback may read it.
+        All processes return predictions that Lightning returns, and what a callback may read.
 
         Raises:
             MicroBatchError: the step cannot be captured on a micro-batch; see :meth:`IterationOrder.train`.
@@ -153,7 +151,9 @@ class PipelineLoop:
             (outcome,) = iteration.outcomes
             results = outcome.results
         result = None if results is None else merge(results, *self.splitter.counts(iteration.works[0]))
-        return self.cluster.control.publish(result) if "outputs" in self.named_at_batch_end[step] else result
+        returned = step == "predict_step" and self.trainer.predict_loop.return_predictions
+        shares = self.cluster.group.world_size > 1 and (returned or "outputs" in self.named_at_batch_end[step])
+        return self.cluster.control.publish(result) if shares else result
 
     def _run_whole(self, iteration: Iteration) -> list[Any] | None:
         """Run an evaluation step on rank 0, since stages cannot; return the results of the micro-batches there."""

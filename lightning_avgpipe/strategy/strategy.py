@@ -672,15 +672,15 @@ class AvgPipeStrategy(ParallelStrategy):
         return self._running.step("training_step", super().training_step, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run validation_step; return the merged result on the last stage's rank, None elsewhere."""
+        """Run validation_step; return the merged result on rank 0, and on the others if it is asked for there."""
         return self._running.step("validation_step", super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run test_step; return the merged result on the last stage's rank, None elsewhere."""
+        """Run test_step; return the merged result on rank 0, and on the others if it is asked for there."""
         return self._running.step("test_step", super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run predict_step; return the merged result on the last stage's rank, None elsewhere."""
+        """Run predict_step; return the merged result on rank 0, and on the others if it is asked for there."""
         return self._running.step("predict_step", super().predict_step, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
