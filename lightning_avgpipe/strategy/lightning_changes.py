@@ -42,7 +42,7 @@ def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> I
     module = trainer.lightning_module
     with contextlib.ExitStack() as undo:
         undo.enter_context(intercepting())
-        undo.enter_context(replaced(module, "log", step_log))
+        undo.enter_context(replaced(module, "log", step_log.__call__))
         if is_overridden("log_dict", module):
             undo.enter_context(replaced(module, "log_dict", looking_on(module.log_dict)))
         undo.enter_context(replaced(module, "print", looking_on(module.print, rehearsed=False)))

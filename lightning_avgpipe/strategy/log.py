@@ -60,6 +60,7 @@ class StepLog:
 
     Args:
         module: module whose ``log`` is replaced.
+        device: device of this process. The module's own may be that of its first weight, which another process has.
         leaders: the processes that have the groups' last stages; None if this process has none.
         replicas: returns the replicas that share the micro-batches of the last stage in training now, None where this
             process is none of them; the first replica logs what all of them collect.
@@ -72,12 +73,13 @@ class StepLog:
     def __init__(
         self,
         module: pl.LightningModule,
+        device: torch.device,
         leaders: Collectives | None,
         replicas: Callable[[], Collectives | None] = lambda: None,
     ) -> None:
         self.batch_values = BatchValues()
         self._leaders = leaders
-        self._module = module
+        self._module, self._device = module, device
         self._log = module.log
         self._is_overridden = getattr(module.log, "__func__", None) is not pl.LightningModule.log
         self._replicas = replicas
@@ -234,12 +236,6 @@ class StepLog:
             return []
         known = [replace(e, options=options.get(e.name, e.options)) for entries in found for e in entries]
         return [replace(e, value=self._placed(e.value)) for e in known]
-
-    @functools.cached_property
-    def _device(self) -> torch.device:
-        # a module's own ``device`` may be that of its first weight, which another process has
-        device: torch.device = self._module.trainer.strategy.root_device
-        return device
 
     def _placed(self, value: Any) -> Any:
         return value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value

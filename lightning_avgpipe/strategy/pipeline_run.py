@@ -99,7 +99,8 @@ class PipelineRun:
         module, options, fitting, observers = context.module, configuration.options, context.fitting, Observers()
         own(trainer)
         deployment = self.deployment = deploy(context)
-        step_log = StepLog(module, cluster.leaders if cluster.rank == 0 else None, partial(sharing_last, cluster))
+        leaders = cluster.leaders if cluster.rank == 0 else None
+        step_log = StepLog(module, cluster.device, leaders, partial(sharing_last, cluster))
         if fitting:
             self._undo.enter_context(options.beyond.training(context, deployment))
         self.models = ParallelModels(context, deployment, step_log, observers)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 
@@ -15,7 +16,8 @@ from typing import Any
 def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     """Replace an attribute of one object or class within this context.
 
-    A copy of the object that is made meanwhile, by ``copy`` or ``pickle``, has the method that the object had before.
+    A copy of the object that is made meanwhile, by ``copy`` or ``pickle``, has the method that the object had before,
+    where a function takes its place; other replacements decide by themselves.
 
     Raises:
         AttributeError: the object has no such attribute, so that replacing it would have no effect.
@@ -24,7 +26,7 @@ def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     # the attributes of a class are set by nothing else, but an object's own __setattr__ may do more than that
     put, remove = (setattr, delattr) if isinstance(owner, type) else (_put, _remove)
     had, before = name in vars(owner), vars(owner).get(name)
-    if callable(replacement) and not isinstance(owner, type):
+    if isinstance(replacement, (FunctionType, MethodType, partial)) and not isinstance(owner, type):
         replacement = _Method(replacement, *((_itself, before) if had else (getattr, owner, name)))
     put(owner, name, replacement)
     try:

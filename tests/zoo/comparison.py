@@ -69,7 +69,7 @@ class Subject:
         # what Lightning's does in the end
         self.module.log = lambda name, value, **options: results.log("", name, value, **options)  # type: ignore
         self.leaders = SimpleNamespace(world_size=1)
-        self.log = StepLog(self.module, self.leaders)
+        self.log = StepLog(self.module, torch.device("cpu"), self.leaders)
         self.module.log = self.log  # type: ignore[method-assign]
         self.metrics = [m for m in self.module.modules() if isinstance(m, Metric)]
 
