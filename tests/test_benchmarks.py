@@ -40,6 +40,7 @@ def measured(folder: Path, script: str, *arguments: object) -> Any:
     return json.loads((folder / "found.json").read_text())
 
 
+@pytest.mark.slow
 def test_each_rank_returns_its_result() -> None:
     assert launch(os.getenv, ("RANK",), 2) == ["0", "1"]
 

@@ -218,6 +218,7 @@ def two_groups(rank: int, folder: Path) -> Any:
     return through, again, rounded
 
 
+@pytest.mark.slow
 def test_two_groups_are_two_pipelines_also_if_they_resume_or_round(tmp_path: Path) -> None:
     expected = of_groups(tmp_path / "one", 1, 0)
     results = processes.results(processes.run(2, two_groups, tmp_path, folder=tmp_path))

@@ -185,7 +185,12 @@ ALONE, TOGETHER = Setting(4, 1, 0), Setting(2, 3, 0)
 
 
 @pytest.mark.parametrize(
-    ("setting", "data", "limit"), [(ALONE, sized, None), (TOGETHER, unsized, None), (TOGETHER, sized, 1)]
+    ("setting", "data", "limit"),
+    [
+        pytest.param(ALONE, sized, None, marks=pytest.mark.slow),
+        pytest.param(TOGETHER, unsized, None, marks=pytest.mark.slow),
+        (TOGETHER, sized, 1),
+    ],
 )
 def test_training_goes_on_as_if_the_choice_had_been_given_by_hand(
     setting: Setting, data: Any, limit: int | None, liking: Callable[..., None], tmp_path: Path
@@ -199,7 +204,7 @@ def test_training_goes_on_as_if_the_choice_had_been_given_by_hand(
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("rolls", [True, False])
+@pytest.mark.parametrize("rolls", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_tuner_chooses_whether_to_roll_where_that_is_open(rolls: bool, liking: Any, tmp_path: Path) -> None:
     setting = Setting(4, 2, 1, rolling=rolls)
     liking(setting)
@@ -223,6 +228,7 @@ def test_the_tuner_chooses_whether_to_roll_where_that_is_open(rolls: bool, likin
     assert runner.strategy.rolls == rolls and runner.global_step == 6
 
 
+@pytest.mark.slow
 def test_what_cannot_roll_is_tuned_without(liking: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     liking(Setting(4, 2, 0, rolling=True), Setting(4, 2, 0))
     ways = [

@@ -186,6 +186,7 @@ print("loss", float(trainer.callback_metrics["loss"]))
 """
 
 
+@pytest.mark.slow
 def test_what_a_module_with_two_names_draws_does_not_depend_on_hashes_of_names(tmp_path: Path) -> None:
     printed = [run(tmp_path, "-c", TWO_NAMES, PYTHONHASHSEED=str(seed)) for seed in range(3)]
     losses = {line for text in printed for line in text.splitlines() if line.startswith("loss ")}

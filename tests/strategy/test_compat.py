@@ -34,6 +34,7 @@ print(*sorted({entry.name.partition(".")[0] for entry in LIGHTNING}))
 """
 
 
+@pytest.mark.slow
 def test_pytorch_lightning_has_what_the_package_relies_on(tmp_path: Path) -> None:
     assert "lightning_fabric pytorch_lightning torchmetrics\n" in run(tmp_path, "-c", _SECOND)
 

@@ -439,6 +439,7 @@ def test_each_run_decides_anew() -> None:
     assert rolled == [False, True, False, True]
 
 
+@pytest.mark.slow
 def test_more_pipelines_later_do_as_was_found_at_the_start() -> None:
     more = Interrupts(lambda trainer: trainer.strategy.reconfigure(num_pipelines=2), (1,))  # type: ignore[attr-defined]
     for module, rolls in ((Measured, False), (Changing, False), (Scaled, True)):

@@ -103,7 +103,7 @@ def evaluated(rank: int, make: Callable[[], Any], devices: int, num_stages: int 
     return logged, runner.predict(module, make.data())  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("make", [Twice, Seeds, Generates])
+@pytest.mark.parametrize("make", [Twice, Seeds, pytest.param(Generates, marks=pytest.mark.slow)])
 def test_what_stages_cannot_do_is_evaluated_as_on_one_device(make: Any, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="So rank 0 runs it for all stages"):
         one = evaluated(0, make, 1)
