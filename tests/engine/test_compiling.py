@@ -69,9 +69,8 @@ def test_weights_are_the_same_bitwise(kind: Any, strategy: dict[str, Any]) -> No
         assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "bert", "llama", "t5", "vit")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "vit"])
 def test_stock_models_have_the_same_weights_at_default_options(name: str) -> None:
     torch.manual_seed(1)
     make, example = MODELS[name]
