@@ -168,6 +168,16 @@ class _NoSilentWrites(TorchDispatchMode):
 
 
 @contextlib.contextmanager
+def callbacks_refusing_pickles(trainer: pl.Trainer) -> Iterator[None]:
+    """Within this context hooks of callbacks cannot pickle weights of other processes, where steps run whole."""
+    with contextlib.ExitStack() as undo:
+        for owner, name in hooks.users_hooks(trainer, hooks.SEEING_WEIGHTS):
+            if owner is not trainer.lightning_module:
+                undo.enter_context(replaced(owner, name, _refusing_pickles()(getattr(owner, name))))
+        yield
+
+
+@contextlib.contextmanager
 def _refusing_pickles() -> Iterator[None]:
     """Within this context this thread cannot pickle a tensor without numbers, as ``torch.save`` does."""
     reduce, thread = Tensor.__reduce_ex__, threading.get_ident()

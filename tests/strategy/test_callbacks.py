@@ -413,7 +413,7 @@ class Copies(L.Callback):
         self.copies.append(copy.deepcopy(pl_module))
         if not any(p.is_meta for p in pl_module.parameters()):
             self.copies.append(pickle.loads(pickle.dumps(pl_module)))
-        elif pl_module.automatic_optimization:
+        else:
             with pytest.raises(AbsentValueError, match=r"a hook pickles, at .*, a weight of another stage"):
                 pickle.dumps(pl_module)
 
