@@ -69,7 +69,7 @@ def alone_in_hook() -> Iterator[None]:
 
 
 def hides_rank() -> bool:
-    """Return whether this thread runs code of a step, for which its process is rank 0 of one."""
+    """Return whether this thread runs code of a step, for which the stages of its group are one process."""
     return is_alone() and not _here.in_hook
 
 

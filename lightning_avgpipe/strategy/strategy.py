@@ -300,19 +300,19 @@ class AvgPipeStrategy(ParallelStrategy):
 
     @property
     def world_size(self) -> int:
-        """The number of processes; 1 for code of a step, which sees its process alone, as on one device."""
-        return 1 if hides_rank() else super().world_size
+        """The number of processes; for code of a step that of groups, which train on other data, as in ddp."""
+        return self.num_groups if hides_rank() else super().world_size
 
     @property
     def global_rank(self) -> int:
-        """The rank of this process; 0 for code of a step."""
-        return 0 if hides_rank() else super().global_rank
+        """The rank of this process; for code of a step, which all stages run, the number of its group."""
+        return self.group_number if hides_rank() else super().global_rank
 
     @property
     def is_global_zero(self) -> bool:
         """Whether this process logs and saves: rank 0, which may be another one of several worlds at times.
 
-        For code of a step it is that on every stage.
+        For code of a step every stage of the first group is it.
         """
         return super().is_global_zero and (hides_rank() or not getattr(rank_zero_only, "rank", 0))
 

@@ -123,7 +123,7 @@ class ByHand(Plain):
 
 class OnOneRank(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        if self.trainer.is_global_zero:
+        if self.trainer.local_rank == 0:
             self.b(batch[0])
         super().training_step(batch, batch_idx)
 
