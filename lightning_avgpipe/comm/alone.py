@@ -55,15 +55,11 @@ def alone() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def alone_in_hook() -> Iterator[None]:
-    """Make ``torch.distributed`` look uninitialized likewise, while code of a hook asks for the process's true rank.
-
-    A hook writes files on rank 0 only.
-    """
+def in_hook() -> Iterator[None]:
+    """Within this context a hook runs, also in the midst of a step: it asks for the true rank, to write on one only."""
     before, _here.in_hook = _here.in_hook, True
     try:
-        with alone():
-            yield
+        yield
     finally:
         _here.in_hook = before
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_avgpipe.comm.alone import in_hook
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.microbatch import MicroBatch
 from lightning_avgpipe.engine.observer import Observer, Work
@@ -169,7 +170,7 @@ class ClearingGradients(Observer):
         if self._is_cleared:
             return
         self._is_cleared = True
-        with host_lent(), Writes(self._module) if self._ahead else contextlib.nullcontext() as writes:
+        with host_lent(), in_hook(), Writes(self._module) if self._ahead else contextlib.nullcontext() as writes:
             self._clear()
         if writes is not None and writes.written:
             raise StepChangedError(

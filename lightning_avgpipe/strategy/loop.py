@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.comm.alone import alone
+from lightning_avgpipe.comm.alone import alone, in_hook
 from lightning_avgpipe.engine.loss import loss_in, trainable_loss
 from lightning_avgpipe.engine.microbatch import MicroBatch, mean, merge
 from lightning_avgpipe.engine.pipeline import Outcome, run_together
@@ -272,7 +272,7 @@ class PipelineLoop:
 
         def finish(n: int, i: int, result: Any) -> Tensor | None:
             if i == 0 and zero_grad is not None:  # after a forward, as on one device, and before all backwards
-                with host_lent():
+                with host_lent(), in_hook():
                     zero_grad()
             weight = iteration.weighed()[n][i].weight
             if result is None or (averages and not weight):  # a mean over nothing is not a number
@@ -295,7 +295,7 @@ class PipelineLoop:
     def _hook_called(self) -> Iterator[None]:
         """Within this context a hook is called while pipeline 0 runs: what it changes is changed for all pipelines."""
         stream = self.deployment.parallel.pipelines[0].stream
-        with host_lent(), contextlib.nullcontext() if stream is None else stream.left():
+        with host_lent(), in_hook(), contextlib.nullcontext() if stream is None else stream.left():
             yield
 
     def prepare(self, iteration: Iteration) -> bool:

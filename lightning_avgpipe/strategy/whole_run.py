@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.optimizers import parameters_in
 from lightning_avgpipe.capture.tracer import intercepting
-from lightning_avgpipe.comm.alone import alone, alone_in_hook
+from lightning_avgpipe.comm.alone import alone, in_hook
 from lightning_avgpipe.engine.joint import Exchange
 from lightning_avgpipe.engine.lockstep import Lockstep
 from lightning_avgpipe.errors import AvgPipeError
@@ -233,7 +233,7 @@ class WholeRun(PassthroughRun):
             decides = name.endswith("_epoch_end") and not self._trainer.sanity_checking
             if decides and isinstance(connector, SyncedLoggerConnector):
                 connector.sync()
-            with self.lockstep.running(name), alone_in_hook():
+            with self.lockstep.running(name), alone(), in_hook():
                 return hook(*args, **kwargs)
 
         return run
