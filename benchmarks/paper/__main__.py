@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,7 @@ def parser() -> argparse.ArgumentParser:
     result = harness.parser(__doc__, quick=str(QUICK))
     result.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     result.add_argument("--devices", type=int, choices=SLOWNESS, default=2)
+    result.add_argument("--megabits", type=int, nargs="+", help="rates of links, instead of 1000 and 100")
     result.add_argument("--minutes", type=float, default=float("inf"), help="after which nothing more is begun")
     result.add_argument("--resume", action="store_true", help="measure what the results file does not have")
     result.add_argument("--pictures", type=Path, help="folder")
@@ -171,6 +172,8 @@ def main(arguments: Sequence[str]) -> None:
     """See above."""
     options = parser().parse_args(arguments)
     ends, extent = time.monotonic() + 60 * options.minutes, QUICK if options.quick else Extent()
+    if options.megabits:
+        extent = replace(extent, links=tuple(options.megabits))
     made = workloads(options.devices, SLOWNESS[options.devices])
     chosen = [made[name] for name in options.workloads]
     folders = {w.name: prepare(w, DATA, WORK.resolve(), extent.lines) for w in chosen}
