@@ -105,7 +105,7 @@ def _graph(
                 "would take others. Make it a part of the batch (CombinedLoader), or count in an attribute",
             )  # fmt: skip
         # what changes of the step show, which are undone in the end
-        carried, passing = tuple(effects.attributes.carried()), tuple(effects.attributes.passing())
+        carried = tuple(effects.attributes.carried())
         finite = step != "training_step" or bool(_loss(result).isfinite().all())
         _find_what_lasts(recorder, make, run, spare)
         constants = tuple(effects.attributes.pinned_by_constants())
@@ -127,7 +127,7 @@ def _graph(
         glue_states=frozenset(recorder.state.by_glue),
         rewritten=frozenset(recorder.state.rewritten),
         assigned_between=effects.assigned,
-        set_back=passing,
+        set_back=tuple(sorted(effects.set_back)),
         carried=carried,
         mutated_between=holders,
         changed_by_units=tuple(sorted(effects.of_units - holders.keys())),

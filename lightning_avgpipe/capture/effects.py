@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from lightning_avgpipe.capture.draft import ANYWHERE, Pin
-from lightning_avgpipe.capture.events import AttributeEvents, Key, Names, Now, ObjectEvents
+from lightning_avgpipe.capture.events import AttributeEvents, Names, ObjectEvents
 from lightning_avgpipe.capture.graph import GeneratorUse, Node
+from lightning_avgpipe.capture.reads import Key, Now
 from lightning_avgpipe.state.objects import is_generator, is_iterator
 from lightning_avgpipe.state.snapshot import Snapshot, leading
 from lightning_avgpipe.utils.names import joined
@@ -32,6 +33,7 @@ class Effects:
         objects: changes of objects in place.
         generators: draws from random generators that the model holds.
         assigned: after the step, the attributes that code between units assigns in every step.
+        set_back: after the step, the attributes and variables that it has changed, or whose objects, and set back.
         of_units: after the step, the attributes that units assign in every step, or whose objects they change.
     """
 
@@ -50,12 +52,21 @@ class Effects:
         self._unseen = frozenset(unseen)
         self._reassigned: set[Key] = set()
         self.assigned: tuple[Key, ...] = ()
+        self.set_back: set[Key] = set()
         self.of_units: set[Key] = set()
+        self._now = now
+        self._next_look = 1  # position from which objects are compared that were not seen to change
 
     # -- events -------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Note the effects of code between units that has just run."""
+        """Note the effects of code between units that has just run.
+
+        A few times in a step all objects are compared, to find those that the step changes and sets back.
+        """
+        if self._now()[0] >= self._next_look:
+            self._next_look *= 2
+            self.mutable |= self.objects.changed_for_now()
         self.objects.look()
         self.attributes.look()
 
@@ -77,8 +88,13 @@ class Effects:
         self.assigned = tuple(self.attributes.changed())
         self.generators.kept(vars(self._module.get_submodule(path)).get(name) for path, name in self.assigned)
         self.mutable |= self.objects.found()
+        self.set_back = self._set_back()
         self._reassigned = self.objects.reassigned()
         self.of_units = set(self.objects.of_units()).difference(self.assigned)
+
+    def _set_back(self) -> set[Key]:
+        attributes = self.attributes.set_back()
+        return attributes | self.objects.set_back(attributes)
 
     @property
     def may_last(self) -> bool:
@@ -94,11 +110,14 @@ class Effects:
 
     def repeated(self, again: Effects) -> None:
         """Compare with a repeated step: changes that it did not make again are made only once."""
+        again.look()
         self.of_units &= {*again.objects.of_units(), *again.attributes.of_units}
         self.assigned += tuple(sorted(self.objects.assigned & again.objects.assigned))
         made = self.attributes.created() - again.attributes.assigned()
         self.assigned = tuple(key for key in self.assigned if key not in made)
         self.objects.keep(again.objects.found())
+        # an attribute of an object may have been made, and be set back from then on
+        self.set_back |= again._set_back().difference(self.assigned, self.of_units, self.objects.holders())
         self.generators.settle(again.generators)
 
     def pinned(self, nodes: list[Node]) -> Iterator[Pin]:

@@ -31,19 +31,17 @@ changed by a unit; read between units                  all positions from the fi
 from __future__ import annotations
 
 import contextlib
-import dis
-import functools
 import sys
-import types
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_avgpipe.capture.draft import ANYWHERE, Pin
-from lightning_avgpipe.state.objects import ATOMS, OF_EVERY_MODULE, Variable, is_generator
-from lightning_avgpipe.state.outside import lines_naming, outside
+from lightning_avgpipe.capture.draft import Pin
+from lightning_avgpipe.capture.reads import Key, Now, Read, VariableReads, as_free, in_order, only_adds
+from lightning_avgpipe.state.objects import ATOMS, ITEMS, OF_EVERY_MODULE, Variable, is_generator
+from lightning_avgpipe.state.outside import outside
 from lightning_avgpipe.state.snapshot import Snapshot, leading
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import is_within, joined
@@ -52,46 +50,9 @@ from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.tensors import KnownTensors
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, address, untraced
 
-Key = tuple[str, str]  # path of a module and name of an attribute; or "" and the full name of a variable
 Names = frozenset[Any] | None  # names of an object's attributes; None: all of its contents
-Now = Callable[[], tuple[int, bool]]  # returns the number of nodes so far, and whether a unit is running
 
 _MISSING = object()
-# Methods of collections that change them and return nothing.
-_WRITING = ("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "update")
-
-
-class Read(NamedTuple):
-    """A read of an attribute, or of an object.
-
-    Attributes:
-        position: number of nodes before.
-        in_unit: whether the running node reads it, on one stage; else each stage that comes so far does.
-        source: the line that reads it.
-        held: the object that the attribute holds.
-        carried: whether the object may come from the previous step.
-        adds: whether the line only adds to a collection, so that it does not read its contents.
-        own: whether the running unit has assigned the attribute itself.
-    """
-
-    position: int
-    in_unit: bool
-    source: str
-    held: Any = None
-    carried: bool = True
-    adds: bool = False
-    own: bool = False
-
-    @property
-    def end(self) -> int:
-        """The first position behind the read."""
-        return self.position + self.in_unit
-
-    def apart_from(self, node: int) -> tuple[int, int]:
-        """Return the first and last position at which a cut would part the read from a change by a node."""
-        if not self.in_unit:  # every stage that gets that far reads it
-            return max(1, min(self.position, node + 1)), ANYWHERE
-        return min(node, self.position) + 1, max(node, self.position)
 
 
 class _Assignment(NamedTuple):
@@ -106,16 +67,6 @@ class _Assignment(NamedTuple):
     layout: Any
     has_history: bool
     is_other: bool
-
-
-def as_free(reads: Iterable[Read], position: int) -> list[Read]:
-    """Return the reads, where those of the unit at this position count as between units: every stage runs this unit."""
-    return [read._replace(in_unit=False) if read.position == position else read for read in reads]
-
-
-def in_order(reads: Iterable[Read]) -> list[Read]:
-    """Return reads by position, then by source line."""
-    return sorted(reads, key=lambda read: read[:3])
 
 
 class HeldTensors:
@@ -234,7 +185,7 @@ class AttributeEvents:
         if not in_unit:
             self.read_between[key] = position
         reads, carried = self.reads.setdefault(key, []), key not in self._assignments
-        adds = _only_adds(sys._getframe(2), held)
+        adds = only_adds(sys._getframe(2), held)
         known = adds or any(r.held is held and r.carried >= carried and not r.adds for r in reads)
         if carried and not known:
             self.held.add(Snapshot((held,)).tensors, key)
@@ -288,11 +239,11 @@ class AttributeEvents:
     # -- after the step -----------------------------------------------------------------------------------------------
 
     def changed(self) -> list[Key]:
-        """Return the attributes whose value is another object than before the step."""
-        return [key for key, before in self._before.items() if vars(self._modules[key[0]]).get(key[1]) is not before]
+        """Return the attributes whose value is another object than before the step, but for empty containers."""
+        return [key for key, before in self._before.items() if not _is_alike(before, self._value(key))]
 
-    def passing(self) -> set[Key]:
-        """Return attributes that changed during the step and were set back, such as a mode or a flag."""
+    def set_back(self) -> set[Key]:
+        """Return the attributes that the step changes and sets back, such as a flag, or a list that is empty again."""
         return self._given_others().difference(self.changed())
 
     def _given_others(self) -> set[Key]:
@@ -397,21 +348,9 @@ class AttributeEvents:
                     yield *read.apart_from(max(by)), f"{why} for the next micro-batch"
 
 
-def _only_adds(frame: types.FrameType, held: Any) -> bool:
-    """Return whether the next operation on a loaded collection only adds to it, so that its contents are not read.
-
-    ``self.outputs.append(self.loss(batch))`` loads the list first. Counted as a read, this would keep the whole step on
-    one stage.
-    """
-    if type(held) not in (list, dict, set, deque):
-        return False
-    following = next((i for i in _instructions(frame.f_code) if i.offset > frame.f_lasti), None)
-    return following is not None and following.argval in _WRITING and following.opname in ("LOAD_ATTR", "LOAD_METHOD")
-
-
-@functools.lru_cache(maxsize=256)
-def _instructions(code: types.CodeType) -> tuple[dis.Instruction, ...]:
-    return tuple(dis.get_instructions(code))
+def _is_alike(before: Any, now: Any) -> bool:
+    """Return whether an attribute holds the same object as before, or a container that is empty again."""
+    return before is now or (type(before) is type(now) and isinstance(now, ITEMS) and not before and not now)
 
 
 def _layout(value: Any) -> Any:
@@ -457,7 +396,7 @@ class ObjectEvents:
     """The changes and reads, in one step, of objects in attributes and variables.
 
     Reads of an object's attributes are seen if Python code has defined its class. Otherwise each read of a module's
-    attribute that leads to the object counts.
+    attribute, or of a variable, that leads to the object counts.
 
     Args:
         module: module whose code names the variables.
@@ -475,19 +414,25 @@ class ObjectEvents:
     """
 
     def __init__(self, module: nn.Module, modules: Mapping[str, nn.Module], chosen: Collection[int], now: Now) -> None:
-        self._module = module
         self._modules = modules
         self._now = now
         self.attributes = attributes_of(modules)
-        self.attributes |= {("", name): variable for name, variable in outside(module).items()}
+        named = outside(module)
+        self.attributes |= {("", name): variable for name, variable in named.items()}
         self.objects = Snapshot(self.attributes.values(), opaque=True)
         self._chosen = self.objects.among({*chosen, *(id(one) for one in self.objects.opaque if is_generator(one))})
+        opaque = set(map(id, self.objects.opaque))
+        self._compared = self.objects.among(self.objects.indices.keys() - opaque)
         watched = list(self._chosen.items())
-        self._seen = {id(obj): obj for obj, items in watched if items is None and type(obj).__flags__ & _HEAP_TYPE}
+        self._seen = {
+            id(obj): obj for obj, items in watched
+            if items is None and type(obj).__flags__ & _HEAP_TYPE and not isinstance(obj, Variable)
+        }  # fmt: skip
         others = {id(obj) for obj, _ in watched if id(obj) not in self._seen and not is_generator(obj)}
         held = self.attributes if others else {}
         found = {key: others & Snapshot([value], opaque=True).reached() for key, value in held.items()}
         self.leading = {key: ids for key, ids in found.items() if ids}
+        self._of_variables = VariableReads(module, [key for key in self.leading if not key[0] and key[1] in named], now)
         self._reads: dict[int, dict[str, set[Read]]] = defaultdict(lambda: defaultdict(set))
         self.by_nodes: dict[int, list[_OfNode]] = defaultdict(list)
         self.between: dict[int, _Between] = {}
@@ -500,6 +445,7 @@ class ObjectEvents:
         with contextlib.ExitStack() as undo:
             for cls in {type(obj): None for obj in self._seen.values()}:
                 undo.enter_context(self._watched(cls))
+            undo.enter_context(self._of_variables.watched())
             yield
 
     def _watched(self, cls: Any) -> contextlib.AbstractContextManager[None]:
@@ -559,6 +505,8 @@ class ObjectEvents:
         here = self._now()[0]
         for names in self._reads.values():
             names.update({name: set(as_free(reads, here)) for name, reads in names.items()})
+        of_variables = self._of_variables.reads
+        of_variables.update({key: as_free(reads, here) for key, reads in of_variables.items()})
         self._changed_between(changed)
         inner = {id(m) for m in module.modules()}
         self.assigned |= self._reassigned({path: m for path, m in self._modules.items() if id(m) in inner})
@@ -568,6 +516,33 @@ class ObjectEvents:
     def found(self) -> frozenset[int]:
         """Return the ids of the objects that have changed since the step began, by any code."""
         return frozenset(id(obj) for obj in self.objects.changed() if not isinstance(obj, Tensor))
+
+    def changed_for_now(self) -> frozenset[int]:
+        """Return likewise, in the midst of a step, the ids of objects of which the step may set back some."""
+        return frozenset(id(obj) for obj, *_ in self._compared.modified())
+
+    def set_back(self, attributes: Collection[Key]) -> set[Key]:
+        """Return the attributes and variables that lead to objects which the step has changed and set back.
+
+        What code between units has done to such objects is no event any more: the next micro-batch finds none of it,
+        if each stage that leaves the step before its end puts them back.
+
+        Args:
+            attributes: attributes that the step has set back.
+        """
+        changed = [obj for obj, change in self.between.items() if not is_generator(change.obj)]
+        if not changed:
+            return set()
+        lasting = self.found()
+        reached = {key: Snapshot([held], opaque=True).reached() for key, held in self.attributes.items()}
+        leads = {obj: [key for key, ids in reached.items() if obj in ids] for obj in changed}
+        passing = {
+            obj
+            for obj, keys in leads.items()
+            if all(key in attributes or lasting.isdisjoint(reached[key]) for key in keys)
+        }
+        self.between = {obj: change for obj, change in self.between.items() if obj not in passing}
+        return {key for obj in passing for key in leads[obj]}
 
     def keep(self, lasting: Collection[int]) -> None:
         """Forget objects that do not change again when the step runs once more, such as a cache that is filled once.
@@ -603,8 +578,8 @@ class ObjectEvents:
         return self._reassigned(self._modules)
 
     def _reassigned(self, modules: Mapping[str, nn.Module]) -> set[Key]:
-        now = attributes_of(modules)
-        return {key for key, held in now.items() if self.attributes.get(key) is not held}
+        now, before = attributes_of(modules), self.attributes
+        return {key for key, held in now.items() if key not in before or not _is_alike(before[key], held)}
 
     def written(self, memory: Collection[int]) -> tuple[Key, ...]:
         """Return the attributes and variables that lead to tensors with memory at these addresses."""
@@ -619,6 +594,7 @@ class ObjectEvents:
         Args:
             reads: reads of the attributes of modules.
         """
+        reads = {**reads, **self._of_variables.reads}
         yield from self._pinned_by_glue(reads)
         described = "{} is read at {}, and ".format
         for found, changes in self.by_nodes.items():
@@ -636,16 +612,10 @@ class ObjectEvents:
 
         A stage that reads an object which the previous step changed must also execute the change.
         """
-        variables = {("", name) for name in outside(self._module)}
         for key in self.holders():
-            lines = lines_naming(self._module, key[1]) if key in variables else []
-            if len(lines) == 1:
-                continue  # a single line: it reads the variable, if at all, where it changes it
-            if key in reads:
-                loads = [read for read in reads[key] if not read.adds]
-            else:  # reads of variables, and reads that bypass __getattribute__, are not watched
-                loads = [Read(0, False, " or ".join(lines[:2]) or "a line that does not name it", self.attributes[key])]
-            for read in loads:
+            # reads that bypass __getattribute__ are not seen
+            unseen = Read(0, False, "a line that does not name it", self.attributes[key])
+            for read in (read for read in reads.get(key, [unseen]) if not read.adds):
                 change = max((last for _, last in self._positions(read.held)), default=-1)
                 if read.end < change:
                     why = f"'{joined(*key)}' is read at {read.source}, and its contents are changed later"
@@ -657,5 +627,6 @@ class ObjectEvents:
         for name, own in self._reads.get(found, {}).items():
             if names is None or name in names:
                 yield from ((f"the attribute '{name}' of an object", read) for read in in_order(own))
-        through = (read for key, ids in self.leading.items() if found in ids for read in reads.get(key, ()))
-        yield from (("an object", read) for read in in_order(through))
+        for key, ids in self.leading.items():
+            if found in ids:
+                yield from ((f"what '{joined(*key)}' holds", read) for read in in_order(reads.get(key, ())))

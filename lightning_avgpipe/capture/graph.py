@@ -198,7 +198,8 @@ class CallGraph:
         rewritten: full names of the parameters and buffers that the step changes in place, so that a later backward
             would find changed contents.
         assigned_between: ``(path of the module, name)`` of the attributes that code between units assigns.
-        set_back: ``(path, name)`` of the attributes that code between units assigns and sets back before the step ends.
+        set_back: ``(path, name)`` of the attributes and variables that code between units changes, or whose objects,
+            and sets back before the step ends.
         changed_by_units: ``(path, name)`` of the attributes that units assign, or whose objects they change.
         written_tensors: ``(path, name)`` of the attributes and variables whose tensors the step writes into.
         carried: full names of the attributes whose tensors go from one micro-batch to the next.

@@ -112,11 +112,11 @@ class LateAssignments(LateEffects):
     def begin(self) -> None:
         self._noted, self._asked = {}, None
 
-    def note(self, module: nn.Module, name: str, before: bool, asked: Attestation | None) -> None:
+    def note(self, module: nn.Module, name: str, before: bool, asked: Attestation) -> None:
         """Note that an attribute is about to be assigned, before the stage's part of the step or in it.
 
         Args:
-            asked: knows how the tensors of this forward were made; None: nobody does.
+            asked: knows how the tensors of this forward were made.
         """
         own, place = vars(module), (id(module), name, before)
         if not self._program.start or place in self._noted or (before and not self._repeats):

@@ -193,7 +193,7 @@ class OwnModule:
     @contextlib.contextmanager
     def _placed(self) -> Iterator[dict[int, str]]:
         with self._weights.placed(self.program.stage) as copies, self._of_units.placed(), self.attributes.placed():
-            before = [(passing, passing.state()) for passing in self._passing]
+            passing = self._passing_state()
             hidden = [(one, one.state(), placeholder) for one, placeholder in self._elsewhere]
             for one, _, placeholder in hidden:
                 one.put({"value": placeholder})
@@ -203,9 +203,15 @@ class OwnModule:
                 for one, state, placeholder in hidden:
                     if one.state().get("value") is placeholder:
                         one.put(state)
-                # a stage that leaves the step early does not come to the line that sets them back
-                for passing, state in before:
-                    passing.put(state)
+                passing.restore()  # a stage that leaves the step early does not come to the line that does
+
+    def _passing_state(self) -> Snapshot:
+        """Return a snapshot of what the step changes and sets back, without objects that it changes for good."""
+        if not self._passing:
+            return Snapshot(())
+        lasting = Snapshot((*self.attributes.variables, *self._of_units.variables), opaque=True)
+        passing = Snapshot(self._passing, opaque=True)
+        return passing.among(passing.reached() - lasting.reached())
 
     def changed_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that the stage's forwards change, by name."""

@@ -72,7 +72,7 @@ class Part(NamedTuple):
         observe: call ``self.log`` and metrics on the last stage; None: they are called directly.
         repeat: wrap the function that executes a unit so that it keeps less for the backward.
         tap: position after the start of the program at which values are copied; 0: none.
-        attested: requests of the step for the nodes of earlier stages; None: they are not compared.
+        attested: requests of the step for the nodes of earlier stages.
     """
 
     program: StageProgram
@@ -84,7 +84,7 @@ class Part(NamedTuple):
     observe: Observe | None = None
     repeat: Repeat | None = None
     tap: int = 0
-    attested: tuple[Attested, ...] | None = None
+    attested: tuple[Attested, ...] = ()
 
 
 class Replayed(NamedTuple):
@@ -98,7 +98,7 @@ class Replayed(NamedTuple):
             returned; None if the step did not come there.
         began_on_host: whether Python's or NumPy's generators have moved, although nothing drew from them when the step
             was captured.
-        attested: requests for the nodes up to the end of this stage; empty if not wanted.
+        attested: requests for the nodes up to the end of this stage.
     """
 
     result: Any

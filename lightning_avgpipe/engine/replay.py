@@ -82,8 +82,7 @@ def replay(
     replayer = _Replayer(part, context, runner, writer, answers)
     # Stages of one process share the batch, and the step may change it: its containers, or even its tensors.
     args = tree.map_tensors(torch.clone if part.program.graph.batch_writes else lambda tensor: tensor, tuple(part.args))
-    if replayer.attestation is not None:
-        replayer.attestation.batch(tree.tensors(args))
+    replayer.attestation.batch(tree.tensors(args))
     begun = runner.draws.begin_on_host()
     with (
         runner.draws.stream(),
@@ -104,7 +103,7 @@ def replay(
             replayer.close()
     began_on_host = begun is not None and begun != peek_host()
     sent = replayer.sent()
-    told = () if replayer.attestation is None else replayer.attestation.told()
+    told = replayer.attestation.told()
     replayed = Replayed(result, sent, replayer.entries(), replayer.tapped, began_on_host, told)
     writer.end(replayed, complete=replayer.is_complete(result))
     return replayed
@@ -124,9 +123,7 @@ class _Replayer(StepTracer):
         # weights of other stages, which may be absent here, are on the device of this one for the step
         super().__init__(context.units, context.owned, context.device, context.owned.keys())
         program, before = part.program, part.entries
-        self.attestation = None
-        if part.attested is not None:
-            self.attestation = Attestation(self.known, program.stage, part.attested, program.is_last)
+        self.attestation = Attestation(self.known, program.stage, part.attested, program.is_last)
         self.tapped: Tapped | None = None
         self._program = program
         self._tap = part.tap
@@ -211,8 +208,7 @@ class _Replayer(StepTracer):
             if self._unforeseen is not None and tensors:
                 self._unforeseen.check_call(name, tensors)
             result = func(*args, **kwargs)
-        if self.attestation is not None:
-            self.attestation.made(name, args, kwargs, result)
+        self.attestation.made(name, args, kwargs, result)
         self._writer.glue(func, args, kwargs, result, tensors)
         return result
 
@@ -261,8 +257,7 @@ class _Replayer(StepTracer):
         elif not operation.matches(node):
             raise self._changed(operation, node)
         assert node is not None
-        if self.attestation is not None:
-            self.attestation.node(position, operation, position >= start and entry is None)
+        self.attestation.node(position, operation, position >= start and entry is None)
         self._position += 1
         if entry is not None:
             return self._skip(operation, node, entry)

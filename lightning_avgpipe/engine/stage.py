@@ -240,7 +240,7 @@ class Stage:
             observe=observe or self._step.observe,
             repeat=self._repetition.units if task.trains else None,
             tap=tap,
-            attested=attested if task.trains else None,
+            attested=attested,
         )
         with self._casts.reused() if self._casts is not None and task.trains else _NOTHING:
             replayed = self._step.run(part, task, micro_batch, copies, self._watched)

@@ -109,7 +109,7 @@ class Unforeseen:
         """Run a node of this stage within this context, and check its draws."""
         return self._draws.node(operation, node)
 
-    def note_assignment(self, module: nn.Module, name: str, before: bool, asked: Attestation | None) -> None:
+    def note_assignment(self, module: nn.Module, name: str, before: bool, asked: Attestation) -> None:
         """Note that code between units is about to assign an attribute, before this stage's part or in it."""
         self._assignments.note(module, name, before, asked)
 

@@ -94,11 +94,22 @@ def names_in(functions: Iterable[Callable[..., Any]], classes: Sequence[type]) -
     return frozenset(found)
 
 
-def lines_naming(module: nn.Module, name: str) -> list[str]:
-    """Return the lines of the module's code that name a variable, such as ``file.py:12 in forward``."""
-    lines = _reached(*_code_of(module)).lines
-    last = next(part for part in reversed(name.split(".")) if not part.isdecimal())
-    return sorted(f"{Path(code.co_filename).name}:{line} in {code.co_name}" for code, line in lines[last])
+def loads_of(module: nn.Module, names: Collection[str]) -> dict[types.CodeType, dict[int, list[str]]]:
+    """Return the instructions of the module's code that may load some variables.
+
+    Args:
+        module: the module.
+        names: full names of the variables. Their last parts count, so that attributes of such a name are loads too.
+    Returns:
+        Code -> offset of the instruction -> names of the variables.
+    """
+    loads = _reached(*_code_of(module)).loads
+    found: dict[types.CodeType, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in names:
+        last = next(part for part in reversed(name.split(".")) if not part.isdecimal())
+        for code, offset in loads[last]:
+            found[code][offset].append(name)
+    return {code: dict(offsets) for code, offsets in found.items()}
 
 
 class _Function:
@@ -138,12 +149,12 @@ def _reached(classes: tuple[type, ...], functions: tuple[_Function, ...]) -> _Re
 
 
 class _Reached:
-    """The variables that a body of code names, and the lines that name them."""
+    """The variables that a body of code names, and the instructions that load them."""
 
     def __init__(self) -> None:
         self.variables: dict[str, Variable] = {}
         self._beginnings: Counter[str] = Counter()  # number of names that begin with these parts
-        self.lines: dict[str, set[tuple[types.CodeType, int | None]]] = defaultdict(set)  # by the name alone
+        self.loads: dict[str, set[tuple[types.CodeType, int]]] = defaultdict(set)  # by the name alone: code, offset
         self._seen: set[Any] = set()  # by id
 
     def enter(self, thing: Any) -> None:
@@ -217,9 +228,10 @@ class _Reached:
 
     def _read(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
         before: Any = None  # the Python module that was loaded last, whose attribute may follow
-        for operation, name, line, follows in _naming(code):
+        for operation, name, offset, follows in _naming(code):
             module, before = before if follows else None, None
-            self.lines[name].add((code, line))
+            if operation.startswith("LOAD_"):
+                self.loads[name].add((code, offset))
             if operation in _OF_GLOBALS:
                 before = self._loaded(namespace, name)
                 if operation == "STORE_GLOBAL":  # it may not exist yet
@@ -252,15 +264,14 @@ _OF_ENCLOSED = ("LOAD_DEREF", "STORE_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_
 
 @functools.cache
 def _naming(code: types.CodeType) -> tuple[tuple[str, str, int, bool], ...]:
-    """Return the instructions that name something: operation, name, line, and whether another such one is just before.
+    """Return the instructions that name something: operation, name, offset, and whether another one is just before.
 
     Disassembling takes most of the time of a search, and each step searches the same code.
     """
-    found, line, last = [], code.co_firstlineno, -2
+    found, last = [], -2
     for i, instruction in enumerate(dis.get_instructions(code)):
-        line = (instruction.positions and instruction.positions.lineno) or line
         if instruction.opname in (*_OF_GLOBALS, *_OF_ATTRIBUTES, *_OF_ENCLOSED):
-            found.append((instruction.opname, instruction.argval, line, i == last + 1))
+            found.append((instruction.opname, instruction.argval, instruction.offset, i == last + 1))
             last = i
     return tuple(found)
 

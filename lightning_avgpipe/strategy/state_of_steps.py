@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_avgpipe.capture.events import Key
+from lightning_avgpipe.capture.reads import Key
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.state.outside import names_in, outside, variable
 from lightning_avgpipe.state.parcel import Packer

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_avgpipe.capture.events import Key
+from lightning_avgpipe.capture.reads import Key
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.strategy.rank_zero_hooks import LARGEST, accept, packed, unpacked

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.options import Averaging
-from lightning_avgpipe.capture.events import Key
 from lightning_avgpipe.capture.graph import CallGraph
+from lightning_avgpipe.capture.reads import Key
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.engine.execution import Execution
