@@ -17,7 +17,7 @@ from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.named_state import trained_parameters
 from lightning_avgpipe.capture.recorder import Preview, StepRecorder
-from lightning_avgpipe.capture.tracer import watching
+from lightning_avgpipe.capture.tracer import intercepting, watching
 from lightning_avgpipe.capture.units import neighbours
 from lightning_avgpipe.errors import CaptureError, SkippedStepError
 from lightning_avgpipe.state.snapshot import Snapshot
@@ -88,7 +88,9 @@ def _graph(
     if args:
         recorder.batch.begin(args[0])
     iterators = Iterators(effects.objects.attributes)
-    with untouched(module), Snapshot(args, opaque=True).restored(), recorder.visiting(module), recorder.state.changes:
+    put_back = untouched(module), Snapshot(args, opaque=True).restored()
+    # calls are intercepted first, since whoever begins to do so replaces what watches assignments
+    with put_back[0], put_back[1], recorder.visiting(module), recorder.state.changes, intercepting():
         reads = effects.attributes.watched(), effects.objects.watched()
         with reads[0], reads[1], recorder.following(), watching(calls), watching_seeds(calls.note_seed):
             result = run(*args)
@@ -130,7 +132,7 @@ def _graph(
         set_back=tuple(sorted(effects.set_back)),
         carried=carried,
         mutated_between=holders,
-        changed_by_units=tuple(sorted(effects.of_units - holders.keys())),
+        changed_by_units={key: effects.objects.last_change(key) for key in sorted(effects.of_units - holders.keys())},
         written_tensors=effects.objects.written(recorder.state.changes.nameless),
         reads=dict(effects.attributes.first_reads),
         read_between=dict(effects.attributes.read_between),

@@ -45,7 +45,7 @@ class Effects:
         modules = {path: m for path, m in module.named_modules() if id(m) not in ignored}
         self.mutable = set(mutable)
         self.objects = ObjectEvents(module, modules, mutable, now)
-        self.attributes = AttributeEvents(modules, unseen, now)
+        self.attributes = AttributeEvents(modules, unseen, now, self.objects.empty)
         self.attributes.followed |= self.objects.leading.keys()
         self.generators = GeneratorDraws(self.objects)
         self._module = module
@@ -88,9 +88,9 @@ class Effects:
         self.assigned = tuple(self.attributes.changed())
         self.generators.kept(vars(self._module.get_submodule(path)).get(name) for path, name in self.assigned)
         self.mutable |= self.objects.found()
-        self.set_back = self._set_back()
         self._reassigned = self.objects.reassigned()
         self.of_units = set(self.objects.of_units()).difference(self.assigned)
+        self.set_back = self._set_back()
 
     def _set_back(self) -> set[Key]:
         attributes = self.attributes.set_back()

@@ -115,6 +115,7 @@ class AttributeEvents:
         modules: modules to watch, by path.
         unseen: attributes whose assignment is known to be unseen.
         now: tells the position.
+        empty: ids of the containers that were empty when the step began.
 
     Attributes:
         followed: attributes of which each read is noted, not only the first; with those in ``unseen``.
@@ -125,8 +126,11 @@ class AttributeEvents:
         of_units: attributes that units have assigned, to another value or the same.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], unseen: Collection[Key], now: Now) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], unseen: Collection[Key], now: Now, empty: Collection[int]
+    ) -> None:
         self._modules = modules
+        self._empty = empty
         self._paths = {id(m): path for path, m in modules.items()}
         self._now = now
         self._unseen = {key: self._value(key) for key in unseen if key[0] in modules}
@@ -240,7 +244,7 @@ class AttributeEvents:
 
     def changed(self) -> list[Key]:
         """Return the attributes whose value is another object than before the step, but for empty containers."""
-        return [key for key, before in self._before.items() if not _is_alike(before, self._value(key))]
+        return [key for key, old in self._before.items() if not _is_alike(old, self._value(key), self._empty)]
 
     def set_back(self) -> set[Key]:
         """Return the attributes that the step changes and sets back, such as a flag, or a list that is empty again."""
@@ -348,9 +352,9 @@ class AttributeEvents:
                     yield *read.apart_from(max(by)), f"{why} for the next micro-batch"
 
 
-def _is_alike(before: Any, now: Any) -> bool:
-    """Return whether an attribute holds the same object as before, or a container that is empty again."""
-    return before is now or (type(before) is type(now) and isinstance(now, ITEMS) and not before and not now)
+def _is_alike(before: Any, now: Any, empty: Collection[int]) -> bool:
+    """Return whether an attribute holds the same object as before, or a container that is empty, as that one was."""
+    return before is now or (type(before) is type(now) and isinstance(now, ITEMS) and not now and id(before) in empty)
 
 
 def _layout(value: Any) -> Any:
@@ -407,6 +411,7 @@ class ObjectEvents:
     Attributes:
         attributes: attributes by path and name, and variables outside of modules by full name.
         objects: all objects that attributes and variables lead to.
+        empty: ids of the containers among them that were empty when the step began.
         by_nodes: id of an object -> its changes by nodes. Draws are changes of random generators.
         between: id of an object -> its changes by code between units.
         leading: attribute -> ids of the watched objects that it leads to, if their own reads are not seen.
@@ -420,6 +425,7 @@ class ObjectEvents:
         named = outside(module)
         self.attributes |= {("", name): variable for name, variable in named.items()}
         self.objects = Snapshot(self.attributes.values(), opaque=True)
+        self.empty = frozenset(id(obj) for obj, items in self.objects.items() if isinstance(obj, ITEMS) and not items)
         self._chosen = self.objects.among({*chosen, *(id(one) for one in self.objects.opaque if is_generator(one))})
         opaque = set(map(id, self.objects.opaque))
         self._compared = self.objects.among(self.objects.indices.keys() - opaque)
@@ -573,13 +579,20 @@ class ObjectEvents:
         now = attributes_of(self._modules).keys() | {key for key, held in before.items() if isinstance(held, Variable)}
         return tuple(sorted(set(leading(before, self.found() - self.between.keys())) & now | self.reassigned()))
 
+    def last_change(self, key: Key) -> int:
+        """Return the last node that changed what an attribute or variable leads to; -1: none did that is known."""
+        if not self.by_nodes or key not in self.attributes:
+            return -1
+        reached = Snapshot([self.attributes[key]], opaque=True).reached().intersection(self.by_nodes)
+        return max((change.node for obj in reached for change in self.by_nodes[obj]), default=-1)
+
     def reassigned(self) -> set[Key]:
         """Return the attributes that hold another object than when the step began, whoever assigned them."""
         return self._reassigned(self._modules)
 
     def _reassigned(self, modules: Mapping[str, nn.Module]) -> set[Key]:
         now, before = attributes_of(modules), self.attributes
-        return {key for key, held in now.items() if key not in before or not _is_alike(before[key], held)}
+        return {key for key, held in now.items() if key not in before or not _is_alike(before[key], held, self.empty)}
 
     def written(self, memory: Collection[int]) -> tuple[Key, ...]:
         """Return the attributes and variables that lead to tensors with memory at these addresses."""

@@ -200,7 +200,8 @@ class CallGraph:
         assigned_between: ``(path of the module, name)`` of the attributes that code between units assigns.
         set_back: ``(path, name)`` of the attributes and variables that code between units changes, or whose objects,
             and sets back before the step ends.
-        changed_by_units: ``(path, name)`` of the attributes that units assign, or whose objects they change.
+        changed_by_units: ``(path, name)`` of the attributes and variables that units assign, or whose objects they
+            change -> the last node that does; -1: unknown.
         written_tensors: ``(path, name)`` of the attributes and variables whose tensors the step writes into.
         carried: full names of the attributes whose tensors go from one micro-batch to the next.
         mutated_between: ``(path, name)`` of the attributes and variables that lead to objects which code between units
@@ -238,7 +239,7 @@ class CallGraph:
     rewritten: frozenset[str] = frozenset()
     assigned_between: tuple[tuple[str, str], ...] = ()
     set_back: tuple[tuple[str, str], ...] = ()
-    changed_by_units: tuple[tuple[str, str], ...] = ()
+    changed_by_units: Mapping[tuple[str, str], int] = field(default_factory=dict)
     written_tensors: tuple[tuple[str, str], ...] = ()
     carried: tuple[str, ...] = ()
     mutated_between: Mapping[tuple[str, str], int] = field(default_factory=dict)

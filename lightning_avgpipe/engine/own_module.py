@@ -68,7 +68,7 @@ class OwnAttributes:
         shown: whether this stage's values are the ones that code outside of stages sees.
     """
 
-    def __init__(self, module: nn.Module, names: Sequence[tuple[str, str]], shown: bool) -> None:
+    def __init__(self, module: nn.Module, names: Collection[tuple[str, str]], shown: bool) -> None:
         self.variables = list(variables(module, names).values())
         self._shows = shown
         self._own = Snapshot(())

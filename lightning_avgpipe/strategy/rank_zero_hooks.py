@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS, Variable
-from lightning_avgpipe.state.outside import outside
+from lightning_avgpipe.state.outside import KINDS, outside, variable
 from lightning_avgpipe.state.parcel import Packer, Parcel
 from lightning_avgpipe.state.snapshot import Snapshot, assign, leading
 from lightning_avgpipe.state.writes import Writes
@@ -37,7 +37,7 @@ _LARGE = 2**16  # most bytes that are sent of any other attribute, which may gro
 _MISSING = object()
 _OPTIMIZER = "optimizer"
 
-Key = tuple[str, str]  # path of a module, name of the attribute or buffer
+Key = tuple[str, str]  # path of a module, name of the attribute or buffer; or "" and the full name of a variable
 Packed = tuple[bytes, list[Tensor], list[bool]]  # a pickled value, its tensors, and whether each was on the host
 
 
@@ -67,7 +67,7 @@ class _Hooks:
         # the states of metric objects stay on rank 0
         ignored = {id(m) for metric in metrics_of(module) for m in metric.modules()}
         self._modules = {path: m for path, m in module.named_modules() if id(m) not in ignored}
-        self._variables, self._packer = outside(module), Packer(module)
+        self._packer = Packer(module)
 
     def around(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a hook for every process to call.
@@ -139,17 +139,21 @@ class _Hooks:
         news, optimization, asked = told
         vars(self._trainer).update(asked)
         for (path, attribute), *content in news:
-            value = unpacked(self._packer, content, self._cluster.device)
-            if attribute in self._variables:
-                accept_variable(self._variables[attribute], value)
-            else:
-                accept(self._modules[path], attribute, value)
+            accept(self._module, (path, attribute), unpacked(self._packer, content, self._cluster.device))
         if optimization is not None:
             _accept_optimization(self._trainer, optimization)
 
 
-def accept(module: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute or buffer to what another process has sent; an object that can be changed stays the same one."""
+def accept(root: nn.Module, key: Key, value: Any) -> None:
+    """Set an attribute, a buffer or a variable outside of modules to what another process has sent.
+
+    An object that can be changed stays the same one.
+    """
+    path, name = key
+    if name.startswith(KINDS):
+        _accept_variable(variable(root, *key), value)
+        return
+    module = root.get_submodule(path)
     if isinstance(value, _Gone):
         vars(module).pop(name, None)
     elif isinstance(value, _Flag):
@@ -165,12 +169,11 @@ def accept(module: nn.Module, name: str, value: Any) -> None:
         vars(module)[name] = value
 
 
-def accept_variable(variable: Variable, value: Any) -> None:
-    """Set a variable outside of modules likewise."""
+def _accept_variable(held: Variable, value: Any) -> None:
     if isinstance(value, _Gone):
-        variable.put({})
-    elif not assign(variable.state().get("value"), value):
-        variable.put({"value": value})
+        held.put({})
+    elif not assign(held.state().get("value"), value):
+        held.put({"value": value})
 
 
 def _check_writes(hook: str, lost: Collection[str]) -> None:

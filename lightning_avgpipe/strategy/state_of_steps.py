@@ -16,10 +16,10 @@ from torch import nn
 
 from lightning_avgpipe.capture.reads import Key
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.state.outside import names_in, outside, variable
+from lightning_avgpipe.state.outside import names_in, variable
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.strategy.hooks import SHARED, WITH_RESULTS
-from lightning_avgpipe.strategy.rank_zero_hooks import LARGEST, accept, accept_variable, packed, unpacked
+from lightning_avgpipe.strategy.rank_zero_hooks import LARGEST, accept, packed, unpacked
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import pl
 
@@ -57,14 +57,10 @@ class StateOfSteps:
         if not keys:
             return
         sent: Any = self._cluster.control.publish(list(map(self._packed, keys)) if self._cluster.rank == 0 else None)
-        for (path, attribute), content in zip(keys, sent, strict=True) if self._cluster.rank else ():
+        for key, content in zip(keys, sent, strict=True) if self._cluster.rank else ():
             if content is None:
                 continue
-            value = unpacked(self._packer, content, self._cluster.device)
-            if (held := outside(self._module).get(attribute)) is not None:
-                accept_variable(held, value)
-            else:
-                accept(self._module.get_submodule(path), attribute, value)
+            accept(self._module, key, unpacked(self._packer, content, self._cluster.device))
 
     def _keys(self, owner: Any, name: str) -> Iterator[Key]:
         """Yield the attributes and variables that the step changes between submodules, and that a hook names."""

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from lightning_avgpipe.capture.reads import Key
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.state.outside import variable
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.strategy.rank_zero_hooks import LARGEST, accept, packed, unpacked
 from lightning_avgpipe.training.deployment import Deployment, hosts_of
@@ -23,7 +25,7 @@ from lightning_avgpipe.utils.names import joined
 
 
 class StateOfUnits:
-    """Buffers and attributes that submodules change in steps, of which each process has those of its own stages.
+    """Buffers, attributes and variables that submodules change in steps, of which each process has those of its stages.
 
     Args:
         module: the divided module.
@@ -46,33 +48,33 @@ class StateOfUnits:
         packer = Packer(self._module)
         mine = {key: self._packed(packer, key) for key, rank in owners.items() if rank == self._cluster.rank}
         for rank, found in enumerate(self._cluster.group.exchange_objects(mine, "what submodules have changed")):
-            for (path, name), value in found.items() if rank != self._cluster.rank else ():
+            for key, value in found.items() if rank != self._cluster.rank else ():
                 if isinstance(value, tuple):
                     value = unpacked(packer, value, self._cluster.device)
-                accept(self._module.get_submodule(path), name, value)
+                accept(self._module, key, value)
 
     def _owned(self, step: str) -> Iterator[tuple[Key, int]]:
-        """Yield the buffers and attributes that submodules change in a step, with the rank that has them."""
-        graph, plan, answers = (
-            self._deployment.pipeline.graph(step),
-            self._deployment.plan,
-            self._deployment.holdings.answers,
-        )
+        """Yield the buffers, attributes and variables that submodules change in a step, with the rank that has them."""
+        loaded, plan = self._deployment.pipeline.steps[step], self._deployment.plan
+        graph, answers, stage_map = loaded.graph, self._deployment.holdings.answers, self._cluster.stage_map
         buffers = dict(self._module.named_buffers())
         for name in sorted(graph.changed):
             if name in buffers and name in answers:
                 path, _, leaf = name.rpartition(".")
                 yield (path, leaf), answers[name]
-        for path, name in graph.changed_by_units:
-            hosts = hosts_of(plan, path, self._cluster.stage_map) if path and plan is not None else set()
+        for (path, name), node in graph.changed_by_units.items():
+            if not path and node >= 0:  # a variable, of which the last submodule that changes it has the value
+                yield (path, name), stage_map.owner(bisect.bisect_right(loaded.cuts, node))
+            hosts = hosts_of(plan, path, stage_map) if path and plan is not None else set()
             if len(hosts) == 1:
                 yield (path, name), hosts.pop()
 
     def _packed(self, packer: Packer, key: Key) -> Any:
         path, name = key
-        module = self._module.get_submodule(path)
+        buffers = self._module.get_submodule(path)._buffers
         try:
-            return packed(packer, module._buffers[name] if name in module._buffers else vars(module).get(name), LARGEST)
+            held = buffers[name] if name in buffers else variable(self._module, path, name).state().get("value")
+            return packed(packer, held, LARGEST)
         except Exception as error:  # pickling runs code of the objects, which may raise any error
             return Elsewhere(
                 joined(path, name),
