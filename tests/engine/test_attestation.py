@@ -25,6 +25,9 @@ class _Body(MLP):
     def between(self, x: Tensor) -> Tensor:
         return x
 
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.training_step(batch, batch_idx)
+
 
 class _Scaled(_Body):
     def between(self, x: Tensor) -> Tensor:
@@ -52,3 +55,5 @@ def test_what_differs_between_stages_is_an_error_before_the_first_step(model: An
     with pytest.raises(StepChangedError, match=message):
         trainer.fit(model(), loader(MLP, 16, 8))
     assert trainer.global_step == 0
+    with pytest.raises(StepChangedError, match=message):
+        pipeline(2, strategy={"num_microbatches": 1}).validate(model(), loader(MLP, 16, 8))

@@ -15,15 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.demos.lstm import LightningLSTM, SequenceSampler, SimpleLSTM
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
-from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import PartitionError
-from tests.driver import accumulate
 from tests.strategy.steps import NUM_MICROBATCHES, Layers, assert_same, assert_two_processes_equal, by_hand, data, piped
-from tests.trainers import assert_defaults_equal_accumulation, trainer
+from tests.trainers import assert_defaults_equal_accumulation
 
 
 def assigned(student: nn.Module, teacher: nn.Module) -> None:
@@ -172,7 +168,6 @@ class Emptied(Callback):
         (lambda: Momentum(loaded), 2, "measured"),
         (Clipped, 3, "measured"),
         (WithinUnit, 2, "measured"),
-        (Remembering, 3, "flops"),
         (Hooked, 3, "flops"),
         (Counting, 2, "measured"),
     ],
@@ -253,62 +248,17 @@ def test_two_processes_make_the_same_of_a_momentum_encoder(tmp_path: Path) -> No
     assert_two_processes_equal(by_hand(Momentum()), Momentum, tmp_path)
 
 
-class Text(Dataset):
-    """Successive pieces of one text."""
-
-    def __init__(self) -> None:
-        self.tokens = torch.randint(20, (48 * 5 + 1,), generator=torch.Generator().manual_seed(2))
-
-    def __len__(self) -> int:
-        return 48
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.tokens[index * 5 :][:5], self.tokens[index * 5 + 1 :][:5]
-
-
-class DemoLSTM(LightningLSTM):
-    def __init__(self) -> None:
-        super().__init__(20)
-        torch.manual_seed(3)
-        self.model = SimpleLSTM(20, 16, 16, 2, dropout=0.0)
-
-    def prepare_data(self) -> None:
-        pass
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(Text(), batch_sampler=SequenceSampler(Text(), batch_size=16))
-
-    val_dataloader = train_dataloader
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        predicted, _ = self.model(x, self.model.init_hidden(len(x)))
-        self.log("val_loss", F.nll_loss(predicted, y.flatten()))
-
-
-@pytest.mark.parametrize("count", [8, "auto"])
-def test_the_demo_of_an_lstm_carries_its_hidden_state_along_micro_batches_or_whole_batches(count: Any) -> None:
-    """By default from batch to batch, as on one device; otherwise from micro-batch to micro-batch."""
-    plain, module = DemoLSTM(), DemoLSTM()
-    if count == "auto":
-        trainer(max_epochs=2).fit(plain)
-    else:
-        optimizer: Any = plain.configure_optimizers()
-        for _ in range(2):
-            for batch in plain.train_dataloader():
-                optimizer.zero_grad()
-                accumulate(plain, tuple(batch), count)
-                optimizer.step()
-            plain.on_train_epoch_end()
-    training = trainer(strategy=AvgPipeStrategy(num_stages=2, num_microbatches=count), devices=1, max_epochs=2)
-    goes = "'hidden', which training_step keeps for the next time, goes"
-    with pytest.warns(UserWarning, match=goes if count == 8 else "not split into micro-batches .* 'hidden', which"):
-        training.fit(module)
-    assert_same(module, plain)
-    x, y = (torch.cat(parts) for parts in zip(*plain.val_dataloader(), strict=True))
-    with torch.no_grad():
-        loss = F.nll_loss(plain.model(x, plain.model.init_hidden(len(x)))[0], y.flatten())
-    torch.testing.assert_close(training.callback_metrics["val_loss"], loss)
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (NUM_MICROBATCHES, "'hidden', which training_step keeps for the next time, goes"),
+        ("auto", "not split into micro-batches .* 'hidden', which training_step keeps for the next time"),
+    ],
+)
+def test_a_hidden_state_goes_from_batch_to_batch_unless_micro_batches_are_asked_for(count: Any, said: str) -> None:
+    with pytest.warns(UserWarning, match=said):
+        module = piped(Remembering(), 3, costs="flops", num_microbatches=count)
+    assert_same(module, by_hand(Remembering(), 1 if count == "auto" else count))
 
 
 class Collecting(Layers):
@@ -401,19 +351,50 @@ class OutsideLate(Layers):
         return loss
 
 
+LEFT: dict[str, float] = {}
+
+
+class Leaves(nn.Linear):
+    """Leaves a number in a variable outside of modules."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        LEFT["mean"] = out.mean().item()
+        return out
+
+
+class LeavesNumber(Layers):
+    """Reads at its end what a layer has left, and clears it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Leaves(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch) * (1 + LEFT["mean"])
+        LEFT.clear()
+        return loss
+
+
+_HERE = r"global tests\.strategy\.test_attributes_of_steps"
+
+
 @pytest.mark.parametrize(
-    ("make", "name", "fit", "too_many"),
-    [(Carried, "'state'", 3, 4), (OutsideLate, r"'global tests\.strategy\.test_attributes_of_steps\.CALLS'", 1, 2)],
+    ("make", "reason", "fit", "too_many"),
+    [
+        (Carried, r"'state' is read at {} .* its contents are changed", 3, 4),
+        (OutsideLate, rf"'{_HERE}\.CALLS' is read at {{}} .* its contents are changed", 1, 2),
+        (LeavesNumber, rf"what '{_HERE}\.LEFT' holds is read at {{}} in training_step, and unit 'a' changes it", 1, 2),
+    ],
 )
 def test_what_is_read_before_another_stage_changes_it_is_not_cut_off_and_refused_by_name(
-    make: Callable[[], Layers], name: str, fit: int, too_many: int
+    make: Callable[[], Layers], reason: str, fit: int, too_many: int
 ) -> None:
     CALLS["steps"] = 0
     expected = by_hand(make())
     CALLS["steps"] = 0
     assert_same(piped(make(), fit, costs="flops"), expected)
-    read = rf"{name} is read at test_attributes_of_steps.py:\d+ .* its contents are changed"
-    with pytest.raises(PartitionError, match=read):
+    with pytest.raises(PartitionError, match=reason.format(r"test_attributes_of_steps.py:\d+")):
         piped(make(), too_many, costs="flops")
 
 

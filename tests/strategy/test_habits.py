@@ -122,6 +122,14 @@ class OnFirstDevice(Habit):
         self.log("total", torch.zeros((), device=self.device) + 3)
 
 
+class AsksForDevices(Habit):
+    """Moves batches to the device of all its weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (device,) = {parameter.device for parameter in self.parameters()}
+        return super().training_step([part.to(device) for part in batch], batch_idx)
+
+
 class Noisy(nn.Linear):
     """Scales what it computes with, past autograd, whenever it is called."""
 
@@ -183,6 +191,62 @@ class CountsClasses(Habit):
         self.metrics.reset()
 
 
+class Collects(Habit):
+    """Collects what layers return by hooks, and empties the list at the end of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected: list[Tensor] = []
+        for layer in (self.a, self.b, self.c):
+            layer.register_forward_hook(lambda layer, inputs, output: self.collected.append(output))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) + sum(output.square().mean() for output in self.collected)
+        self.collected.clear()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.collected = []
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        predicted = super().predict_step(batch, batch_idx)
+        self.collected = []
+        return predicted
+
+    def on_train_end(self) -> None:
+        assert not self.collected
+
+
+LARGEST = {"output": 1.0}
+
+
+class Watched(nn.Linear):
+    """Notes in a variable outside of modules how large its output was."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        LARGEST["output"] = output.max().item()
+        return output
+
+
+class WatchesLayers(Habit):
+    """Scales the loss by what an early layer has noted in the batch before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.scale = Watched(8, 8), 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.scale
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.scale = LARGEST["output"]
+
+    def on_train_start(self) -> None:
+        LARGEST["output"] = 1.0
+
+
 HABITS = [
     Fills,
     Decodes,
@@ -190,10 +254,13 @@ HABITS = [
     KeepsResults,
     SetsBack,
     OnFirstDevice,
+    AsksForDevices,
     Samples,
     Scripts,
     UsesNumPy,
     CountsClasses,
+    Collects,
+    WatchesLayers,
 ]
 
 
