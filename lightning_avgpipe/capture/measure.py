@@ -52,6 +52,13 @@ _REPETITIONS = 3
 _SHORT_S = 0.02  # repetitions of one call end after this time
 
 
+_BACKWARD = "it runs a backward itself, which cannot be measured"
+
+
+class UnmeasurableError(CaptureError):
+    """An error for a step whose nodes cannot be measured one by one."""
+
+
 def _progress(graph: CallGraph) -> tqdm[Any]:
     total, doing = _ROUNDS * len(graph.nodes), f"Measuring the units of {graph.step}"
     return tqdm(total=total, desc=doing, unit="call", delay=_PATIENCE_S, leave=False, file=heard(sys.stderr))
@@ -81,7 +88,10 @@ def measure(
             measured at least once.
     Raises:
         StepChangedError: the step did something else than when it was captured.
+        UnmeasurableError: the step, or one of its units, runs a backward itself.
     """
+    if any(node.kind == "glue" and node.name in ("grad", "backward") for node in graph.nodes):
+        raise UnmeasurableError(_BACKWARD)
     samples = Samples() if samples is None else samples
     device = device or torch.device("cpu")
     begin = time.perf_counter()
@@ -277,7 +287,7 @@ def _drop(tensor: Tensor) -> None:
 
 
 def _dropped(packed: None) -> Tensor:
-    raise CaptureError("the step runs a backward itself, which cannot be measured; use costs='flops'")
+    raise UnmeasurableError(_BACKWARD)
 
 
 # -- nodes alone, on detached copies of their inputs, so that nothing of the run remains -----------------------------

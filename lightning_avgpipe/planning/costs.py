@@ -16,7 +16,7 @@ import numpy as np
 from lightning_avgpipe.capture.cost_cache import CostCache, fingerprint
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
-from lightning_avgpipe.capture.measure import Samples, measure
+from lightning_avgpipe.capture.measure import Samples, UnmeasurableError, measure
 from lightning_avgpipe.capture.wire_format import wire_bytes
 from lightning_avgpipe.errors import PartitionError
 from lightning_avgpipe.planning.balance import gaps
@@ -46,7 +46,11 @@ class Costing:
         costs = self.cache.load(key, len(graph.nodes)) if self.cache is not None else None
         if costs is None:
             begin = time.perf_counter()
-            costs = measure(graph, step.run, step.args, subject.module, subject.place, self.samples)
+            try:
+                costs = measure(graph, step.run, step.args, subject.module, subject.place, self.samples)
+            except UnmeasurableError as error:
+                _log.warning("%s: %s; its operations are counted instead, as with costs='flops'", step.name, error)
+                return Costs.from_flops(graph)
             _log.info("measured %d nodes of %s in %.1f s", len(graph.nodes), step.name, time.perf_counter() - begin)
             if self.cache is not None:
                 self.cache.save(key, costs, about)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.errors import AbsentValueError, ConfigurationError
 from lightning_avgpipe.loading.saving import save
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.options import Configuration
@@ -26,6 +27,7 @@ from lightning_avgpipe.training.holdings import (
     own_state_dict,
     scattered_owners,
 )
+from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.patching import noop
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
@@ -92,6 +94,11 @@ class CheckpointState:
     def save_pretrained(self, model: Any, folder: str | Path, **options: Any) -> None:
         """Write a model of transformers or peft that is in the module, with the weights that checkpoints hold."""
         cluster, holdings = self._connection.cluster, None
+        if self._connection.is_leading:
+            raise ConfigurationError(
+                "save_pretrained: every process lends its part of the model, and this hook runs on rank 0 only; call "
+                "it in a hook that every process runs, such as on_train_end or one of a Callback, or after fit"
+            )
         with contextlib.ExitStack() as shown:
             if self._deployment is not None:
                 self.drain()
@@ -129,7 +136,12 @@ class CheckpointState:
         return inner.state_dict() if cluster.group_number else full_optimizer_state(inner, cluster.group)
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint from which training can resume what Lightning has no key for: seed, schedule, models."""
+        """Add to a checkpoint from which training can resume what Lightning has no key for: seed, schedule, models.
+
+        Raises:
+            AbsentValueError: hooks have put weights of other processes into it, which have no numbers.
+        """
+        _check_numbers(checkpoint)
         if not self._is_of_run or not checkpoint.get("optimizer_states"):
             return
         ours: dict[str, Any] = {"seed": self._configuration.seed}
@@ -195,3 +207,15 @@ class CheckpointState:
         if cluster is not None and on_meta(module):
             gather = OnDemandGather(module, cluster, self.take_origin(cluster, torch.initial_seed()))
             gather.fill([name for name, _ in module.named_parameters()])
+
+
+def _check_numbers(checkpoint: Mapping[str, Any]) -> None:
+    """Check that all tensors of a checkpoint have numbers, also those that callbacks and hooks have put into it."""
+    for name, leaf in tree.flatten_with_names(checkpoint)[0]:
+        if isinstance(leaf, Tensor) and leaf.is_meta and not name.startswith("['state_dict']"):
+            raise AbsentValueError(
+                f"a hook or a callback puts {name} into the checkpoint, made from a weight of another stage, whose "
+                "numbers this process does not have. Average weights with Lightning's EMAWeightAveraging or "
+                "WeightAveraging, which know all stages, or keep copies of weights as submodules or buffers of the "
+                "LightningModule"
+            )

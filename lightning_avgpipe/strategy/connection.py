@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_avgpipe.comm.cluster import Cluster, Process
+from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import DeviceLayout, Party, StageMap
 from lightning_avgpipe.comm.watch import REQUEUE, STOP
@@ -64,6 +65,7 @@ class Connection:
         layout: layout of all processes on devices; None before :meth:`arrange`.
         failed: whether the last run has ended with an error, here or in another process.
         noted: requests from outside to this process in this run, such as a signal to stop.
+        is_leading: whether a hook runs here that only rank 0 of each group runs, so that others call nothing meanwhile.
     """
 
     def __init__(self, backend: str | None) -> None:
@@ -72,6 +74,7 @@ class Connection:
         self.layout: DeviceLayout | None = None
         self.failed = False
         self.noted: set[str] = set()
+        self.is_leading = False
         self._hears: Callable[[str], None] = noop
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,19 +176,27 @@ class Connection:
 
     def barrier(self, name: str | None) -> None:
         """Wait for all processes, if they are connected."""
-        if self.cluster is not None and not self.failed:
-            self.cluster.world.barrier(f"the barrier '{name}'" if name else "a barrier")
+        if (processes := self._processes) is not None:
+            processes.barrier(f"the barrier '{name}'" if name else "a barrier")
 
     def broadcast(self, item: T, source: int) -> T:
         """Return the source's item on every process, if they are connected; else the own item."""
-        return item if self.cluster is None or self.failed else self.cluster.world.broadcast(item, source)
+        return item if (processes := self._processes) is None else processes.broadcast(item, source)
 
     def decide(self, decision: bool, unanimously: bool) -> bool:
         """Return whether all processes, or any, decided so."""
-        if self.cluster is None or self.failed or self.cluster.world.world_size == 1:
+        processes = self._processes
+        if processes is None or processes.world_size == 1:
             return decision
-        votes = int(self.cluster.world.sum(torch.tensor(int(decision), device="cpu")))
-        return votes == self.cluster.world.world_size if unanimously else votes > 0
+        votes = int(processes.sum(torch.tensor(int(decision), device="cpu")))
+        return votes == processes.world_size if unanimously else votes > 0
+
+    @property
+    def _processes(self) -> Collectives | None:
+        """The processes that call what this one calls now; None: they are not connected."""
+        if self.cluster is None or self.failed:
+            return None
+        return self.cluster.leaders if self.is_leading else self.cluster.world
 
 
 # -- all processes end together ----------------------------------------------------------------------------------------

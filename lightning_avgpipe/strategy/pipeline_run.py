@@ -165,7 +165,7 @@ class PipelineRun:
             return
         enter(changes.several_processes(trainer, cluster, deployment, self.context.distributor.early))
         if cluster.group.world_size > 1:
-            enter(hooks_with_results(trainer, cluster, deployment))
+            enter(hooks_with_results(trainer, self.context.connection, deployment))
             enter(changes.clipping(trainer, cluster))
         enter(changes.known_at_epoch_end(trainer))
 

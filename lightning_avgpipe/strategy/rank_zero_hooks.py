@@ -9,19 +9,19 @@ import contextlib
 import functools
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS, Variable
 from lightning_avgpipe.state.outside import KINDS, outside, variable
 from lightning_avgpipe.state.parcel import Packer, Parcel
 from lightning_avgpipe.state.snapshot import Snapshot, assign, leading
 from lightning_avgpipe.state.writes import Writes
+from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.hooks import WITH_RESULTS
 from lightning_avgpipe.strategy.metric_objects import metrics_of
 from lightning_avgpipe.training.deployment import Deployment
@@ -42,15 +42,15 @@ Packed = tuple[bytes, list[Tensor], list[bool]]  # a pickled value, its tensors,
 
 
 @contextlib.contextmanager
-def hooks_with_results(trainer: pl.Trainer, cluster: Cluster, deployment: Deployment) -> Iterator[None]:
+def hooks_with_results(trainer: pl.Trainer, connection: Connection, deployment: Deployment) -> Iterator[None]:
     """Within this context hooks that need results run on rank 0 of a group, and the other ranks apply their changes.
 
     Args:
         trainer: trainer of the module that has the hooks.
-        cluster: the connected processes, several of them in a group.
+        connection: the connected processes, several of them in a group.
         deployment: deployment of the module on processes.
     """
-    module, hooks = trainer.lightning_module, _Hooks(trainer, cluster, deployment)
+    module, hooks = trainer.lightning_module, _Hooks(trainer, connection, deployment)
     with contextlib.ExitStack() as undo:
         for name in WITH_RESULTS:
             if name in vars(module) or is_overridden(name, module):
@@ -61,8 +61,10 @@ def hooks_with_results(trainer: pl.Trainer, cluster: Cluster, deployment: Deploy
 class _Hooks:
     """Runs hooks on rank 0, and applies their changes on the other ranks."""
 
-    def __init__(self, trainer: pl.Trainer, cluster: Cluster, deployment: Deployment) -> None:
-        self._trainer, self._cluster, self._deployment = trainer, cluster, deployment
+    def __init__(self, trainer: pl.Trainer, connection: Connection, deployment: Deployment) -> None:
+        assert connection.cluster is not None
+        self._trainer, self._connection, self._deployment = trainer, connection, deployment
+        self._cluster = connection.cluster
         self._module = module = trainer.lightning_module
         # the states of metric objects stay on rank 0
         ignored = {id(m) for metric in metrics_of(module) for m in metric.modules()}
@@ -91,7 +93,7 @@ class _Hooks:
         before, optimization, settings = _Attributes(self._modules), _optimization(self._trainer), self._settings()
         consisted = _structure(self._modules, self._trainer.optimizers)
         absent = [(full, p) for full, p in self._module.named_parameters() if p.is_meta]
-        with Writes(self._module) as writes:
+        with Writes(self._module) as writes, self._leading():
             result = hook()
         written = writes.written.union(full for full, p in absent if not p.is_meta)
         _check_writes(name, written & self._kept_elsewhere())
@@ -103,6 +105,20 @@ class _Hooks:
         asked = {name: value for name, value in self._settings().items() if settings.get(name, _MISSING) != value}
         self._cluster.control.publish((news, after if after != optimization else None, asked))
         return result
+
+    @contextlib.contextmanager
+    def _leading(self) -> Iterator[None]:
+        """Run a hook within this context, which finds one process of its group, and may save a checkpoint of all."""
+        save = self._trainer.save_checkpoint
+
+        def save_together(*args: Any, **kwargs: Any) -> None:
+            self._cluster.control.publish(_Save(args, kwargs))
+            with replaced(self._connection, "is_leading", False), replaced(self._trainer, "save_checkpoint", save):
+                save(*args, **kwargs)
+
+        together = replaced(self._trainer, "save_checkpoint", save_together)
+        with replaced(self._connection, "is_leading", True), together:
+            yield
 
     def _settings(self) -> dict[str, Any]:
         """Return the attributes of the trainer that are plain values, such as ``should_stop``."""
@@ -134,8 +150,11 @@ class _Hooks:
         return frozenset(filter(deployment.holdings.answered_elsewhere, changed - here.keys())) | others
 
     def _follow(self) -> None:
-        """Apply the changes that rank 0's hook has made."""
+        """Save the checkpoints that rank 0's hook saves, and apply the changes that it has made."""
         told: Any = self._cluster.control.publish()
+        while isinstance(told, _Save):
+            self._trainer.save_checkpoint(*told.args, **told.kwargs)
+            told = self._cluster.control.publish()
         news, optimization, asked = told
         vars(self._trainer).update(asked)
         for (path, attribute), *content in news:
@@ -245,6 +264,13 @@ def _check_structure(hook: str, lost: Sequence[str]) -> None:
             f"{listed(names)} (replaced, or by a hook, another forward, or an optimizer's groups or states). Do so in "
             "a hook that every process runs: on_train_batch_start, on_train_epoch_start, or one of a Callback"
         )
+
+
+class _Save(NamedTuple):
+    """A request of rank 0's hook to the other ranks to save a checkpoint with it, with these arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class _Gone:

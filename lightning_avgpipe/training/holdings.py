@@ -316,7 +316,9 @@ def full_optimizer_state(optimizer: Optimizer, processes: Collectives) -> dict[s
     number that it has in one process.
     """
     state = optimizer.state_dict()
-    own = {str(number): entry for number, entry in state["state"].items()}
+    # an optimizer that looks at the state of a parameter of another stage makes an entry for it
+    absent = {number for number, p in enumerate(parameters_in(optimizer)) if p.is_meta}
+    own = {str(number): entry for number, entry in state["state"].items() if number not in absent}
     whole = gather(processes, own, holders(processes, own))
     state["state"] = {number: whole[str(number)] for number in sorted(map(int, whole))}
     return state

@@ -163,7 +163,7 @@ class PlanMaker:
                 parts = made, schedule, self._module, step.run, step.args, device, planner.recompute
                 return replace(made, remarks=tuple(line for look in REMARKS for line in look(*parts)))
 
-            attempt = make if examples.trains else _or_reason(make, CaptureError)
+            attempt = make if examples.trains else _or_reason(make, CaptureError, PartitionError)
             return self._on_first(examples, attempt)  # type: ignore[no-any-return]
 
     def graph_like(self, examples: Examples, plan: Plan) -> CallGraph | str | None:

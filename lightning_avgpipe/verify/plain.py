@@ -205,11 +205,12 @@ class PlainTraining:
             module = self._module
             module._current_fx_name = "training_step"
             recording, precision = torch.set_grad_enabled(batch.with_gradients), self._trainer.precision_plugin
-            with recording, alone(), precision.train_step_context():
-                loss = loss_in(module.training_step(batch.whole, *batch.rest))
-            if batch.with_gradients:
-                module.zero_grad()
-                loss.backward()
+            with alone():
+                with recording, precision.train_step_context():
+                    loss = loss_in(module.training_step(batch.whole, *batch.rest))
+                if batch.with_gradients:
+                    module.zero_grad()
+                    loss.backward()
             found = ((name, p.grad) for name, p in module.named_parameters())
             return float(loss), {name: fingerprint(grad) for name, grad in found if grad is not None}
 

@@ -6,14 +6,12 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_avgpipe.capture.cost_cache import CostCache
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.planning import Costs, Link
 from lightning_avgpipe.planning.costs import Costing
@@ -129,14 +127,6 @@ def test_a_schedule_that_waits_for_transfers_has_less_even_stages_with_less_traf
     assert [len(stage.units) for stage in plan.stages] == [first, 12 - first]
 
 
-def test_the_second_plan_comes_from_the_cache(recorded: Recorder, tmp_path: Path) -> None:
-    module, seen = Net(), recorded(by_block)
-    first = planned(module, 2, costing=Costing("measured", CostCache(tmp_path)))
-    count = len(seen)
-    assert planned(module, 2, costing=Costing("measured", CostCache(tmp_path))) == first and len(seen) == count
-    assert planned(module, 2) == first and len(seen) == 2 * count  # without a cache
-
-
 class Calls(list[str]):
     """A list that can be referred to weakly."""
 
@@ -164,3 +154,21 @@ def test_a_replica_stashes_the_micro_batches_of_its_turns(recorded: Recorder) ->
     assert shared[0].memory == alone
     whole = planned(Net(), 2, Conditions(schedule), split_points=["blocks.2"]).stages[1].memory
     assert shared[1].memory.stash == whole.stash / 4 and shared[1].memory.held == whole.held
+
+
+class Forces(nn.Linear):
+    """Returns a derivative, as potentials of molecules do."""
+
+    def forward(self, x: Any) -> Any:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)[0]
+
+
+def test_a_step_that_runs_a_backward_is_counted_where_it_cannot_be_measured(caplog: pytest.LogCaptureFixture) -> None:
+    net = Net()
+    net.blocks[0].parts[1] = Forces(8, 8)
+    planner = Planner(Divisible(net), 2, ["blocks.2"], costing=Costing("measured"))
+    step = Step("training_step", net.training_step, (torch.randn(4, 8), 0))
+    assert not planner.plan(step, Conditions(build("1f1b", 2, 1))).measured
+    assert "training_step: it runs a backward itself" in caplog.text

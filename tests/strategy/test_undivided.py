@@ -1,10 +1,10 @@
-"""Steps that no stages divide: on one device the strategy is Lightning's; others run whole on all processes."""
+"""Steps that no stages divide: on one device the strategy is Lightning's; others run whole, and evaluate on rank 0."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner, PipelineTimeline
 from lightning_avgpipe.errors import ConfigurationError
@@ -22,7 +23,10 @@ from tests.averaging.models import assert_equal
 from tests.driver import assert_same_parameters
 from tests.manual_models import MODELS, Gan
 from tests.models import MLP, loader
+from tests.strategy.steps import NUM_MICROBATCHES, Layers
 from tests.trainers import pipeline, trainer, twins
+from tests.zoo import transformers_models
+from tests.zoo.transformers_models import HuggingFace
 
 
 class Noisy(MLP):
@@ -161,19 +165,6 @@ def test_in_one_process_they_train_as_on_one_device(model: type[Any]) -> None:
     assert getattr(one, "seen", None) == getattr(other, "seen", None)
 
 
-def test_a_checkpoint_of_several_optimizers_resumes_as_on_one_device(tmp_path: Path) -> None:
-    one, other = twins(Gan)
-    for module, runner in ((one, trainer), (other, pipeline)):
-        first = runner(max_epochs=1)
-        fitted(module, first)
-        first.save_checkpoint(tmp_path / "model.ckpt")
-        torch.manual_seed(8)
-        module.__init__()
-        torch.manual_seed(9)
-        runner(max_epochs=2).fit(module, loader(MLP, 16, 4), ckpt_path=tmp_path / "model.ckpt", weights_only=False)
-    assert_same_parameters(one, other)
-
-
 def everything(rank: int, name: str, devices: int, path: Path) -> dict[str, Any]:
     """Train, save, and train on from there; what each rank has then. With one device as Lightning does it alone."""
     options: dict[str, Any] = {"callbacks": [ModelCheckpoint(path, save_last=True)], "enable_checkpointing": True}
@@ -201,7 +192,7 @@ def everything(rank: int, name: str, devices: int, path: Path) -> dict[str, Any]
     ],
 )
 def test_on_several_processes_they_equal_one_device_bit_for_bit(name: str, devices: int, tmp_path: Path) -> None:
-    one = processes.results(processes.run(1, everything, name, 1, tmp_path / "one", folder=tmp_path))[0]
+    one = everything(0, name, 1, tmp_path / "one")
     several = processes.run(devices, everything, name, devices, tmp_path / "several", folder=tmp_path)
     for rank in processes.results(several):
         weights, expected = rank.pop("weights"), one["weights"]
@@ -237,3 +228,119 @@ def test_it_is_said_that_they_run_whole(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.INFO):
         pipeline(2, max_steps=1).fit(OwnBackward(), loader(MLP, 8, 4))
     assert "OwnBackward overrides backward(): its steps run whole, not in micro-batches" in caplog.text
+
+
+# -- steps of evaluation that stages cannot run, such as with generate(): rank 0 does, as on one device ---------------
+
+
+class Twice(Layers):
+    """Runs its layers twice in validation, and in prediction on two versions of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def through(self, x: Tensor) -> Tensor:
+        return super().through(self.norm(x))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_mean", self.through(batch[0]).mean())
+        self.log("val_loss", self.loss((batch[0] + 0.1, batch[1])))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.through(batch[0]) + self.through(-batch[0])) / 2
+
+    @staticmethod
+    def data() -> Any:
+        generator = torch.Generator().manual_seed(1)
+        return DataLoader(TensorDataset(*torch.randn(2, 16, 8, generator=generator)), batch_size=8)
+
+
+class Seeds(Twice):
+    """Seeds torch's random numbers in validation, which the stages of a pipeline cannot do together."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        torch.manual_seed(0)
+        noise = torch.randn(batch[0].shape)
+        self.log("val_loss", self.loss((batch[0] + noise, batch[1])))
+
+
+class Scopes(Twice):
+    """Tests with other weights for a while, such as averaged ones."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        kept = [parameter.clone() for parameter in self.parameters()]
+        for parameter in self.parameters():
+            parameter.data.mul_(0.9)
+        self.validation_step(batch, batch_idx)
+        for parameter, before in zip(self.parameters(), kept, strict=True):
+            parameter.data.copy_(before)
+
+
+class OnMeta(Twice):
+    """Its weights are made stage by stage, so that no process has all of them."""
+
+    def __init__(self) -> None:
+        with torch.device("meta"):
+            super().__init__()
+
+    def configure_model(self) -> None:
+        """The weights are there already, on meta."""
+
+
+class Generates(HuggingFace):
+    """Generates text in validation, with a cache of keys and values."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__(transformers_models.gpt2())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_tokens", self.predict_step(batch, batch_idx).double().mean())
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        prompt = batch["input_ids"]
+        made: Tensor = self.model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), min_new_tokens=4, max_new_tokens=4, do_sample=False
+        )
+        return made
+
+    @staticmethod
+    def data() -> Any:
+        torch.manual_seed(4)
+        return DataLoader([transformers_models.texts(8, 5) for _ in range(2)], batch_size=None)
+
+
+def evaluated(make: Callable[[], Any], devices: int, num_stages: int = 2) -> Any:
+    """What validation logs while a model trains, what a test says then, and what the model predicts."""
+    torch.manual_seed(5)
+    strategy = AvgPipeStrategy(num_stages=num_stages, num_microbatches=NUM_MICROBATCHES)
+    runner, module = trainer(strategy=strategy, devices=devices, max_epochs=1), make()
+    runner.fit(module, make.data(), make.data())  # type: ignore[attr-defined]
+    logged = {name: float(value) for name, value in runner.callback_metrics.items() if name.startswith("val")}
+    (tested,) = runner.test(module, make.data(), verbose=False)  # type: ignore[attr-defined]
+    logged |= {f"tested {name}": value for name, value in tested.items()}
+    return logged, runner.predict(module, make.data())  # type: ignore[attr-defined]
+
+
+def in_rank(rank: int, makes: Sequence[type[Twice]]) -> dict[str, Any]:
+    return {make.__name__: evaluated(make, 2) for make in makes}
+
+
+@pytest.mark.parametrize("makes", [(Twice, Seeds, Scopes, OnMeta), pytest.param((Generates,), marks=pytest.mark.slow)])
+def test_what_stages_cannot_do_is_evaluated_as_on_one_device(makes: Any, tmp_path: Path) -> None:
+    first, other = processes.results(processes.run(2, in_rank, makes, folder=tmp_path))
+    for make in makes:
+        with pytest.warns(UserWarning, match="So rank 0 runs it for all stages"):
+            one = evaluated(make, 1)
+        logged, predicted = evaluated(make, 1, num_stages=1) if make is not OnMeta else one  # whose stages draw weights
+        for found in (one, first[make.__name__]):
+            assert found[0] == pytest.approx(logged, rel=1e-6)
+            torch.testing.assert_close(found[1], predicted)
+        assert first[make.__name__][0] == other[make.__name__][0]  # all ranks know what was logged

@@ -1,0 +1,103 @@
+"""Hooks that run on rank 0 only may save checkpoints and meet other processes, as those that every process runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+import lightning_avgpipe as ap
+from tests.averaging.models import assert_equal
+from tests.strategy.steps import Layers, data, errors_of_two_processes, piped, states_of_two_processes
+from tests.trainers import trainer
+
+
+class Notes(torch.optim.SGD):
+    """Notes something of each parameter, and looks at all of its notes, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self.state[parameter]["largest"] = parameter.grad.max()
+        return loss
+
+    def looks(self) -> list[bool]:
+        return ["largest" in self.state[parameter] for parameter in self.param_groups[0]["params"]]
+
+
+class Saves(Layers):
+    """Meets other processes and saves a checkpoint when it has validated."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def configure_optimizers(self) -> Any:
+        return Notes(self.parameters(), 0.1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        strategy = self.trainer.strategy
+        strategy.barrier()
+        assert strategy.broadcast("what rank 0 says") == "what rank 0 says"
+        assert strategy.reduce_boolean_decision(True)
+        self.optimizers().looks()  # type: ignore[union-attr]
+        if not self.trainer.sanity_checking:
+            self.trainer.save_checkpoint(self.path)
+
+
+class Averages(L.Callback):
+    """Averages weights by hand, and puts them into checkpoints."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        for name, parameter in module.named_parameters():
+            self.average.setdefault(name, parameter.detach().clone()).lerp_(parameter, 0.1)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["average"] = self.average
+
+
+class SavesAverages(Saves):
+    validation_step = Saves.validation_step
+
+    def configure_callbacks(self) -> Any:
+        return [Averages()]
+
+
+class SavesPretrained(Saves):
+    validation_step = Saves.validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        ap.save_pretrained(nn.Linear(1, 1), self.path, self.trainer)
+
+
+def test_they_save_what_one_device_saves(tmp_path: Path) -> None:
+    expected, found = str(tmp_path / "expected.ckpt"), str(tmp_path / "found.ckpt")
+    trainer(max_epochs=1).fit(Saves(expected), data(), data())
+    states_of_two_processes(lambda: Saves(found), tmp_path, num_microbatches=1)
+    one, two = (torch.load(path, weights_only=False) for path in (expected, found))
+    for key in ("state_dict", "optimizer_states", "global_step"):
+        assert_equal(one[key], two[key])
+
+
+def test_what_lacks_numbers_or_processes_is_an_error(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    cases = [(lambda make=make: make(path), {}) for make in (SavesAverages, SavesPretrained)]
+    averages, pretrained = errors_of_two_processes(cases, tmp_path)
+    assert "puts ['average']['a.weight'] into the checkpoint" in averages[0]
+    assert "this hook runs on rank 0 only" in pretrained[0]
+
+
+def test_within_one_process_nothing_is_absent(tmp_path: Path) -> None:
+    piped(SavesAverages(str(tmp_path / "saved.ckpt")), num_microbatches=1)
+    assert len(torch.load(tmp_path / "saved.ckpt", weights_only=False)["average"]) == 8
