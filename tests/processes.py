@@ -52,7 +52,6 @@ def run(
     pids: list[int] | None = None,
     ranks: Sequence[int] | None = None,
     port: int | None = None,
-    fresh: bool = False,
 ) -> list[Outcome]:
     """Call ``function(rank, *args)`` in each of ``world_size`` processes, as a launcher such as torchrun would.
 
@@ -67,12 +66,9 @@ def run(
         pids: their numbers are added.
         ranks: of those that are started here; None: all.
         port: at which they find each other; None: one that is free.
-        fresh: whether they know nothing of what this process has done before, such as how often it has trained.
     """
     port = port or free_port()
-    context: Any = mp.get_context("forkserver" if fresh else "fork")
-    if fresh:
-        context.set_forkserver_preload([function.__module__])
+    context = mp.get_context("fork")
     started = range(world_size) if ranks is None else ranks
     processes = [
         context.Process(target=_work, args=(rank, world_size, port, function, args, folder)) for rank in started

@@ -43,6 +43,13 @@ from tests.trainers import pipeline
         ({"timeout": timedelta(seconds=-1)}, "timeout=.*: must be a timedelta.* from 1 ms to 365 days"),
         ({"timeout": float("nan")}, "timeout=nan: must be"),
         ({"timeout": "soon"}, "timeout='soon': must be .* for example timeout='5min'"),
+        ({"costs": "guessed"}, "costs='guessed': must be one of 'measured', 'flops'"),
+        ({"costs_cache": False}, "costs_cache=False: must be 'auto' or the path of a directory"),
+        # where it is, or what may be meant
+        ({"rolling": True}, r"has no option 'rolling': use averaging=Averaging\(rolling=True\)"),
+        ({"reader": "first"}, r"has no option 'reader': use links=Links\(reader='first'\)"),
+        ({"num_stage": 2}, "has no option 'num_stage': did you mean 'num_stages'"),
+        ({"averaging": {"rolling": True}}, "must be an Averaging; for example averaging=Averaging"),
     ],
 )
 def test_a_wrong_option_is_refused_at_once(options: dict[str, Any], message: str) -> None:
@@ -59,8 +66,6 @@ def test_a_wrong_option_is_refused_at_once(options: dict[str, Any], message: str
         (Averaging, {"outer_optimizer": "SGD"}, "outer_optimizer='SGD': must be a function that makes an optimizer"),
         (Averaging, {"outer_optimizer": torch.optim.SGD, "outer_lr": 1.0}, "both move the reference"),
         (Averaging, {"every": 0}, "every=0: must be an integer from 1"),
-        (AvgPipeStrategy, {"costs": "guessed"}, "costs='guessed': must be one of 'measured', 'flops'"),
-        (AvgPipeStrategy, {"costs_cache": False}, "costs_cache=False: must be 'auto' or the path of a directory"),
         (
             Averaging,
             {"outer_optimizer": torch.optim.LBFGS},
@@ -78,20 +83,6 @@ def test_a_wrong_option_is_refused_at_once(options: dict[str, Any], message: str
 def test_a_wrong_value_within_an_option_is_refused_at_once(kind: type, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         kind(**options)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"rolling": True}, r"has no option 'rolling': use averaging=Averaging\(rolling=True\)"),
-        ({"reader": "first"}, r"has no option 'reader': use links=Links\(reader='first'\)"),
-        ({"num_stage": 2}, "has no option 'num_stage': did you mean 'num_stages'"),
-        ({"averaging": {"rolling": True}}, "must be an Averaging; for example averaging=Averaging"),
-    ],
-)
-def test_an_unknown_option_is_answered_with_where_it_is(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        AvgPipeStrategy(**given)
 
 
 @pytest.mark.parametrize(

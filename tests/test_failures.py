@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.trainer.connectors import signal_connector
 
-from lightning_avgpipe.comm.collectives import Collectives
 from tests import faults, processes
 from tests.models import MLP, loader
 from tests.trainers import pipeline
@@ -82,30 +80,3 @@ def test_a_requeue_saves_the_same_batch_of_all_ranks_and_training_goes_on(tmp_pa
     assert 2 <= saved["global_step"] < 8
     assert saved["state_dict"].keys() == MLP().state_dict().keys()
     assert not any(value.is_meta for value in saved["state_dict"].values())
-
-
-COLLECTIVES = ("barrier", "broadcast", "broadcast_object_list", "all_reduce", "all_gather", "gather_object")
-
-
-def watched(rank: int) -> list[str]:
-    """The collectives that a rank takes part in while it trains, after the plan is made."""
-    called: list[str] = []
-    model = MLP()
-    for owner, name in [(Collectives, "together"), *((dist, name) for name in COLLECTIVES)]:
-        collective = getattr(owner, name)
-
-        def counted(*args: Any, _name: str = name, _collective: Any = collective, **kwargs: Any) -> Any:
-            called.append(_name)
-            return _collective(*args, **kwargs)
-
-        setattr(owner, name, counted)
-    during: list[str] = []
-    model.on_train_batch_start = lambda _, i: called.clear() if i == 1 else None  # type: ignore[method-assign]
-    model.on_train_end = lambda: during.extend(called)  # type: ignore[method-assign]
-    pipeline(2, 2, max_epochs=2, num_sanity_val_steps=0).fit(model, loader(MLP, 32, 8))
-    assert called, "the collectives of the tear-down are seen"
-    return during
-
-
-def test_no_batch_waits_for_a_collective_of_all_processes(tmp_path: Path) -> None:
-    assert processes.results(processes.run(2, watched, folder=tmp_path)) == [[], []]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import time
-from pathlib import Path
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from benchmarks.paper.settings import fitting, memory_of
 from benchmarks.paper.slowed import SlowDevice
 from benchmarks.paper.stages import blocks, cut, tensors
 from benchmarks.paper.workloads import WORKLOADS, awd_lstm, bert, gnmt
-from benchmarks.results import Results
+from benchmarks.pipedream import plan
+from lightning_avgpipe.errors import PartitionError
+from lightning_avgpipe.planning.costs import UnitCosts
 from lightning_avgpipe.tuning.scaling import memory_at
 from tests.profiles import random_profile
 
@@ -74,17 +77,6 @@ def test_avgpipe_stays_within_the_memory_of_what_it_is_compared_with(bound: str)
     assert max(stage.total for stage in memory_at(profile, setting)) <= memory_of(bound, profile, workload)
 
 
-def test_the_file_of_results_is_gone_on_with_and_failures_are_tried_again(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    results = Results(path, resume=False)
-    results.add("bert", 100, "ddp", 0, {"batch_s": 1.0})
-    results.add("bert", 100, "1f1b", 0, {"failed": "ended with [1, 1]"})
-    again = Results(path, resume=True)
-    assert again.find("bert", 100, "ddp", 0) is not None
-    assert again.find("bert", 100, "1f1b", 0) is None
-    assert Results(path, resume=False).records == []
-
-
 def test_the_report_multiplies_time_and_epochs() -> None:
     curves = {"synchronous": [(1.0, 4.0), (2.0, 3.0), (3.0, 2.0)], "pipedream": [(1.0, 5.0), (2.0, 4.0), (3.0, 3.0)]}
     records = [
@@ -140,3 +132,50 @@ def test_forwards_and_backwards_within_an_optimizers_step_are_slowed_one_by_one(
         for handle in handles:
             handle.remove()
     assert 0 < busy_s[0] < busy_s[1] < before < device.busy_s
+
+
+# -- PipeDream's planner: against brute force on one level, and on two levels by hand ---------------------------------
+
+
+def random_costs(seed: int) -> UnitCosts:
+    draw = random.Random(seed)
+    units = draw.randint(1, 6)
+    sizes = (units, units, units - 1, units - 1, units)
+    return UnitCosts(*(tuple(draw.uniform(0, 2) for _ in range(size)) for size in sizes))
+
+
+def bottleneck_s(costs: UnitCosts, bandwidth: float, stages: tuple[tuple[int, int, int], ...]) -> float:
+    found = []
+    for first, last, r in stages:
+        units = range(first, last + 1)
+        work = sum(costs.forward_s[u] + costs.backward_s[u] for u in units)
+        found.append(max(work, 2 * (r - 1) * sum(costs.parameter_bytes[u] for u in units) / bandwidth) / r)
+    found += [(costs.bytes_forward[last] + costs.bytes_backward[last]) / bandwidth for _, last, _ in stages[:-1]]
+    return max(found)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_on_one_level_no_plan_has_a_smaller_bottleneck(seed: int) -> None:
+    costs, devices, bandwidth = random_costs(seed), 1 + seed % 5, 0.5 + seed % 3
+    found = plan(costs, [devices], [bandwidth])
+    best = min(
+        bottleneck_s(costs, bandwidth, tuple((a, b - 1, j - i) for (a, b), (i, j) in zip(ends, places, strict=True)))
+        for s in range(1, min(costs.num_units, devices) + 1)
+        for cuts in combinations(range(1, costs.num_units), s - 1)
+        for splits in combinations(range(1, devices), s - 1)
+        for ends, places in [(list(pairwise((0, *cuts, costs.num_units))), list(pairwise((0, *splits, devices))))]
+    )
+    assert found.bottleneck_s == pytest.approx(best)
+    assert bottleneck_s(costs, bandwidth, found.stages) == pytest.approx(best)
+
+
+def test_between_slow_nodes_it_pipelines_and_within_them_it_replicates() -> None:
+    costs = UnitCosts((1,) * 4, (2,) * 4, (0.1,) * 3, (0.1,) * 3, (3,) * 4)
+    found = plan(costs, widths=[2, 2], bandwidths=[100, 0.2])
+    assert found.stages == ((0, 1, 2), (2, 3, 2))
+    assert found.bottleneck_s == pytest.approx(3)
+
+
+def test_levels_without_bandwidth_are_refused() -> None:
+    with pytest.raises(PartitionError, match="one entry per level"):
+        plan(UnitCosts((1,), (1,), (), (), (1,)), [2, 2], [1])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_imports import PACKAGE, imports, modules, part
+from tests.test_house import PACKAGE, imports, modules, nodes, part
 
 SYSTEMS = f"{PACKAGE.name}.systems"
 
@@ -65,7 +65,7 @@ def test_no_other_file_has_a_system_in_its_strings() -> None:
     for path in modules():
         if part(path) == "systems" or path == PACKAGE / "__init__.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             assert not (isinstance(node, ast.Constant) and SYSTEMS in str(node.value)), path
 
 

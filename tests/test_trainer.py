@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.demos.transformer import LightningTransformer
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
 
-from tests.driver import accumulate, assert_same_parameters
 from tests.models import MLP, ConvNet, Regression, TinyTransformer, loader
 from tests.trainers import both, pipeline, trainer, twins
 
@@ -66,42 +62,16 @@ def test_outputs_of_a_step_are_those_of_the_whole_batch() -> None:
     torch.testing.assert_close(watch.outputs["loss"], expected)
 
 
-def test_a_plan_tells_what_each_stage_does(capsys: pytest.CaptureFixture[str]) -> None:
-    runner = pipeline(3, max_steps=1)
+@pytest.mark.parametrize("points", [None, ["blocks.1", "norm"]])
+def test_a_plan_tells_what_each_stage_does(points: list[str] | None) -> None:
+    runner = pipeline(3, strategy={"split_points": points}, max_steps=1)
     runner.fit(TinyTransformer(), loader(TinyTransformer, 8, 8))
     plan = runner.strategy.plan
     assert [stage.index for stage in plan.stages] == [0, 1, 2]
-    assert plan.stages[0].units[0] == "embed"
+    begins = [stage.units[0] for stage in plan.stages]
+    assert begins == ["embed", *points] if points else begins[0] == "embed"
     assert "position" in plan.stages[0].parameters
     assert plan.stages[2].units[-1] == "head"
     assert all(stage.sends and stage.boundary_bytes > 0 for stage in plan.stages[:2])
     assert sum(stage.share for stage in plan.stages) == pytest.approx(1.0)
     assert "embed" in str(plan)
-
-
-def test_split_points_begin_the_stages() -> None:
-    runner = pipeline(3, strategy={"split_points": ["blocks.1", "norm"]}, max_steps=1)
-    runner.fit(TinyTransformer(), loader(TinyTransformer, 8, 8))
-    stages = runner.strategy.plan.stages
-    assert [stage.units[0] for stage in stages] == ["embed", "blocks.1", "norm"]
-
-
-def test_lightning_transformer_trains_unmodified(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LightningTransformer, "prepare_data", lambda self: None)
-    tokens = torch.randint(0, 20, (16, 8))
-    data = DataLoader(TensorDataset(tokens, tokens.roll(1, 1)), batch_size=8)
-    torch.manual_seed(3)
-    plain = LightningTransformer(vocab_size=20)
-    for module in plain.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # its draws cannot be those of one process
-        if isinstance(module, torch.nn.MultiheadAttention):
-            module.dropout = 0.0
-    piped = copy.deepcopy(plain)
-    optimizer = plain.configure_optimizers()
-    for batch in data:
-        optimizer.zero_grad()
-        accumulate(plain, batch, 4)
-        optimizer.step()
-    pipeline(3, strategy={"num_microbatches": 4}, max_epochs=1).fit(piped, data)
-    assert_same_parameters(plain, piped)

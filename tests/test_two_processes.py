@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_avgpipe.comm.collectives import Collectives
 from tests import processes
 from tests.averaging.models import assert_equal, state
-from tests.models import MLP, MODELS, Regression, TinyTransformer, Transposing, UNet, loader
+from tests.models import MLP, MODELS, Regression, TinyTransformer, Transposing, loader
 from tests.processes import num_processes, two_and_one
 from tests.trainers import pipeline
 
 
-def fit(rank: int, folder: Path, kind: type[Regression], **options: Any) -> dict[str, Any]:
+def fit(folder: Path, devices: int, rank: int, kind: type[Regression]) -> dict[str, Any]:
     """Everything that a training leaves behind, from the point of view of one rank."""
     torch.manual_seed(5)
     model = kind("adamw")
     checkpoint = ModelCheckpoint(folder / "checkpoints", "{step}-{val_loss:.2f}", monitor="val_loss", save_last=True)
     loggers = CSVLogger(folder, name="csv", version=0), TensorBoardLogger(folder, name="tensorboard", version=0)
     runner = pipeline(
-        2, num_processes(), {"num_microbatches": 3}, callbacks=[checkpoint, EarlyStopping("val_loss", patience=1)],
+        2, devices, {"num_microbatches": 3}, callbacks=[checkpoint, EarlyStopping("val_loss", patience=1)],
         enable_checkpointing=True, logger=list(loggers), log_every_n_steps=1, max_epochs=3, gradient_clip_val=0.1,
     )  # fmt: skip
     data = loader(kind, 20, 8, shuffle=True), loader(kind, 10, 4, seed=1)
@@ -45,21 +47,12 @@ def fit(rank: int, folder: Path, kind: type[Regression], **options: Any) -> dict
     }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind is UNet else pytest.mark.slow) for kind in MODELS]
-)
-def test_two_processes_equal_one_bitwise(kind: type[Regression], tmp_path: Path) -> None:
-    two, one = two_and_one(fit, tmp_path, kind)
-    assert_equal(two[0], one)
-    assert_equal(*({key: found[key] for key in found if key != "of rank 0"} for found in (two[1], one)))
-    assert list((tmp_path / "two" / "tensorboard").rglob("events*"))
-
-
-def trained(rank: int, folder: Path, make: Any, num_stages: int, *strategy: Any) -> tuple[Any, Any]:
+def trained(folder: Path, devices: int, make: Any, num_stages: int, strategy: dict[str, Any]) -> tuple[Any, Any]:
     """Weights and metrics after an epoch, with a checkpoint."""
+    folder.mkdir(exist_ok=True)
     torch.manual_seed(5)
     model = make()
-    runner = pipeline(num_stages, num_processes(), *strategy, max_epochs=1)
+    runner = pipeline(num_stages, devices, strategy, max_epochs=1)
     runner.fit(model, loader(type(model), 12, 6), loader(type(model), 6, 6))
     runner.save_checkpoint(folder / "last.ckpt")
     return state(model), {name: value.item() for name, value in runner.callback_metrics.items()}
@@ -119,36 +112,46 @@ def returning(returned: Function, read: Function) -> MLP:
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "num_stages", "strategy"),
-    [
-        (lambda: TinyTransformer(dropout=0.2), 4, {}),  # two stages in each process
-        (Normed, 2, {"num_microbatches": 2}),
-        (lambda: returning(*CONJUGATED), 2, {"split_points": ["layers.1"]}),
-        pytest.param(Transposing, 4, {"num_microbatches": 2}, marks=pytest.mark.slow),  # the order of dimensions
-    ],
-)
-def test_weights_buffers_and_checkpoints_are_those_of_one(
-    make: Any, num_stages: int, strategy: dict[str, Any], tmp_path: Path
-) -> None:
-    two, one = two_and_one(trained, tmp_path, make, num_stages, strategy)
-    assert_equal(two, [one, one])
-    assert make is not Normed or one[0]["steps"] == 4  # micro-batches
-    saved = torch.load(tmp_path / "two" / "last.ckpt", weights_only=True)["state_dict"]
-    assert_equal({name: saved[name] for name in one[0]}, one[0])
+CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "two stages in each process": (lambda: TinyTransformer(dropout=0.2), 4, {}),
+    "statistics": (Normed, 2, {"num_microbatches": 2}),
+    "a conjugated tensor": (lambda: returning(*CONJUGATED), 2, {"split_points": ["layers.1"]}),
+    "the order of dimensions": (Transposing, 4, {"num_microbatches": 2}),
+}
+KINDS = {kind.__name__: kind for kind in MODELS}
+FAST = ("UNet", "two stages in each process", "statistics", "a conjugated tensor")
+SLOW = tuple(name for name in (*KINDS, *CASES) if name not in FAST)
 
 
-def refused(rank: int) -> str:
-    with pytest.raises(Exception) as caught:  # a PeerError on the other rank
-        pipeline(2, 2, {"split_points": ["layers.1"]}, max_epochs=1).fit(returning(*LOCAL), loader(MLP, 16, 8))
-    return str(caught.value)
+def all_of(rank: int, folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """What each of several trainings leaves behind."""
+    devices = num_processes()
+    return {
+        name: fit(folder / name, devices, rank, KINDS[name])
+        if name in KINDS
+        else trained(folder / name, devices, *CASES[name])
+        for name in names
+    }
 
 
-def test_a_class_that_other_processes_cannot_find_is_named_with_its_unit_on_all_ranks(tmp_path: Path) -> None:
-    for said in processes.results(processes.run(2, refused, folder=tmp_path)):
-        assert "unit 'layers.0' at models.py:" in said, said
-        assert "Pair" in said and "Define its class at the top level of a module" in said, said
-        assert "IndexError" not in said and "connection" not in said, said
+@pytest.mark.parametrize("names", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["", "other models"])
+def test_two_processes_leave_what_one_does_bitwise(names: Sequence[str], tmp_path: Path) -> None:
+    (first, second), one = two_and_one(all_of, tmp_path, names)
+    for name in names:
+        folder = tmp_path / "two" / name
+        assert_equal(first[name], one[name], name)
+        if name in KINDS:
+            written = "of rank 0"
+            assert_equal(second[name], {**one[name], written: None}, name)
+            assert one[name][written] and list((folder / "tensorboard").rglob("events*"))
+        else:
+            assert_equal(second[name], one[name], name)
+            saved = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
+            assert_equal({key: saved[key] for key in one[name][0]}, one[name][0], name)
+    assert "statistics" not in names or one["statistics"][0]["steps"] == 4  # micro-batches
+
+
+# -- streams, limits, places, errors: of two processes ---------------------------------------------------------------
 
 
 class Stream(IterableDataset[Any]):
@@ -165,18 +168,10 @@ class Stream(IterableDataset[Any]):
             yield from zip(inputs, targets, strict=True)
 
 
-def fit_stream(rank: int, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    torch.manual_seed(5)
-    model = MLP()
+def fit_stream(folder: Path) -> int:
     runner = pipeline(2, 2, max_epochs=2)
-    runner.fit(model, DataLoader(Stream(folder), batch_size=6))
-    return runner.global_step, model.state_dict()
-
-
-def test_only_rank_zero_reads_a_stream_and_all_end_with_it(tmp_path: Path) -> None:
-    outcomes = processes.results(processes.run(2, fit_stream, tmp_path, folder=tmp_path))
-    assert [step for step, _ in outcomes] == [10, 10]
-    assert [path.name for path in tmp_path.glob("read-*")] == ["read-0"]
+    runner.fit(MLP(), DataLoader(Stream(folder), batch_size=6))
+    return runner.global_step
 
 
 class Validations(Callback):
@@ -186,7 +181,7 @@ class Validations(Callback):
         self.count += not trainer.sanity_checking
 
 
-def fit_limited(rank: int) -> tuple[int, int, float]:
+def fit_limited() -> tuple[int, int, float]:
     model = MLP()
     model.configure_optimizers = lambda: {  # type: ignore[method-assign]
         "optimizer": (optimizer := torch.optim.SGD(model.parameters(), lr=1.0)),
@@ -206,14 +201,7 @@ def fit_limited(rank: int) -> tuple[int, int, float]:
     return runner.global_step, validations.count, runner.optimizers[0].param_groups[0]["lr"]
 
 
-def test_limits_and_schedulers_count_alike_on_all_ranks(tmp_path: Path) -> None:
-    two = processes.results(processes.run(2, fit_limited, folder=tmp_path))
-    assert two[0] == two[1]
-    assert two[0][:2] == (7, 7)
-    assert two[0][2] < 1.0
-
-
-def owned(rank: int, folder: Path) -> tuple[list[str], list[str]]:
+def owned() -> tuple[list[str], list[str]]:
     """Names of the parameters that are really there while the pipeline trains, and of the optimizer's states."""
     model: Regression = MLP("adamw")
     seen: list[str] = []
@@ -231,10 +219,101 @@ def owned(rank: int, folder: Path) -> tuple[list[str], list[str]]:
     return seen, states
 
 
-def test_a_rank_holds_the_parameters_and_states_of_its_stage_only(tmp_path: Path) -> None:
-    (last, last_states), (first, first_states) = processes.results(processes.run(2, owned, tmp_path, folder=tmp_path))
+COLLECTIVES = ("barrier", "broadcast", "broadcast_object_list", "all_reduce", "all_gather", "gather_object")
+
+
+def watched() -> list[str]:
+    """The collectives that a rank takes part in while it trains, after the plan is made."""
+    called: list[str] = []
+    model = MLP()
+    during: list[str] = []
+    model.on_train_batch_start = lambda _, i: called.clear() if i == 1 else None  # type: ignore[method-assign]
+    model.on_train_end = lambda: during.extend(called)  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in [(Collectives, "together"), *((dist, name) for name in COLLECTIVES)]:
+            collective = getattr(owner, name)
+
+            def counted(*args: Any, _name: str = name, _collective: Any = collective, **kwargs: Any) -> Any:
+                called.append(_name)
+                return _collective(*args, **kwargs)
+
+            patch.setattr(owner, name, counted)
+        pipeline(2, 2, max_epochs=2, num_sanity_val_steps=0).fit(model, loader(MLP, 32, 8))
+    assert called, "the collectives of the tear-down are seen"
+    return during
+
+
+def refused() -> str:
+    with pytest.raises(Exception) as caught:  # a PeerError on the other rank
+        pipeline(2, 2, {"split_points": ["layers.1"]}, max_epochs=1).fit(returning(*LOCAL), loader(MLP, 16, 8))
+    return str(caught.value)
+
+
+def one_by_one(rank: int, folder: Path) -> list[Any]:
+    return [fit_stream(folder), fit_limited(), owned(), watched(), refused()]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each of these gives on both ranks, and which ranks read the stream."""
+    folder = tmp_path_factory.mktemp("both")
+    ranks = processes.results(processes.run(2, one_by_one, folder, folder=folder))
+    return [*zip(*ranks, strict=True), [path.name for path in folder.glob("read-*")]]
+
+
+def test_only_rank_zero_reads_a_stream_and_all_end_with_it(found: list[Any]) -> None:
+    steps, *_, read = found
+    assert steps == (10, 10)
+    assert read == ["read-0"]
+
+
+def test_limits_and_schedulers_count_alike_on_all_ranks(found: list[Any]) -> None:
+    one, other = found[1]
+    assert one == other
+    assert one[:2] == (7, 7)
+    assert one[2] < 1.0
+
+
+def test_a_rank_holds_the_parameters_and_states_of_its_stage_only(found: list[Any]) -> None:
+    (last, last_states), (first, first_states) = found[2]
     everything = {name for name, _ in MLP().named_parameters()}
     assert set(first) | set(last) == everything
     assert not set(first) & set(last)
     assert set(first_states) == set(first)
     assert set(last_states) == set(last)
+
+
+def test_no_batch_waits_for_a_collective_of_all_processes(found: list[Any]) -> None:
+    assert found[3] == ([], [])
+
+
+def test_a_class_that_other_processes_cannot_find_is_named_with_its_unit_on_all_ranks(found: list[Any]) -> None:
+    for said in found[4]:
+        assert "unit 'layers.0' at models.py:" in said, said
+        assert "Pair" in said and "Define its class at the top level of a module" in said, said
+        assert "IndexError" not in said and "connection" not in said, said
+
+
+class Silent(MLP):
+    """Logs nothing: Lightning's metrics live on the default device."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+def with_default_device(rank: int, devices: int, default: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Silent()  # and so does the state of torch's other optimizers
+    model.on_train_start = lambda: torch.set_default_device(default)  # type: ignore[method-assign]
+    options = {"num_pipelines": 2, "num_microbatches": 2, "timeout": "30s"}
+    runner = pipeline(2, devices, options, max_epochs=1, gradient_clip_val=0.1)
+    runner.fit(model, loader(MLP, 32, 8))
+    runner.save_checkpoint("last.ckpt")
+    return state(model)
+
+
+@pytest.mark.slow  # what makes tensors says on which device: tests/test_house.py
+def test_processes_train_the_same_with_another_default_device(tmp_path: Path) -> None:
+    expected = with_default_device(0, 1, "cpu")
+    for found in processes.results(processes.run(2, with_default_device, 2, "meta", folder=tmp_path)):
+        assert_equal(found, expected)

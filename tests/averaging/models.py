@@ -122,3 +122,10 @@ def assert_equal(one: Any, other: Any, where: str = "") -> None:
             assert_equal(mine, theirs, f"{where}.{i}")
     else:
         assert one == other, f"{where} differs"
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Compare tensors by name, to rounding."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")

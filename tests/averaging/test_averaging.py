@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.averaging import averaging_step
-from lightning_avgpipe.averaging.averaging_step import AveragingStep, average
+from lightning_avgpipe.averaging.averaging_step import average
 from lightning_avgpipe.averaging.staggered import StaggeredAveraging
 
 SHAPES = ((3, 5), (7,), (2, 2, 2))
@@ -35,44 +36,40 @@ def update(made: list[Model], active: int, seed: int) -> list[Model]:
     return mean(updates)
 
 
-def test_an_outer_sgd_is_an_outer_lr() -> None:
-    results = []
-    for use in (
-        lambda made, z: average(made, z, 0.25, 0.7, 3),
-        lambda made, z: AveragingStep(made, z, 3).end_with(torch.optim.SGD(z, lr=0.7), 0.25),
-    ):
-        made, reference = models(4, torch.float64)
-        update(made, 3, 0)
-        use(made, reference)
-        results.append([*reference, *(t for m in made for t in m)])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+def test_a_parameter_is_averaged_the_same_whatever_its_size_and_whatever_is_beside_it() -> None:
+    made, reference = models(2)
+    update(made, 1, 0)
+    alone = [[t.clone() for t in m] for m in (*made, reference)]
+    large = [torch.full((17 * 1024**2,), float(i)) for i in range(3)]  # so much is averaged in parts
+    average([[large[i], *m] for i, m in enumerate(made)], [large[2], *reference], 0.25, 2.0, 1)
+    average(alone[:2], alone[2], 0.25, 2.0, 1)
+    for found, expected in zip((*made, reference), alone, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert [t[-1].item() for t in large] == [t[0].item() for t in large]
 
 
-def test_half_precision_is_averaged_in_single() -> None:
+def together(made: list[Model], reference: Model) -> None:
+    average(made, reference, 0.25, 2.0, len(made))
+
+
+def one_by_one(made: list[Model], reference: Model) -> None:
+    averaging = StaggeredAveraging(made, reference, 0.5, 1.5)
+    made[0][1].mul_(0.5)
+    averaging.end(0)
+
+
+@pytest.mark.parametrize("use", [together, one_by_one])
+def test_half_precision_is_averaged_in_single(use: Callable[[list[Model], Model], None]) -> None:
     made, reference = models(4, torch.bfloat16)
+    made[0][0] += 1.0
     wide = [[t.float() for t in m] for m in made], [t.float() for t in reference]
-    average(made, reference, 0.25, 2.0, 4)
-    average(*wide, 0.25, 2.0, 4)
-    for found, expected in zip((*reference, *made[3]), (*wide[1], *wide[0][3]), strict=True):
+    use(made, reference)
+    use(*wide)
+    for found, expected in zip((*reference, *made[3], *made[0]), (*wide[1], *wide[0][3], *wide[0][0]), strict=True):
         assert torch.equal(found, expected.to(torch.bfloat16))
 
 
-def test_the_size_of_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = []
-    for size in (averaging_step._CHUNK_BYTES, 1):
-        monkeypatch.setattr(averaging_step, "_CHUNK_BYTES", size)
-        made, reference = models(3)
-        update(made, 2, 0)
-        average(made, reference, 0.25, 2.0, 2)
-        results.append([*reference, *(t for m in made for t in m)])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
-# -- without a barrier -----------------------------------------------------------------------------------------------
-
-
-def test_the_formulas_are_those_of_the_documentation() -> None:
+def test_without_a_barrier_the_formulas_are_those_of_the_documentation() -> None:
     alpha, rate, count = 1 / 3, 1.7, 3
     made, reference = models(count, torch.float64)
     x, z = [m[0].clone() for m in made], reference[0].clone()
@@ -88,17 +85,3 @@ def test_the_formulas_are_those_of_the_documentation() -> None:
             z = z + rate * delta / count
     torch.testing.assert_close(reference[0], z, rtol=0, atol=1e-12)
     torch.testing.assert_close(torch.stack([m[0] for m in made]), torch.stack(x), rtol=0, atol=1e-12)
-
-
-def test_half_precision_is_mixed_in_single() -> None:
-    made, reference = models(2, torch.bfloat16)
-    made[0][0] += 1.0
-    wide = [[t.float() for t in m] for m in made], [t.float() for t in reference]
-    averaging = StaggeredAveraging(made, reference, 0.5, 1.5)
-    other = StaggeredAveraging(*wide, 0.5, 1.5)
-    made[0][1].mul_(0.5)
-    wide[0][0][1].copy_(made[0][1])
-    averaging.end(0)
-    other.end(0)
-    for found, expected in zip([*reference, *made[0]], [*wide[1], *wide[0][0]], strict=True):
-        assert torch.equal(found, expected.to(torch.bfloat16))

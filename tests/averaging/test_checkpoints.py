@@ -2,56 +2,93 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_avgpipe import Averaging, AvgPipeStrategy
 from tests.averaging.models import Models, Net, assert_equal, state
+from tests.averaging.test_equations import NESTEROV
 from tests.strategy.test_resume import ResumableLoader
 from tests.trainers import pipeline, trainer
 
-NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+TOGETHER = Averaging(every=3, outer_optimizer=NESTEROV)
+LATE = Averaging(every=3, outer_optimizer=NESTEROV, alpha=1.0, fragments=2, delay=2)
 
 
-def fit(num_stages: int, seed: int = 4, path: Path | None = None, folder: Path | None = None, **strategy: Any) -> Any:
+class Moves(L.Callback):
+    """Asks for other stages in the midst of an epoch."""
+
+    def __init__(self, stages: Sequence[str]) -> None:
+        self.stages = stages
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 3 and self.stages:
+            trainer.strategy.reconfigure(split_points=self.stages)
+
+
+def fit(
+    num_stages: int,
+    seed: int = 4,
+    path: Path | None = None,
+    folder: Path | None = None,
+    devices: int = 1,
+    moves: Sequence[str] = (),
+    **strategy: Any,
+) -> Any:
     """Two epochs of seven batches: with two pipelines four iterations each, the last of which is ragged."""
     torch.manual_seed(seed)
     model, models = Net("adamw", warm_up=True), Models()
-    callbacks: list[Any] = [models]
+    callbacks: list[Any] = [models, Moves(moves)]
     if folder is not None:
         callbacks.append(ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1))
-    strategy = {
-        "num_pipelines": 2,
-        "num_microbatches": 2,
-        "averaging": Averaging(every=3, outer_optimizer=NESTEROV),
-        **strategy,
-    }
-    runner = pipeline(num_stages, strategy=strategy, callbacks=callbacks, enable_checkpointing=folder is not None)
+    strategy = {"num_pipelines": 2, "num_microbatches": 2, "averaging": TOGETHER, **strategy}
+    strategy |= {"split_points": ["lstm"]} if moves else {}
+    runner = pipeline(num_stages, devices, strategy, callbacks=callbacks, enable_checkpointing=folder is not None)
     runner.fit(model, ResumableLoader(Net, 56, 8), ckpt_path=path)
-    models.left, models.steps = state(model), runner.global_step
-    return models
+    return SimpleNamespace(
+        left=state(model), models=models.models, reference=models.reference, steps=runner.global_step
+    )
+
+
+def through(averaging: Averaging, folder: Path) -> tuple[Any, Path]:
+    torch.set_num_threads(1)
+    return fit(2, folder=folder, averaging=averaging), folder
 
 
 @pytest.fixture(scope="module")
 def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    folder = tmp_path_factory.mktemp("through")
-    torch.set_num_threads(1)
-    return fit(2, folder=folder), folder
+    return through(TOGETHER, tmp_path_factory.mktemp("through"))
 
 
-@pytest.mark.parametrize(("step", "num_stages"), [(1, 3), (2, 1), (3, 2), (4, 3), (6, 1)])
-def test_a_resume_after_any_iteration_is_bitwise(never_stopped: Any, step: int, num_stages: int) -> None:
-    expected, folder = never_stopped
-    found = fit(num_stages, 99, folder / f"step={step}.ckpt")
+@pytest.fixture(scope="module")
+def never_stopped_late(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    return through(LATE, tmp_path_factory.mktemp("late"))
+
+
+def assert_goes_on(run: tuple[Any, Path], step: int, num_stages: int, averaging: Averaging) -> None:
+    expected, folder = run
+    found = fit(num_stages, 99, folder / f"step={step}.ckpt", averaging=averaging)
     assert found.steps == expected.steps == 8
-    assert_equal(found.left, expected.left)
-    for one, other in zip(found.models, expected.models, strict=True):
-        assert_equal(one, other)
+    assert_equal((found.left, found.models), (expected.left, expected.models))
+
+
+@pytest.mark.parametrize(("step", "num_stages"), [(1, 3), (2, 1), (4, 3), (6, 1)])
+def test_a_resume_after_any_iteration_is_bitwise(never_stopped: Any, step: int, num_stages: int) -> None:
+    assert_goes_on(never_stopped, step, num_stages, TOGETHER)
+
+
+@pytest.mark.parametrize(("step", "num_stages"), [(1, 2), (3, 1), (6, 3)])
+def test_so_it_is_while_fragments_are_under_way(never_stopped_late: Any, step: int, num_stages: int) -> None:
+    saved = torch.load(never_stopped_late[1] / f"step={step}.ckpt", weights_only=True)
+    assert saved["AvgPipeStrategy"]["ensemble"]["late"]
+    assert_goes_on(never_stopped_late, step, num_stages, LATE)
 
 
 def test_a_checkpoint_is_an_ordinary_one_of_the_reference(never_stopped: Any) -> None:

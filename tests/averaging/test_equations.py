@@ -1,40 +1,58 @@
-"""Training with parallel models is what the equations say, written down once more without any pipeline."""
+"""Training with parallel models is what the equations say, written down once more without any pipeline.
+
+They meet after each step, or rarely, late and a fragment at a time: elastic averaging, local SGD, (streaming) DiLoCo.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_avgpipe import Averaging
-from tests.averaging.models import Batches, Unsized, train
+from tests.averaging.models import Batches, Unsized, assert_close, train
 from tests.models import MLP, loader
 
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
-class Equations:
-    """N models, their optimizers and their reference."""
 
-    def __init__(self, module: MLP, num_pipelines: int, average_every: int = 1) -> None:
-        self.models = [copy.deepcopy(module) for _ in range(num_pipelines)]
+class ByHand:
+    """N models in one process, whose fragments are sent after a step and averaged some steps later."""
+
+    def __init__(self, module: L.LightningModule, count: int, averaging: Averaging) -> None:
+        self.models = [copy.deepcopy(module) for _ in range(count)]
         self.optimizers: list[Any] = [model.configure_optimizers() for model in self.models]
         self.reference = {name: p.detach().clone() for name, p in module.named_parameters()}
-        self.average_every = average_every
-        self.steps = self.waiting = self.active = 0
+        self.alpha = 1 / count if averaging.alpha is None else averaging.alpha
+        self.outer_lr = math.sqrt(count) if averaging.outer_lr == "auto" else averaging.outer_lr
+        make = averaging.outer_optimizer
+        self.outer = None if make is None else make(list(self.reference.values()))
+        self.every, self.delay = averaging.every, averaging.delay
+        self.fragments: list[list[str]] = [[] for _ in range(averaging.fragments)]
+        for name in self.reference:
+            sizes = [sum(self.reference[n].numel() for n in names) for names in self.fragments]
+            self.fragments[sizes.index(min(sizes))].append(name)
+        self.steps = 0
+        self.active = [0] * averaging.fragments  # models that had a batch since the fragment was sent
+        self.under_way: list[tuple[int, int, list[str], list[dict[str, Tensor]]]] = []
 
-    def epoch(self, batches: Sequence[Any], accumulate: int, clip: float | None) -> None:
+    def epoch(self, batches: Sequence[Any], accumulate: int = 1, clip: float | None = None) -> None:
         n = len(self.models)
-        groups = [batches[i : i + n] for i in range(0, len(batches), n)]
+        bundles = [batches[i : i + n] for i in range(0, len(batches), n)]
         fed = 0
-        for i, group in enumerate(groups, 1):
-            for model, batch in zip(self.models, group, strict=False):
+        for i, bundle in enumerate(bundles, 1):
+            for model, batch in zip(self.models, bundle, strict=False):
                 (model.loss(batch) / accumulate).backward()
-            fed = max(fed, len(group))
-            if i % accumulate == 0 or i == len(groups):
+            fed = max(fed, len(bundle))
+            if i % accumulate == 0 or i == len(bundles):
                 self.step(fed, clip)
                 fed = 0
 
@@ -46,70 +64,105 @@ class Equations:
         for model in self.models:
             model.zero_grad()
         self.steps += 1
-        self.waiting += 1
-        self.active = max(self.active, fed)
-        if self.waiting == self.average_every:
-            self.average()
-            self.waiting = self.active = 0
+        self.active = [max(before, fed) for before in self.active]
+        for i in range(len(self.fragments)):
+            if self.steps % self.every == self.every * (i + 1) // len(self.fragments) % self.every:
+                self.send(i, self.delay)
+        self.arrive()
+
+    def send(self, i: int, delay: int) -> None:
+        names = self.fragments[i]
+        sent = [{name: model.get_parameter(name).detach().clone() for name in names} for model in self.models]
+        self.under_way.append((self.steps + delay, self.active[i], names, sent))
+        self.active[i] = 0
 
     @torch.no_grad()
-    def average(self) -> None:
-        n = len(self.models)
-        alpha, outer_lr = 1 / n, math.sqrt(n)
-        for name, z in self.reference.items():
-            models = [model.get_parameter(name) for model in self.models]
-            mean = torch.stack([y.detach() for y in models]).mean(0)
-            moved = z + outer_lr * n / self.active * (mean - z)
-            for y in models:
-                y.copy_(moved + (1 - alpha) * (y - mean))
-            self.reference[name] = moved
+    def arrive(self) -> None:
+        while self.under_way and self.under_way[0][0] <= self.steps:
+            _, active, names, sent = self.under_way.pop(0)
+            means = {name: torch.stack([y[name] for y in sent]).mean(0) for name in names}
+            for name in names:
+                self.reference[name].grad = (self.reference[name] - means[name]) * len(sent) / active
+            if self.outer is not None:
+                self.outer.step()
+            for name in names:
+                z, gradient = self.reference[name], self.reference[name].grad
+                if self.outer is None:
+                    z -= self.outer_lr * gradient
+                z.grad = None
+                for y, model in zip(sent, self.models, strict=True):
+                    since = model.get_parameter(name) - y[name]
+                    model.get_parameter(name).copy_(z + (1 - self.alpha) * (y[name] - means[name]) + since)
+
+    def end(self) -> None:
+        """All that has not been averaged is averaged."""
+        self.under_way = [(self.steps, *rest) for _, *rest in self.under_way]
+        self.arrive()
+        for i, active in enumerate(self.active):
+            if active:
+                self.send(i, 0)
+                self.arrive()
 
 
 def of(samples: int) -> list[Any]:
     return list(loader(MLP, samples, 8))
 
 
+def doubled(batch: Any) -> Any:
+    return tuple(tensor.double() for tensor in batch)
+
+
+DILOCO = {"alpha": 1.0, "every": 4, "outer_optimizer": NESTEROV}
+
+
 @pytest.mark.parametrize(
-    ("samples", "options", "num_pipelines"),
+    ("samples", "count", "averaging", "options"),
     [
-        (96, {}, 2),
-        (85, {"epochs": 2}, 3),  # eleven batches, the last one of five samples
-        (85, {"accumulate": 3, "clip": 0.05}, 2),
-        (85, {"every": 3, "epochs": 2}, 3),
-        (88, {"accumulate": 4, "every": 2, "epochs": 2, "unsized": True}, 2),
+        pytest.param(96, 2, {}, {}, id="after each step"),
+        # eleven batches, the last one of five samples
+        pytest.param(85, 3, {}, {"max_epochs": 2}, id="a ragged end"),
+        pytest.param(85, 2, {}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}, id="accumulated"),
+        pytest.param(85, 3, {"every": 3}, {"max_epochs": 2}, id="rarely"),
+        pytest.param(
+            88, 2, {"every": 2}, {"accumulate_grad_batches": 4, "max_epochs": 2, "unsized": True}, id="a stream"
+        ),
+        # eleven steps of two models, so training ends between meetings
+        pytest.param(176, 2, {"alpha": 1.0, "every": 3, "outer_lr": 1.0}, {}, id="local SGD"),
+        pytest.param(176, 2, {"alpha": 1.0, "every": 3, "outer_lr": 1.0, "fragments": 3, "delay": 2}, {}, id="late"),
+        pytest.param(176, 2, DILOCO, {}, id="DiLoCo"),
+        pytest.param(176, 2, {**DILOCO, "delay": 3}, {"gradient_clip_val": 0.05}, id="late DiLoCo"),
+        pytest.param(176, 2, {**DILOCO, "fragments": 3}, {}, id="streaming DiLoCo"),
+        pytest.param(176, 2, {**DILOCO, "fragments": 2, "delay": 1}, {}, id="late streaming DiLoCo"),
+        pytest.param(
+            176, 2, {**DILOCO, "alpha": 0.3, "every": 5, "fragments": 4, "delay": 3}, {}, id="streaming, elastic"
+        ),
     ],
 )
 def test_models_and_reference_are_those_of_the_equations(
-    samples: int, options: dict[str, Any], num_pipelines: int
+    samples: int, count: int, averaging: dict[str, Any], options: dict[str, Any]
 ) -> None:
     torch.manual_seed(3)
-    module = MLP().double()
-    accumulate, clip, epochs = (options.get(name, default) for name, default in
-                                (("accumulate", 1), ("clip", None), ("epochs", 1)))  # fmt: skip
-    expected = Equations(module, num_pipelines, options.get("every", 1))
-    batches = [doubled(batch) for batch in of(samples)]
-    data = DataLoader(Unsized(of(samples)), batch_size=None) if "unsized" in options else Batches(of(samples))
-    for _ in range(epochs):
-        expected.epoch(batches, accumulate, clip)
+    module, options = MLP().double(), dict(options)
+    expected = ByHand(module, count, Averaging(**averaging))
+    data = DataLoader(Unsized(of(samples)), batch_size=None) if options.pop("unsized", False) else Batches(of(samples))
+    for _ in range(options.get("max_epochs", 1)):
+        expected.epoch(
+            [doubled(batch) for batch in of(samples)],
+            options.get("accumulate_grad_batches", 1),
+            options.get("gradient_clip_val"),
+        )
     found = train(
-        module,
-        data,
-        num_stages=2,
-        num_pipelines=num_pipelines,
-        averaging=Averaging(every=options.get("every", 1)),
-        trainer={
-            "precision": "64-true",
-            "accumulate_grad_batches": accumulate,
-            "gradient_clip_val": clip,
-            "max_epochs": epochs,
-        },
-    )
+        module, data, num_stages=2, num_pipelines=count, averaging=Averaging(**averaging),
+        trainer={"precision": "64-true", **options},
+    )  # fmt: skip
     assert found.trainer.global_step == expected.steps
-    for name, tensor in expected.reference.items():
-        torch.testing.assert_close(found.reference[name], tensor, rtol=0, atol=1e-12)
-        for model, other in zip(found.models, expected.models, strict=True):
-            torch.testing.assert_close(model[name], other.get_parameter(name).detach(), rtol=0, atol=1e-12)
+    for models, others in zip(
+        [*found.models, found.reference], [*map(parameters, expected.models), expected.reference], strict=True
+    ):
+        assert_close(models, others, rtol=0, atol=1e-12)
+    expected.end()
+    assert_close(parameters(module), expected.reference, rtol=0, atol=1e-12)
 
 
-def doubled(batch: Any) -> Any:
-    return tuple(tensor.double() for tensor in batch)
+def parameters(module: L.LightningModule) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}

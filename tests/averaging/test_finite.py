@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.averaging.integrity import first_nonfinite, has_nonfinite, may_have_nonfinite
-from lightning_avgpipe.errors import AvgPipeError, NonFiniteError
-from tests import processes
-from tests.averaging.models import assert_equal, train
+from lightning_avgpipe.errors import NonFiniteError
+from tests.averaging.models import train
 from tests.models import MLP
-from tests.trainers import pipeline
 
 CPU = torch.device("cpu")
 INFINITE, NAN = float("inf"), float("nan")
@@ -113,21 +111,3 @@ def test_the_reference_goes_on_with_the_mean_of_the_others() -> None:
     others = reference(1, None, num_pipelines=2, averaging=Averaging(alpha=1.0, outer_lr=1.0))
     for name, expected in others.items():
         torch.testing.assert_close(left_out[name], expected)
-
-
-def on_two(rank: int) -> Any:
-    torch.manual_seed(0)
-    model = Poisoned()
-    options = {"num_pipelines": 2, "num_microbatches": 2, "averaging": Averaging(on_nonfinite="skip")}
-    runner = pipeline(2, 2, options, max_epochs=1)
-    runner.fit(model, data(3))
-    with pytest.raises(AvgPipeError, match=r"pipeline 1, batch_idx 1: the gradient of 'layers\.0\.weight'"):
-        pipeline(2, 2, {"num_pipelines": 2, "num_microbatches": 2}, max_epochs=1).fit(Poisoned(), data(3))
-    return dict(model.state_dict()), runner.strategy.skipped_models
-
-
-def test_two_processes_skip_and_stop_as_one_does(tmp_path: Path) -> None:
-    expected, _ = trained(3, averaging=Averaging(on_nonfinite="skip"))
-    for weights, skipped in processes.results(processes.run(2, on_two, folder=tmp_path)):
-        assert skipped == 1
-        assert_equal(weights, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,21 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_avgpipe import Averaging
-from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.averaging.averager import Averager
+from lightning_avgpipe.comm.control import ControlChannel
+from lightning_avgpipe.errors import ConfigurationError, PeerError
+from lightning_avgpipe.strategy.pipeline_run import PipelineOptimization
 from tests import processes
-from tests.averaging.models import Batches, Net, Unsized, assert_equal, state
+from tests.averaging.models import Batches, Net, Unsized, assert_close, assert_equal, state
 from tests.models import MLP, loader
 from tests.trainers import pipeline
+from tests.weights.test_initialisation import Mixed
 
 
 def share(groups: int, group: int, models: int) -> Batches:
@@ -58,6 +65,18 @@ def numbered(count: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(inputs, torch.zeros(count, 8)), batch_size=4, **options)
 
 
+class Bomb:
+    """Raises after some calls."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def __call__(self, *_: Any) -> None:
+        self.calls -= 1
+        if self.calls < 0:
+            raise ValueError("one group has failed")
+
+
 def divided(rank: int) -> Any:
     options = {"num_microbatches": 2, "averaging": Averaging(groups=2), "timeout": timedelta(seconds=30)}
     torch.manual_seed(rank)  # so the groups' modules differ until training begins
@@ -79,13 +98,84 @@ def divided(rank: int) -> Any:
 
     with pytest.raises(ConfigurationError, match=r"dataloaders of 2, 3 batches"):
         pipeline(1, 2, options).fit(MLP(), Batches([MLP.example(4)] * (2 + rank)))
-    return left, seen.trained, seen.validated, steps
+
+    failing = MLP()
+    if rank == 1:
+        failing.register_forward_pre_hook(Bomb(3))
+    with pytest.raises((ValueError, PeerError), match="one group has failed") as caught:
+        pipeline(1, 2, options).fit(failing, loader(MLP, 64, 8))
+    return left, seen.trained, seen.validated, steps, f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_groups_divide_training_and_end_together(tmp_path: Path) -> None:
-    results = processes.results(processes.run(2, divided, folder=tmp_path))
-    (left, trained_here, validated, steps), (other, trained_there, validated_there, steps_there) = results
+class Watching(L.Callback):
+    """Might look at the weights after each batch."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+
+def events_of(rank: int, callbacks: list[L.Callback], patch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Tensor]]:
+    """What happens in a group of one process, in order, and with which weights it ends."""
+    events: list[str] = []
+    settle, relay, run = Averager.finish, ControlChannel.relay, PipelineOptimization.run
+
+    def settling(averager: Averager) -> None:
+        events.extend(["met"] * averager.is_under_way)
+        settle(averager)
+
+    def relaying(news: ControlChannel, *args: Any) -> Any:
+        events.append("news")
+        return relay(news, *args)
+
+    def running(loop: PipelineOptimization, *args: Any) -> Any:
+        events.append("step")
+        return run(loop, *args)
+
+    patch.setattr(Averager, "finish", settling)
+    patch.setattr(ControlChannel, "relay", relaying)
+    patch.setattr(PipelineOptimization, "run", running)
+    torch.manual_seed(4)
+    model = Net("adamw")
+    batches = Batches(list(loader(Net, 24, 4))[rank::2])
+    strategy = {"num_microbatches": 2, "averaging": Averaging(groups=2)}
+    runner = pipeline(1, 2, strategy, callbacks=callbacks, max_epochs=1, use_distributed_sampler=False)
+    runner.fit(model, batches)
+    return events, state(model)
+
+
+def in_order(rank: int) -> Any:
+    found = []
+    for callbacks in ([], [Watching()], [LambdaCallback(on_train_batch_end=lambda *_: None)]):
+        with pytest.MonkeyPatch.context() as patch:
+            found.append(events_of(rank, callbacks, patch))
+    return found
+
+
+def in_two(rank: int) -> Any:
+    return in_order(rank), divided(rank)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return processes.results(processes.run(2, in_two, folder=tmp_path_factory.mktemp("two")))
+
+
+def test_the_next_step_waits_for_the_other_groups_unless_a_hook_may_look_before(found: list[Any]) -> None:
+    for (unwatched, *others), _ in found:
+        assert unwatched[0][:8] == ["step", "news", *["step", "met", "news"] * 2]
+        assert unwatched[0][-1] == "met"
+        for watched in others:
+            assert watched[0][:9] == ["step", "news", "met"] * 3
+            assert_equal(unwatched[1], watched[1])
+
+
+def test_groups_divide_training_and_end_together(found: list[Any]) -> None:
+    (_, here), (_, there) = found
+    left, trained_here, validated, steps, survivor = here
+    other, trained_there, validated_there, steps_there, failed = there
     assert_equal(left, other)
+    assert failed.startswith("ValueError: one group has failed")
+    assert "rank 1 (stage 0 of group 1)" in survivor and "ValueError: one group has failed" in survivor
     assert sorted(trained_here + trained_there) == pytest.approx([n / 24 for n in range(24)])
     assert validated == validated_there == pytest.approx([n / 8 for n in range(8)])
     assert steps == steps_there
@@ -93,28 +183,102 @@ def test_groups_divide_training_and_end_together(tmp_path: Path) -> None:
     assert 1 <= steps[2] < 20
 
 
-def failing(rank: int) -> None:
-    model = MLP()
-    if rank == 1:
-        model.register_forward_pre_hook(Bomb(3))
-    options = {"num_microbatches": 2, "averaging": Averaging(groups=2), "timeout": timedelta(seconds=20)}
-    pipeline(1, 2, options).fit(model, loader(MLP, 64, 8))
+# -- with a loss scaler, numbers of pipelines that change, and modules on meta ---------------------------------------
+
+GROUPS = 2
 
 
-class Bomb:
-    """Raises after some calls."""
-
-    def __init__(self, calls: int) -> None:
-        self.calls = calls
-
-    def __call__(self, *_: Any) -> None:
-        self.calls -= 1
-        if self.calls < 0:
-            raise ValueError("one group has failed")
+def fit(group: int | None, model: Any, batches: Sequence[Any], devices: int = 1, **options: Any) -> Any:
+    """Train two models in two stages: as two pipelines of one process, or in one of two groups that share devices."""
+    models = {"num_pipelines": 2} if group is None else {"averaging": Averaging(processes_per_device=GROUPS)}
+    path = options.pop("ckpt_path", None)
+    options = {"max_epochs": 1, "use_distributed_sampler": False, **options}
+    runner = pipeline(2, devices, {"num_microbatches": 2, **models}, **options)
+    runner.fit(model, Batches(batches), ckpt_path=path)
+    return runner
 
 
-def test_a_failure_in_one_group_ends_the_other(tmp_path: Path) -> None:
-    survivor, failed = processes.run(2, failing, folder=tmp_path)
-    assert failed.error is not None and "ValueError: one group has failed" in failed.error
-    assert survivor.error is not None and "rank 1 (stage 0 of group 1)" in survivor.error
-    assert "ValueError: one group has failed" in survivor.error
+class Explodes(Net):
+    """One batch has an infinite gradient."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * torch.where(batch[0][0, 0] == 7, torch.inf, 1.0)
+
+
+def scaled(group: int | None) -> Any:
+    """With a loss scaler; the second of the models meets an infinite gradient in the second of four iterations."""
+    batches = list(loader(Net, 64, 8))
+    batches[3][0][0, 0] = 7
+    torch.manual_seed(4)
+    model = Explodes("adam", dropout=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    fit(group, model, batches if group is None else batches[group::GROUPS], plugins=[plugin])
+    return state(model), scaler.get_scale()
+
+
+class Changes(L.Callback):
+    """After some iterations there are to be other numbers of models; notes how many there were."""
+
+    def __init__(self, wanted: dict[int, int]) -> None:
+        self.wanted = wanted
+        self.models: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        strategy = trainer.strategy
+        self.models.append(strategy.num_models)
+        if batch_idx in self.wanted:
+            strategy.reconfigure(num_pipelines=self.wanted[batch_idx] // strategy.num_groups)
+
+
+def reconfigured(group: int | None) -> Any:
+    """Two models, for an iteration four, then two again; each reads the same batches in whatever group it is."""
+    batches = list(loader(Net, 80, 8))
+    if group is not None:
+        batches = [batches[i + group] for i in (0, 2, 4, 6, 8)]  # 4 and 6 in one iteration
+    torch.manual_seed(4)
+    model, changes = Net("momentum", dropout=0.0), Changes({1: 4, 2: 2})
+    runner = fit(group, model, batches, callbacks=[changes])
+    return state(model), changes.models, runner.global_step
+
+
+def begun_on_meta(group: int | None, folder: Path, devices: int = 1) -> set[str]:
+    """Train what was built on meta, save, and resume; which parameters are held at the end."""
+    batches = list(loader(Mixed, 32, 4))
+    here = batches if group is None else batches[group::GROUPS]
+    torch.manual_seed(5 + (group or 0))  # group 0's seed is that of all
+    fit(group, Mixed(tied=False), here, devices).save_checkpoint(folder / "first.ckpt")
+    torch.manual_seed(9)  # what is loaded does not depend on it
+    model = Mixed(tied=False)
+    fit(group, model, here, devices, max_epochs=2, ckpt_path=folder / "first.ckpt").save_checkpoint(
+        folder / "last.ckpt"
+    )
+    return {name for name, parameter in model.named_parameters() if not parameter.is_meta}
+
+
+def assert_same_checkpoints(found: Path, expected: Path) -> None:
+    for name in ("first.ckpt", "last.ckpt"):
+        theirs, ours = (torch.load(folder / name, weights_only=True) for folder in (found, expected))
+        assert_close(theirs["state_dict"], ours["state_dict"])
+
+
+def all_of_it(rank: int, folder: Path) -> Any:
+    return scaled(rank), reconfigured(rank), begun_on_meta(rank, folder)
+
+
+@pytest.mark.slow
+def test_two_groups_scale_reconfigure_and_begin_on_meta_as_two_pipelines(tmp_path: Path) -> None:
+    groups, one = tmp_path / "groups", tmp_path / "one"
+    results = processes.results(processes.run(GROUPS, all_of_it, groups, folder=tmp_path))
+    weights, scale = scaled(None)
+    left, numbers, steps = reconfigured(None)
+    held = begun_on_meta(None, one)
+    assert scale == 2.0**10  # halved once, grown once
+    assert numbers == [2, 2, 4, 2]
+    for (found_weights, found_scale), (found, *counts), found_held in results:
+        assert found_scale == scale
+        assert counts == [numbers, steps]
+        assert found_held == held
+        assert_close(found_weights, weights)
+        assert_close(found, left)
+    assert_same_checkpoints(groups, one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -11,9 +12,13 @@ import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
 )
 from torch import Tensor, nn
 
+from lightning_avgpipe import Averaging
 from lightning_avgpipe.errors import ConfigurationError
 from tests.averaging.models import Batches, Models, Net, assert_equal, state, train
 from tests.models import MLP, Regression, loader
@@ -117,7 +122,6 @@ class Reconfigures(L.Callback):
     def __init__(self, settings: dict[int, dict[str, Any]]) -> None:
         self.settings = settings
         self.pipelines: list[int] = []
-        self.references: list[dict[str, Tensor]] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.pipelines.append(trainer.strategy.num_pipelines)
@@ -210,17 +214,26 @@ def test_a_batch_size_finder_finds_what_all_models_have_room_for() -> None:
         assert_equal(tried, straight)
 
 
-@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "WeightAveraging"])
-def test_a_callback_that_averages_one_model_is_refused(name: str) -> None:
-    kind = getattr(L.pytorch.callbacks, name, None)
-    if kind is None:
-        pytest.skip("WeightAveraging came with Lightning 2.6")
-    callback = kind(0.1) if name == "StochasticWeightAveraging" else kind()
-    message = f"{name} averages the weights of one model, but num_pipelines=2 .* remove it"
-    with pytest.raises(ConfigurationError, match=message):
-        train(MLP(), loader(MLP, 16, 8), trainer={"callbacks": [callback]})
-    with pytest.raises(ConfigurationError, match=message):
-        train(MLP(), loader(MLP, 48, 8), num_pipelines=1, trainer={"callbacks": [Wider(), callback]})
+# -- what would leave pipeline 0's model alone -------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def clamp(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+class Changes(L.Callback):
+    """Changes weights in one hook."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, lambda trainer, module, *_: clamp(module))
+
+
+class InStep(MLP):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        clamp(self)
 
 
 class Wider(L.Callback):
@@ -230,27 +243,66 @@ class Wider(L.Callback):
         trainer.strategy.reconfigure(num_pipelines=2)
 
 
-def test_an_optimizer_of_what_the_module_does_not_know_is_refused() -> None:
-    class Outside(MLP):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD([*self.parameters(), torch.zeros(3, requires_grad=True)], lr=0.1)
-
-    with pytest.raises(ConfigurationError, match=r"SGD trains a tensor of shape \(3,\) that is not a parameter"):
-        train(Outside(), loader(MLP, 16, 8))
+class Outside(MLP):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), torch.zeros(3, requires_grad=True)], lr=0.1)
 
 
-def test_an_optimizer_that_evaluates_its_closure_twice_is_refused() -> None:
-    class Twice(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            closure()
-            return super().step(closure)
+class Twice(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
 
-    class Sharp(MLP):
-        def configure_optimizers(self) -> Any:
-            return Twice(self.parameters(), lr=0.1)
 
-    with pytest.raises(ConfigurationError, match=r"Twice evaluates its closure several times .* with 2 parallel"):
-        train(Sharp(), loader(MLP, 16, 8))
+class Sharp(MLP):
+    def configure_optimizers(self) -> Any:
+        return Twice(self.parameters(), lr=0.1)
+
+
+SEEN_ALONE = r"changed 'layers.0.weight', .* and \d more of pipeline 0's model, which hooks see, and not of the 1 other"
+AVERAGES = "averages the weights of one model, but num_pipelines=2 .* remove it"
+
+
+@pytest.mark.parametrize(
+    ("make", "callbacks", "options", "message"),
+    [
+        (MLP, lambda: [Changes("on_train_batch_end")], {}, SEEN_ALONE),
+        (MLP, lambda: [Changes("on_train_epoch_end")], {}, SEEN_ALONE),
+        (InStep, list, {"averaging": Averaging(every=2)}, "code after the step in optimizer_step"),
+        (MLP, lambda: [StochasticWeightAveraging(0.1)], {}, f"StochasticWeightAveraging {AVERAGES}"),
+        (MLP, lambda: [Wider(), StochasticWeightAveraging(0.1)], {"num_pipelines": 1}, AVERAGES),
+        (MLP, lambda: [WeightAveraging()], {}, f"WeightAveraging {AVERAGES}"),
+        (MLP, lambda: [Wider(), WeightAveraging()], {"num_pipelines": 1}, AVERAGES),
+        (
+            MLP,
+            lambda: [ModelPruning("l1_unstructured", amount=0.5)],
+            {},
+            r"ModelPruning puts other parameters .* num_pipelines=2 .* remove",
+        ),
+        (Outside, list, {}, r"SGD trains a tensor of shape \(3,\) that is not a parameter"),
+        (Sharp, list, {}, r"Twice evaluates its closure several times .* with 2 parallel"),
+    ],
+)
+def test_what_would_change_one_model_alone_is_refused(
+    make: type[MLP], callbacks: Callable[[], list[L.Callback]], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        train(make(), loader(MLP, 48, 8), 2, trainer={"callbacks": callbacks(), "max_epochs": 2}, **options)
+
+
+class Everywhere(L.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        for n in range(trainer.strategy.num_pipelines):
+            with trainer.strategy.parallel_model(n) as model:
+                clamp(model)
+
+
+def test_who_changes_all_models_goes_on() -> None:
+    options = {"callbacks": [Everywhere()], "max_epochs": 2}
+    found = train(Net("adamw"), loader(Net, 48, 8), 2, loader(Net, 16, 8), trainer=options)
+    assert found.trainer.global_step == 6
+    for model in found.models:
+        assert max(p.abs().max() for name, p in model.items() if "weight" in name) <= 0.1
 
 
 def test_a_failure_leaves_the_reference() -> None:

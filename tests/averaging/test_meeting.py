@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_avgpipe.averaging.averager import Averager
 from lightning_avgpipe.averaging.ensemble import Ensemble
+from lightning_avgpipe.averaging.optimizers import load_states, states_of_group_0
 from lightning_avgpipe.averaging.options import Averaging
-from lightning_avgpipe.comm.control import ControlChannel
-from lightning_avgpipe.strategy.pipeline_run import PipelineOptimization
-from tests import processes
-from tests.averaging.models import Batches, Net, assert_equal, state
-from tests.models import loader
-from tests.trainers import pipeline
+from tests.averaging.models import Net
 
 
 class Twins:
@@ -95,54 +87,60 @@ def test_whoever_looks_waits_for_the_other_groups(look: Callable[[Ensemble], Any
     assert averaging_group.ended >= begun
 
 
-class Watching(L.Callback):
-    """Might look at the weights after each batch."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        pass
+# -- optimizers of all groups begin with what group 0's have --------------------------------------------------------
 
 
-def events_of(rank: int, callbacks: list[L.Callback], patch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Tensor]]:
-    """What happens in a group of one process, in order, and with which weights it ends."""
-    events: list[str] = []
-    settle, relay, run = Averager.finish, ControlChannel.relay, PipelineOptimization.run
+class Sibling:
+    """One of two groups: group 0 says what it sends, group 1 gets that."""
 
-    def settling(averager: Averager) -> None:
-        events.extend(["met"] * averager.is_under_way)
-        settle(averager)
+    def __init__(self, number: int, sent: list[Any]) -> None:
+        self.number, self._sent = number, sent
+        self.members = self
 
-    def relaying(news: ControlChannel, *args: Any) -> Any:
-        events.append("news")
-        return relay(news, *args)
+    def broadcast(self, item: Any) -> Any:
+        if self.number == 0:
+            self._sent.append(item)
+        return item if self.number == 0 else self._sent.pop(0)
 
-    def running(loop: PipelineOptimization, *args: Any) -> Any:
-        events.append("step")
-        return run(loop, *args)
-
-    patch.setattr(Averager, "finish", settling)
-    patch.setattr(ControlChannel, "relay", relaying)
-    patch.setattr(PipelineOptimization, "run", running)
-    torch.manual_seed(4)
-    model = Net("adamw")
-    batches = Batches(list(loader(Net, 24, 4))[rank::2])
-    strategy = {"num_microbatches": 2, "averaging": Averaging(groups=2)}
-    runner = pipeline(1, 2, strategy, callbacks=callbacks, max_epochs=1, use_distributed_sampler=False)
-    runner.fit(model, batches)
-    return events, state(model)
+    def copy(self, tensors: Sequence[Tensor]) -> None:
+        if self.number == 0:
+            self._sent.append([tensor.clone() for tensor in tensors])
+        else:
+            for tensor, sent in zip(tensors, self._sent.pop(0), strict=True):
+                tensor.copy_(sent)
 
 
-def both_ways(rank: int) -> Any:
-    found = []
-    for callbacks in ([], [Watching()], [LambdaCallback(on_train_batch_end=lambda *_: None)]):
-        with pytest.MonkeyPatch.context() as patch:
-            found.append(events_of(rank, callbacks, patch))
-    return found
+def made_of(kind: Any, gradients: Sequence[float | None], **options: Any) -> torch.optim.Optimizer:
+    parameters = [nn.Parameter(torch.ones(size)) for size in (2, 3, 4)]
+    optimizer: torch.optim.Optimizer = kind(parameters, **options)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = None if gradient is None else torch.full_like(parameter, gradient)
+    optimizer.step()
+    return optimizer
 
 
-def test_the_next_step_waits_for_the_other_groups_unless_a_hook_may_look_before(tmp_path: Path) -> None:
-    for unwatched, *others in processes.results(processes.run(2, both_ways, folder=tmp_path)):
-        assert unwatched[0][:8] == ["step", "news", *["step", "met", "news"] * 2]
-        assert unwatched[0][-1] == "met"
-        for watched in others:
-            assert watched[0][:9] == ["step", "news", "met"] * 3
-            assert_equal(unwatched[1], watched[1])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adafactor, {}),
+    ],
+)
+def test_states_are_those_of_group_0_even_where_others_have_more_or_fewer(kind: Any, options: Any) -> None:
+    first = made_of(kind, (1.0, None, 2.0), **options)
+    second = made_of(kind, (3.0, 4.0, None), **options)
+    sent: list[Any] = []
+    groups: list[Any] = [Sibling(0, sent), Sibling(1, sent)]
+    found = [states_of_group_0([mine], sibling)[0] for mine, sibling in zip((first, second), groups, strict=True)]
+    assert sent == []
+    made = made_of(kind, (None, None, None), **options)
+    for states in found:
+        load_states(made, states)
+        assert made.state.keys() == {made.param_groups[0]["params"][i] for i in (0, 2)}
+        for i in (0, 2):
+            mine, theirs = (o.state[o.param_groups[0]["params"][i]] for o in (made, first))
+            assert mine.keys() == theirs.keys()
+            for key, value in theirs.items():
+                assert mine[key] is not value or not isinstance(value, Tensor)
+                assert torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(value))

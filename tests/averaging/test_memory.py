@@ -14,7 +14,7 @@ from lightning_avgpipe.schedule import FORWARD, Action, Schedule, build
 from tests.models import Regression, loader
 from tests.trainers import pipeline
 
-NUM_MICROBATCHES, BATCH, WIDTH = 8, 64, 16
+NUM_MICROBATCHES, BATCH, WIDTH = 4, 32, 16
 LAYER = (WIDTH * WIDTH + WIDTH) * 4  # bytes
 SPLITS = {2: ["layers.6"], 3: ["layers.4", "layers.8"]}
 

@@ -121,7 +121,7 @@ def expected(models: int, drains: Sequence[int], epochs: int = 1) -> Loop:
     return loop
 
 
-def fit(rank: int, models: int, stages: int = 1, folder: Path | None = None, **options: Any) -> Any:
+def fit(rank: int, models: int, **options: Any) -> Any:
     torch.manual_seed(3)
     model, seen = options.pop("module", Skipping)(), Models()
     callbacks, path = [seen, *options.pop("callbacks", ())], options.pop("ckpt_path", None)
@@ -130,10 +130,10 @@ def fit(rank: int, models: int, stages: int = 1, folder: Path | None = None, **o
     averaging = Averaging(groups=GROUPS, rolling=options.pop("rolling", True))
     strategy = {"num_microbatches": 2, "num_pipelines": models // GROUPS, "averaging": averaging}
     runner = pipeline(
-        stages, GROUPS * stages, strategy, callbacks=callbacks, use_distributed_sampler=False,
+        1, GROUPS, strategy, callbacks=callbacks, use_distributed_sampler=False,
         **{"max_epochs": 1, "num_sanity_val_steps": 0, **options},
     )  # fmt: skip
-    data = [batch for bundle in of_group(rank // stages, models) for batch in bundle]
+    data = [batch for bundle in of_group(rank, models) for batch in bundle]
     reader = Batches(data) if length is None else DataLoader(Unsized(data[:length]), batch_size=None)
     runner.fit(model, reader, validation, ckpt_path=path)
     metrics = {name: value.item() for name, value in runner.callback_metrics.items()}
@@ -201,24 +201,6 @@ def test_groups_end_with_the_shortest_of_their_streams(found: list[Any]) -> None
     for g in range(GROUPS):
         assert found[g]["streamed"][3] == 4
         assert_equal(trained(found[g]["streamed"][1]), trained(state(loop.reference)))
-
-
-def two_groups_of_two_stages(rank: int) -> Any:
-    return fit(rank, 4, 2, max_epochs=2, gradient_clip_val=0.1), fit(rank, 4, 2, val_check_interval=2)
-
-
-def two_groups_of_one(rank: int) -> Any:
-    return fit(rank, 4, max_epochs=2, gradient_clip_val=0.1), fit(rank, 4, val_check_interval=2)
-
-
-@pytest.mark.slow
-def test_more_stages_in_each_group_change_nothing(tmp_path: Path) -> None:
-    one = processes.results(processes.run(2, two_groups_of_one, folder=tmp_path))
-    for rank, runs in enumerate(processes.results(processes.run(4, two_groups_of_two_stages, folder=tmp_path))):
-        for (models, left, metrics, steps), other in zip(runs, one[rank // 2], strict=True):
-            assert_equal(trained(left), trained(other[1]))
-            assert (metrics, steps) == other[2:]
-            assert len(models) == 2
 
 
 def test_the_reference_is_the_mean_of_the_models_of_all_groups(found: list[Any]) -> None:

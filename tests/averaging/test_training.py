@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.engine.executor import Lane
@@ -16,31 +19,105 @@ from tests.models import MLP, loader
 from tests.trainers import pipeline
 
 
-def net(**options: Any) -> Net:
+def net(make: Callable[[], Any] = Net) -> Any:
     torch.manual_seed(3)
-    return Net(**options)
+    return make()
 
 
-def every(count: int, n: int, samples: int = 48) -> Batches:
-    """The batches of one pipeline."""
-    return Batches(list(loader(Net, samples, 8))[n::count])
+# -- gradients and hooks that may change them ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "asgd"])
-def test_models_that_never_meet_are_independent_runs_bitwise(optimizer: str) -> None:
-    options = {"optimizer": optimizer, "warm_up": True, "dropout": 0.0}
-    found = train(
-        net(**options),
-        loader(Net, 48, 8),
-        num_stages=2,
-        averaging=Averaging(alpha=0.0, outer_lr=1.0),
-        trainer={"gradient_clip_val": 0.5},
-    )
+class Quiet(Net):
+    def __init__(self) -> None:
+        super().__init__("adamw", dropout=0.0)
+
+
+def change(module: Any) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None:  # a process has those of its own stages
+            parameter.grad.clamp_(-0.01, 0.002)
+
+
+class AfterBackward(Quiet):
+    def on_after_backward(self) -> None:
+        change(self)
+
+
+class BeforeStep(Quiet):
+    """Looks at the optimizer, and changes its learning rate relative to what it was."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.8
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.sign_()
+
+
+class Clips(Quiet):
+    def configure_gradient_clipping(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
+        change(self)
+
+
+class Callback(L.Callback):
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        change(module)
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Optimizer) -> None:
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+
+
+WARMED_UP: dict[str, Any] = {
+    name: partial(Net, name, dropout=0.0, warm_up=True) for name in ("momentum", "adamw", "asgd")
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        *(pytest.param(make, lambda: {"gradient_clip_val": 0.5}, id=name) for name, make in WARMED_UP.items()),
+        (AfterBackward, dict),
+        (BeforeStep, dict),
+        (Clips, dict),
+        pytest.param(Quiet, lambda: {"callbacks": [Callback()]}, id="Callback"),
+        pytest.param(
+            Quiet, lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, id="clipped by value"
+        ),
+    ],
+)
+def test_models_that_never_meet_are_independent_runs_bitwise(
+    make: Callable[[], Any], options: Callable[[], dict[str, Any]]
+) -> None:
+    found = train(net(make), loader(Net, 48, 8), 2, averaging=Averaging(alpha=0.0, outer_lr=1.0), trainer=options())
+    batches = list(loader(Net, 48, 8))
     for n, model in enumerate(found.models):
-        alone = net(**options)
-        runner = pipeline(2, strategy={"num_microbatches": 2}, max_epochs=1, gradient_clip_val=0.5)
-        runner.fit(alone, every(2, n))
+        alone = net(make)
+        runner = pipeline(2, strategy={"num_microbatches": 2}, max_epochs=1, **options())
+        runner.fit(alone, Batches(batches[n::2]))
         assert_equal(state(alone), model)
+
+
+def test_a_pipeline_without_a_batch_has_no_gradients_to_look_at() -> None:
+    class Looks(Quiet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backwards = self.steps = 0
+
+        def on_after_backward(self) -> None:
+            self.backwards += 1
+            assert all(parameter.grad is not None for parameter in self.parameters())
+
+        def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+            self.steps += 1
+            self.log("norm", torch.tensor(float(self.steps)), on_step=True)
+
+    model = Looks()
+    found = train(model, loader(Net, 40, 8))  # of the third iteration only pipeline 0 has a batch
+    assert (model.backwards, model.steps) == (5, 5)
+    assert found.trainer.callback_metrics["norm"] == 5  # pipeline 0's in the last iteration
+
+
+# -- the reference, batches, counts ------------------------------------------------------------------------------------
 
 
 def reference_is_mean(found: Any) -> None:
@@ -61,7 +138,7 @@ def reference_is_mean(found: Any) -> None:
     ],
 )
 def test_the_reference_is_the_mean_of_the_models_and_what_fit_leaves(options: Any) -> None:
-    model = net(optimizer="adam")
+    model = net(partial(Net, "adam"))
     found = train(model, loader(Net, 56, 8), num_stages=2, **options)
     reference_is_mean(found)
     assert_equal(found.reference, state(model))
@@ -76,7 +153,7 @@ def test_results_depend_on_neither_stages_nor_schedules_nor_their_mixture(monkey
             if order:
                 calls = torch.Generator().manual_seed(order)
                 patched.setattr(Lane, "urgency", lambda lane, calls=calls: torch.rand((), generator=calls).item())
-            model = net(optimizer="adamw")
+            model = net(partial(Net, "adamw"))
             found = train(model, loader(Net, 44, 8), num_stages, loader(Net, 8, 4), num_pipelines=3, schedule=schedule)
         metrics = {name: value for name, value in found.trainer.callback_metrics.items() if "val" not in name}
         results.append([*found.models, found.reference, metrics])

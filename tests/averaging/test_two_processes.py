@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_avgpipe import Averaging
+from lightning_avgpipe.errors import AvgPipeError
 from tests import processes
-from tests.averaging.models import Models, Net, assert_equal, state
+from tests.averaging.models import Models, Net, assert_close, assert_equal, state
+from tests.averaging.test_checkpoints import LATE
+from tests.averaging.test_checkpoints import fit as fit_late
+from tests.averaging.test_finite import Poisoned, data
 from tests.models import loader
 from tests.strategy.test_resume import ResumableLoader
 from tests.trainers import pipeline
@@ -45,40 +50,66 @@ def fit_tied(devices: int) -> dict[str, Any]:
     return state(model)
 
 
-def both(rank: int, folder: Path) -> Any:
+def fit_poisoned(devices: int) -> Any:
+    """A model is skipped whose gradient is NaN; by default all stop."""
+    torch.manual_seed(0)
+    model, options = Poisoned(), {"num_pipelines": 2, "num_microbatches": 2}
+    runner = pipeline(2, devices, {**options, "averaging": Averaging(on_nonfinite="skip")}, max_epochs=1)
+    runner.fit(model, data(3))
+    with pytest.raises(AvgPipeError, match=r"pipeline 1, batch_idx 1: the gradient of 'layers\.0\.weight'"):
+        pipeline(2, devices, options, max_epochs=1).fit(Poisoned(), data(3))
+    return state(model), runner.strategy.skipped_models
+
+
+def all_of(rank: int, folder: Path) -> Any:
     through = fit(folder / "two", 2)
     resumed = fit(folder / "again", 2, folder / "two" / "step=2.ckpt")
-    return through, resumed, fit_tied(2)
+    moved = fit_late(2, devices=2, moves=["last"], averaging=LATE).left
+    return through, resumed, fit_tied(2), moved, fit_poisoned(2)
 
 
-def test_two_processes_train_the_models_of_one(tmp_path: Path) -> None:
-    expected = fit(tmp_path / "one", 1)
-    results = processes.results(processes.run(2, both, tmp_path, folder=tmp_path))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def in_two(folder: Path) -> list[Any]:
+    return processes.results(processes.run(2, all_of, folder, folder=folder))
+
+
+def test_two_processes_train_the_models_of_one(in_two: list[Any], folder: Path) -> None:
+    expected = fit(folder / "one", 1)
     assert expected["steps"] == 6
-    for found, resumed, _ in results:
+    for found, resumed, *_ in in_two:
         assert found["steps"] == resumed["steps"] == 6
         assert_equal(found["left"], expected["left"])
         assert_equal(resumed["left"], expected["left"])
         assert found["metrics"] == expected["metrics"]
-    for one, other in zip(expected["predictions"], results[0][0]["predictions"], strict=True):
-        assert torch.equal(one, other)
+    assert_equal(in_two[0][0]["predictions"], expected["predictions"])
 
     for name in ("step=2", "step=6"):
-        one, two = (torch.load(tmp_path / d / f"{name}.ckpt", weights_only=True) for d in ("one", "two"))
-        assert_equal(one["state_dict"], two["state_dict"])
-        ours, theirs = one["AvgPipeStrategy"]["ensemble"], two["AvgPipeStrategy"]["ensemble"]
-        for a, b in zip(ours["models"], theirs["models"], strict=True):
-            assert_equal(a, b)
-        for a, b in zip(
-            [*one["optimizer_states"], *(s for n in ours["optimizers"] for s in n)],
-            [*two["optimizer_states"], *(s for n in theirs["optimizers"] for s in n)],
-            strict=True,
-        ):
-            assert a["param_groups"] == b["param_groups"]
-            assert a["state"].keys() == b["state"].keys()
-            for number, entry in a["state"].items():
-                assert_equal(entry, b["state"][number])
+        one, two = (torch.load(folder / d / f"{name}.ckpt", weights_only=True) for d in ("one", "two"))
+        for key in ("state_dict", "optimizer_states"):
+            assert_equal(two[key], one[key], key)
+        ours, theirs = (saved["AvgPipeStrategy"]["ensemble"] for saved in (one, two))
+        for key in ("models", "optimizers"):
+            assert_equal(theirs[key], ours[key], key)
 
-    for name, tensor in fit_tied(1).items():
-        for _, _, tied in results:
-            torch.testing.assert_close(tied[name], tensor, rtol=1e-5, atol=1e-6)
+
+def test_so_they_do_with_a_weight_that_two_stages_use(in_two: list[Any]) -> None:
+    expected = fit_tied(1)
+    for _, _, found, *_ in in_two:
+        assert_close(found, expected)
+
+
+def test_stages_that_move_while_fragments_are_under_way_change_no_bit(in_two: list[Any]) -> None:
+    expected = fit_late(2, averaging=LATE).left
+    for *_, found, _ in in_two:
+        assert_equal(found, expected)
+
+
+def test_two_processes_skip_a_gradient_that_is_no_number_as_one_does(in_two: list[Any]) -> None:
+    weights, _ = fit_poisoned(1)
+    for *_, found in in_two:
+        assert_equal(found, (weights, 1))

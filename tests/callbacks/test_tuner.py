@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import random
 import warnings
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -371,7 +370,7 @@ def test_where_no_kernels_are_seen_the_driver_is_asked(
     monkeypatch.setattr(
         profiler.Profiler, "_curves", lambda self, setting, _, times: self._sampled_curves(setting, times)
     )
-    tuner = AvgPipeTuner(2, [1, 2, 4, 8], dirpath=tmp_path)
+    tuner = AvgPipeTuner(2, [2, 4], profile_batches=6, dirpath=tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mlp(tuner)
@@ -381,9 +380,10 @@ def test_where_no_kernels_are_seen_the_driver_is_asked(
     assert any("nvidia-ml-py" in str(warning.message) for warning in caught) == (utilization is no_driver)
 
 
-def test_the_profile_tells_times_sizes_and_memory(tmp_path: Path) -> None:
-    tuner = AvgPipeTuner(2, [1, 2, 4, 8], profile_batches=12, dirpath=tmp_path)
-    _, runner = mlp(tuner, {"costs": "measured"})
+def test_the_profile_tells_times_sizes_and_memory_and_lies_beside_the_checkpoints(tmp_path: Path) -> None:
+    logger, saving = TensorBoardLogger(tmp_path), ModelCheckpoint(tmp_path / "kept")
+    tuner = AvgPipeTuner(2, [1, 2, 4, 8], profile_batches=12)
+    _, runner = mlp(tuner, {"costs": "measured"}, callbacks=[saving], enable_checkpointing=True, logger=logger)
     profile = tuner.result.profile
     assert (profile.num_microbatches, profile.num_pipelines, profile.batch_size) == (8, 1, 8)
     assert profile.device.in_turns and profile.devices == (0, 0)
@@ -402,8 +402,10 @@ def test_the_profile_tells_times_sizes_and_memory(tmp_path: Path) -> None:
     assert profile.tied_s == 0
     assert [trial.setting for trial in profile.trials] == [Setting(m) for m in (8, 4, 2, 1)]
     assert all(trial.span_s > 0 for trial in profile.trials)
-    assert Result.from_json((tmp_path / "avgpipe_tuning.json").read_text()) == tuner.result
-    assert (tmp_path / "avgpipe_tuning.png").stat().st_size > 1000
+    assert Result.from_json((tmp_path / "kept" / "avgpipe_tuning.json").read_text()) == tuner.result
+    assert (tmp_path / "kept" / "avgpipe_tuning.png").stat().st_size > 1000
+    events = b"".join(path.read_bytes() for path in Path(logger.log_dir).glob("events*"))
+    assert events.count(b"avgpipe/tuning") == 1 and b"train_loss" in events
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -509,30 +511,6 @@ def test_nothing_is_tuned_with_fast_dev_run_or_without_training(tmp_path: Path) 
     assert not (tmp_path / "never").exists()
 
 
-def test_files_lie_beside_the_checkpoints_and_tensorboard_gets_the_picture(tmp_path: Path) -> None:
-    logger = pytest.importorskip("lightning.pytorch.loggers").TensorBoardLogger(tmp_path)
-    saving = ModelCheckpoint(tmp_path / "kept")
-    tuner = AvgPipeTuner(2, [2, 4], profile_batches=4)
-    mlp(tuner, callbacks=[saving], enable_checkpointing=True, logger=logger)
-    saved = json.loads((tmp_path / "kept" / "avgpipe_tuning.json").read_text())
-    assert saved["Result"]["reason"] == tuner.result.reason
-    events = b"".join(path.read_bytes() for path in Path(logger.log_dir).glob("events*"))
-    assert events.count(b"avgpipe/tuning") == 1
-    assert b"train_loss" in events
-
-
-def test_loggers_hear_of_no_trial(tmp_path: Path) -> None:
-    def rows(folder: str, callbacks: list[Any], **strategy: Any) -> str:
-        torch.manual_seed(3)
-        logger = CSVLogger(tmp_path / folder)
-        runner = pipeline(2, strategy=strategy, callbacks=callbacks, logger=logger, log_every_n_steps=1, max_epochs=1)
-        runner.fit(MLP(), loader(MLP, 32, 8))
-        return (Path(logger.log_dir) / "metrics.csv").read_text()
-
-    tuner = AvgPipeTuner(1, [4], profile_batches=4, dirpath=tmp_path)
-    assert rows("tuned", [tuner]) == rows("by hand", [], **by_hand(tuner.result.choice.setting))
-
-
 def test_another_fit_goes_on_with_the_choice_unless_it_does_not_fit_or_cannot_be_read(tmp_path: Path) -> None:
     tuner = AvgPipeTuner(1, [2, 4], profile_batches=4, dirpath=tmp_path)
     _, runner = mlp(tuner)
@@ -563,26 +541,23 @@ class Annealed(MLP):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def test_schedulers_and_plan_are_those_of_the_choice_given_by_hand(liking: Any, tmp_path: Path) -> None:
-    def train(callbacks: list[Any], strategy: dict[str, Any]) -> Any:
+def test_schedulers_logs_and_plan_are_those_of_the_choice_given_by_hand(liking: Any, tmp_path: Path) -> None:
+    def train(callbacks: list[Any], strategy: dict[str, Any]) -> tuple[Any, Any]:
         torch.manual_seed(3)
-        model = Annealed()
-        runner = pipeline(2, strategy=strategy, callbacks=callbacks, max_epochs=2)
+        model, logger = Annealed(), CSVLogger(tmp_path, version=len(callbacks))
+        runner = pipeline(2, strategy=strategy, callbacks=callbacks, logger=logger, log_every_n_steps=1, max_epochs=2)
         runner.fit(model, loader(MLP, 48, 8))
-        return (
-            weights_of(model),
-            runner.global_step,
-            runner.lr_scheduler_configs[0].scheduler.total_steps,
-            runner.strategy.plan,
-        )
+        rows = (Path(logger.log_dir) / "metrics.csv").read_text()
+        steps = runner.global_step, runner.lr_scheduler_configs[0].scheduler.total_steps
+        return (weights_of(model), steps, rows), runner.strategy.plan
 
     liking(TOGETHER)
-    found = train([AvgPipeTuner(3, [2, 8], profile_batches=4, dirpath=tmp_path)], {})
-    expected = train([], by_hand(TOGETHER))
-    assert found[1:3] == (4, 4)
-    assert_equal(found[:3], expected[:3])
+    found, plan = train([AvgPipeTuner(3, [2, 8], profile_batches=4, dirpath=tmp_path)], {})
+    expected, other = train([], by_hand(TOGETHER))
+    assert found[1] == (4, 4)
+    assert_equal(found, expected)
     # by hand an advance is asked for, which in one process names another schedule in the last line
-    assert str(found[3]).splitlines()[:-1] == str(expected[3]).splitlines()[:-1]
+    assert str(plan).splitlines()[:-1] == str(other).splitlines()[:-1]
 
 
 def test_a_callback_that_knows_one_model_is_refused_unless_there_is_one(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.errors import CaptureError
-from tests.trainers import trainer
+from tests.trainers import pipeline, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is in beta state")
 
@@ -81,6 +80,12 @@ def batches(make: Callable[[Tensor], Tensor] = Tensor.to_sparse) -> list[tuple[T
     return [(torch.randn(NODES, 8), torch.randn(NODES, 8), make(RING)) for _ in range(3)]
 
 
+def fit(module: L.LightningModule, data: Any, num_stages: int) -> Any:
+    runner = trainer(max_epochs=1) if num_stages == 1 else pipeline(num_stages, max_epochs=1)
+    runner.fit(module, DataLoader(data, batch_size=None))
+    return runner
+
+
 @pytest.mark.parametrize(
     ("kind", "make"),
     [(Graphs, Tensor.to_sparse_csr), *((kind, Tensor.to_sparse) for kind in (Given, Flagged, Learned))],
@@ -91,24 +96,18 @@ def test_stages_compute_with_sparse_matrices_what_one_process_does(
     found = []
     for stages in (1, 3):
         module = kind(make)
-        strategy: Any = "auto" if stages == 1 else AvgPipeStrategy(num_stages=stages)
-        trainer(strategy=strategy, max_epochs=1).fit(module, DataLoader(batches(make), batch_size=None))  # type: ignore[arg-type]
+        fit(module, batches(make), stages)
         found.append({name: p.detach() for name, p in module.named_parameters()})
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 def test_no_cut_separates_who_makes_a_sparse_value_from_who_uses_it() -> None:
-    strategy = AvgPipeStrategy(num_stages=2)
-    trainer(strategy=strategy, max_epochs=1).fit(Learned(), DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
-    assert strategy.plan is not None
-    found = [
-        reason for reason in strategy.plan.graph.obstacles if reason and "does not travel between stages" in reason
-    ]
+    obstacles = fit(Learned(), batches(), 2).strategy.plan.graph.obstacles
+    found = [reason for reason in obstacles if reason and "does not travel between stages" in reason]
     assert found and "'sparse_coo_tensor' is a sparse or nested tensor" in found[0]
 
 
 def test_nested_batches_are_refused_with_what_to_do_instead() -> None:
     nested = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
-    strategy = AvgPipeStrategy(num_stages=2)
     with pytest.raises(CaptureError, match=r"holds a nested tensor.*to_padded_tensor"):
-        trainer(strategy=strategy, max_epochs=1).fit(Graphs(), DataLoader([(nested, nested)], batch_size=None))  # type: ignore[arg-type]
+        fit(Graphs(), [(nested, nested)], 2)

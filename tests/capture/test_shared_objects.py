@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,54 +94,3 @@ def test_who_reads_what_a_unit_changes_is_on_its_stage(
     box: Callable[[], Any], writer: Any, reader: Any, expected: list[str]
 ) -> None:
     assert legal(Counting(box(), writer, reader)) == expected
-
-
-GENERATORS: list[Callable[[], Any]] = [
-    lambda: torch.Generator().manual_seed(1), lambda: random.Random(1), lambda: np.random.default_rng(1)
-]  # fmt: skip
-
-
-class Noise(nn.Module):
-    """Draws from a generator in some of its layers, and in the code behind others."""
-
-    def __init__(self, generator: Any, layers: Collection[int], behind: Collection[int]) -> None:
-        super().__init__()
-        self.behind, self.generator = behind, generator
-        self.layers = nn.ModuleList(NoisyLayer(generator if number in layers else None) for number in range(5))
-
-    def training_step(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            x = layer(x)
-            if number in self.behind:
-                x = x * drawn(self.generator)
-        return x.mean()
-
-
-class NoisyLayer(nn.Module):
-    def __init__(self, generator: Any) -> None:
-        super().__init__()
-        self.linear, self.generator = nn.Linear(4, 4), generator
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        return x if self.generator is None else x * drawn(self.generator)
-
-
-def drawn(generator: Any) -> float:
-    return float(torch.rand((), generator=generator)) if isinstance(generator, torch.Generator) else generator.random()
-
-
-@pytest.mark.parametrize("generator", GENERATORS, ids=["torch", "Python", "NumPy"])
-@pytest.mark.parametrize(
-    ("layers", "behind", "expected"),
-    [
-        ((2,), (), ALL),
-        ((1, 3), (), ["1", "4"]),  # one process has both
-        ((1,), (3,), ["1"]),  # a later stage would draw what is drawn behind layer 3 without the layer's numbers
-        ((3,), (1,), ["1"]),
-    ],
-)
-def test_who_draws_from_one_generator_is_on_one_stage(
-    generator: Callable[[], Any], layers: Collection[int], behind: Collection[int], expected: list[str]
-) -> None:
-    assert legal(Noise(generator(), layers, behind)) == expected

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn import all_reduce as all_reduce_with_gradient
 from torchmetrics import MeanMetric
 
+from lightning_avgpipe.errors import AvgPipeError
 from tests import processes
 from tests.averaging.models import assert_equal
 from tests.models import MLP, loader
@@ -64,27 +65,6 @@ class Gathers(MLP):
         over_processes(loss.detach())
 
 
-def trained(devices: int, **options: Any) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = Gathers()
-    strategy = {"num_microbatches": 2, "timeout": "30s", **options}
-    pipeline(2, devices, strategy, max_epochs=1).fit(model, loader(MLP, 32, 8))
-    return dict(model.state_dict())
-
-
-def on_two(rank: int) -> Any:
-    found = [trained(2, costs="measured"), trained(2, recompute=True, num_pipelines=2)]
-    assert dist.is_initialized()
-    return found
-
-
-def test_a_step_that_gathers_over_processes_trains_as_in_one_process(tmp_path: Path) -> None:
-    expected = [trained(1), trained(1, recompute=True, num_pipelines=2)]
-    for found in processes.results(processes.run(2, on_two, folder=tmp_path)):
-        for weights, alone in zip(found, expected, strict=True):
-            assert_equal(weights, alone)
-
-
 class AsksNobody(MLP):
     """Uses collectives whether or not there are other processes."""
 
@@ -125,32 +105,6 @@ class HasGroup(MLP):
         return loss
 
 
-def asking_nobody(devices: int, make: Any) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = make()
-    pipeline(2, devices, {"timeout": "30s"}, max_epochs=1).fit(model, loader(MLP, 16, 8))
-    return dict(model.state_dict())
-
-
-def on_two_without_asking(rank: int) -> dict[str, Tensor]:
-    return asking_nobody(2, AsksNobody)
-
-
-def on_two_with_a_group(rank: int) -> None:
-    asking_nobody(2, HasGroup)
-
-
-def test_collectives_without_asking_find_one_process(tmp_path: Path) -> None:
-    expected = asking_nobody(1, AsksNobodyAlone)
-    for found in processes.results(processes.run(2, on_two_without_asking, folder=tmp_path)):
-        assert_equal(found, expected)
-
-
-def test_a_group_of_several_processes_is_refused_in_a_step(tmp_path: Path) -> None:
-    outcomes = processes.run(2, on_two_with_a_group, folder=tmp_path)
-    assert all("a step uses a process group of 2 processes" in (outcome.error or "") for outcome in outcomes)
-
-
 class Overheard(MLP):
     """While a step runs, another thread asks for the processes."""
 
@@ -165,12 +119,45 @@ class Overheard(MLP):
         return super().training_step(batch, batch_idx)
 
 
-def overheard(rank: int) -> list[Any]:
+def trained(devices: int, make: Any, **options: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = make()
+    strategy = {"num_microbatches": 2, "timeout": "30s", **options}
+    pipeline(2, devices, strategy, max_epochs=1).fit(model, loader(MLP, 32, 8))
+    return dict(model.state_dict())
+
+
+def on_two(rank: int) -> Any:
+    gathering = [trained(2, Gathers, costs="measured"), trained(2, Gathers, recompute=True, num_pipelines=2)]
+    assert dist.is_initialized()
     model = Overheard()
     pipeline(2, 2, {"timeout": "30s"}, max_epochs=1).fit(model, loader(MLP, 16, 8))
-    return model.seen
+    with pytest.raises(AvgPipeError) as refused:
+        trained(2, HasGroup)
+    return gathering, trained(2, AsksNobody), model.seen, str(refused.value)
 
 
-def test_other_threads_see_all_processes_while_a_step_runs(tmp_path: Path) -> None:
-    for rank, seen in enumerate(processes.results(processes.run(2, overheard, folder=tmp_path))):
-        assert seen and all(found == (False, (True, rank, 2)) for found in seen)
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return processes.results(processes.run(2, on_two, folder=tmp_path_factory.mktemp("two")))
+
+
+def test_a_step_that_gathers_over_processes_trains_as_in_one_process(found: list[Any]) -> None:
+    expected = [trained(1, Gathers), trained(1, Gathers, recompute=True, num_pipelines=2)]
+    for gathering, *_ in found:
+        assert_equal(gathering, expected)
+
+
+def test_collectives_without_asking_find_one_process(found: list[Any]) -> None:
+    expected = trained(1, AsksNobodyAlone)
+    for _, asking, *_ in found:
+        assert_equal(asking, expected)
+
+
+def test_other_threads_see_all_processes_while_a_step_runs(found: list[Any]) -> None:
+    for rank, (*_, seen, _) in enumerate(found):
+        assert seen and all(which == (False, (True, rank, 2)) for which in seen)
+
+
+def test_a_group_of_several_processes_is_refused_in_a_step(found: list[Any]) -> None:
+    assert all("a step uses a process group of 2 processes" in refused for *_, refused in found)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from datetime import timedelta
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_avgpipe.comm.batches import BatchStream
+from lightning_avgpipe.comm.channel import MemoryChannel, Traffic
 from lightning_avgpipe.comm.cluster import Cluster
+from lightning_avgpipe.comm.control import ControlChannel
+from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.probe import measure_bandwidth, pairings
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from lightning_avgpipe.errors import ConfigurationError, PeerError
-from tests.threads import Blown, Injector, results, run
+from tests.threads import CPU, Blown, Injector, alone, results, run
 
 THREE = StageMap.on(DeviceLayout(3), 3)
 TWO_GROUPS = StageMap.on(DeviceLayout(4), 2)  # ranks 0, 1 and 2, 3
@@ -75,6 +83,34 @@ def test_a_stream_that_is_left_before_its_end_disturbs_no_other() -> None:
     assert results(run(THREE, work)) == [["a0", "b0", "b1"]] * 3
 
 
+class Counted(MemoryChannel):
+    """Counts the receives that are posted and not used."""
+
+    posted = 0
+
+    def expect(self, count: int, observers: Sequence[Traffic] = ()) -> None:
+        self.posted += count
+
+    def get(self) -> Message:
+        self.posted -= 1
+        assert self.posted >= 0
+        return super().get()
+
+
+def test_batches_do_not_wait_until_they_are_asked_for_and_no_receive_is_left() -> None:
+    channel, control = Counted(), ControlChannel(0, alone(1).waits)
+    source, sink = BatchStream(control, CPU, {1: channel}), BatchStream(control, CPU, inbox=channel)
+    for first, count in ((0, 5), (5, 1), (6, 0), (6, 9)):  # streams of several epochs
+        streams = source.begin(), sink.begin()
+        for i in range(first, first + count):
+            source.pass_on(streams[0], {"i": i})
+            assert sink.pass_on(streams[1]).item == {"i": i}
+            assert channel.posted >= 2  # those of two pipelines may come
+    source.close()
+    sink.close()
+    assert channel.posted == 0 and not channel.ready()
+
+
 # -- agreement -------------------------------------------------------------------------------------------------------
 
 
@@ -87,6 +123,25 @@ def test_who_asks_for_something_else_is_named() -> None:
         assert "num_pipelines=3) on rank 1 (stage 1); every rank must ask for the same" in str(outcome) or (
             "was called on rank 1 (stage 1)" in str(outcome)
         )
+
+
+# -- links: every two processes measure theirs, and nobody two at a time -----------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
+def test_every_two_meet_once_in_the_fewest_rounds(count: int) -> None:
+    found = list(pairings(count))
+    assert sorted(pair for pairs in found for pair in pairs) == list(combinations(range(count), 2))
+    assert all(len({member for pair in pairs for member in pair}) == 2 * len(pairs) for pairs in found)
+    assert len([pairs for pairs in found if pairs]) == (0 if count == 1 else count - 1 + count % 2)
+
+
+def test_every_process_knows_all_links() -> None:
+    one, *others = results(run(THREE, lambda cluster: measure_bandwidth(cluster.group)))
+    assert others == [one, one]
+    for u, row in enumerate(one):
+        assert [math.isinf(speed) for speed in row] == [u == v for v in range(3)]
+        assert all(speed > 0 for speed in row)
 
 
 # -- failures --------------------------------------------------------------------------------------------------------

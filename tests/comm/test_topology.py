@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from lightning_avgpipe.comm.process_groups import ProcessGroups
 from lightning_avgpipe.comm.topology import (
     DeviceLayout,
     StageMap,
-    all_parties,
     names,
     pairs,
     subsets,
@@ -147,15 +145,6 @@ def test_replicas_of_stages_share_micro_batches() -> None:
 
 
 # -- who meets whom ----------------------------------------------------------------------------------------------------
-
-
-GROUPS = StageMap(2, ((0, 1), (2, 3)))
-
-
-def test_processes_that_share_devices_meet_on_the_host() -> None:
-    for shares in (False, True):
-        found = [party for party in all_parties(replace(GROUPS, shares_devices=shares)) if party.what == "teams"]
-        assert [(party.ranks, party.on_host) for party in found] == [((0, 2), shares), ((1, 3), shares)]
 
 
 def test_replicas_are_numbered_as_they_meet() -> None:

@@ -47,9 +47,9 @@ STRATEGIES: list[dict[str, Any]] = [
 
 
 def settings() -> Any:
-    """A transformer with all strategies, and with parallel models and recomputation those that keep more."""
+    """A transformer with all strategies; parallel models and recomputation of those that keep more."""
     for i, strategy in enumerate(STRATEGIES):
-        yield pytest.param(TinyTransformer, strategy, marks=() if i in (0, 4) else pytest.mark.slow)
+        yield pytest.param(TinyTransformer, strategy, marks=() if i == 0 else pytest.mark.slow)
     for kind in (BatchNorms, Hooked):
         yield kind, {"num_pipelines": 2}
     for kind in (LSTMStack, UNet):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_avgpipe.engine.microbatch import MicroBatch, batch_size, merge, split, split_with
+from lightning_avgpipe.engine.microbatch import merge, split, split_with
 from lightning_avgpipe.engine.sample_layout import Expected, Seen
 from lightning_avgpipe.errors import BatchError
 
@@ -18,46 +18,6 @@ Point = namedtuple("Point", ["x", "y"])
 
 def samples(n: int, *shape: int) -> Tensor:
     return torch.arange(n * torch.Size(shape).numel(), dtype=torch.float32).reshape(n, *shape)
-
-
-def data(parts: list[MicroBatch]) -> list[Any]:
-    return [part.data for part in parts]
-
-
-def sizes(parts: list[MicroBatch]) -> list[int]:
-    return [part.size for part in parts]
-
-
-# -- the size of a batch ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("batch", "size"),
-    [
-        (samples(4, 3), 4),
-        ({"x": samples(4, 3), "y": [samples(4)], "temperature": torch.tensor(0.5)}, 4),
-        ((samples(0, 3), "text"), 0),
-        (["a", "b", "c"], 3),
-        (("a", "b", "c"), 3),
-        ([("a", 0), ("b", 1), ("c", 2)], 3),
-        ((("a", "b", "c"), (0, 1, 2)), 3),
-        ({"text": ["a", "b"], "label": (0, 1), "split": "train"}, 2),
-        ({"text": ["a", "b"], "labels": [0, 1, 2]}, None),
-        ({"x": samples(4), "labels": [0, 1, 2]}, 4),
-        ((torch.tensor(1.0), 3, None, "text", []), None),
-    ],
-)
-def test_the_batch_size_is_dimension_0_of_all_tensors_or_else_the_length_of_the_lists(batch, size):
-    assert batch_size(batch) == size
-
-
-def test_tensors_that_disagree_are_an_error_that_names_them_and_the_way_out():
-    batch = {"image": samples(8, 3), "target": {"boxes": samples(5, 4)}, "weight": samples(8)}
-    with pytest.raises(BatchError) as error:
-        split(batch, 2)
-    message = str(error.value)
-    assert "8 in batch['image'] (8, 3), batch['weight'] (8,); 5 in batch['target']['boxes'] (5, 4)" in message
-    assert "split_batch(batch, num_microbatches)" in message
 
 
 # -- splitting -------------------------------------------------------------------------------------------------------
@@ -70,7 +30,7 @@ def test_sizes_are_those_of_tensor_split(count):
     expected = torch.tensor_split(x, min(count, 7))
     assert [part.index for part in parts] == list(range(len(expected)))
     assert all(torch.equal(part.data, chunk) for part, chunk in zip(parts, expected, strict=True))
-    assert sizes(parts) == [len(chunk) for chunk in expected]
+    assert [part.size for part in parts] == [len(chunk) for chunk in expected]
     assert [part.weight for part in parts] == [len(chunk) / 7 for chunk in expected]
 
 
@@ -98,7 +58,7 @@ def test_a_splitter_that_returns_something_else_is_an_error(returned, found):
 def test_merge_undoes_split(count):
     batch = {"x": samples(5, 2), "point": Point(samples(5), "text"), "names": ["a", "b", "c", "d", "e"], "sample": None}
     parts = split(batch, count)
-    merged = merge(data(parts), sizes(parts))
+    merged = merge([part.data for part in parts], [part.size for part in parts])
     assert torch.equal(merged["x"], batch["x"]) and torch.equal(merged["point"].x, batch["point"].x)
     assert type(merged["point"]) is Point and merged["point"].y == "text"
     assert merged["names"] == batch["names"] and merged["sample"] is None
@@ -182,6 +142,12 @@ SPLIT = {
     "objects in a list": ([Graphs() for _ in range(4)], Expected(4), 4),
     "names of columns": ({"x": of(8, 2), "columns": Labels("p", "q")}, EIGHT, 8),
     "lists of strings": ({"x": of(8, 2), "text": ["a"] * 8, "names": ["p", "q"]}, EIGHT, 8),
+    "strings alone": (["a", "b", "c"], Expected(), 3),
+    "pairs of strings and numbers": ([("a", 0), ("b", 1), ("c", 2)], Expected(), 3),
+    "columns of strings and numbers": ((("a", "b", "c"), (0, 1, 2)), Expected(), 3),
+    "columns beside one string": ({"text": ["a", "b"], "label": (0, 1), "split": "train"}, Expected(), 2),
+    "a number beside samples": ({"x": of(4, 3), "y": [of(4)], "temperature": torch.tensor(0.5)}, Expected(), 4),
+    "more labels than samples": ({"x": of(4), "labels": [0, 1, 2]}, Expected(), 4),
 }
 
 
@@ -190,6 +156,14 @@ def test_samples_are_found(name: str) -> None:
     batch, expected, size = SPLIT[name]
     parts = split(batch, 4, expected)
     assert sum(part.size for part in parts) == size and len(parts) == max(1, min(4, size))
+
+
+@pytest.mark.parametrize(
+    "batch", [(torch.tensor(1.0), 3, None, "text", []), {"text": ["a", "b"], "labels": [0, 1, 2]}], ids=str
+)
+def test_a_batch_whose_samples_cannot_be_counted_stays_whole(batch: Any) -> None:
+    (part,) = split(batch, 4)
+    assert part.weight == 1.0
 
 
 def test_what_all_samples_share_is_repeated() -> None:
@@ -216,6 +190,11 @@ REFUSED = {
     "graphs and labels": ({"graphs": Graphs(), "y": of(8)}, EIGHT, r"batch\['graphs'\] is a Graphs"),
     "names, as many as samples": ({"x": of(2, 5), "columns": Labels("p", "q")}, Expected(2), "is a Labels"),
     "a set": ((of(8), {1, 2}), EIGHT, r"batch\[1\] is a set"),
+    "tensors that disagree": (
+        {"image": of(8, 3), "target": {"boxes": of(5, 4)}, "weight": of(8)},
+        Expected(),
+        r"8 in batch\['image'\] \(8, 3\), batch\['weight'\] \(8,\); 5 in batch\['target'\]\['boxes'\] \(5, 4\)",
+    ),
     "transposed": ({"a": of(8, 5), "b": of(5, 8)}, Expected(), r"8 in batch\['a'\] \(8, 5\); 5 in batch\['b'\]"),
 }
 

@@ -293,9 +293,20 @@ def trained(
     return modules
 
 
-def gradient(modules: list[Any], name: str) -> Tensor | None:
-    found = [g for m in dict.fromkeys(modules) if (g := m.get_parameter(name).grad) is not None]
-    return sum(found[1:], found[0]) if found else None
+def assert_gradients_are_those_of(plain: nn.Module, modules: list[Any], where: Any = "") -> None:
+    """The gradients of the stages' modules together, to rounding."""
+    for name, parameter in plain.named_parameters():
+        found = [g for m in dict.fromkeys(modules) if (g := m.get_parameter(name).grad) is not None]
+        assert (parameter.grad is None) == (not found), (where, name)
+        if parameter.grad is not None:
+            expected = parameter.grad
+            torch.testing.assert_close(sum(found), expected, rtol=1e-6, atol=1e-7, msg=f"{where} {name}")
+
+
+def places(graph: CallGraph, kind: str = "") -> list[int]:
+    """Where the graph may be cut, before nodes of a kind."""
+    legal = [p for p in range(1, len(graph.nodes)) if graph.obstacles[p] is None]
+    return [p for p in legal if graph.nodes[p].kind == kind or not kind]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -306,22 +317,24 @@ def test_every_legal_cut_gives_the_same_gradients(model: Callable[[], nn.Module]
     for x in SAMPLES:
         plain.training_step(x.clone()).backward()
     graph = graph_of(module)
-    legal = [p for p in range(1, len(graph.nodes)) if graph.obstacles[p] is None]
-    between = [p for p in legal if graph.nodes[p].kind == "call"]
+    between = tuple(places(graph, "call"))
     assert len(between) >= 2, graph.obstacles
-    for cuts, apart in [*(((p,), True) for p in legal), (tuple(between), False), (tuple(between), True)]:
-        found = trained(copy.deepcopy(module), graph, cuts, apart)
-        for name, parameter in plain.named_parameters():
-            expected, other = parameter.grad, gradient(found, name)
-            assert (expected is None) == (other is None), (cuts, name)
-            if expected is not None:
-                torch.testing.assert_close(other, expected, rtol=1e-6, atol=1e-7, msg=f"{cuts} {name}")
+    for cuts, apart in [*(((p,), True) for p in places(graph)), (between, False), (between, True)]:
+        assert_gradients_are_those_of(plain, trained(copy.deepcopy(module), graph, cuts, apart), cuts)
 
 
-def test_only_what_is_read_travels() -> None:
-    graph = graph_of(KeyValueSharing())
-    layers = [node.index for node in graph.nodes if node.name.startswith("layers.")]
-    assert [len(graph.live(p)) for p in layers[1:]] == [2, 3, 2]  # the last result, and keys that are still read
+def test_a_table_that_a_unit_makes_lasts_and_grows_on_every_stage() -> None:
+    plain: Any = Positions()
+    module: Any = copy.deepcopy(plain)
+    samples = [torch.randn(n, WIDTH) for n in (3, 2, 5, 3)]
+    for x in samples:
+        plain.training_step(x).backward()
+    graph = graph_of(module)
+    cuts = tuple(places(graph, "call"))
+    assert len(cuts) == 7
+    found = trained(module, graph, cuts, apart=True, samples=samples)
+    assert_gradients_are_those_of(plain, found)
+    assert {len(m.table.table) for m in found if m.table.table is not None} == {5}
 
 
 def test_what_cannot_be_sent_stays_on_one_stage() -> None:
@@ -335,21 +348,6 @@ def test_what_cannot_be_sent_stays_on_one_stage() -> None:
     graph = graph_of(module)
     assert [graph.obstacles[p] is None for p in (1, 2, 3)] == [True, True, False]
     assert "leaves in an object what cannot be sent to another stage" in str(graph.obstacles[3])
-
-
-def test_a_table_that_a_unit_makes_lasts_and_grows_on_every_stage() -> None:
-    plain: Any = Positions()
-    module: Any = copy.deepcopy(plain)
-    samples = [torch.randn(n, WIDTH) for n in (3, 2, 5, 3)]
-    for x in samples:
-        plain.training_step(x).backward()
-    graph = graph_of(module)
-    cuts = tuple(p for p in range(1, len(graph.nodes)) if graph.nodes[p].kind == "call")
-    assert all(graph.obstacles[p] is None for p in cuts)
-    found = trained(module, graph, cuts, apart=True, samples=samples)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(gradient(found, name), parameter.grad, msg=name)
-    assert {len(m.table.table) for m in found if m.table.table is not None} == {5}
 
 
 @pytest.mark.parametrize("table", [PeeksAtNumbers, Weighs, Starts])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from tests.commands import run
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline
 
@@ -49,7 +49,6 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(12, 6)), batch_size=4)
     strategy = lightning_avgpipe.AvgPipeStrategy(num_microbatches=2, costs_cache=None)
     L.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=3, logger=False, enable_checkpointing=False,
@@ -61,14 +60,12 @@ if __name__ == "__main__":
 def test_two_processes_say_what_one_would_from_the_first_batch_on(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, cwd=Path.cwd())
-    assert run.returncode == 0, run.stderr
+    output = run(tmp_path, script)
     # occurrences, not lines: without a buffer two processes write between a text and its end of line
-    output = run.stdout + run.stderr
     said = {text: output.count(text) for text in ("begins", "unit 6", "unit 5", "logged", "to stderr")}
     assert set(said.values()) == {6}, said
     assert output.count("UserWarning: between") == 6
-    assert "No handlers" not in run.stderr
+    assert "No handlers" not in output
 
 
 def by_print(text: str) -> None:

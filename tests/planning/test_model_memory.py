@@ -52,43 +52,34 @@ def test_optimizers_tell_how_much_they_keep() -> None:
     assert state_copies([torch.optim.Adagrad(weights)]) == 2  # not known: as Adam
 
 
-def test_what_trains_has_gradients_and_optimizer_states() -> None:
+@pytest.mark.parametrize("num_pipelines", [1, 4])
+def test_each_model_has_what_it_trains_and_several_have_a_reference(num_pipelines: int) -> None:
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     module[0].weight.requires_grad_(False)
-    memory = memory_of(module, Conditions(build("1f1b", 3, 8), state_copies=1), UpdateScheme(), 100.0)
-    assert memory.in_flight == (3, 2, 1) and memory.num_microbatches == 8
+    conditions = Conditions(build("1f1b", 3, 8), state_copies=1, num_pipelines=num_pipelines)
+    memory = memory_of(module, conditions, UpdateScheme(), 100.0)
+    reference = 12 if num_pipelines > 1 else 0
+    assert memory.in_flight == tuple(num_pipelines * flights for flights in (3, 2, 1)) and memory.num_microbatches == 8
     assert memory.weights["0.bias"] == 12
-    assert memory.held["0.bias"] == 36  # weight, gradient, momentum
-    assert memory.held["0.weight"] == 24 and memory.held["1.running_mean"] == 12
-    evaluation = memory_of(module, Conditions(build("forward", 3, 8), state_copies=1), UpdateScheme(), 100.0)
-    assert evaluation.in_flight == (1, 1, 1) and evaluation.held["0.bias"] == 12
-
-
-def test_parallel_models_have_what_they_train_each_and_a_reference() -> None:
-    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    module[0].weight.requires_grad_(False)
-    memory = memory_of(module, Conditions(build("1f1b", 3, 8), state_copies=1, num_pipelines=4), UpdateScheme(), 100.0)
-    assert memory.in_flight == (12, 8, 4)
-    assert memory.held["0.bias"] == 4 * 36 + 12
+    assert memory.held["0.bias"] == num_pipelines * 36 + reference  # weight, gradient, momentum
     assert memory.held["0.weight"] == 24  # frozen: shared
-    assert memory.held["1.running_mean"] == 4 * 12 + 12
+    assert memory.held["1.running_mean"] == num_pipelines * 12 + reference
 
 
-def test_rolling_groups_keep_a_further_sum() -> None:
-    module = nn.Linear(2, 3).bfloat16()
-    for n in (1, 2):
-        conditions = Conditions(build("1f1b", 3, 8), state_copies=1, num_pipelines=n, num_groups=2)
-        drained, rolling = (
-            memory_of(module, conditions, UpdateScheme(rolling=rolls), 100.0) for rolls in (False, True)
-        )
-        assert rolling.held["bias"] - drained.held["bias"] == 3 * ((n + 1) * 2 + 4)
+def test_an_evaluation_has_weights_only() -> None:
+    memory = memory_of(nn.Linear(2, 3), Conditions(build("forward", 3, 8), state_copies=1), UpdateScheme(), 100.0)
+    assert memory.in_flight == (1, 1, 1) and memory.held["bias"] == 12
 
 
-@pytest.mark.parametrize(("dtype", "bytes_each"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float64, 8)])
-def test_groups_sum_up_in_at_least_single_precision_what_moves_their_reference(
-    dtype: torch.dtype, bytes_each: int
+@pytest.mark.parametrize("rolling", [False, True])
+@pytest.mark.parametrize("num_pipelines", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "size", "summed"), [(torch.float32, 4, 4), (torch.bfloat16, 2, 4), (torch.float64, 8, 8)]
+)
+def test_groups_sum_up_in_at_least_single_precision_what_moves_their_reference_and_rolling_ones_once_more(
+    dtype: torch.dtype, size: int, summed: int, num_pipelines: int, rolling: bool
 ) -> None:
-    module = nn.Linear(2, 3).to(dtype)
-    memory = memory_of(module, Conditions(build("1f1b", 3, 8), state_copies=1, num_groups=2), UpdateScheme(), 100.0)
-    assert memory.in_flight == (3, 2, 1)  # of the one pipeline that each has
-    assert memory.held["bias"] == 3 * (3 * bytes_each + bytes_each + max(4, bytes_each))
+    conditions = Conditions(build("1f1b", 3, 8), state_copies=1, num_pipelines=num_pipelines, num_groups=2)
+    memory = memory_of(nn.Linear(2, 3).to(dtype), conditions, UpdateScheme(rolling=rolling), 100.0)
+    trained, kept_to_roll = 3 * size * num_pipelines, size * (num_pipelines + 1) + summed
+    assert memory.held["bias"] == 3 * (trained + size + summed + (kept_to_roll if rolling else 0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import sys
 from pathlib import Path
@@ -12,15 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.schedule import (
-    StageCosts,
-    Timeline,
-    build,
-    picture,
-    simulate,
-)
+from lightning_avgpipe.schedule import StageCosts, Timeline, build, picture, simulate
 from lightning_avgpipe.schedule.__main__ import main
-from lightning_avgpipe.schedule.picture import chrome_trace
 
 COSTS = StageCosts.uniform(3, 1.0, 2.0, send_s=0.5, latency_s=0.1)
 
@@ -83,21 +75,6 @@ def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'lightning_avgpipe\[pictures\]'"):
         picture.draw(simulated())
-
-
-def test_a_trace_has_every_action_once_and_none_overlaps() -> None:
-    trace = json.loads(json.dumps(chrome_trace(simulated(), schedule="1f1b")))
-    assert trace["otherData"] == {"schedule": "1f1b"}
-    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    for device in range(3):
-        actions = sorted(
-            (e for e in events if e["pid"] == device and e["cat"] in ("forward", "backward")), key=lambda e: e["ts"]
-        )
-        assert sorted(e["name"] for e in actions) == sorted(f"{kind}{i}" for kind in "FB" for i in range(4))
-        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in itertools.pairwise(actions))
-        assert len({e["tid"] for e in actions}) == 1
-    assert sum(e["cat"] == "transfer" for e in events) == 2 * 4 * 2
-    assert min(e["ts"] for e in events) == 0
 
 
 def test_costs_read_off_a_simulated_timeline_are_those_it_was_made_with() -> None:

@@ -37,13 +37,9 @@ def name(case: dict[str, Any]) -> str:
     return f"K{case['K']}-M{case['M']}-c{case['c']}-lat{case['lat']}"
 
 
-def costs_of(case: dict[str, Any]) -> StageCosts:
-    return StageCosts.uniform(case["K"], case["f"], case["b"], case["c"], case["lat"])
-
-
 @pytest.mark.parametrize("case", GOLDEN, ids=name)
 def test_golden_values(case: dict[str, Any]) -> None:
-    costs = costs_of(case)
+    costs = StageCosts.uniform(case["K"], case["f"], case["b"], case["c"], case["lat"])
     for key, schedule in {
         "afab": build("afab", case["K"], case["M"]),
         "one_f_one_b": build("1f1b", case["K"], case["M"]),
@@ -55,12 +51,7 @@ def test_golden_values(case: dict[str, Any]) -> None:
     assert list(warm_up("1f1b", case["K"], case["M"])) == case["one_f_one_b"]["w"]
     expected = case["advance_forward"]
     assert list(warm_up("advance_forward", case["K"], case["M"], expected["h"])) == expected["w"]
-
-
-@pytest.mark.parametrize("case", GOLDEN, ids=name)
-def test_the_first_advance_is_the_smallest_sufficient_one(case: dict[str, Any]) -> None:
-    costs = costs_of(case)
-    assert first_advance(uneven_steps(costs), case["M"], costs) == case["advance_forward"]["h"]
+    assert first_advance(uneven_steps(costs), case["M"], costs) == expected["h"]  # the smallest sufficient one
 
 
 def times_by_advance(num_microbatches: int, costs: StageCosts) -> list[float]:
@@ -89,39 +80,45 @@ def test_advance_may_be_slower_if_a_link_is_busier_than_the_stages() -> None:
     assert times_by_advance(5, StageCosts.uniform(3, 1, 1, send_s=10)) == [102, 86, 94, 104]
 
 
-def test_actions_of_a_stage_and_messages_of_a_link_do_not_overlap() -> None:
-    costs = StageCosts.uniform(3, 1, 2, 1.5, 0.5)
-    timeline = simulate(build("advance_forward", 3, 6, 1), costs)
-    assert len(timeline.spans) == 3 * 6 * 2
-    assert len(timeline.transfers) == 2 * 6 * 2
-    for stage in range(3):
-        spans = sorted((s.begin_s, s.end_s) for s in timeline.spans if s.stage == stage)
-        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
-    for hop in range(2):
-        for direction in ("forward", "backward"):
-            busy = sorted((t.begin_s, t.end_s) for t in timeline.transfers if (t.hop, t.direction) == (hop, direction))
-            assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(busy))
-    begins = {(s.stage, s.action): s.begin_s for s in timeline.spans}
-    for transfer in timeline.transfers:
-        assert transfer.arrival_s == pytest.approx(transfer.end_s + 0.5)
-        forward = transfer.direction == "forward"
-        stage = transfer.hop + 1 if forward else transfer.hop
-        assert begins[stage, Action(FORWARD if forward else BACKWARD, transfer.micro_batch)] >= transfer.arrival_s
+ONE, TWO = build("advance_forward", 3, 6, 1), [build("1f1b", 2, 3)] * 2
 
 
-@pytest.mark.parametrize("iterations", [1, 3])
-def test_replicas_take_micro_batches_in_turns_also_of_several_pipelines(iterations: int) -> None:
-    costs, schedule = StageCosts.uniform(2, 1, 2, 0.5, 0.25), build("1f1b", 2, 3)
-    timeline = simulate([schedule] * 2, costs, iterations=iterations, replicas=[(0, 1), (2,)])
-    assert timeline.rows == (0, 1, 2) and len(timeline.spans) == 2 * 2 * 3 * 2 * iterations
-    begins = {(s.pipeline, s.iteration, s.stage, s.action): s.begin_s for s in timeline.spans}
-    for device in timeline.rows:  # a replica does one action at a time
+SIMULATED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "one pipeline": (ONE, {}),
+    "iterations without a drain": (ONE, {"iterations": 3}),
+    "two pipelines in turns": ([ONE] * 2, {"sharing": InTurns}),
+    "two pipelines side by side": ([ONE] * 2, {"sharing": SideBySide}),
+    "replicas": (TWO, {"replicas": [(0, 1), (2,)]}),
+    "replicas without a drain": (TWO, {"replicas": [(0, 1), (2,)], "iterations": 3}),
+    "two stages on a device": (TWO, {"devices": (0, 0)}),
+}
+
+
+@pytest.mark.parametrize("case", SIMULATED)
+def test_every_action_and_message_is_there_once_after_its_causes_and_alone_on_its_device_or_link(case: str) -> None:
+    schedules, options = SIMULATED[case]
+    schedule, count = (schedules, 1) if isinstance(schedules, Schedule) else (schedules[0], len(schedules))
+    times = count * options.get("iterations", 1) * schedule.num_microbatches * 2
+    timeline = simulate(schedules, StageCosts.uniform(schedule.num_stages, 1, 2, 0.5, 0.25), **options)
+    assert timeline.num_pipelines == count and len(timeline.spans) == schedule.num_stages * times
+    assert len(timeline.transfers) == (schedule.num_stages - 1) * times
+    if "iterations" not in options:
+        assert [timeline.schedule(n).rows for n in range(count)] == [schedule.rows] * count
+    for device in timeline.rows if options.get("sharing") is not SideBySide else ():
         mine = [s for s in timeline.spans if timeline.device_of(s.stage, s.action.micro_batch) == device]
-        busy = sorted((s.begin_s, s.end_s) for s in mine)
-        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(busy))
+        assert_apart([(s.begin_s, s.end_s) for s in mine])
+    for link in {(t.hop, t.direction) for t in timeline.transfers} if "replicas" not in options else ():
+        assert_apart([(t.begin_s, t.end_s) for t in timeline.transfers if (t.hop, t.direction) == link])
+    begins = {(s.pipeline, s.iteration, s.stage, s.action): s.begin_s for s in timeline.spans}
     for t in timeline.transfers:
-        stage, kind = (1, FORWARD) if t.direction == "forward" else (0, BACKWARD)
+        assert t.end_s - t.begin_s == pytest.approx(0.5) and t.arrival_s == pytest.approx(t.end_s + 0.25)
+        stage, kind = (t.hop + 1, FORWARD) if t.direction == "forward" else (t.hop, BACKWARD)
         assert begins[t.pipeline, t.iteration, stage, Action(kind, t.micro_batch)] >= t.arrival_s
+
+
+def assert_apart(intervals: list[tuple[float, float]]) -> None:
+    """None begins before the one before has ended."""
+    assert all(end <= begin + 1e-9 for (_, end), (begin, _) in itertools.pairwise(sorted(intervals)))
 
 
 # -- several pipelines on shared devices -----------------------------------------------------------------------------
@@ -184,25 +181,13 @@ def test_a_device_with_two_stages_does_the_work_of_both() -> None:
     timeline = simulate(build("1f1b", 2, 4), StageCosts.uniform(2, 1, 2), devices=(0, 0))
     assert timeline.iteration_s == 2 * 4 * 3
     assert timeline.bubble_fraction == 0 and timeline.replicas == ((0,), (0,))
-    spans = sorted((span.begin_s, span.end_s) for span in timeline.spans)
-    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
 
 
 @pytest.mark.parametrize("sharing", [InTurns, SideBySide])
-def test_a_timeline_of_several_pipelines_has_every_action_and_message_and_their_stash(sharing: type) -> None:
-    costs, schedule = StageCosts.uniform(3, 1, 2, 0.5, 0.25), build("advance_forward", 3, 4, 1)
-    timeline = simulate([schedule] * 2, costs, sharing=sharing)
-    assert (
-        timeline.num_pipelines == 2
-        and len(timeline.spans) == 2 * 3 * 4 * 2
-        and len(timeline.transfers) == 2 * 2 * 4 * 2
-    )
-    assert [timeline.schedule(n).rows for n in (0, 1)] == [schedule.rows] * 2
-    alone = simulate(schedule, costs).peak_stash
-    for both, one in zip(timeline.peak_stash, alone, strict=True):
-        assert one <= both <= 2 * one
-    for transfer in timeline.transfers:
-        assert transfer.end_s - transfer.begin_s == pytest.approx(0.5) and transfer.arrival_s == transfer.end_s + 0.25
+def test_two_pipelines_stash_as_much_as_one_at_least_and_twice_as_much_at_most(sharing: type) -> None:
+    costs = StageCosts.uniform(3, 1, 2, 0.5, 0.25)
+    together, alone = (simulate(schedules, costs, sharing=sharing).peak_stash for schedules in ([ONE] * 2, [ONE]))
+    assert all(one <= both <= 2 * one for both, one in zip(together, alone, strict=True))
 
 
 # -- iterations that follow one another without a drain --------------------------------------------------------------
@@ -257,29 +242,16 @@ def test_two_rolling_pipelines_are_idle_only_where_the_first_begins_and_the_last
         assert max(middle) == pytest.approx(0, abs=1e-9)
 
 
-def ends(timeline: Timeline, stage: int) -> dict[tuple[int, int], float]:
-    """Iteration and pipeline -> when the stage has done it."""
-    found: dict[tuple[int, int], float] = {}
-    for span in timeline.spans:
-        if span.stage == stage:
-            key = span.iteration, span.pipeline
-            found[key] = max(span.end_s, found.get(key, 0.0))
-    return found
-
-
-@pytest.mark.parametrize("sharing", [SideBySide, None])
-def test_no_action_begins_before_the_updates_that_make_its_weights(sharing: type[SideBySide] | None) -> None:
+@pytest.mark.parametrize("sharing", [SideBySide, InTurns])
+def test_no_action_begins_before_the_updates_that_make_its_weights(sharing: type) -> None:
     costs = StageCosts.uniform(3, 1, 2, 0.3, 0.4)
     schedules = [build("1f1b", 3, 4), build("advance_forward", 3, 4, 1), build("afab", 3, 4)]
-    options = {} if sharing is None else {"sharing": sharing}
-    timeline = simulate(schedules, costs, iterations=6, **options)
-    assert len(timeline.spans) == 3 * 3 * 4 * 2 * 6
+    timeline = simulate(schedules, costs, iterations=6, sharing=sharing)
     for stage in range(3):
-        done = ends(timeline, stage)
-        for span in (s for s in timeline.spans if s.stage == stage):
-            for (t, n), end_s in done.items():  # updates come in the order (iteration, pipeline)
-                if (t, n) <= (span.iteration - 1, span.pipeline):
-                    assert span.begin_s >= end_s - 1e-9
+        spans = [s for s in timeline.spans if s.stage == stage]
+        for one, other in itertools.product(spans, spans):  # updates come in the order (iteration, pipeline)
+            if (one.iteration, one.pipeline) <= (other.iteration - 1, other.pipeline):
+                assert other.begin_s >= one.end_s - 1e-9
 
 
 def test_at_least_one_iteration_is_simulated() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_avgpipe import AvgPipeStrategy
 from lightning_avgpipe.engine.microbatch import split
+from lightning_avgpipe.errors import AvgPipeError
 from tests import processes
 from tests.trainers import trainer
 
@@ -47,12 +50,12 @@ def data() -> DataLoader:
     return DataLoader(TensorDataset(*torch.randn(2, 32, 8, generator=generator)), batch_size=8)
 
 
-def by_hand(module: Any) -> Any:
+def by_hand(module: Any, num_microbatches: int = NUM_MICROBATCHES) -> Any:
     """What one process makes of the module in an epoch, micro-batch by micro-batch."""
     optimizer = module.configure_optimizers()
     for batch_idx, batch in enumerate(data()):
         optimizer.zero_grad()
-        for part in split(tuple(batch), NUM_MICROBATCHES):
+        for part in split(tuple(batch), num_microbatches):
             (module.training_step(part.data, batch_idx) * part.weight).backward()
         optimizer.step()
     return module
@@ -92,8 +95,15 @@ def assert_two_processes_equal(expected: Any, make: Make, folder: Path, **option
         assert_same(state, expected)
 
 
-def errors_of_two_processes(make: Make, folder: Path, **options: Any) -> list[str]:
-    """With which errors two processes end, both of them."""
-    errors = [outcome.error for outcome in processes.run(2, _in_process, make, options, folder=folder)]
-    assert all(errors), errors
-    return [str(error) for error in errors]
+def _errors(rank: int, cases: Sequence[tuple[Make, Mapping[str, Any]]]) -> list[str]:
+    found = []
+    for make, options in cases:
+        with pytest.raises(AvgPipeError) as caught:
+            piped(make(), devices=2, **options)
+        found.append("".join(traceback.format_exception(caught.value)))
+    return found
+
+
+def errors_of_two_processes(cases: Sequence[tuple[Make, Mapping[str, Any]]], folder: Path) -> list[tuple[str, ...]]:
+    """With which errors two processes end that train modules with options, both of them each time."""
+    return list(zip(*processes.results(processes.run(2, _errors, cases, folder=folder)), strict=True))

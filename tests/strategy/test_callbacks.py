@@ -174,7 +174,7 @@ def test_a_progress_bar_shows_logged_values(bar: type[L.Callback], capsys: pytes
     assert runner.progress_bar_metrics.keys() >= {"val_loss"}
 
 
-@pytest.mark.parametrize("profiler", [AdvancedProfiler, PyTorchProfiler])
+@pytest.mark.parametrize("profiler", [AdvancedProfiler, pytest.param(PyTorchProfiler, marks=pytest.mark.slow)])
 def test_profilers_see_the_steps(profiler: Any, tmp_path: Path) -> None:
     profile = profiler(dirpath=tmp_path, filename="profile")
     runner = pipeline(profiler=profile, max_epochs=1, callbacks=[ModelSummary()])
@@ -325,16 +325,6 @@ def test_two_processes_average_like_one(make: Any, tmp_path: Path) -> None:
                 assert_equal(expected["state_dict"], expected["current_model_state"])
 
 
-def test_divided_checkpoints_have_no_average_beside_the_weights(tmp_path: Path) -> None:
-    options = {"num_microbatches": 2, "save_distributed_checkpoint": True}
-    refused = processes.run(2, refused_beside, options, folder=tmp_path)
-    assert all("WeightAveraging puts averages in their place" in str(one.error) for one in refused)
-
-
-def refused_beside(rank: int, options: dict[str, Any]) -> None:
-    pipeline(2, 2, options, callbacks=[EMAWeightAveraging()]).fit(MLP(), loader(MLP, 16, 4))
-
-
 class Returning(MLP):
     """Returns what it has computed, for callbacks."""
 
@@ -381,7 +371,7 @@ class Counts(Keeps):
         self.found.append(None)
 
 
-def read(rank: int, devices: int, make: Any) -> list[Any]:
+def read(devices: int, make: Any) -> list[Any]:
     """What a callback finds in training, validation, test and prediction; then what is predicted, if it is wanted."""
     callback = make()
     runner = pipeline(2, devices, {"num_microbatches": 2}, max_epochs=1, callbacks=[callback])
@@ -389,17 +379,6 @@ def read(rank: int, devices: int, make: Any) -> list[Any]:
     runner.fit(module, data, data)
     runner.test(module, data, verbose=False)
     return [*callback.found, runner.predict(module, data, return_predictions=make is Keeps)]
-
-
-def test_what_steps_return_is_known_wherever_a_callback_reads_it(tmp_path: Path) -> None:
-    first, other = processes.results(processes.run(2, read, 2, Keeps, folder=tmp_path))
-    assert_equal(first, other)
-    assert_equal(first, read(0, 1, Keeps))
-
-
-def test_what_nobody_reads_stays_where_it_is(tmp_path: Path) -> None:
-    for found in processes.results(processes.run(2, read, 2, Counts, folder=tmp_path)):
-        assert found == [None] * len(found)
 
 
 class Copies(L.Callback):
@@ -442,7 +421,7 @@ class HookedByHand(Hooked):
         optimizer.step()
 
 
-def copied(rank: int, devices: int, make: Any) -> list[list[str]]:
+def copied(devices: int, make: Any) -> list[list[str]]:
     """What copies of a module, made while it trains, have in the place of methods of their class."""
     keeps = Copies()
     runner = pipeline(2, devices, max_epochs=1, callbacks=[keeps])
@@ -457,8 +436,37 @@ def copied(rank: int, devices: int, make: Any) -> list[list[str]]:
     ]
 
 
+def refused_beside() -> str:
+    options = {"num_microbatches": 2, "save_distributed_checkpoint": True}
+    with pytest.raises(ConfigurationError) as refused:
+        pipeline(2, 2, options, callbacks=[EMAWeightAveraging()]).fit(MLP(), loader(MLP, 16, 4))
+    return str(refused.value)
+
+
+def in_rank(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {make.__name__: read(2, make) for make in (Keeps, Counts)}
+    found |= {make.__name__: copied(2, make) for make in (Hooked, HookedByHand)}
+    return {**found, "refused": refused_beside()}
+
+
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return processes.results(processes.run(2, in_rank, folder=tmp_path_factory.mktemp("two")))
+
+
+def test_what_steps_return_is_known_wherever_a_callback_reads_it_and_nowhere_else(in_two: Any) -> None:
+    expected = read(1, Keeps)
+    for rank in in_two:
+        assert_equal(expected, rank["Keeps"])
+        assert rank["Counts"] == [None] * len(rank["Counts"])
+
+
 @pytest.mark.parametrize("make", [Hooked, HookedByHand])
-def test_copies_of_a_module_that_trains_are_plain_modules(make: Any, tmp_path: Path) -> None:
-    for found in (copied(0, 1, make), *processes.results(processes.run(2, copied, 2, make, folder=tmp_path))):
+def test_copies_of_a_module_that_trains_are_plain_modules(make: Any, in_two: Any) -> None:
+    for found in (copied(1, make), *(rank[make.__name__] for rank in in_two)):
         assert len(found) >= 4
         assert not any(found)
+
+
+def test_divided_checkpoints_have_no_average_beside_the_weights(in_two: Any) -> None:
+    assert all("WeightAveraging puts averages in their place" in rank["refused"] for rank in in_two)

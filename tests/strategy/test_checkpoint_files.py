@@ -90,49 +90,41 @@ def test_what_killed_processes_left_half_written_is_removed_with_the_next_checkp
     assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", *kept}
 
 
-def save_from_another_job(path: Path) -> None:
-    LocalCheckpointIO().save_checkpoint({"of": "the other job"}, path)
-
-
-def test_of_two_jobs_that_save_to_one_path_at_the_same_time_the_last_one_wins(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    with replacing(path) as new:
-        torch.save({"of": "this job"}, new)
-        other = multiprocessing.get_context("fork").Process(target=save_from_another_job, args=(path,))
-        other.start()
-        other.join(60)
-        assert other.exitcode == 0 and torch.load(path) == {"of": "the other job"}
-    assert torch.load(path) == {"of": "this job"}
-    assert [left.name for left in tmp_path.iterdir()] == ["last.ckpt"]
-
-
-def save_folder_from_another_job(path: Path) -> None:
-    with replacing(path) as new:
+def put(new: Path, is_folder: bool, owner: str) -> None:
+    if is_folder:
         new.mkdir()
-        (new / "other").touch()
+    (new / owner if is_folder else new).write_text(owner)
 
 
-@pytest.mark.parametrize("moment", ["rename", "replace"])
-def test_of_two_jobs_that_put_folders_in_one_place_at_once_the_last_one_wins(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def held(path: Path) -> list[str]:
+    return [file.read_text() for file in (path.iterdir() if path.is_dir() else [path])]
+
+
+def save(path: Path, is_folder: bool, owner: str) -> None:
+    with replacing(path) as new:
+        put(new, is_folder, owner)
+
+
+@pytest.mark.parametrize(("is_folder", "moment"), [(False, "replace"), (True, "rename"), (True, "replace")])
+def test_of_two_jobs_that_save_to_one_path_at_once_the_last_one_wins(
+    is_folder: bool, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, move, others = tmp_path / "last.ckpt", getattr(os, moment), list[Any]()
 
     def after_another_job(source: Path, target: Path) -> None:
         if not others:
-            fork = multiprocessing.get_context("fork")
-            others.append(fork.Process(target=save_folder_from_another_job, args=(path,)))
+            others.append(multiprocessing.get_context("fork").Process(target=save, args=(path, is_folder, "other")))
             others[0].start()
             others[0].join(60)
+            assert others[0].exitcode == 0 and (moment == "rename" or held(path) == ["other"])
         move(source, target)
 
-    save_folder_from_another_job(path)
+    save(path, is_folder, "before")
     with replacing(path) as new:
-        new.mkdir()
-        (new / "this").touch()
+        put(new, is_folder, "this")
         monkeypatch.setattr(os, moment, after_another_job)
-    assert others[0].exitcode == 0
-    assert [left.relative_to(path) for left in tmp_path.rglob("*") if left != path] == [Path("this")]
+    assert others and held(path) == ["this"]
+    assert [left.name for left in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_a_full_disk_is_named_with_the_path_and_the_checkpoint_before_stays(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
 from lightning_avgpipe.engine.pipeline import Pipeline
+from lightning_avgpipe.errors import AvgPipeError
 from lightning_avgpipe.schedule import num_forward_only
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from tests import processes
@@ -28,6 +29,7 @@ STAGES = ["backbone.2", "backbone.4"]
 class FineTuned(Regression):
     """A backbone of four blocks, and a head."""
 
+    backwards = 0
     example = staticmethod(MLP.example)
 
     def __init__(self, frozen: int = 0, norm: Any = nn.BatchNorm1d) -> None:
@@ -56,6 +58,13 @@ class InItsHook(FineTuned):
 
     def on_train_epoch_end(self) -> None:
         self.freeze({0: 2, 1: 1, 2: 4}.get(self.current_epoch, 0))
+
+
+class Asking(FineTuned):
+    """What comes out of frozen layers asks for a gradient nevertheless, as adapters with checkpoints want it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone[2:](self.backbone[:2](x).requires_grad_()))
 
 
 class AtEpochs(L.Callback):
@@ -87,14 +96,12 @@ SCENARIOS: dict[str, tuple[Any, Any, str]] = {
     "unfrozen": (lambda: FineTuned(4), lambda: [AtEpochs({1: 3, 3: 0})], "22111100"),
     "between batches": (FineTuned, lambda: [AtSteps({1: 2, 3: 4, 4: 1, 7: 2})], "01120001"),
     "a hook of rank 0": (InItsHook, list, "00110022"),
+    "asking behind frozen stages": (lambda: Asking(2), list, "11111111"),
     "Lightning": (lambda: FineTuned(norm=nn.LayerNorm), thawing, "22220000"),
 }
 
 
-def fit(
-    rank: int, scenario: str, devices: int = 1, strategy: dict[str, Any] | None = None, path: Path | None = None,
-    **options: Any,
-) -> tuple[FineTuned, str]:  # fmt: skip
+def fit(scenario: str, devices: int = 1, strategy: dict[str, Any] | None = None) -> tuple[FineTuned, str]:
     """Train with three stages; returns the module, and how many of them ran forwards only, in each iteration."""
     torch.manual_seed(3)
     make, callbacks, _ = SCENARIOS[scenario]
@@ -106,11 +113,9 @@ def fit(
         return lanes(self, step, schedule, task, *args)
 
     chosen: dict[str, Any] = {"num_microbatches": MICRO_BATCHES, "split_points": STAGES, **(strategy or {})}
-    runner = pipeline(3 if devices == 1 else 2, devices, chosen, callbacks=callbacks(), max_epochs=EPOCHS, **options)
+    runner = pipeline(3 if devices == 1 else 2, devices, chosen, callbacks=callbacks(), max_epochs=EPOCHS)
     with mock.patch.object(Pipeline, "lanes", noted):
         runner.fit(module, loader(FineTuned, 2 * SIZE, SIZE), loader(FineTuned, SIZE, SIZE))
-    if path is not None and rank == 0:
-        torch.save(module.state_dict(), path)
     return module, "".join(seen)
 
 
@@ -138,48 +143,33 @@ OTHERWISE = [("an epoch's begin", {"recompute": True}), ("an epoch's begin", {"s
 
 @pytest.mark.parametrize(
     ("scenario", "strategy"),
-    [*((scenario, {}) for scenario in SCENARIOS), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERWISE)],
+    [
+        *((scenario, {}) for scenario in SCENARIOS),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERWISE),
+    ],
 )
 def test_frozen_stages_run_forwards_only_and_nothing_changes(
     scenario: str, strategy: dict[str, Any], plainly: Any
 ) -> None:
-    module, forward_only = fit(0, scenario, 1, strategy)
+    module, forward_only = fit(scenario, 1, strategy)
     assert forward_only == SCENARIOS[scenario][2]
     assert_equal(module.state_dict(), plainly(scenario))
 
 
 def test_parallel_models_are_those_of_stages_with_backwards() -> None:
     strategy = {"num_pipelines": 2, "recompute": True}
-    module, forward_only = fit(0, "an epoch's begin", 1, strategy)
+    module, forward_only = fit("an epoch's begin", 1, strategy)
     assert set(forward_only) == set("012")
     with mock.patch.object(ScheduleControl, "freeze"):
-        other, forward_only = fit(0, "an epoch's begin", 1, strategy)
+        other, forward_only = fit("an epoch's begin", 1, strategy)
     assert set(forward_only) == {"0"}
     assert_equal(module.state_dict(), other.state_dict())
 
 
-@pytest.mark.parametrize("scenario", ["an epoch's begin", pytest.param("a hook of rank 0", marks=pytest.mark.slow)])
-def test_processes_agree_on_what_is_frozen(scenario: str, plainly: Any, tmp_path: Path) -> None:
-    path = tmp_path / "weights.pt"
-    outcomes = processes.run(2, fit, scenario, 2, {"split_points": ["backbone.2"]}, path, folder=tmp_path)
-    (_, first), (_, second) = processes.results(outcomes)
-    assert first == second == SCENARIOS[scenario][2].replace("2", "1")
-    assert_equal(torch.load(path, weights_only=True), plainly(scenario))
-
-
-def only_here(rank: int) -> None:
-    class OnRankZero(AtEpochs):
-        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.is_global_zero:
-                super().on_train_epoch_start(trainer, pl_module)
-
-    SCENARIOS["rank 0"] = (FineTuned, lambda: [OnRankZero({1: 2})], "")
-    fit(rank, "rank 0", 2, {"split_points": ["backbone.2"]})
-
-
-def test_processes_that_freeze_differently_end_with_an_error(tmp_path: Path) -> None:
-    for outcome in processes.run(2, only_here, folder=tmp_path):
-        assert outcome.error is not None and "'backbone.0.0.bias', 'backbone.0.0.weight'" in outcome.error
+class OnRankZero(AtEpochs):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            super().on_train_epoch_start(trainer, pl_module)
 
 
 class Skipping(FineTuned):
@@ -190,29 +180,34 @@ class Skipping(FineTuned):
         return None if batch_idx % 2 else loss
 
     def on_after_backward(self) -> None:
-        self.backwards = getattr(self, "backwards", 0) + 1
+        self.backwards += 1
 
 
-def skipping(rank: int) -> int:
-    SCENARIOS["skips"] = (lambda: Skipping(3), list, "")
-    module, forward_only = fit(rank, "skips", 2, {"split_points": ["backbone.2"]})
-    assert forward_only == "1" * 2 * EPOCHS
-    return int(module.backwards)
+TWO = {"split_points": ["backbone.2"]}
+SCENARIOS["skips"] = (lambda: Skipping(3), list, "1" * 2 * EPOCHS)
+SCENARIOS["rank 0 only"] = (FineTuned, lambda: [OnRankZero({1: 2})], "")
 
 
-@pytest.mark.slow
-def test_processes_without_backwards_know_which_batches_are_skipped(tmp_path: Path) -> None:
-    assert processes.results(processes.run(2, skipping, folder=tmp_path)) == [EPOCHS, EPOCHS]
+def in_rank(rank: int, scenarios: Sequence[str]) -> tuple[dict[str, tuple[dict[str, Tensor], int, str]], str]:
+    """What becomes of scenarios, and the error of one that is not the same everywhere."""
+    found = {scenario: fit(scenario, 2, TWO) for scenario in scenarios}
+    with pytest.raises(AvgPipeError) as caught:
+        fit("rank 0 only", 2, TWO)
+    states = {name: (module.state_dict(), module.backwards, only) for name, (module, only) in found.items()}
+    return states, str(caught.value)
 
 
-class Asking(FineTuned):
-    """What comes out of frozen layers asks for a gradient nevertheless, as adapters with checkpoints want it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.backbone[2:](self.backbone[:2](x).requires_grad_()))
-
-
-def test_a_value_may_ask_for_a_gradient_behind_frozen_stages() -> None:
-    SCENARIOS["asks"] = (lambda: Asking(2), list, "")
-    _, forward_only = fit(0, "asks")
-    assert forward_only == "1" * 2 * EPOCHS
+@pytest.mark.parametrize(
+    "scenarios", [("an epoch's begin",), pytest.param(("a hook of rank 0", "skips"), marks=pytest.mark.slow)]
+)
+def test_processes_agree_on_what_is_frozen_or_end_with_an_error(
+    scenarios: Sequence[str], plainly: Any, tmp_path: Path
+) -> None:
+    for found, error in processes.results(processes.run(2, in_rank, scenarios, folder=tmp_path)):
+        for scenario, (weights, backwards, forward_only) in found.items():
+            assert forward_only == SCENARIOS[scenario][2].replace("2", "1")
+            if scenario == "skips":
+                assert backwards == EPOCHS
+            else:
+                assert_equal(weights, plainly(scenario))
+        assert "'backbone.0.0.bias', 'backbone.0.0.weight'" in error

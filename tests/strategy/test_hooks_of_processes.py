@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from tests.strategy.steps import (
     Layers,
     Make,
     assert_same,
-    assert_two_processes_equal,
     data,
     errors_of_two_processes,
     piped,
@@ -184,26 +184,20 @@ def accumulating(module: Any) -> Any:
     return run
 
 
-def between(rank: int, devices: int, num_stages: int) -> list[dict[str, Tensor]]:
+def between(devices: int, num_stages: int) -> list[dict[str, Tensor]]:
     modules = [piped(make(), num_stages, devices, TWO_EPOCHS, costs="flops") for make in BETWEEN]
     return [module.state_dict() for module in modules]
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_a_hook_between_micro_batches_acts_on_all_stages_of_one_process(num_stages: int, plain: Any) -> None:
-    for found, expected in zip(between(0, 1, num_stages), plain, strict=True):
+def test_a_hook_between_micro_batches_acts_on_all_stages_of_one_process(plain: Any) -> None:
+    for found, expected in zip(between(1, 3), plain, strict=True):
         assert_same(found, expected)
 
 
-def test_a_hook_between_micro_batches_acts_on_the_stages_of_every_process(plain: Any, tmp_path: Path) -> None:
-    for rank in processes.results(processes.run(2, between, 2, 2, folder=tmp_path)):
-        for found, expected in zip(rank, plain, strict=True):
+def test_a_hook_between_micro_batches_acts_on_the_stages_of_every_process(plain: Any, in_two: Any) -> None:
+    for rank in in_two:
+        for found, expected in zip(rank["between"], plain, strict=True):
             assert_same(found, expected)
-
-
-def test_a_hook_between_micro_batches_changes_no_weights_where_a_stage_is_ahead(tmp_path: Path) -> None:
-    errors = errors_of_two_processes(ClipsWeights, tmp_path, num_stages=4, trainer_options=TWO_EPOCHS)
-    assert all("behind the first micro-batch" in error for error in errors)
 
 
 # -- as in one process -------------------------------------------------------------------------------------------------
@@ -351,18 +345,28 @@ class Scales(Layers):
         return [Decides()]
 
 
-@pytest.mark.parametrize(
-    ("make", "num_stages"),
-    [
-        (Scales, 2),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((Annealed, 2), (Annealed, 4), (Keeps, 2))),
-        *(pytest.param(make, 2, marks=pytest.mark.slow) for make in (ClippedEverywhere, ShakesEach)),
-    ],
-)
-def test_two_processes_train_as_if_there_were_one(make: Make, num_stages: int, tmp_path: Path) -> None:
-    options = {"trainer_options": {**THREE_EPOCHS, "num_sanity_val_steps": 0}}
-    expected = piped(make(), 1, **options)
-    assert_two_processes_equal(expected, make, tmp_path, num_stages=num_stages, **options)
+def as_one(devices: int, make: Make, num_stages: int) -> dict[str, Tensor]:
+    return piped(make(), num_stages, devices, {**THREE_EPOCHS, "num_sanity_val_steps": 0}).state_dict()
+
+
+def test_two_processes_train_as_if_there_were_one(in_two: Any) -> None:
+    for rank in in_two:
+        assert_same(rank["scales"], as_one(1, Scales, 1))
+
+
+AS_ONE = ((Annealed, 2), (Annealed, 4), (Keeps, 2), (ClippedEverywhere, 2), (ShakesEach, 2))
+
+
+def all_as_one(rank: int) -> list[dict[str, Tensor]]:
+    return [as_one(2, *case) for case in AS_ONE]
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_if_there_were_one_whatever_hooks_change(tmp_path: Path) -> None:
+    expected = [as_one(1, make, 1) for make, _ in AS_ONE]
+    for rank in processes.results(processes.run(2, all_as_one, folder=tmp_path)):
+        for one, other in zip(expected, rank, strict=True):
+            assert_same(other, one)
 
 
 class CallsOtherHooks(Layers):
@@ -392,17 +396,17 @@ class CallsOtherHooks(Layers):
         self.on_validation_epoch_end()
 
 
-def annealed(rank: int, devices: int, num_stages: int) -> tuple[float, dict[str, Tensor]]:
+def annealed(devices: int, num_stages: int) -> tuple[float, dict[str, Tensor]]:
     options = {**TWO_EPOCHS, "num_sanity_val_steps": 0}
     module = piped(CallsOtherHooks(), num_stages, devices, options, costs="flops")
     module.trainer.test(module, data(), verbose=False)
     return module.tau, module.state_dict()
 
 
-def test_hooks_that_call_each_other_are_followed_once(tmp_path: Path) -> None:
-    tau, expected = annealed(0, 1, 1)
+def test_hooks_that_call_each_other_are_followed_once(in_two: Any) -> None:
+    tau, expected = annealed(1, 1)
     assert tau == 0.5**7  # of two epochs three each, and of the test
-    for found, state in processes.results(processes.run(2, annealed, 2, 2, folder=tmp_path)):
+    for found, state in (rank["annealed"] for rank in in_two):
         assert found == tau
         assert_same(state, expected)
 
@@ -458,16 +462,16 @@ class Watching(Layers):
         self.log("variance", self.b.norm.running_var.mean())  # type: ignore[union-attr]
 
 
-def watched(rank: int, devices: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def watched(devices: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     options = {} if devices == 1 else {"split_points": ["c"]}
     module = piped(Watching(), devices, devices, TWO_EPOCHS, **options)
     return module.state_dict(), dict(module.trainer.callback_metrics)
 
 
-def test_hooks_read_what_submodules_of_another_process_keep(tmp_path: Path) -> None:
-    expected, metrics = watched(0, 1)
+def test_hooks_read_what_submodules_of_another_process_keep(in_two: Any) -> None:
+    expected, metrics = watched(1)
     assert "b.centre" in expected  # which the layer has registered in its process
-    for state, found in processes.results(processes.run(2, watched, 2, folder=tmp_path)):
+    for state, found in (rank["watched"] for rank in in_two):
         assert_same(state, expected)
         assert found == metrics
 
@@ -490,12 +494,22 @@ class Stops(Layers):
             self.trainer.should_stop = True
 
 
-def stopped(rank: int) -> list[int]:
+def stopped() -> list[int]:
     return [piped(Stops(in_step), 2, 2, costs="flops").trainer.global_step for in_step in (True, False)]
 
 
-def test_a_wish_to_stop_of_the_step_or_of_a_hook_stops_all_processes(tmp_path: Path) -> None:
-    assert processes.results(processes.run(2, stopped, folder=tmp_path)) == [[2, 2], [2, 2]]
+def test_a_wish_to_stop_of_the_step_or_of_a_hook_stops_all_processes(in_two: Any) -> None:
+    assert [rank["stopped"] for rank in in_two] == [[2, 2], [2, 2]]
+
+
+def all_of_it(rank: int) -> dict[str, Any]:
+    found = {"between": between(2, 2), "annealed": annealed(2, 2), "watched": watched(2), "stopped": stopped()}
+    return {**found, "scales": as_one(2, Scales, 2)}
+
+
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return processes.results(processes.run(2, all_of_it, folder=tmp_path_factory.mktemp("two")))
 
 
 class Prunes(Layers):
@@ -619,43 +633,27 @@ class Replaces(Layers):
             nn.utils.parametrizations.weight_norm(self.a)
 
 
-class Rebuilds(Layers):
-    """A hook of rank 0 changes the first layer, which another process has, otherwise than by a value."""
+class Changes(Layers):
+    """A hook of rank 0 changes what another process has otherwise than by a value."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.change = change
 
     def on_train_epoch_end(self) -> None:
-        self.rebuild()
-
-    def rebuild(self) -> None:
-        self.a = nn.Linear(8, 8)
+        self.change(self)
 
 
-class Hooks(Rebuilds):
-    def rebuild(self) -> None:
-        self.a.weight.register_hook(lambda gradient: gradient * 0.1)
-
-
-class Bypasses(Rebuilds):
-    def rebuild(self) -> None:
-        self.a.forward = lambda x: x  # type: ignore[method-assign]
-
-
-class Reroutes(Rebuilds):
-    """A hook replaces a method of the whole module."""
-
-    def rebuild(self) -> None:
-        self.forward = lambda x: x  # type: ignore[method-assign]
-
-
-class Forgets(Rebuilds):
-    """A hook clears the optimizer's states, of which each process has a part."""
-
-    def rebuild(self) -> None:
-        self.optimizers().optimizer.state.clear()
+class ReadsMomentum(Layers):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) / (1 + len(self.optimizers().state))  # type: ignore[union-attr]
 
 
 HERE, RANK_0 = r"test_hooks_of_processes\.py:\d+", r"on_train_epoch_end\(\) runs on rank 0 only and changes"
 USED = f"{RANK_0} what other processes use"
-REFUSED = {
+REFUSED: dict[Make, str] = {
+    ClipsWeights: "behind the first micro-batch",
+    ReadsMomentum: "uses the state of an optimizer, of which each process has only the part",
     Follows: rf"add_\(\) at {HERE} in on_train_batch_start in a hook",
     FollowsByForeach: rf"_foreach_add_\(\) at {HERE} in on_train_batch_start in a hook",
     SkipsBadGradients: rf"SkipsBadGradients\.on_after_backward at {HERE} in .* needs the numbers of",
@@ -667,16 +665,23 @@ REFUSED = {
     Clipped: r"on_train_batch_end\(\) runs on rank 0 only and changes 'a\.bias', 'a\.weight'",
     Shakes: rf"uniform_\(\) at {HERE}",
     Replaces: r"the module's parameters 'a\.weight', 'a\.parametrizations\.weight\.original0'",
-    Rebuilds: rf"{USED}.*'a' \(replaced, or by",
-    Hooks: rf"{USED}.*'a\.weight' \(replaced, or by",
-    Bypasses: rf"{USED}.*'a' \(replaced, or by",
-    Reroutes: rf"{USED}.*the LightningModule \(replaced, or by",
-    Forgets: rf"{USED}.*'optimizer 0' \(replaced, or by",
 }
-FAST = (Follows, Sharpness, CountsInside, Replaces)
+CHANGES: dict[Callable[[Any], Any], str] = {
+    lambda module: setattr(module, "a", nn.Linear(8, 8)): "'a'",
+    lambda module: module.a.weight.register_hook(lambda gradient: gradient * 0.1): r"'a\.weight'",
+    lambda module: setattr(module.a, "forward", lambda x: x): "'a'",
+    lambda module: setattr(module, "forward", lambda x: x): "the LightningModule",
+    lambda module: module.optimizers().optimizer.state.clear(): "'optimizer 0'",  # of which each process has a part
+}
+REFUSED |= {partial(Changes, change): rf"{USED}.*{name} \(replaced, or by" for change, name in CHANGES.items()}
+FAST = (ClipsWeights, Follows, Sharpness, CountsInside, Replaces, ReadsMomentum)
+OTHERS = [make for make in REFUSED if make not in FAST]
 
 
-@pytest.mark.parametrize("make", [pytest.param(m, marks=() if m in FAST else pytest.mark.slow) for m in REFUSED])
-def test_a_hook_that_needs_or_changes_what_another_process_has_is_an_error(make: Any, tmp_path: Path) -> None:
-    errors = errors_of_two_processes(make, tmp_path, trainer_options=THREE_EPOCHS, timeout=20)
-    assert any(re.search(REFUSED[make], error) for error in errors), errors
+@pytest.mark.parametrize("makes", [FAST, *(pytest.param(OTHERS[i::2], marks=pytest.mark.slow) for i in range(2))])
+def test_who_needs_or_changes_what_another_process_has_is_told(makes: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"trainer_options": THREE_EPOCHS, "timeout": 20}
+    ahead = {**options, "num_stages": 4}  # the first stage is behind the first micro-batch when the hook runs
+    cases = [(make, ahead if make is ClipsWeights else options) for make in makes]
+    for make, errors in zip(makes, errors_of_two_processes(cases, tmp_path), strict=True):
+        assert any(re.search(REFUSED[make], error) for error in errors), errors

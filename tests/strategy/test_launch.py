@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +71,24 @@ def assert_trained(folder: Path, world_size: int, weights: dict[str, torch.Tenso
         assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
+SHARING = {"devices": 1, "sharing": 2, "model": "Divided", "use_distributed_sampler": False}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["script", "torchrun", "two nodes"])
-def test_every_way_to_start_processes_trains_the_same(way: str, tmp_path: Path) -> None:
-    with started(*commands(way, tmp_path)) as running:
+@pytest.mark.parametrize(
+    ("way", "given", "world_size"),
+    [
+        *((way, {}, 2) for way in ("script", "torchrun", "two nodes")),
+        *((way, SHARING, size) for way, size in (("script", 2), ("torchrun", 2), ("two nodes", 4))),
+    ],
+)
+def test_every_way_to_start_processes_trains_the_same(
+    way: str, given: dict[str, Any], world_size: int, tmp_path: Path
+) -> None:
+    with started(*commands(way, tmp_path, **given)) as running:  # on two nodes both groups are on both
         for process in running:
             ended(process)
-    assert_trained(tmp_path, 2, expected())
+    assert_trained(tmp_path, world_size, expected(loader(MLP, 24, 6), num_pipelines=2) if given else expected())
 
 
 @pytest.mark.slow
@@ -86,18 +97,6 @@ def test_processes_agree_to_split_no_batches_for_a_step_that_takes_no_part_of_on
         errors = ended(process)
     assert errors.count("batches are not split into micro-batches for training_step") == 1
     assert_trained(tmp_path, 2, expected(num_microbatches=1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("way", "world_size"), [("script", 2), ("torchrun", 2), ("two nodes", 4)])
-def test_every_way_to_start_processes_starts_those_that_share_devices(
-    way: str, world_size: int, tmp_path: Path
-) -> None:
-    given = {"devices": 1, "sharing": 2, "model": "Divided", "use_distributed_sampler": False}
-    with started(*commands(way, tmp_path, **given)) as running:  # on two nodes both groups are on both
-        for process in running:
-            ended(process)
-    assert_trained(tmp_path, world_size, expected(loader(MLP, 24, 6), num_pipelines=2))
 
 
 @pytest.mark.slow
@@ -146,7 +145,8 @@ def test_a_killed_process_is_named_and_leaves_no_other_behind(
 
 
 @pytest.mark.parametrize(
-    "name", ["avgpipe_fork", "avgpipe_notebook", pytest.param("avgpipe_spawn", marks=pytest.mark.slow)]
+    "name",
+    ["avgpipe_notebook", *(pytest.param(name, marks=pytest.mark.slow) for name in ("avgpipe_fork", "avgpipe_spawn"))],
 )
 def test_a_function_in_a_notebook_trains_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name != "avgpipe_spawn":
@@ -176,13 +176,17 @@ def training_until(rank: int, may_end: Path) -> int:
     return runner.global_step
 
 
-def await_file(path: Path, training: Future[list[processes.Outcome]] | None = None) -> None:
+def await_file(path: Path, training: Any = None) -> None:
     deadline = time.monotonic() + processes.LIMIT_S / 2
     while not path.exists():
         assert time.monotonic() < deadline, f"{path.name} does not come"
-        if training is not None and training.done():
-            raise AssertionError(f"training has ended: {processes.results(training.result())}")
+        assert training is None or training.is_alive(), "training has ended"
         time.sleep(0.05)
+
+
+def train_in_two(may_end: Path, folder: Path, port: int) -> None:
+    steps = processes.results(processes.run(2, training_until, may_end, folder=folder, port=port))
+    (folder / "steps").write_text(json.dumps(steps))
 
 
 def of_another_run(rank: int, world_size: int) -> None:
@@ -191,17 +195,19 @@ def of_another_run(rank: int, world_size: int) -> None:
 
 def test_a_process_of_another_run_with_the_same_port_is_refused_and_disturbs_nobody(tmp_path: Path) -> None:
     port, may_end = free_port(), tmp_path / "may end"
-    with ThreadPoolExecutor(1) as beside:
-        # fresh, since this process may not fork in another thread than its first
-        training = beside.submit(processes.run, 2, training_until, may_end, folder=tmp_path, port=port, fresh=True)
+    beside = multiprocessing.get_context("fork").Process(target=train_in_two, args=(may_end, tmp_path, port))
+    beside.start()
+    try:
         for rank in range(2):
-            await_file(tmp_path / f"trains-{rank}", training)
+            await_file(tmp_path / f"trains-{rank}", beside)
         for size, found in ((2, r"process \d+ on .* as rank 1"), (3, "2 processes")):
             (folder := tmp_path / str(size)).mkdir()
             (stranger,) = processes.run(size, of_another_run, size, folder=folder, ranks=[size - 1], port=port)
             assert re.search(rf"another run at 127.0.0.1:{port}, with {found}", stranger.error or ""), stranger.error
+    finally:
         may_end.touch()
-        assert processes.results(training.result()) == [4, 4]
+        beside.join(processes.LIMIT_S)
+    assert json.loads((tmp_path / "steps").read_text()) == [4, 4]
 
 
 @pytest.mark.parametrize(

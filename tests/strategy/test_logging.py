@@ -167,26 +167,7 @@ def test_all_that_is_logged_equals_one_device(single: tuple[Path, Any], tmp_path
     assert 0 < found["tested"]["test_accuracy_epoch"] < 1
 
 
-def fit_rank(rank: int, folder: Path) -> tuple[dict[str, dict[str, float]], bool, str]:
-    torch.manual_seed(3)
-    runner = pipeline(2, 2, {"num_microbatches": 3}, **options(folder))
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        found = fit(runner, Everything())
-    return found, runner.is_global_zero, printed.getvalue()
-
-
-def test_all_ranks_know_what_rank_zero_logs(single: tuple[Path, Any], tmp_path: Path) -> None:
-    ranks = processes.results(processes.run(2, fit_rank, tmp_path, folder=tmp_path))
-    for found, _, _ in ranks:
-        for kind in ("callback", "tested"):
-            assert_close({kind: single[1][kind]}, {kind: found[kind]})
-    assert_close(single[1], ranks[0][0])
-    assert_same_files(single[0], tmp_path)
-    assert [is_zero for _, is_zero, _ in ranks] == [True, False]
-    assert [printed.count("begins on rank") for _, _, printed in ranks] == [1, 0]
-
-
-def fit_quietly(rank: int) -> tuple[list[str], bool]:
+def fit_quietly() -> tuple[list[str], bool]:
     before = list(warnings.filters)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -196,10 +177,27 @@ def fit_quietly(rank: int) -> tuple[list[str], bool]:
     return [str(warning.message) for warning in said], unchanged and list(warnings.filters) == before
 
 
-def test_nothing_is_recommended_to_several_processes_and_filters_of_warnings_stay(tmp_path: Path) -> None:
-    for said, unchanged in processes.results(processes.run(2, fit_quietly, folder=tmp_path)):
+def fit_rank(rank: int, folder: Path) -> tuple[dict[str, dict[str, float]], bool, str, list[str], bool]:
+    torch.manual_seed(3)
+    runner = pipeline(2, 2, {"num_microbatches": 3}, **options(folder))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        found = fit(runner, Everything())
+    return found, runner.is_global_zero, printed.getvalue(), *fit_quietly()
+
+
+def test_all_ranks_know_what_rank_zero_logs_and_nothing_is_recommended_to_them(
+    single: tuple[Path, Any], tmp_path: Path
+) -> None:
+    ranks = processes.results(processes.run(2, fit_rank, tmp_path, folder=tmp_path))
+    for found, _, _, said, are_filters_unchanged in ranks:
+        for kind in ("callback", "tested"):
+            assert_close({kind: single[1][kind]}, {kind: found[kind]})
         assert [text for text in said if "sync_dist" in text] == []
-        assert unchanged
+        assert are_filters_unchanged
+    assert_close(single[1], ranks[0][0])
+    assert_same_files(single[0], tmp_path)
+    assert [is_zero for _, is_zero, *_ in ranks] == [True, False]
+    assert [printed.count("begins on rank") for _, _, printed, *_ in ranks] == [1, 0]
 
 
 class Overrides(ConvNet):

@@ -304,6 +304,7 @@ CASES: dict[str, Callable[[Make], dict[str, Any]]] = {
     "reentrant recomputation": lambda make: fitted(make, RecomputedReentrantly(), loader(MLP, 16, 8)),
 }
 READ = {*SOURCES, "data module"}
+SLOW = {"train max_size_cycle", "validate min_size", "validate max_size_cycle", "reentrant recomputation"}
 
 
 def found(name: str, make: Make) -> dict[str, Any]:
@@ -331,7 +332,7 @@ def assert_alike(expected: Any, other: Any, what: str) -> None:
         assert other == pytest.approx(expected, rel=1e-5, abs=1e-6), what
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_stages_see_what_one_device_sees(name: str) -> None:
     assert_alike(found(name, trainer), found(name, piped()), name)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import UserDict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,22 +145,11 @@ class Waits(MLP):
         return loss if self.calls > 2 else None
 
 
-def wait_in_rank(rank: int, devices: int) -> tuple[dict[str, Tensor], int, int, Tensor]:
+def wait_in_rank(devices: int) -> tuple[dict[str, Tensor], int, int, float]:
     model = twins(Waits)[0]
     runner = trainer(strategy=AvgPipeStrategy(num_stages=2, num_microbatches=1), devices=devices, max_epochs=1)
     runner.fit(model, data(SIGNS)[0])
-    return model.state_dict(), model.calls, runner.global_step, runner.callback_metrics["calls"]
-
-
-def test_a_step_that_counts_what_it_skips_trains_when_it_has_counted(tmp_path: Path) -> None:
-    model = twins(Waits)[0]
-    expected = trainer(max_epochs=1)
-    expected.fit(model, data(SIGNS)[0])
-    two = processes.results(processes.run(2, wait_in_rank, 2, folder=tmp_path))
-    assert two[0][1] == model.calls == 12
-    for weights, _, steps, logged in two:
-        assert (steps, logged) == (expected.global_step, 12.0)
-        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    return model.state_dict(), model.calls, runner.global_step, float(runner.callback_metrics["calls"])
 
 
 # -- means over targets ----------------------------------------------------------------------------------------------
@@ -234,20 +222,39 @@ def test_a_weight_that_cannot_be_is_refused() -> None:
         AvgPipeStrategy(loss_weight="labels", loss_reduction="sum")
 
 
-def weigh_in_rank(rank: int) -> dict[str, Tensor]:
+def weigh_in_rank() -> dict[str, Tensor]:
     torch.manual_seed(3)
-    model = Tokens()
-    pipeline(2, 2, {"num_microbatches": 4, "loss_weight": "labels", "links": Links(reader="first")}).fit(
-        model, tokens()
-    )
+    model, links = Tokens(), Links(reader="first")
+    pipeline(2, 2, {"num_microbatches": 4, "loss_weight": "labels", "links": links}).fit(model, tokens())
     return model.state_dict()
 
 
-@pytest.mark.slow
-def test_the_process_of_the_loss_gets_what_weighs(tmp_path: Path) -> None:
+# -- in two processes ------------------------------------------------------------------------------------------------
+
+
+def both_in_rank(rank: int) -> tuple[Any, dict[str, Tensor]]:
+    return wait_in_rank(2), weigh_in_rank()
+
+
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, dict[str, Tensor]]]:
+    return processes.results(processes.run(2, both_in_rank, folder=tmp_path_factory.mktemp("two")))
+
+
+def test_a_step_that_counts_what_it_skips_trains_when_it_has_counted(in_two: Any) -> None:
+    model = twins(Waits)[0]
+    expected = trainer(max_epochs=1)
+    expected.fit(model, data(SIGNS)[0])
+    assert in_two[0][0][1] == model.calls == 12
+    for (weights, _, steps, logged), _ in in_two:
+        assert (steps, logged) == (expected.global_step, 12.0)
+        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+def test_the_process_of_the_loss_gets_what_weighs(in_two: Any) -> None:
     torch.manual_seed(3)
     expected = Tokens()
     trainer().fit(expected, tokens())
-    for weights in processes.results(processes.run(2, weigh_in_rank, folder=tmp_path)):
+    for _, weights in in_two:
         for name, value in expected.state_dict().items():
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)

@@ -112,9 +112,8 @@ class Steps(L.Callback):
         self.before = own
 
 
-def fit_overflowing(rank: int, folder: Path) -> list[tuple[Any, ...]]:
+def fit_overflowing(rank: int, devices: int) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
-    devices = processes.num_processes()
     for where in (0, 8):
         torch.manual_seed(3)
         model, steps = Overflowing(where, [1]), Steps()
@@ -133,8 +132,8 @@ def fit_overflowing(rank: int, folder: Path) -> list[tuple[Any, ...]]:
 
 
 def test_an_infinite_gradient_on_any_stage_skips_the_step_on_all(tmp_path: Path) -> None:
-    two, one = processes.two_and_one(fit_overflowing, tmp_path)
-    for rank in two:
+    one = fit_overflowing(0, 1)
+    for rank in processes.results(processes.run(2, fit_overflowing, 2, folder=tmp_path)):
         for (scales, changed, weights), (expected_scales, _, expected) in zip(rank, one, strict=True):
             assert scales == expected_scales
             assert all(torch.equal(weights[name], value) for name, value in expected.items())

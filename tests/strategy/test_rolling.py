@@ -285,20 +285,36 @@ class Measured(Net):
         return loss
 
 
+class MeasuredLater(Measured):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) if batch_idx == 2 else Net.training_step(self, batch, batch_idx)
+
+
 @pytest.mark.parametrize(
-    ("module", "named"),
+    ("module", "rolling", "named"),
     [
-        (Changing, "changes 'calls'"),
-        (ReadsRate, "reads trainer.optimizers"),
-        (ReadsOptimizers, r"reads optimizers\(\)"),
-        (Heated, "changed 'temperature'"),
-        (Clears, "Clears.on_before_zero_grad"),
-        (Measured, "updates the metric object 'mean'"),
+        (Changing, True, "changes 'calls'"),
+        (ReadsRate, True, "reads trainer.optimizers"),
+        (ReadsOptimizers, True, r"reads optimizers\(\)"),
+        (Heated, True, "changed 'temperature'"),
+        (Clears, True, "Clears.on_before_zero_grad"),
+        (Measured, True, "updates the metric object 'mean'"),
+        # what is found later is an error that names the option
+        (Heated, "auto", "'temperature'"),
+        (MeasuredLater, "auto", "updates the metric object 'mean'"),
     ],
 )
-def test_what_would_depend_on_the_timing_is_refused_by_name(module: Any, named: str) -> None:
-    with pytest.raises(ConfigurationError, match=named):
-        run(module=module)
+def test_what_would_depend_on_the_timing_is_refused_by_name(module: Any, rolling: Any, named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named) as raised:
+        run(module=module, strategy={"averaging": Averaging(rolling=rolling)})
+    if rolling == "auto":
+        assert "with Averaging(rolling='auto')" in str(raised.value)
+        assert "use Averaging(rolling=False)" in str(raised.value)
+
+
+def test_data_whose_position_is_saved_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="the ResumableLoader saves its position"):
+        train(Net(), ResumableLoader(Net, 48, 8), 2, averaging=Averaging(rolling=True))
 
 
 class Validated(Scaled):
@@ -324,14 +340,11 @@ def test_metric_objects_that_the_step_does_not_update_are_no_obstacle(ahead: Non
     assert_same(found, expected)
     logged, losses = found[2].callback_metrics, expected[2].callback_metrics
     assert found[2].strategy.rolls
+    with pytest.raises(ConfigurationError, match="set it before the first batch"):
+        found[2].strategy.rolls = False
     torch.testing.assert_close(logged["validated"], losses["val_loss"])
     batches = len(found[0].outputs) // 2  # of an epoch
     torch.testing.assert_close(logged["hooked"], torch.stack(found[0].outputs[batches:]).mean())
-
-
-def test_data_whose_position_is_saved_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="the ResumableLoader saves its position"):
-        train(Net(), ResumableLoader(Net, 48, 8), 2, averaging=Averaging(rolling=True))
 
 
 @pytest.mark.parametrize(
@@ -413,30 +426,15 @@ def test_what_would_be_refused_at_the_start_trains_as_without_rolling(
     assert_drained(caplog, why, **options)
 
 
-class MeasuredLater(Measured):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) if batch_idx == 2 else Net.training_step(self, batch, batch_idx)
-
-
-@pytest.mark.parametrize(
-    ("module", "named"), [(Heated, "'temperature'"), (MeasuredLater, "updates the metric object 'mean'")]
-)
-def test_what_is_found_later_is_an_error_that_names_the_option(module: Any, named: str) -> None:
-    with pytest.raises(ConfigurationError, match=named) as raised:
-        run(module=module, strategy={"averaging": Averaging(rolling="auto")})
-    assert "with Averaging(rolling='auto')" in str(raised.value)
-    assert "use Averaging(rolling=False)" in str(raised.value)
-
-
 def test_each_run_decides_anew() -> None:
     runner = pipeline(2, strategy={"num_pipelines": 2, "num_microbatches": 2, "averaging": Averaging(rolling="auto")})
     rolled = []
-    for epochs, module in enumerate((Changing, Net, Measured, Net), 1):
+    for epochs, module in enumerate((Changing, Net), 1):
         runner.fit_loop.max_epochs = epochs
         runner.fit(module(), loader(Net, 32, 8))
         rolled.append(runner.strategy.rolls)
         assert runner.global_step == 2 * epochs
-    assert rolled == [False, True, False, True]
+    assert rolled == [False, True]
 
 
 @pytest.mark.slow
@@ -449,8 +447,6 @@ def test_more_pipelines_later_do_as_was_found_at_the_start() -> None:
         ]
         assert_same(*found)
         assert found[0][2].strategy.rolls == rolls
-        with pytest.raises(ConfigurationError, match="set it before the first batch"):
-            found[0][2].strategy.rolls = True
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_avgpipe.engine.pipeline import Pipeline
-from lightning_avgpipe.schedule.adaptive import DROPPED, WINDOW, AdaptiveAdvance, IterationShape
+from lightning_avgpipe.schedule.adaptive import DROPPED, WINDOW, IterationShape
 from lightning_avgpipe.strategy import schedule_control
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
 from tests import processes
@@ -124,14 +124,6 @@ def test_two_processes_switch_together_and_train_the_same_weights(fixed: Regress
     assert all(int(row["step"]) % 2 == 1 for row in rows)  # as Lightning counts: every second step
 
 
-def test_weights_do_not_depend_on_the_advance_that_changes(fixed: Regression) -> None:
-    torch.manual_seed(5)
-    model = MLP()
-    _, used = fit(model)
-    assert runs(used) == [0, 1, 2, 1]
-    assert_same_parameters(fixed, model)
-
-
 @pytest.mark.parametrize(
     ("options", "later", "warm_ups"),
     [
@@ -184,21 +176,6 @@ def test_a_resumed_run_goes_on_with_its_advance_after_one_iteration(tmp_path: Pa
     assert resumed["state"]["best"] == state["state"]["best"]
 
 
-def test_only_whole_ordinary_iterations_count() -> None:
-    model = MLP()
-    with (
-        forced(alone=True) as used,
-        mock.patch.object(AdaptiveAdvance, "observe", autospec=True, return_value=None) as observe,
-    ):
-        runner = pipeline(2, 1, SPLIT, max_epochs=3, accumulate_grad_batches=2)
-        # 5 whole batches and one of 5 samples, which makes 5 micro-batches; validation after each epoch
-        runner.fit(model, loader(MLP, BATCH * 5 + 5, BATCH), loader(MLP, 6, 6))
-    assert len(used) == 18
-    shapes = [call.args[1] for call in observe.call_args_list]
-    # of each epoch not the first iteration; the shape with M=5 begins in the first epoch
-    assert [s.num_microbatches for s in shapes] == [6] * 4 + [6] * 4 + [5] + [6] * 4 + [5]
-
-
 class Wide(MLP):
     """Keeps more for backwards than it holds."""
 
@@ -222,13 +199,12 @@ def test_memory_is_measured_before_a_step_and_the_limit_never_exceeded() -> None
     (state,) = free.state_dict()["states"]
     needs = [free.predicted(IterationShape(**state["setting"]), h)[0] for h in range(3)]
     assert needs == sorted(needs) and free.peaks[0] == pytest.approx(needs[2], rel=0.05)  # 2 was measured last
-    for most in (0, 1):
-        used, chosen = limited(needs[most])
-        assert runs(used) == list(range(most + 1))
-        (state,) = chosen.state_dict()["states"]
-        assert state["state"]["best"] is not None and f"advance {most + 1} would need" in state["state"]["reason"]
-        assert "on stage 0, the limit is" in state["state"]["reason"]
-        assert max(chosen.peaks.values()) <= needs[most]
+    used, chosen = limited(needs[1])
+    assert runs(used) == [0, 1]
+    (state,) = chosen.state_dict()["states"]
+    assert state["state"]["best"] is not None and "advance 2 would need" in state["state"]["reason"]
+    assert "on stage 0, the limit is" in state["state"]["reason"]
+    assert max(chosen.peaks.values()) <= needs[1]
 
 
 def test_where_nothing_fits_it_says_so_and_stays_at_1f1b() -> None:

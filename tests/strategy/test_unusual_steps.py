@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import MeanMetric
 
@@ -29,13 +28,13 @@ from tests.strategy.steps import (
     NUM_MICROBATCHES,
     Layers,
     assert_same,
-    assert_two_processes_equal,
     by_hand,
     errors_of_two_processes,
     piped,
     states_of_two_processes,
 )
-from tests.trainers import pipeline, trainer
+from tests.trainers import pipeline
+from tests.zoo.comparison import check, in_stages
 
 
 class Block(nn.Module):
@@ -120,8 +119,7 @@ class Steps(L.LightningModule):
         self.a, self.b, self.c, self.d = Block(), second(), Block(), Block()
         self.ema: Any = torch.zeros(4)
         self.hidden: Any = None
-        self.noted = 0
-        self.left: list[int] = []
+        self.noted, self.left = 0, list[int]()
 
     def head(self, h: Tensor) -> Tensor:
         return self.d(self.c(h)).square().mean()
@@ -129,18 +127,14 @@ class Steps(L.LightningModule):
     def training_step(self, x: Tensor, batch_idx: int) -> Tensor | None:
         return self.step(self, x)
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def made(step: Any, second: type[Block] = Block, batches: Tensor | None = None) -> tuple[Steps, list[Tensor]]:
+    torch.manual_seed(0)
+    usual = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1))
+    return Steps(step, second), list(usual if batches is None else batches)
 
 
-def batches(size: int) -> DataLoader[Any]:
-    x = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1)).view(-1, size, 4)
-    return DataLoader(list(x), batch_size=None)  # type: ignore[arg-type]
-
-
-def in_stages(module: L.LightningModule, **options: Any) -> None:
-    strategy = {"num_microbatches": 2, "split_points": ["c"], **options}
-    pipeline(2, strategy=strategy, max_epochs=1).fit(module, batches(4))
+SPLIT: dict[str, Any] = {"num_stages": 2, "split_points": ["c"]}
 
 
 # -- right -------------------------------------------------------------------------------------------------------------
@@ -234,14 +228,7 @@ def looks_at_a_gradient_of_the_last_stage(net: Any, x: Tensor) -> Tensor:
     ],
 )
 def test_an_unusual_step_is_trained_as_on_one_device(step: Any, second: type[Block]) -> None:
-    torch.manual_seed(0)
-    module = Steps(step, second)
-    other = copy.deepcopy(module)
-    in_stages(module, schedule="afab")
-    trainer(accumulate_grad_batches=2, max_epochs=1).fit(other, batches(2))
-    for name, parameter in module.named_parameters():
-        assert torch.equal(parameter, other.get_parameter(name)), name
-    assert module.left == other.left
+    check(partial(made, step, second), **SPLIT, schedule="afab")
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
@@ -384,37 +371,21 @@ LINE = r"test_unusual_steps\.py:\d+ in"
 )
 def test_what_stages_cannot_do_is_refused_with_its_line(step: Any, second: type[Block], message: str) -> None:
     with pytest.raises(AvgPipeError, match=message):
-        in_stages(Steps(step, second))
-
-
-def large(count: int) -> DataLoader[Any]:
-    """A batch of small values, and one of large values."""
-    return DataLoader(list(torch.cat([torch.full((4, 4), 0.1), torch.full((4, 4), 2.0)]).view(-1, count, 4)), None)
+        in_stages(partial(made, step, second), **SPLIT)
 
 
 def test_a_buffer_that_changes_later_where_a_backward_needs_it_is_refused_by_name_and_a_clone_helps() -> None:
-    def train(second: type[Block]) -> Steps:
-        torch.manual_seed(0)
-        module = Steps(lambda net, x: net.head(net.b(net.a(x))), second)
-        strategy = {"num_microbatches": 2, "split_points": ["c"], "schedule": "afab"}
-        pipeline(2, strategy=strategy, max_epochs=1).fit(module, large(4))
-        return module
-
+    small_and_large = torch.stack([torch.full((4, 4), 0.1), torch.full((4, 4), 2.0)])
     with pytest.raises(AvgPipeError, match=r"changes the buffer 'b\.largest' in place.*\(stage 0\).*clone\(\)"):
-        train(Ranges)
-    torch.manual_seed(0)
-    module = train(RangesOfClones)
-    torch.manual_seed(0)
-    plain = Steps(lambda net, x: net.head(net.b(net.a(x))), RangesOfClones)
-    trainer(accumulate_grad_batches=2, max_epochs=1).fit(plain, large(2))
-    assert all(torch.equal(p, plain.get_parameter(name)) for name, p in module.named_parameters())
+        in_stages(partial(made, calls_all, Ranges, small_and_large), **SPLIT, schedule="afab")
+    check(partial(made, calls_all, RangesOfClones, small_and_large), **SPLIT, schedule="afab")
 
 
 def test_one_compiled_submodule_does_not_hide_what_the_step_assigns() -> None:
-    module = Steps(goes_on_with_its_state)
+    module, batches = made(goes_on_with_its_state)
     module.a.compile(backend="eager")
     with pytest.raises(AvgPipeError, match="'hidden' is read at"):
-        in_stages(module)
+        in_stages(lambda: (module, batches), **SPLIT)
 
 
 class StepsSchedule(MLP):
@@ -485,16 +456,6 @@ def test_effects_that_stages_cannot_have_together_are_refused(make: Any, error: 
         pipeline(2, strategy=options).fit(make(), loader(MLP, 16, 8))
 
 
-class ReadsMomentum(Layers):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) / (1 + len(self.optimizers().state))  # type: ignore[union-attr]
-
-
-def test_a_step_that_reads_the_state_of_an_optimizer_is_refused(tmp_path: Path) -> None:
-    errors = errors_of_two_processes(ReadsMomentum, tmp_path)
-    assert any("uses the state of an optimizer, of which each process has only the part" in text for text in errors)
-
-
 # -- what is left ------------------------------------------------------------------------------------------------------
 
 
@@ -506,8 +467,8 @@ def test_a_model_that_was_trained_can_be_freed() -> None:
             def head(self, h: Tensor) -> Tensor:
                 return super().head(h * held["model"].c.scale)
 
-        held["model"] = Encloses(lambda net, x: net.head(net.b(net.a(x))))
-        in_stages(held["model"])
+        held["model"] = Encloses(calls_all)
+        in_stages(lambda: (held["model"], made(calls_all)[1]), **SPLIT)
         return weakref.ref(held["model"])
 
     left = train()
@@ -640,58 +601,48 @@ def made_again(module: Any, loss: Any) -> None:
 LATE: dict[str, Any] = {"split_points": ["c"], "costs": "flops"}
 
 
-def assert_as_by_hand(make: Callable[[], Any]) -> Any:
-    module = piped(make(), **LATE)
-    assert_same(module, by_hand(make()))
-    return module
+BY_ONE_STAGE: list[tuple[Any, Any, str]] = [
+    (nothing, alpha, rf"assigns 'b.alpha' at {LINE} alpha, .* an earlier stage would not see"),
+    (alpha, nothing, rf"assigns 'b.alpha' at {LINE} alpha, .* each stage in this process"),
+    (nothing, number, rf"assigns 'number' at {LINE} number, .* an earlier stage would not see"),
+    (nothing, factor, r"changes an object in 'box', which submodules of other stages hold too"),
+    (factor, nothing, r"changes what 'box' holds, .* which each stage in this process would do again"),
+    (notes, history, r"changes what 'history' holds, .* which each stage in this process would do again"),
+    (nothing, lambda m, loss: loss / (1 + m.b.seen.mean()), r"reads the buffer 'b.seen' in mean\(\) at"),
+    (nothing, hook, r"registers a hook of 'b', .* an earlier stage would not see"),
+]
+BY_SEVERAL_STAGES: list[tuple[Any, str]] = [
+    (count, r"changes what 'global [\w.]*COUNT' holds"),
+    (decorated, "changes what 'first' holds"),
+    (notes, "changes what 'history' holds"),
+    (hook, "registers a hook of 'b'"),
+    (hidden, rf"assigns 'Scaled.alpha' at {LINE} hidden"),
+    (plain, rf"assigns 'plain' at {LINE} plain"),
+]
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "says"),
+    ("make", "says"),
     [
-        (nothing, alpha, rf"assigns 'b.alpha' at {LINE} alpha, .* an earlier stage would not see"),
-        (alpha, nothing, rf"assigns 'b.alpha' at {LINE} alpha, .* each stage in this process"),
-        (nothing, number, rf"assigns 'number' at {LINE} number, .* an earlier stage would not see"),
-        (nothing, factor, r"changes an object in 'box', which submodules of other stages hold too"),
-        (factor, nothing, r"changes what 'box' holds, .* which each stage in this process would do again"),
-        (notes, history, r"changes what 'history' holds, .* which each stage in this process would do again"),
-        (nothing, lambda m, loss: loss / (1 + m.b.seen.mean()), r"reads the buffer 'b.seen' in mean\(\) at"),
-        (nothing, hook, r"registers a hook of 'b', .* an earlier stage would not see"),
+        *((partial(Late, first, last), says) for first, last, says in BY_ONE_STAGE),
+        *(
+            (partial(kind, first, nothing), f"{says}, .* which each stage in this process would do again")
+            for kind in (Hidden, LateBetween)
+            for first, says in BY_SEVERAL_STAGES
+        ),
     ],
 )
-def test_what_only_one_stage_would_do_ends_training_with_its_name(first: Any, last: Any, says: str) -> None:
+def test_what_begins_late_and_not_all_stages_do_once_ends_training_with_its_name(make: Any, says: str) -> None:
     with pytest.raises(StepChangedError, match=says):
-        piped(Late(first, last), **LATE)
+        piped(make(), **LATE)
 
 
-@pytest.mark.parametrize("kind", [Hidden, LateBetween])
-@pytest.mark.parametrize(
-    ("first", "says"),
-    [
-        (count, r"changes what 'global [\w.]*COUNT' holds"),
-        (decorated, "changes what 'first' holds"),
-        (notes, "changes what 'history' holds"),
-        (hook, "registers a hook of 'b'"),
-        (hidden, rf"assigns 'Scaled.alpha' at {LINE} hidden"),
-        (plain, rf"assigns 'plain' at {LINE} plain"),
-    ],
-)
-def test_what_several_stages_would_do_ends_training_with_its_name(kind: Any, first: Any, says: str) -> None:
-    with pytest.raises(StepChangedError, match=rf"{says}, .* which each stage in this process would do again"):
-        piped(kind(first, nothing), **LATE)
-
-
-@pytest.mark.parametrize("kind", [Hidden, LateBetween])
-def test_a_tensor_that_each_stage_makes_alike_may_be_made_late(kind: Any) -> None:
-    piped(kind(made_again, nothing), **LATE)
+def test_a_tensor_that_each_stage_makes_alike_may_be_made_late_between_layers() -> None:
+    piped(LateBetween(made_again, nothing), **LATE)
 
 
 def frozen(module: Any, loss: Any) -> None:
     module.b.alpha, module.number = 0.5, 2.0
-
-
-def test_what_each_stage_does_alike_at_the_beginning_may_begin_late() -> None:
-    assert_as_by_hand(lambda: Late(frozen, nothing))
 
 
 def measured(module: Any, loss: Any) -> None:
@@ -705,26 +656,18 @@ def test_a_metric_may_hear_of_something_late() -> None:
     assert module.metric.weight == NUM_MICROBATCHES * (STEPS - BEGIN)
 
 
-class Collects(Late):
-    """Each micro-batch fills a dict from hooks, uses it, and empties it again."""
-
-    def __init__(self) -> None:
-        super().__init__(nothing, nothing)
-        self.found = dict[str, Tensor]()
-        for name in ("a", "b", "c"):
-            getattr(self, name).register_forward_hook(partial(self.collect, name))
-
-    def collect(self, name: str, module: Any, args: Any, result: Tensor) -> None:
-        self.found[name] = result
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx) + sum(one.square().mean() for one in self.found.values())
-        self.found.clear()
-        return loss
-
-
-def test_what_each_micro_batch_collects_and_drops_again_is_not_late() -> None:
-    assert_as_by_hand(Collects)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(partial(Late, frozen, nothing), id="what each stage does alike at the beginning"),
+        pytest.param(partial(Hidden, made_again, nothing), id="a tensor that each stage makes alike"),
+        pytest.param(partial(Late, nothing, history), id="what the last stage alone keeps"),
+    ],
+)
+def test_what_no_stage_misses_may_begin_late(make: Callable[[], Late]) -> None:
+    module, expected = piped(make(), **LATE), by_hand(make())
+    assert_same(module, expected)
+    assert module.history == expected.history
 
 
 def test_a_number_that_a_submodule_of_another_stage_counts_is_not_read_late() -> None:
@@ -737,11 +680,6 @@ def test_a_submodule_does_not_begin_to_change_what_others_hold() -> None:
     module.b.writes = True  # type: ignore[assignment]
     with pytest.raises(StepChangedError, match=r"changes an object in 'box', .*\(stage 0\)"):
         piped(module, **LATE)
-
-
-def test_what_the_last_stage_alone_keeps_may_begin_late() -> None:
-    module = assert_as_by_hand(lambda: Late(nothing, history))
-    assert len(module.history) == NUM_MICROBATCHES * (STEPS - BEGIN)
 
 
 class Warms(Layers):
@@ -777,17 +715,19 @@ def read_at_the_end(module: Any) -> None:
     module.bank.mul_(0.9)
 
 
+LATER = "which it did not do when it was captured, and"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (reassigned, "changes the buffer 'scale', which it did not do when it was captured, and an earlier"),
-        (in_place, "changes what 'array' holds, which it did not do when it was captured, and which an earlier"),
-        (of_a_tensor, "changes what 'plain' holds, which it did not do when it was captured, and which an earlier"),
-    ],
-)
-def test_what_a_stage_of_another_process_would_not_see_ends_training(change: Any, says: str, tmp_path: Path) -> None:
-    assert says in errors_of_two_processes(lambda: Warms(change), tmp_path, **LATE)[0]
+def test_what_a_stage_of_another_process_would_not_see_ends_training(tmp_path: Path) -> None:
+    says = {
+        reassigned: f"changes the buffer 'scale', {LATER} an earlier",
+        in_place: f"changes what 'array' holds, {LATER} which an earlier",
+        of_a_tensor: f"changes what 'plain' holds, {LATER} which an earlier",
+    }
+    errors = errors_of_two_processes([(partial(Warms, change), LATE) for change in says], tmp_path)
+    for expected, (first, _) in zip(says.values(), errors, strict=True):
+        assert expected in first
 
 
 @pytest.mark.slow
@@ -812,15 +752,3 @@ class NamesADistribution(Layers):
 
 def test_the_common_generators_are_nobodys_own() -> None:
     assert_same(piped(NamesADistribution()), by_hand(NamesADistribution()))
-
-
-class AsksForDevices(Layers):
-    """Moves batches to the device of all its weights."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (device,) = {parameter.device for parameter in self.parameters()}
-        return self.loss([part.to(device) for part in batch])
-
-
-def test_all_weights_are_on_the_device_of_the_step_wherever_they_are(tmp_path: Path) -> None:
-    assert_two_processes_equal(by_hand(AsksForDevices()), AsksForDevices, tmp_path)

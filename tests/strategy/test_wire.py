@@ -118,14 +118,21 @@ def automatic() -> tuple[str, bool]:
     return str(strategy.plan), strategy.plan is not None and strategy.plan.measured
 
 
-def all_cases(rank: int) -> dict[str, dict[str, Tensor]]:
-    return {name: fit(2, wire, **options) for name, (wire, options) in CASES.items()}
+def in_rank(rank: int) -> dict[str, Any]:
+    weights = {name: fit(2, wire, **options) for name, (wire, options) in CASES.items()}
+    found = {"validated": [validate(wire) for wire in ("int8", None)], "auto": automatic()}
+    return {"weights": weights, **found, "verified": verified()}
 
 
 @pytest.fixture(scope="module")
-def in_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return processes.results(processes.run(2, in_rank, folder=tmp_path_factory.mktemp("two")))
+
+
+@pytest.fixture(scope="module")
+def in_two(ranks: list[dict[str, Any]]) -> dict[str, dict[str, Tensor]]:
     """The weights of two processes, which agree."""
-    found, other = processes.results(processes.run(2, all_cases, folder=tmp_path_factory.mktemp("two")))
+    found, other = (rank["weights"] for rank in ranks)
     assert all(same(found[name], other[name]) for name in CASES)
     return found
 
@@ -145,30 +152,20 @@ def test_int8_is_the_same_whatever_the_order_and_stays_close(in_two: dict[str, d
         assert 0 < distance(in_two[exact], in_two[rounded]) < 1e-2
 
 
-def others(rank: int) -> dict[str, Any]:
-    found = {"validated": [validate(wire) for wire in ("int8", None)], "auto": automatic()}
-    return {**found, "verified": verified()}
-
-
-@pytest.fixture(scope="module")
-def otherwise(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return processes.results(processes.run(2, others, folder=tmp_path_factory.mktemp("two")))
-
-
-def test_evaluation_is_exact(otherwise: list[dict[str, Any]]) -> None:
-    int8, exact = otherwise[0]["validated"]
+def test_evaluation_is_exact(ranks: list[dict[str, Any]]) -> None:
+    int8, exact = ranks[0]["validated"]
     assert int8 and int8 == exact
 
 
-def test_auto_leaves_values_as_they_are_where_links_are_fast(otherwise: list[dict[str, Any]]) -> None:
-    for text, measured in (rank["auto"] for rank in otherwise):
+def test_auto_leaves_values_as_they_are_where_links_are_fast(ranks: list[dict[str, Any]]) -> None:
+    for text, measured in (rank["auto"] for rank in ranks):
         assert measured and "a micro-batch" in text and " as int8" not in text and " as bf16" not in text
 
 
-def test_verification_says_that_rounded_values_are_not_those_of_a_plain_run(otherwise: list[dict[str, Any]]) -> None:
-    (said,), _ = otherwise[0]["verified"]
+def test_verification_says_that_rounded_values_are_not_those_of_a_plain_run(ranks: list[dict[str, Any]]) -> None:
+    (said,), _ = ranks[0]["verified"]
     assert "not compared with plain ones" in said and "Links(wire='bf16')" in said
-    assert all("verify once with wire=None" in rank["verified"][1] for rank in otherwise)
+    assert all("verify once with wire=None" in rank["verified"][1] for rank in ranks)
 
 
 def broadcast(rank: int) -> list[dict[str, Tensor]]:
@@ -176,6 +173,7 @@ def broadcast(rank: int) -> list[dict[str, Tensor]]:
     return [fit(3, wire, stages=3, **options) for wire in ("int8", "int8", None)]
 
 
+@pytest.mark.slow
 def test_int8_goes_with_values_that_pass_stages(tmp_path: Path) -> None:
     first, _, last = processes.results(processes.run(3, broadcast, folder=tmp_path))
     assert same(first[0], last[1])

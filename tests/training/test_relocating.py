@@ -45,13 +45,54 @@ class Meta(MLP):
             super().__init__(optimizer)
 
 
+class Counting(MLP):
+    """Counts in an attribute, between units, and computes with it."""
+
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[:3](x)
+        self.count += 1
+        return self.layers[3:](x) * (1 + 0.01 * self.count)
+
+
+class CountingUnit(nn.Linear):
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x) * (1 + 0.01 * self.count)
+
+
+class CountingInside(MLP):
+    """The same in a unit."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.layers[5] = CountingUnit(8, 8)
+
+
+class Remembering(MLP):
+    """Notes its losses, which only the last stage has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.last = super().training_step(batch, batch_idx)
+        return self.last
+
+
+COUNTING = (Counting, CountingInside, Remembering)
 FIRST: dict[type[Regression], list[str]] = {
-    MLP: ["layers.4"], Meta: ["layers.4"], Normed: ["layers.2"], TiedTransformer: ["blocks.1"],
+    **{kind: ["layers.4"] for kind in (MLP, Meta, *COUNTING)}, Normed: ["layers.2"], TiedTransformer: ["blocks.1"],
 }  # fmt: skip
 LATER: dict[type[Regression], Points] = {
-    MLP: {1: ["layers.7"], 4: ["layers.2"]}, Meta: {1: ["layers.7"], 4: ["layers.2"]},
+    **{kind: {1: ["layers.7"], 4: ["layers.2"]} for kind in (MLP, Meta)},
+    **{kind: {1: ["layers.7"]} for kind in COUNTING},
     Normed: {1: ["layers.4"], 4: ["layers.1"]}, TiedTransformer: {1: ["blocks.2"], 4: ["blocks.0"]},
 }  # fmt: skip
+
+
+def outer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9)
 
 
 class Moving(L.Callback):
@@ -161,29 +202,29 @@ def test_numbers_of_stages_that_groups_cannot_host_are_refused(num_stages: int, 
     checks.stages(num_stages * 4, 4, layout)
 
 
-@pytest.mark.slow
-def test_weights_and_states_move_between_processes(tmp_path: Path) -> None:
-    compare_in_two([(Normed, {}, {}), (MLP, {"num_pipelines": 2, "averaging": Averaging(every=2)}, {})], tmp_path)
-
-
-@pytest.mark.slow
-def test_whatever_is_trained_moves_between_processes(tmp_path: Path) -> None:
-    momentum = {"averaging": Averaging(outer_optimizer=outer)}
-    cases = [
-        (TiedTransformer, {}, {}),
-        (TiedTransformer, {"optimizer": "sgd", "num_pipelines": 2}, {}),
+EVERYTHING: dict[str, list[tuple[Any, Any, Any]]] = {
+    "weights and states": [
+        (Normed, {}, {}),
+        (MLP, {"num_pipelines": 2, "averaging": Averaging(every=2)}, {}),
+        (Remembering, {}, {}),
         (Meta, {}, {}),
         (Meta, {"num_pipelines": 2}, {}),
-        (Normed, {"num_pipelines": 2, **momentum}, {}),
+    ],
+    "with other options": [
+        (TiedTransformer, {}, {}),
+        (TiedTransformer, {"optimizer": "sgd", "num_pipelines": 2}, {}),
+        (Normed, {"num_pipelines": 2, "averaging": Averaging(outer_optimizer=outer)}, {}),
         (Normed, {"costs": "measured", "costs_cache": None}, {"precision": "bf16-mixed"}),
         (MLP, {"optimizer": "sgd"}, {"accumulate_grad_batches": 3}),
         (MLP, {"recompute": True, "schedule": "afab"}, {"gradient_clip_val": 0.1}),
-    ]
-    compare_in_two(cases, tmp_path)
+    ],
+}
 
 
-def outer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_whatever_is_trained_moves_between_processes(name: str, tmp_path: Path) -> None:
+    compare_in_two(EVERYTHING[name], tmp_path)
 
 
 def averaged(rank: int, devices: int, points: Points, path: Path) -> int:
@@ -199,45 +240,6 @@ def test_an_average_of_weights_moves_with_them(tmp_path: Path) -> None:
 
 
 # -- what cannot be had ------------------------------------------------------------------------------------------------
-
-
-class Counting(MLP):
-    """Counts in an attribute, between units, and computes with it."""
-
-    count = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[:3](x)
-        self.count += 1
-        return self.layers[3:](x) * (1 + 0.01 * self.count)
-
-
-class CountingUnit(nn.Linear):
-    count = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return super().forward(x) * (1 + 0.01 * self.count)
-
-
-class CountingInside(MLP):
-    """The same in a unit."""
-
-    def __init__(self, optimizer: str = "sgd") -> None:
-        super().__init__(optimizer)
-        self.layers[5] = CountingUnit(8, 8)
-
-
-class Remembering(MLP):
-    """Notes its losses, which only the last stage has."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.last = super().training_step(batch, batch_idx)
-        return self.last
-
-
-FIRST |= {kind: ["layers.4"] for kind in (Counting, CountingInside, Remembering)}
-LATER |= {kind: {1: ["layers.7"]} for kind in (Counting, CountingInside, Remembering)}
 
 
 def refused(rank: int, folder: Path) -> list[str]:
@@ -256,7 +258,6 @@ def test_what_a_step_keeps_in_attributes_is_refused_where_it_would_move(tmp_path
         assert "training_step keeps 'count' for the next batch" in found[0]
         assert "training_step keeps 'layers.5.count' for the next batch" in found[1]
         assert "register_buffer" in found[0]
-    compare_in_two([(Remembering, {}, {})], tmp_path)
 
 
 @pytest.mark.parametrize(

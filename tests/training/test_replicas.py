@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ from lightning_avgpipe import Averaging, AvgPipeStrategy, Links
 from lightning_avgpipe.capture.graph import CallGraph, Node
 from lightning_avgpipe.comm.topology import StageMap
 from lightning_avgpipe.engine.microbatch import split
-from lightning_avgpipe.errors import ConfigurationError, PartitionError
+from lightning_avgpipe.errors import ConfigurationError, PartitionError, PeerError
 from lightning_avgpipe.training.replicas import check_shared
 from tests import processes
-from tests.averaging.models import Batches, Models, Net, assert_equal, state
+from tests.averaging.models import Batches, Models, Net, assert_close, assert_equal, state
 from tests.averaging.test_groups import Bomb
 from tests.models import MLP, Regression, loader
 from tests.trainers import pipeline, trainer
@@ -47,12 +48,6 @@ def joined(batches: Sequence[Any]) -> Any:
     return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
 
-def assert_close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
-
-
 # -- as ddp ----------------------------------------------------------------------------------------------------------
 
 
@@ -68,16 +63,10 @@ def with_sampler(runner: L.Trainer) -> dict[str, Tensor]:
     return state(model)
 
 
-def as_ddp(rank: int) -> Any:
+def as_ddp() -> Any:
     options = {"max_epochs": 2, "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
     ours = with_sampler(pipeline(1, REPLICAS, {"replicas": REPLICAS}, **options))
     return ours, with_sampler(trainer(devices=REPLICAS, strategy="ddp", **options))
-
-
-def test_one_stage_with_replicas_gives_the_numbers_of_ddp(tmp_path: Path) -> None:
-    (ours, theirs), (others, _) = processes.results(processes.run(REPLICAS, as_ddp, folder=tmp_path))
-    assert_equal(ours, others)
-    assert_close(ours, theirs)
 
 
 # -- as one process --------------------------------------------------------------------------------------------------
@@ -150,20 +139,30 @@ def everything(rank: int) -> Any:
     torch.manual_seed(4 + rank)  # so modules differ until training begins
     model = Net("momentum", dropout=0.0)
     fit(model, unequal(), rank, num_microbatches=2, trainer={"gradient_clip_val": 0.1})
-    return state(model), tokens(rank)
+    return state(model), tokens(rank), as_ddp()
 
 
-def test_replicas_train_as_one_process_with_all_batches(tmp_path: Path) -> None:
-    results = processes.results(processes.run(REPLICAS, everything, folder=tmp_path))
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return processes.results(processes.run(REPLICAS, everything, folder=tmp_path_factory.mktemp("two")))
+
+
+def test_one_stage_with_replicas_gives_the_numbers_of_ddp(in_two: list[Any]) -> None:
+    (ours, theirs), (others, _) = (found for *_, found in in_two)
+    assert_equal(ours, others)
+    assert_close(ours, theirs)
+
+
+def test_replicas_train_as_one_process_with_all_batches(in_two: list[Any]) -> None:
     torch.manual_seed(4)
     plain = Net("momentum", dropout=0.0)
     by_slices(plain, unequal(), 2, clip=0.1)
     of_tokens, metrics = tokens(None)
-    for exact, (found, found_metrics) in results:
+    for exact, (found, found_metrics), _ in in_two:
         assert_equal(exact, state(plain))
         assert_close(found, of_tokens)
         assert found_metrics == pytest.approx(metrics, rel=1e-5)
-    assert_equal(results[0][1][0], results[1][1][0])
+    assert_equal(in_two[0][1][0], in_two[1][1][0])
 
 
 def elastic(replica: int | None, folder: Path, devices: int = REPLICAS, **trainer: Any) -> Any:
@@ -332,20 +331,29 @@ def test_replicas_of_the_last_stage_share_losses_and_log_as_one(tmp_path: Path) 
 
 
 def exactly(rank: int) -> Any:
+    """The first stage has two replicas, of which one fails in the end."""
     torch.manual_seed(5)
     model, strategy = MLP(), AvgPipeStrategy(num_microbatches=5, replicas=[2, 1])  # else as by default
     trainer(devices=3, strategy=strategy, max_epochs=1, gradient_clip_val=0.1).fit(model, loader(MLP, 30, 10))
     assert strategy.plan is not None
-    return state(model), strategy.plan.stages[0].parameters
+    failing = Tied(tied=False)
+    if rank == 2:
+        failing.first.register_forward_pre_hook(Bomb(3))
+    options = {"replicas": [2, 1], "num_microbatches": 5, "split_points": ["between.1"], "timeout": 20}
+    with pytest.raises((ValueError, PeerError), match="one group has failed") as caught:
+        pipeline(2, 3, options).fit(failing, loader(Tied, 30, 10))
+    return state(model), strategy.plan.stages[0].parameters, str(caught.value)
 
 
-def test_replicas_of_a_stage_take_micro_batches_in_turns(tmp_path: Path) -> None:
+def test_replicas_of_a_stage_take_micro_batches_in_turns_and_a_failure_is_named(tmp_path: Path) -> None:
     results = processes.results(processes.run(3, exactly, folder=tmp_path))
     torch.manual_seed(5)
     plain = MLP()
     in_turns(plain, list(loader(MLP, 30, 10)), 5, 2, results[0][1])
-    for exact, _ in results:
+    for exact, *_ in results:
         assert_equal(exact, state(plain))
+    for *_, survivor in results[:2]:
+        assert "rank 2 (stage 0, replica 1)" in survivor
 
 
 @pytest.mark.slow
@@ -361,35 +369,31 @@ def test_replicas_of_a_stage_train_parallel_models_evaluate_and_resume(tmp_path:
 # -- and otherwise ---------------------------------------------------------------------------------------------------
 
 
-def test_what_replicas_cannot_be_is_refused_by_name() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"replicas=2, groups=1 take 2 processes, but there are 3 .*use devices=2"
-    ):
-        pipeline("auto", 3, {"replicas": 2})  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="num_stages=3 on 2 devices of each replica"):
-        pipeline(3, 4, {"replicas": 2})
-    with pytest.raises(ConfigurationError, match="replicas=0: must be"):
-        pipeline(1, 1, {"replicas": 0})
-    with pytest.raises(ConfigurationError, match=r"Links\(bandwidth=...\) has no use with planner='balanced'"):
-        pipeline("auto", 4, {"links": Links(bandwidth=[[1.0]])})  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"replicas=\[3, 1\] and schedule='zb_h1'"):
-        pipeline("auto", 4, {"replicas": [3, 1], "schedule": "zb_h1"})  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("num_stages", "devices", "strategy", "message"),
+    [
+        ("auto", 3, {"replicas": 2}, r"replicas=2, groups=1 take 2 processes, but there are 3 .*use devices=2"),
+        (3, 4, {"replicas": 2}, "num_stages=3 on 2 devices of each replica"),
+        (1, 1, {"replicas": 0}, "replicas=0: must be"),
+        (
+            "auto", 4, {"links": Links(bandwidth=[[1.0]])},
+            r"Links\(bandwidth=...\) has no use with planner='balanced'; use planner='spp', or leave it",
+        ),
+        ("auto", 4, {"replicas": [3, 1], "schedule": "zb_h1"}, r"replicas=\[3, 1\] and schedule='zb_h1'"),
+    ],
+)  # fmt: skip
+def test_what_replicas_cannot_be_is_refused_by_name(
+    num_stages: Any, devices: int, strategy: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        pipeline(num_stages, devices, strategy)
 
 
 def keeping(step: str, position: int) -> CallGraph:
     """A step of two units that adds to a list before a node."""
     nodes = tuple(Node(i, "call", unit, "") for i, unit in enumerate(("first", "last")))
-    key = ("", "outputs")
-    return CallGraph(
-        step,
-        nodes,
-        (),
-        frozenset(),
-        ("first", "last"),
-        frozenset(),
-        mutated_between={key: position},
-        reads={key: position},
-    )
+    at = {("", "outputs"): position}
+    return CallGraph(step, nodes, (), frozenset(), ("first", "last"), frozenset(), mutated_between=at, reads=at)
 
 
 def shared(*replicas: int) -> StageMap:
@@ -397,33 +401,18 @@ def shared(*replicas: int) -> StageMap:
 
 
 @pytest.mark.parametrize(
-    ("step", "position", "replicas"),
-    [("training_step", 2, (1, 2)), ("training_step", 0, (2, 1)), ("validation_step", 0, (2, 1))],
-)
+    ("step", "position", "cuts", "replicas", "is_refused"),
+    [
+        ("training_step", 2, (1,), (1, 2), True), ("training_step", 0, (1,), (2, 1), True),
+        ("validation_step", 0, (1,), (2, 1), True),
+        ("training_step", 2, (1,), (2, 1), False),  # one process runs that stage
+        ("validation_step", 2, (1,), (1, 2), False),  # evaluation does not share the last stage
+        ("validation_step", 0, (), (3,), False),
+    ],
+)  # fmt: skip
 def test_what_a_shared_stage_keeps_for_the_next_micro_batch_is_refused(
-    step: str, position: int, replicas: tuple[int, ...]
+    step: str, position: int, cuts: tuple[int, ...], replicas: tuple[int, ...], is_refused: bool
 ) -> None:
-    with pytest.raises(PartitionError, match=f"{step} keeps 'outputs' for the next micro-batch"):
-        check_shared(keeping(step, position), (1,), shared(*replicas))
-
-
-def test_a_stage_that_one_process_runs_may_keep_what_it_likes() -> None:
-    check_shared(keeping("training_step", 2), (1,), shared(2, 1))
-    check_shared(keeping("validation_step", 2), (1,), shared(1, 2))  # evaluation does not share the last stage
-    check_shared(keeping("validation_step", 0), (), shared(3))
-
-
-def failing_in_turn(rank: int) -> None:
-    model = Tied(tied=False)
-    if rank == 2:
-        model.first.register_forward_pre_hook(Bomb(3))
-    strategy = {"replicas": [2, 1], "num_microbatches": 5, "split_points": ["between.1"], "timeout": 20}
-    pipeline(2, 3, strategy).fit(model, loader(Tied, 30, 10))
-
-
-@pytest.mark.slow
-def test_a_failure_names_the_replica_of_its_stage(tmp_path: Path) -> None:
-    survivors = processes.run(3, failing_in_turn, folder=tmp_path)[:2]
-    for survivor in survivors:
-        assert survivor.error is not None and "rank 2 (stage 0, replica 1)" in survivor.error
-        assert "one group has failed" in survivor.error
+    message = f"{step} keeps 'outputs' for the next micro-batch"
+    with pytest.raises(PartitionError, match=message) if is_refused else contextlib.nullcontext():
+        check_shared(keeping(step, position), cuts, shared(*replicas))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_avgpipe import AvgPipeTuner
-from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.schedule import build, with_replicas
 from lightning_avgpipe.training.replicas import can_run_together
 from tests import processes
-from tests.averaging.models import Batches, assert_equal, state
+from tests.averaging.models import Batches, assert_close, assert_equal, state
 from tests.averaging.test_groups import Bomb
 from tests.models import MLP, Regression
 from tests.trainers import pipeline
@@ -92,14 +92,88 @@ def expected() -> dict[str, Tensor]:
 def assert_alike(results: Sequence[dict[str, Tensor]], plain: dict[str, Tensor]) -> None:
     """To 1e-10 the same as plain, and the same bits on all."""
     for found in results:
-        assert found.keys() == plain.keys()
-        for name, tensor in found.items():
-            torch.testing.assert_close(tensor, plain[name], rtol=0, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+        assert_close(found, plain, rtol=0, atol=1e-10)
         assert_equal(found, results[0])
 
 
-def test_replicas_of_one_stage_are_as_one_process_with_their_micro_batches_together(tmp_path: Path) -> None:
-    assert_alike(processes.results(processes.run(2, replicated, 1, folder=tmp_path)), expected())
+def unequal(rank: int) -> None:
+    """Batches that are not split into as many micro-batches."""
+    data = batches()[rank::2]
+    if rank == 1:
+        data[1] = tuple(t[:2] for t in data[1])  # two samples are two micro-batches
+    fit(data, 2, 1, True, {"replicas": 2, "num_microbatches": COUNT})
+
+
+class Skipping(Normalised):
+    """Has no loss for one batch of one replica."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return None if batch_idx == 1 and self.global_rank == 1 else loss
+
+
+def without_loss(rank: int) -> None:
+    runner = pipeline(1, 2, {"replicas": 2, "num_microbatches": 2}, sync_batchnorm=True, use_distributed_sampler=False)
+    runner.fit(Skipping().double(), Batches(batches()))
+
+
+def failing(rank: int) -> None:
+    module = made()
+    if rank == 1:  # before it has told the other its statistics
+        module.first[1].register_forward_pre_hook(Bomb(3))
+    strategy = {"replicas": 2, "num_microbatches": COUNT}
+    runner = pipeline(1, 2, strategy, sync_batchnorm=True, use_distributed_sampler=False)
+    runner.fit(module, Batches(batches()))
+
+
+def error_of(function: Callable[[int], None], rank: int) -> str:
+    with pytest.raises((AvgPipeError, ValueError)) as caught:
+        function(rank)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+REFUSED: list[tuple[dict[str, Any], Any, str]] = [
+    ({"num_stages": 2}, list, "one stage on each of 1 devices"),
+    ({"num_pipelines": 2}, list, "use num_pipelines=1"),
+    ({"schedule": "zb_h1"}, list, "one of advance_forward, 1f1b, afab"),
+    ({}, lambda: [AvgPipeTuner(4)], "num_pipelines=4 runs actions as they come"),
+    ({"num_stages": 2, "replicas": 1}, list, "sync_batchnorm=True is for replicas"),
+]
+
+
+def refused() -> None:
+    """What could wait for ever, and a pipeline without replicas."""
+    for given, callbacks, needed in REFUSED:
+        strategy = {"num_stages": 1, "replicas": 2, **given}
+        runner = pipeline(strategy.pop("num_stages"), 2, strategy, sync_batchnorm=True, callbacks=callbacks())
+        with pytest.raises(ConfigurationError, match=needed):
+            runner.fit(made(), Batches(batches()))
+
+
+def in_two(rank: int) -> tuple[Any, list[str]]:
+    together = replicated(rank, 1)
+    refused()
+    return together, [error_of(function, rank) for function in (unequal, without_loss, failing)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return processes.results(processes.run(2, in_two, folder=tmp_path_factory.mktemp("two")))
+
+
+def test_replicas_of_one_stage_are_as_one_process_with_their_micro_batches_together(found: list[Any]) -> None:
+    assert_alike([together for together, _ in found], expected())
+
+
+def test_what_one_replica_cannot_do_is_said_before_the_others_wait_for_it(found: list[Any]) -> None:
+    (_, (unequal_here, skipped_here, survivor)), (_, (unequal_there, skipped, failed)) = found
+    for said in (unequal_here, unequal_there):
+        assert "the batches of the replicas were split into 4, 2 micro-batches" in said
+    assert "micro-batch 0 has no loss" in skipped
+    assert "rank 1 (stage 0 of replica 1)" in skipped_here
+    assert "ValueError: one group has failed" in failed
+    assert "rank 1 (stage 0 of replica 1)" in survivor
+    assert "a batch normalisation (sync_batchnorm=True)" in survivor
 
 
 def repeating(rank: int) -> Any:
@@ -141,60 +215,8 @@ def test_replicas_of_a_single_stage_normalise_the_micro_batches_of_a_turn_togeth
     plain = by_hand()
     for found in results:
         counted = {name: value for name, value in found.items() if "num_batches" not in name}
-        for name, value in counted.items():
-            torch.testing.assert_close(value, plain[name], rtol=0, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+        assert_close(counted, {name: plain[name] for name in counted}, rtol=0, atol=1e-10)
         assert_equal(found, results[0])
-
-
-def unequal(rank: int) -> Any:
-    data = batches()[rank::2]
-    if rank == 1:
-        data[1] = tuple(t[:2] for t in data[1])  # two samples are two micro-batches
-    return fit(data, 2, 1, True, {"replicas": 2, "num_microbatches": COUNT})
-
-
-@pytest.mark.slow
-def test_batches_of_unequal_numbers_of_micro_batches_are_refused_before_anybody_waits(tmp_path: Path) -> None:
-    for outcome in processes.run(2, unequal, folder=tmp_path):
-        assert outcome.error is not None
-        assert "the batches of the replicas were split into 4, 2 micro-batches" in outcome.error
-
-
-def failing(rank: int) -> Any:
-    module = made()
-    if rank == 1:  # before it has told the other its statistics
-        module.first[1].register_forward_pre_hook(Bomb(3))
-    strategy = {"replicas": 2, "num_microbatches": COUNT}
-    runner = pipeline(1, 2, strategy, sync_batchnorm=True, use_distributed_sampler=False)
-    runner.fit(module, Batches(batches()))
-
-
-class Skipping(Normalised):
-    """Has no loss for one batch of one replica."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        return None if batch_idx == 1 and self.global_rank == 1 else loss
-
-
-def without_loss(rank: int) -> None:
-    runner = pipeline(1, 2, {"replicas": 2, "num_microbatches": 2}, sync_batchnorm=True, use_distributed_sampler=False)
-    runner.fit(Skipping().double(), Batches(batches()))
-
-
-@pytest.mark.slow
-def test_a_micro_batch_without_loss_ends_training_before_the_others_wait_for_it(tmp_path: Path) -> None:
-    survivor, failed = processes.run(2, without_loss, folder=tmp_path)
-    assert failed.error is not None and "micro-batch 0 has no loss" in failed.error
-    assert survivor.error is not None and "rank 1 (stage 0 of replica 1)" in survivor.error
-
-
-@pytest.mark.slow
-def test_a_replica_that_fails_ends_those_that_wait_for_its_statistics(tmp_path: Path) -> None:
-    survivor, failed = processes.run(2, failing, folder=tmp_path)
-    assert failed.error is not None and "ValueError: one group has failed" in failed.error
-    assert survivor.error is not None and "rank 1 (stage 0 of replica 1)" in survivor.error
-    assert "a batch normalisation (sync_batchnorm=True)" in survivor.error
 
 
 def test_it_is_known_which_schedules_let_replicas_meet() -> None:
@@ -206,27 +228,6 @@ def test_it_is_known_which_schedules_let_replicas_meet() -> None:
     # both would wait: stage 0 for a gradient of micro-batch 1, whose forward on stage 1 needs one of stage 0 first
     early = build("1f1b", 2, 12)
     assert not can_run_together(early, (3, 2))
-
-
-REFUSED: list[tuple[dict[str, Any], Any, str]] = [
-    ({"num_stages": 2}, list, "one stage on each of 1 devices"),
-    ({"num_pipelines": 2}, list, "use num_pipelines=1"),
-    ({"schedule": "zb_h1"}, list, "one of advance_forward, 1f1b, afab"),
-    ({}, lambda: [AvgPipeTuner(4)], "num_pipelines=4 runs actions as they come"),
-    ({"num_stages": 2, "replicas": 1}, list, "sync_batchnorm=True is for replicas"),
-]
-
-
-def refused(rank: int) -> None:
-    for given, callbacks, needed in REFUSED:
-        strategy = {"num_stages": 1, "replicas": 2, **given}
-        runner = pipeline(strategy.pop("num_stages"), 2, strategy, sync_batchnorm=True, callbacks=callbacks())
-        with pytest.raises(ConfigurationError, match=needed):
-            runner.fit(made(), Batches(batches()))
-
-
-def test_what_could_wait_for_ever_is_refused_and_so_is_a_pipeline_without_replicas(tmp_path: Path) -> None:
-    processes.results(processes.run(2, refused, folder=tmp_path))
 
 
 def test_one_process_has_nothing_to_synchronise_as_with_any_strategy() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 
 import pytest
 
-from lightning_avgpipe.errors import ConfigurationError, TuningError
+from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.schedule.picture import pixels
 from lightning_avgpipe.tuning.picture import draw
 from lightning_avgpipe.tuning.profile import Curve, Device, HopProfile, Profile, Setting, StageMemory, StageProfile
@@ -21,11 +20,7 @@ from lightning_avgpipe.tuning.search import (
     samples_at,
     search,
 )
-from lightning_avgpipe.tuning.trials import (
-    best,
-    refined,
-    trial_sizes,
-)
+from lightning_avgpipe.tuning.trials import best, refined, trial_sizes
 from tests.profiles import random_profile
 
 PROFILE = random_profile(1)
@@ -115,12 +110,6 @@ def test_the_picture_hatches_what_does_not_fit_and_marks_the_choice() -> None:
     image = pixels(figure)
     x, y = left.transData.transform((columns.index(8), rows.index(2)))
     assert image[image.shape[0] - 1 - round(y), round(x)].tolist() != [255, 255, 255]
-
-
-def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'lightning_avgpipe\[pictures\]'"):
-        draw(search(PROFILE, SETTINGS))
 
 
 # -- what a batch of parallel models is worth ------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import logging
 import math
 import os
 import random
@@ -33,11 +31,13 @@ from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.utils.device import DeviceMemory
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify import verifier as verifying
+from lightning_avgpipe.verify.__main__ import main
 from lightning_avgpipe.verify.fingerprint import differences, fingerprint, how_different, usual_size
 from tests import processes
 from tests.driver import assert_same_parameters
 from tests.models import MLP, Regression, TiedTransformer, TinyTransformer, loader
 from tests.strategy.test_precision import half_mixed
+from tests.trainers import logged as logged_lines
 from tests.trainers import pipeline
 
 
@@ -344,7 +344,7 @@ def test_what_a_compiler_rounds_otherwise_is_said_to_be_so() -> None:
 # -- several processes -----------------------------------------------------------------------------------------------
 
 
-def fit_in_processes(rank: int) -> tuple[list[str], str]:
+def fit_in_stages(rank: int) -> tuple[list[str], str]:
     """What is said of a training, and how one ends in which a gradient of the first stage is halved."""
     texts: list[str] = []
     perform = Stage.perform
@@ -369,46 +369,37 @@ def fit_in_processes(rank: int) -> tuple[list[str], str]:
     return texts, f"{caught.type.__name__}: {caught.value}"
 
 
-@pytest.fixture(scope="module")
-def in_processes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], str]]:
-    return processes.results(processes.run(2, fit_in_processes, folder=tmp_path_factory.mktemp("two")))
+def fit_in_replicas() -> tuple[str, list[str]]:
+    """The log of a training in two replicas, and warnings of one whose step does what nobody sees."""
+    warned = list[str]()
+    with logged_lines() as lines:
+        for module in (Normed(), Remembering()):
+            torch.manual_seed(3)
+            options = {"num_microbatches": 4, "replicas": 2, "split_points": ["layers.2"]}
+            with replaced(verifying, "rank_zero_warn", warned.append):
+                pipeline(2, 2, options, max_epochs=1).fit(module, loader(Normed, 32, 8))
+    return "\n".join(lines), warned
 
 
-def test_two_processes_are_verified_together(in_processes: list[tuple[list[str], str]]) -> None:
-    (texts, _), (others, _) = in_processes
+def all_of_it(rank: int) -> tuple[Any, Any]:
+    return fit_in_replicas(), fit_in_stages(rank)
+
+
+def test_two_processes_are_verified_together_and_a_fault_in_another_one_is_named(tmp_path: Path) -> None:
+    (replicas, stages), (other_replicas, other_stages) = processes.results(processes.run(2, all_of_it, folder=tmp_path))
+    (texts, error), (others, other) = stages, other_stages
     assert texts == [
         "verified 2 optimizer steps: 8 losses, 8 gradients, 8 weights, 3 buffers equal bit for bit; "
         "1 logged values up to rounding"
     ]
     assert not others
-
-
-def test_a_fault_in_another_process_is_named(in_processes: list[tuple[list[str], str]]) -> None:
-    (_, error), (_, other) = in_processes
     assert "the gradient of 'layers.0.weight'" in error
     assert "VerificationError" in other
-
-
-def fit_in_replicas(rank: int) -> tuple[str, list[str]]:
-    """The log of a training in two replicas, and warnings of one whose step does what nobody sees."""
-    lines, warned = io.StringIO(), list[str]()
-    handler, log = logging.StreamHandler(lines), logging.getLogger("lightning_avgpipe")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    for module in (Normed(), Remembering()):
-        torch.manual_seed(3)
-        options = {"num_microbatches": 4, "replicas": 2, "split_points": ["layers.2"]}
-        with replaced(verifying, "rank_zero_warn", warned.append):
-            pipeline(2, 2, options, max_epochs=1).fit(module, loader(Normed, 32, 8))
-    log.removeHandler(handler)
-    return lines.getvalue(), warned
-
-
-def test_a_replica_is_compared_up_to_the_sum_of_gradients(tmp_path: Path) -> None:
-    (text, warned), (_, others) = processes.results(processes.run(2, fit_in_replicas, folder=tmp_path))
+    # a replica is compared up to the sum of gradients
+    text, warned = replicas
     assert "verified 1 optimizer steps: 4 losses, 3 buffers equal bit for bit" in text
     assert len(warned) == 1 and "the loss of 'micro-batch" in warned[0]
-    assert not others
+    assert not other_replicas[1]
 
 
 # -- units that begin to draw late -----------------------------------------------------------------------------------
@@ -446,40 +437,28 @@ class Noisy(MLP):
         self.layers = nn.Sequential(*(layer for noise in noises for layer in (nn.Linear(8, 8), noise)))
 
 
-def of_torch() -> float:
-    return torch.rand(1).item()
-
-
-def of_functional_dropout() -> float:
-    return float(nn.functional.dropout(torch.ones(()), 0.5))
-
-
-def of_python() -> float:
-    return random.random()
-
-
-def of_numpy() -> float:
-    return float(np.random.rand())
-
-
+DRAWS: dict[str, Callable[[], float]] = {
+    "torch": lambda: torch.rand(1).item(),
+    "dropout": lambda: float(nn.functional.dropout(torch.ones(()), 0.5)),
+    "Python": lambda: random.random(),
+    "NumPy": lambda: float(np.random.rand()),
+}
+WITHIN, BETWEEN = ["layers.3.parts.0"], ["layers.2", "layers.4"]
 # where stages begin, what draws, from which call on (in the second micro-batch, in the second batch), parts of a noise
 LATE: list[Any] = [
-    (["layers.3.parts.0"], of_torch, 4, 2),
-    *(
-        pytest.param(["layers.3.parts.0"], draws, 4, 2, marks=pytest.mark.slow)
-        for draws in (of_functional_dropout, of_python, of_numpy)
-    ),
-    (["layers.2", "layers.4"], of_torch, 2, 0),
-    (["layers.2", "layers.4"], of_numpy, 4, 0),
-    (["layers.2", "layers.4"], of_python, 2, 2),
+    (WITHIN, "torch", 4, 2),
+    (BETWEEN, "NumPy", 4, 0),
+    *(pytest.param(WITHIN, draws, 4, 2, marks=pytest.mark.slow) for draws in ("dropout", "Python", "NumPy")),
+    pytest.param(BETWEEN, "torch", 2, 0, marks=pytest.mark.slow),
+    pytest.param(BETWEEN, "Python", 2, 2, marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize(("points", "draws", "begins", "parts"), LATE)
 def test_units_that_begin_to_draw_late_are_no_false_alarm(
-    points: list[str], draws: Callable[[], float], begins: int, parts: int, said: list[str]
+    points: list[str], draws: str, begins: int, parts: int, said: list[str]
 ) -> None:
-    fit(Noisy(begins, draws, parts), num_stages=len(points) + 1, split_points=points, verify=3)
+    fit(Noisy(begins, DRAWS[draws], parts), num_stages=len(points) + 1, split_points=points, verify=3)
     assert "9 losses" in said[0]
 
 
@@ -586,3 +565,58 @@ def test_one_other_element_is_another_fingerprint_wherever_it_is() -> None:
     swapped = tensor.clone()
     swapped[[0, 1]] = tensor[[1, 0]]
     assert len(digests | {fingerprint(swapped).digest}) == 6
+
+
+# -- python -m lightning_avgpipe.verify: a script is verified as it is -------------------------------------------------
+
+SCRIPT = """
+import itertools
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lightning_avgpipe import AvgPipeStrategy
+from tests.models import MLP, loader
+from tests.trainers import trainer
+
+
+class Counting(MLP):
+    def forward(self, x):
+        factor = calls() if "wrong" in sys.argv else 1
+        return super().forward(x * torch.from_numpy(np.full(1, factor, np.float32)))  # what NumPy makes is not attested
+
+
+calls = itertools.count(1).__next__  # whose state nobody sees
+if "none" not in sys.argv:
+    strategy = AvgPipeStrategy(num_stages=2, num_microbatches=2, costs="flops")
+    trainer(strategy=strategy, max_epochs=1000).fit(Counting(), loader(MLP, 24, 8))
+    Path("trained").touch()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argument", "code", "said"),
+    [
+        ("right", 0, "verified 3 optimizer steps"),
+        ("wrong", 1, "its error is above"),
+        ("none", 1, "nothing was verified"),
+    ],
+)
+def test_a_script_is_verified_and_ends(
+    argument: str,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert main(["--steps", "3", "train.py", argument]) == code
+    printed = "".join(capfd.readouterr())
+    assert said in printed
+    assert ("VerificationError" in printed) == (argument == "wrong")
+    assert not Path("trained").exists()

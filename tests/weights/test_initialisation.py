@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from benchmarks import memory
 from lightning_avgpipe.errors import ConfigurationError, StageError
 from lightning_avgpipe.weights.initialisation import Origin, on_meta
-from tests import processes
 from tests.driver import assert_same_parameters
 from tests.models import MLP, Regression, TinyTransformer, loader
+from tests.processes import num_processes, two_and_one
 from tests.trainers import pipeline
 
 
@@ -167,8 +167,7 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
     torch.manual_seed(5)
     model = Mixed()
     data, more = loader(Mixed, 16, 8), loader(Mixed, 8, 8, seed=1)
-    strategy = {"num_microbatches": 4}
-    world_size = processes_of(folder)
+    strategy, world_size = {"num_microbatches": 4}, num_processes()
 
     def runner(**options: Any) -> Any:
         return pipeline(2, world_size, strategy, **options)
@@ -192,18 +191,10 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
     return {"held": held, "tested": tested, "predicted": predicted, "alone": alone}
 
 
-def processes_of(folder: Path) -> int:
-    return 2 if folder.name == "two" else 1
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs")
-    for name in ("two", "one"):
-        (folder / name).mkdir()
-    two = processes.results(processes.run(2, work, folder / "two", folder=folder))
-    one = processes.results(processes.run(1, work, folder / "one", folder=folder))[0]
-    return folder, two, one
+    return folder, *two_and_one(work, folder)
 
 
 def test_no_process_holds_the_stages_of_others(runs: Any) -> None:

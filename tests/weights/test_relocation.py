@@ -3,74 +3,28 @@
 from __future__ import annotations
 
 import copy
-import queue
-import threading
-from collections import defaultdict
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.comm.collectives import Collectives
-from lightning_avgpipe.comm.topology import Party
+from lightning_avgpipe.comm.collectives import Collectives, Peer
+from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from lightning_avgpipe.weights.ownership import give_up, owners_of
 from lightning_avgpipe.weights.relocation import ModuleTensors, OptimizerStates, Relocation, relocate
+from tests import threads
 
 OLD = {"a": (0,), "b": (0,), "c": (1,), "d": (0, 1, 2), "e": ()}
 NEW = {"a": (1,), "b": (0,), "c": (2, 0), "d": (1,), "e": (2,)}
-LIMIT_S = 30
 
 
-def begun(function: Callable[[], object], doing: str) -> Any:
-    """Has run a function that waits for others, in this thread."""
-    function()
-    return SimpleNamespace(finish=lambda: None)
-
-
-class Threads(Collectives):
-    """Processes of which each is a thread of this one."""
-
-    def __init__(self, rank: int, size: int, wires: dict[tuple[int, int], queue.Queue[Any]]) -> None:
-        network: Any = None  # not asked: messages go through queues
-        super().__init__(Party("threads", tuple(range(size))), rank, network, begun, lambda: None)
-        self.sent: list[int] = []
-        self._wires = wires
-
-    def peer(self, rank: int) -> Any:
-        def send(tensor: Tensor) -> None:
-            self.sent.append(tensor.numel())
-            self._wires[self.rank, rank].put(tensor.clone())
-
-        def receive(like: Tensor) -> Tensor:
-            received: Tensor = self._wires[rank, self.rank].get(timeout=LIMIT_S)
-            assert received.shape == like.shape and received.dtype == like.dtype
-            return received
-
-        return SimpleNamespace(send=send, receive=receive)
-
-    def exchange_objects(self, item: Any) -> list[Any]:
-        for other in self.ranks:
-            self._wires[self.rank, other].put(item)
-        return [self._wires[other, self.rank].get(timeout=LIMIT_S) for other in self.ranks]
-
-
-def in_threads(size: int, function: Callable[[Threads], Any]) -> list[Any]:
-    """What the function returns on each rank."""
-    wires: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
-    for pair in [(a, b) for a in range(size) for b in range(size)]:
-        wires[pair]  # all of them, before threads look
-    found: dict[int, Any] = {}
-    threads = [
-        threading.Thread(target=lambda r=r: found.update({r: function(Threads(r, size, wires))})) for r in range(size)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    return [found[rank] for rank in range(size)]
+def in_threads(size: int, function: Callable[[Collectives], Any]) -> list[Any]:
+    """What the function returns in each of some processes, which are threads."""
+    stages = StageMap.on(DeviceLayout(size), size)
+    return threads.results(threads.run(stages, lambda cluster: function(cluster.group)))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
@@ -98,7 +52,7 @@ def items(rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 10**6])
 def test_trees_arrive_as_they_were(bucket_bytes: int) -> None:
-    def move(processes: Threads) -> Any:
+    def move(processes: Collectives) -> Any:
         held = items(processes.rank)
         return Relocation(OLD, NEW).carry_out(processes, held.__getitem__, bucket_bytes)
 
@@ -120,14 +74,21 @@ def test_small_tensors_travel_together_and_no_message_exceeds_the_bucket() -> No
     old = {str(i): (0,) for i in range(64)}
     new = {str(i): (1,) for i in range(64)}
 
-    def move(processes: Threads) -> Any:
-        arrived = Relocation(old, new).carry_out(processes, lambda name: torch.full((16,), float(name)), 1024)
-        return processes.sent, {name: arrival.on(torch.device("cpu")) for name, arrival in arrived.items()}
+    sent: list[int] = []
+    send = Peer.send
 
-    (sent, nothing), (_, arrived) = in_threads(2, move)
+    def noted(peer: Peer, tensor: Tensor) -> None:
+        sent.append(tensor.numel())
+        send(peer, tensor)
+
+    def move(processes: Collectives) -> Any:
+        arrived = Relocation(old, new).carry_out(processes, lambda name: torch.full((16,), float(name)), 1024)
+        return {name: arrival.on(torch.device("cpu")) for name, arrival in arrived.items()}
+
+    with mock.patch.object(Peer, "send", noted):
+        nothing, arrived = in_threads(2, move)
     assert not nothing
-    contents = sent[2::3]  # after lengths and description
-    assert contents == [1024] * 4
+    assert sent[2::3] == [1024] * 4  # contents, after lengths and description
     assert all(torch.equal(arrived[str(i)], torch.full((16,), float(i))) for i in range(64))
 
 
@@ -163,7 +124,7 @@ def test_a_parameter_goes_with_its_gradient_and_states_and_a_buffer_with_its_con
         for parameter, there in zip(net.parameters(), whole.parameters(), strict=True):
             parameter.grad = there.grad
 
-    def move(processes: Threads) -> Any:
+    def move(processes: Collectives) -> Any:
         net, optimizer = copies[processes.rank]
         parameters = dict(net.named_parameters())
         foreign = [name for name in parameters if processes.rank not in old[name]]

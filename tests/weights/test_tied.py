@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -65,45 +64,25 @@ class Recurrent(Regression):
         return self.leave(h)
 
 
-MODELS = [TiedLanguageModel, Recurrent]
-
-
 @pytest.mark.parametrize(("model", "num_stages"), [(TiedLanguageModel, 2), (TiedLanguageModel, 4), (Recurrent, 3)])
-def test_gradients_equal_those_of_the_plain_module(model: type[Regression], num_stages: int) -> None:
+def test_gradients_are_those_of_the_plain_module_to_the_same_bit_with_every_schedule(
+    model: type[Regression], num_stages: int
+) -> None:
     torch.manual_seed(0)
     plain = model()
-    piped = copy.deepcopy(plain)
+    modules = [copy.deepcopy(plain) for _ in range(3)]
     batch = model.example(7)
     losses = accumulate(plain, copy.deepcopy(batch), 3)
-    engine = Engine(piped, num_stages, batch, 3)
-    assert all(torch.equal(a, b) for a, b in zip(engine.train(copy.deepcopy(batch)), losses, strict=True))
-    assert engine.plan.copied
-    assert "copied: " in str(engine.plan)
-    assert_same_gradients(plain, piped, summed=engine.plan.copied)
-    assert_same_parameters(plain, piped)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_the_schedule_does_not_change_a_bit(model: type[Regression]) -> None:
-    torch.manual_seed(0)
-    first = model()
-    batch = model.example(8)
-    others = [copy.deepcopy(first) for _ in range(2)]
-    Engine(first, 3, batch, 4).train(batch, "afab")
-    Engine(others[0], 3, batch, 4).train(batch, "1f1b")
-    Engine(others[1], 3, batch, 4).train(batch, "advance_forward", advance=1)
-    for other in others:
-        assert_same_gradients(first, other)
-
-
-def test_a_parameter_is_one_object_again_after_a_step() -> None:
-    model = TiedLanguageModel()
-    batch = model.example(4)
-    Engine(model, 3, batch, 2).train(batch)
-    assert model.head.weight is model.embed.weight
-    assert [name for name, _ in model.named_parameters() if "weight" in name and "blocks" not in name] == [
-        "embed.weight"
-    ]
+    for module, schedule in zip(modules, ("1f1b", "afab", "advance_forward"), strict=True):
+        engine = Engine(module, num_stages, batch, 3)
+        found = engine.train(copy.deepcopy(batch), schedule, advance=schedule == "advance_forward")
+        assert all(torch.equal(a, b) for a, b in zip(found, losses, strict=True))
+        assert engine.plan.copied and "copied: " in str(engine.plan)
+        assert_same_gradients(plain, module, summed=engine.plan.copied)
+        assert_same_gradients(modules[0], module)
+        # a parameter with copies is one object again
+        assert [name for name, _ in module.named_parameters()] == [name for name, _ in plain.named_parameters()]
+        assert_same_parameters(plain, module)
 
 
 def fit(model: Regression, devices: int, num_stages: int, **options: Any) -> dict[str, Any]:
@@ -133,47 +112,30 @@ class Drawn(Regression):
         return self.last(self.between(self.first(x @ self.features)))
 
 
-def fit_all(rank: int, devices: int = 2) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+def fit_all(rank: int, devices: int = 2) -> list[dict[str, Any]]:
     torch.manual_seed(5)
     tied, recurrent = TiedLanguageModel(), Recurrent()
-    found = [fit(tied, devices, 2, gradient_clip_val=0.05), fit(recurrent, devices, 4, accumulate_grad_batches=2)]
+    return [fit(tied, devices, 2, gradient_clip_val=0.05), fit(recurrent, devices, 4, accumulate_grad_batches=2)]
+
+
+def draw(rank: int) -> dict[str, Tensor]:
     torch.manual_seed(5 + rank)
     drawn = Drawn()
     strategy = {"num_microbatches": 2, "split_points": ["between"]}
-    pipeline(2, devices, strategy, max_epochs=1).fit(drawn, loader(Drawn, 16, 8))
-    return found, state(drawn)
+    pipeline(2, 2, strategy, max_epochs=1).fit(drawn, loader(Drawn, 16, 8))
+    return state(drawn)
 
 
-@pytest.fixture(scope="module")
-def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return processes.results(processes.run(2, fit_all, folder=tmp_path_factory.mktemp("two")))
-
-
-def test_two_processes_equal_one_bitwise(in_two: list[Any]) -> None:
-    expected, _ = fit_all(0, 1)
-    for rank, _ in in_two:
-        for found, one in zip(rank, expected, strict=True):
-            assert found["optimized"] == found["parameters"] == one["parameters"]
-            assert found["metrics"] == one["metrics"]
-            assert_equal(found["weights"], one["weights"])
-
-
-def test_copies_and_buffers_begin_alike_though_each_process_draws_its_own(in_two: list[Any]) -> None:
-    (_, one), (_, other) = in_two
-    assert_equal(one, other)
-
-
-def test_a_sparse_gradient_of_a_copied_parameter_is_refused() -> None:
+def roll(devices: int) -> dict[str, Tensor]:
+    torch.manual_seed(6)
     model = TiedLanguageModel()
-    model.embed.sparse = True
-    batch = model.example(4)
-    with pytest.raises(AvgPipeError, match=r"gradient of 'embed\.weight' is sparse"):
-        Engine(model, 2, batch, 2).train(batch)
+    strategy = {"num_pipelines": 2, "num_microbatches": 4, "averaging": Averaging(rolling=True)}
+    pipeline(2, devices, strategy, max_epochs=1).fit(model, loader(TiedLanguageModel, 64, 8))
+    return state(model)
 
 
-def rolls(rank: int) -> tuple[dict[str, Tensor], list[bool]]:
-    """Train two rolling models in two processes; return the weights, and what happened within each sum."""
-    torch.set_num_threads(1)
+def observed_roll() -> tuple[dict[str, Tensor], list[bool]]:
+    """Train two rolling models in two processes; the weights, and whether something was done within each sum."""
     acted, within, as_written, perform = threading.Event(), [], tied.sum_in_order, Stage.perform
 
     def sum_in_order(*args: Any) -> Tensor:
@@ -186,20 +148,43 @@ def rolls(rank: int) -> tuple[dict[str, Tensor], list[bool]]:
         return perform(*args)
 
     with mock.patch.object(tied, "sum_in_order", sum_in_order), mock.patch.object(Stage, "perform", performed):
-        return rolled(2), within
+        return roll(2), within
 
 
-def rolled(devices: int) -> dict[str, Tensor]:
-    torch.manual_seed(6)
-    model = TiedLanguageModel()
-    strategy = {"num_pipelines": 2, "num_microbatches": 4, "averaging": Averaging(rolling=True)}
-    pipeline(2, devices, strategy, max_epochs=1).fit(model, loader(TiedLanguageModel, 64, 8))
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+def work(rank: int) -> tuple[Any, ...]:
+    return fit_all(rank), draw(rank), observed_roll()
 
 
-def test_a_rolling_pipeline_computes_while_gradients_of_another_are_summed(tmp_path: Path) -> None:
-    expected = rolled(1)
-    for weights, within in processes.results(processes.run(2, rolls, folder=tmp_path)):
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
+    """By what each of two processes trained: tied weights, weights it drew by itself, rolling models."""
+    found = processes.results(processes.run(2, work, folder=tmp_path_factory.mktemp("two")))
+    return list(zip(*found, strict=True))
+
+
+def test_two_processes_equal_one_bitwise(in_two: list[Any]) -> None:
+    expected = fit_all(0, 1)
+    for rank in in_two[0]:
+        for found, one in zip(rank, expected, strict=True):
+            assert found["optimized"] == found["parameters"] == one["parameters"]
+            assert found["metrics"] == one["metrics"]
+            assert_equal(found["weights"], one["weights"])
+
+
+def test_copies_and_buffers_begin_alike_though_each_process_draws_its_own(in_two: list[Any]) -> None:
+    assert_equal(*in_two[1])
+
+
+def test_a_rolling_pipeline_computes_while_gradients_of_another_are_summed(in_two: list[Any]) -> None:
+    expected = roll(1)
+    for weights, within in in_two[2]:
         assert any(within)
-        for name, weight in weights.items():
-            assert torch.equal(weight, expected[name]), name
+        assert_equal(weights, expected)
+
+
+def test_a_sparse_gradient_of_a_copied_parameter_is_refused() -> None:
+    model = TiedLanguageModel()
+    model.embed.sparse = True
+    batch = model.example(4)
+    with pytest.raises(AvgPipeError, match=r"gradient of 'embed\.weight' is sparse"):
+        Engine(model, 2, batch, 2).train(batch)

@@ -2,78 +2,69 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 
-from tests.driver import Engine
-from tests.models import Regression
 from tests.zoo import own_models, transformers_models
-from tests.zoo.comparison import check
+from tests.zoo.comparison import assert_same, check, check_in_two_processes, in_stages
 from tests.zoo.transformers_models import HuggingFace
+
+Case = tuple[Callable[[], L.LightningModule], Callable[[int, int], Any]]
+
+
+def of_transformers(models: dict[str, Any]) -> dict[str, Case]:
+    return {name: (lambda build=build: HuggingFace(build()), batch) for name, (build, batch) in models.items()}
+
+
+OWN: dict[str, Case] = {model.__name__: (model, model.example) for model in own_models.MODELS}
+MODELS = {**OWN, **of_transformers(transformers_models.MODELS)}
+# with three stages; the others of tests/models.py are trained elsewhere
+FAST = {"bert", "gpt2", *OWN} - {"UNet", "ConvNet", "LSTMStack", "TinyTransformer", "CheckpointedReentrant"}
+DRAWING: dict[str, Case] = {
+    **{model.__name__: (model, model.example) for model in own_models.DRAWING},
+    **of_transformers(transformers_models.DRAWING),
+}
+
+
+def made(case: Case) -> tuple[L.LightningModule, list[Any]]:
+    torch.manual_seed(1)
+    build, example = case
+    # another length, and a last batch of which one micro-batch is smaller
+    return build(), [example(6, 6), example(6, 9), example(5, 5)]
 
 
 # torch says so of a reentrant checkpoint in a validation
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@pytest.mark.parametrize("num_stages", [3, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model", own_models.MODELS, ids=lambda model: model.__name__)
-def test_stages_equal_a_module_bitwise(model: type[Regression], num_stages: int) -> None:
-    # another length, and a last batch of which one micro-batch is smaller
-    check(model(), [model.example(6, 6), model.example(6, 9), model.example(5, 5)], num_stages)
-
-
-FAST = ("bert", "gpt2", "bart")  # with three stages
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 
 
 @pytest.mark.parametrize(
     ("name", "num_stages"),
     [
         pytest.param(name, n, marks=() if n == 3 and name in FAST else pytest.mark.slow)
-        for name in transformers_models.MODELS
+        for name in MODELS
         for n in (3, 4)
     ],
 )
-def test_stages_equal_a_model_of_transformers_bitwise(name: str, num_stages: int) -> None:
-    build, batch = transformers_models.MODELS[name]
-    # another length, and a last batch of which one micro-batch is smaller
-    check(HuggingFace(build()), [batch(6, 6), batch(6, 9), batch(5, 5)], num_stages)
+def test_stages_equal_one_process_bitwise_and_verification_finds_nothing(name: str, num_stages: int) -> None:
+    check(partial(made, MODELS[name]), num_stages, verify=3)
 
 
-STEPS = 3
-DRAWING: dict[str, tuple[Callable[[], L.LightningModule], Callable[[int, int], Any]]] = {
-    **{model.__name__: (model, model.example) for model in own_models.DRAWING},
-    **{
-        name: (lambda build=build: HuggingFace(build()), batch)
-        for name, (build, batch) in transformers_models.DRAWING.items()
-    },
-}
-
-
-def trained(module: L.LightningModule, batches: list[Any], num_stages: int) -> dict[str, Any]:
-    """Parameters after some steps, and gradients of the last one."""
-    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    engine = Engine(module, num_stages, batches[0])
-    for i, batch in enumerate(batches):
-        optimizer.zero_grad()
-        engine.train(copy.deepcopy(batch), iteration=i)
-        optimizer.step()
-    return {name: (p.detach(), p.grad) for name, p in module.named_parameters()}
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))])
+def test_two_processes_equal_one_bitwise(first: int, tmp_path: Path) -> None:
+    check_in_two_processes({name: partial(made, MODELS[name]) for name in list(OWN)[first::6]}, 4, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in transformers_models.DRAWING else ()) for n in DRAWING]
+    "name", [pytest.param(name, marks=() if name == "Dropouts" else pytest.mark.slow) for name in DRAWING]
 )
 def test_dropout_does_not_depend_on_the_number_of_stages(name: str) -> None:
-    build, example = DRAWING[name]
-    module = build()
-    batches = [example(4, 5 + i) for i in range(STEPS)]
-    expected = trained(copy.deepcopy(module), batches, 1)
-    for num_stages in (2, 3, 4):
-        found = trained(copy.deepcopy(module), batches, num_stages)
-        for parameter, pair in expected.items():
-            assert all(torch.equal(a, b) for a, b in zip(pair, found[parameter], strict=True)), (num_stages, parameter)
+    make = partial(made, DRAWING[name])
+    expected = in_stages(make, 1)
+    for num_stages in (2, 4):
+        assert_same(expected, in_stages(make, num_stages, verify=3))

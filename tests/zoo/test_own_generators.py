@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.errors import PartitionError, StepChangedError
-from tests.zoo.comparison import alone, apart, assert_same, check, in_one_process, planned
+from lightning_avgpipe.errors import AvgPipeError, PartitionError, StepChangedError
+from tests import processes
+from tests.zoo.comparison import check, check_in_two_processes, in_stages
 
 GLOBAL = random.Random(5)
+Step = Callable[[Any, Tensor, bool], Tensor]
 
 
 def number(generator: Any) -> float:
-    if isinstance(generator, torch.Generator):
-        return float(torch.rand((), generator=generator))
-    if isinstance(generator, np.random.BitGenerator):
-        return float(np.random.Generator(generator).random())
-    return float(generator.random())
+    return float(torch.rand((), generator=generator) if isinstance(generator, torch.Generator) else generator.random())
 
 
 class Layer(nn.Module):
@@ -54,87 +53,82 @@ class Augmentation(nn.Module):
 
 
 class Model(L.LightningModule):
-    """Batches say whether they are late ones; ``given`` says what a layer is given to draw from."""
+    """Five layers; a test says what the step does with them. Batches say whether they are late ones."""
 
-    layer: type[Layer] = Layer
-
-    def __init__(self) -> None:
+    def __init__(self, step: Step, layer: type[Layer] = Layer) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.layers = nn.ModuleList(self.layer() for _ in range(5))
+        self.step = step
+        self.layers = nn.ModuleList(layer() for _ in range(5))
         self.generator: Any = torch.Generator().manual_seed(2)
+        self.augmentation = Augmentation()
+        self.lazy: Any = None
 
-    def given(self, n: int, late: bool) -> Any:
-        return None
-
-    def forward(self, x: Tensor, late: bool) -> Tensor:
+    def through(self, x: Tensor, given: Mapping[int, Any] | None = None) -> Tensor:
+        """The layers, some of which are given a generator to draw from."""
         for n, layer in enumerate(self.layers):
-            x = layer(x, self.given(n, late))
+            x = layer(x, (given or {}).get(n))
         return x
+
+    def noisy(self, x: Tensor) -> Tensor:
+        return x * (1 + number(self.generator))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, late = batch
-        return self(x, bool(late)).square().mean()
+        return self.step(self, x, bool(late)).square().mean()
 
-    validation_step = training_step
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
 
 
-class Noisy(Model):
-    def noisy(self, x: Tensor) -> Tensor:
-        return x * (1 + number(self.generator))
+def to_all(generator: Any) -> dict[int, Any]:
+    return dict.fromkeys(range(5), generator)
+
+
+def made(model: Callable[[], Model]) -> tuple[Model, list[Any]]:
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(4, 4, generator=generator), torch.tensor(late)) for late in (False, False, True, True)]
+    return model(), batches
 
 
 # -- right ---------------------------------------------------------------------------------------------------------
 
 
-class OneMadeByTheStep(Model):
-    def forward(self, x: Tensor, late: bool) -> Tensor:
-        made = torch.Generator().manual_seed(int(x.abs().sum()))
-        for layer in self.layers:
-            x = layer(x, made)
-        return x * number(made)
+def one_made_by_the_step(net: Any, x: Tensor, late: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(int(x.abs().sum()))
+    return net.through(x, to_all(generator)) * number(generator)
 
 
-class SeededByTheStep(Noisy):
-    def forward(self, x: Tensor, late: bool) -> Tensor:
-        self.generator.manual_seed(5 + late)
-        for layer in self.layers:
-            x = self.noisy(layer(x))
-        return self.noisy(x) if late else x
+def seeded_by_the_step(net: Any, x: Tensor, late: bool) -> Tensor:
+    net.generator.manual_seed(5 + late)
+    for layer in net.layers:
+        x = net.noisy(layer(x))
+    return net.noisy(x) if late else x
 
 
-class SeededForALayer(Model):
-    def given(self, n: int, late: bool) -> Any:
-        if n == 0:
-            self.generator.manual_seed(5 + late)
-        return self.generator if n in (2, 3) else None
+def seeded_for_a_layer(net: Any, x: Tensor, late: bool) -> Tensor:
+    net.generator.manual_seed(5 + late)
+    return net.through(x, {2: net.generator, 3: net.generator})
 
 
-class InFront(Noisy):
-    def forward(self, x: Tensor, late: bool) -> Tensor:
-        return super().forward(self.noisy(x), late)
+def in_front(net: Any, x: Tensor, late: bool) -> Tensor:
+    return net.through(net.noisy(x))
 
 
-class Augmented(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.augmentation = Augmentation()
-
-    def forward(self, x: Tensor, late: bool) -> Tensor:
-        return super().forward(self.augmentation(x), late)
+def augmented(net: Any, x: Tensor, late: bool) -> Tensor:
+    return net.through(net.augmentation(x))
 
 
-class OneLayerLate(Model):
-    def given(self, n: int, late: bool) -> Any:
-        return self.generator if n == 1 and late else None
-
-    def forward(self, x: Tensor, late: bool) -> Tensor:
-        self.layers[1](x, self.generator)
-        return super().forward(x, late)
+def one_layer_late(net: Any, x: Tensor, late: bool) -> Tensor:
+    net.layers[1](x, net.generator)
+    return net.through(x, {1: net.generator} if late else None)
 
 
 class InTheBatch(Model):
     """The batch has a generator for each micro-batch, from which layers and code between them draw."""
+
+    def __init__(self) -> None:
+        super().__init__(in_front)
 
     def split_batch(self, batch: Any, count: int) -> list[Any]:
         x, late = batch
@@ -146,110 +140,96 @@ class InTheBatch(Model):
             x = layer(x * number(generator), generator if n > 2 else None)
         return x.square().mean()
 
-    validation_step = training_step
+
+STEPS = (one_made_by_the_step, seeded_by_the_step, seeded_for_a_layer, in_front, augmented, one_layer_late)
+RIGHT: dict[str, Callable[[], Model]] = {
+    **{step.__name__: partial(Model, step) for step in STEPS},
+    "in_the_batch": InTheBatch,
+}
 
 
-RIGHT = [OneMadeByTheStep, SeededByTheStep, SeededForALayer, InFront, Augmented, OneLayerLate, InTheBatch]
+@pytest.mark.parametrize("name", RIGHT)
+def test_stages_draw_what_one_process_draws(name: str) -> None:
+    check(partial(made, RIGHT[name]), 2)
 
 
-def batches() -> list[Any]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, 4, generator=generator), torch.tensor(late)) for late in (False, False, True, True)]
+def test_stages_of_two_processes_draw_what_one_draws(tmp_path: Path) -> None:
+    check_in_two_processes({name: partial(made, model) for name, model in RIGHT.items()}, 2, tmp_path)
 
 
-@pytest.mark.parametrize("model", RIGHT)
-def test_stages_draw_what_one_process_draws(model: type[Model]) -> None:
-    check(model(), batches(), 2)
+# -- refused -------------------------------------------------------------------------------------------------------
 
 
-# -- refused when it happens ---------------------------------------------------------------------------------------
+def all_late(net: Any, x: Tensor, late: bool) -> Tensor:
+    return net.through(x, to_all(net.generator) if late else None)
 
 
-class AllLate(Model):
-    def given(self, n: int, late: bool) -> Any:
-        return self.generator if late else None
+def made_late(net: Any, x: Tensor, late: bool) -> Tensor:
+    return net.through(x, to_all(random.Random(3)) if late else None)
 
 
-class OfGlobalLate(AllLate):
-    layer = OfGlobal
+def in_front_late(net: Any, x: Tensor, late: bool) -> Tensor:
+    return net.through(net.noisy(x) if late else x)
 
 
-class MadeLate(Model):
-    def forward(self, x: Tensor, late: bool) -> Tensor:
-        made = random.Random(3) if late else None
-        for layer in self.layers:
-            x = layer(x, made)
-        return x
+def in_front_then_layer_late(net: Any, x: Tensor, late: bool) -> Tensor:
+    return net.through(net.noisy(x), {4: net.generator} if late else None)
 
 
-class InFrontLate(Noisy):
-    def forward(self, x: Tensor, late: bool) -> Tensor:
-        return super().forward(self.noisy(x) if late else x, late)
+def augmented_late(net: Any, x: Tensor, late: bool) -> Tensor:
+    return net.through(net.augmentation(x, late))
 
 
-class InFrontThenLayerLate(InFront):
-    def given(self, n: int, late: bool) -> Any:
-        return self.generator if n == 4 and late else None
-
-
-class AugmentedLate(Augmented):
-    def forward(self, x: Tensor, late: bool) -> Tensor:
-        return Model.forward(self, self.augmentation(x, late), late)
-
-
-REFUSED = {
-    AllLate: r"'generator' in unit 'layers.0'",
-    OfGlobalLate: r"'global .*GLOBAL' in unit 'layers.0' .* \('layers.1'",
-    MadeLate: "a generator that the step makes",
-    InFrontLate: r"'generator' between submodules",
-    InFrontThenLayerLate: r"'generator' in unit 'layers.4'",
-    AugmentedLate: r"'augmentation.generator' between submodules",
+REFUSED: dict[Callable[[], Model], str] = {
+    partial(Model, all_late): r"'generator' in unit 'layers.0'",
+    partial(Model, all_late, OfGlobal): r"'global .*GLOBAL' in unit 'layers.0' .* \('layers.1'",
+    partial(Model, made_late): "a generator that the step makes",
+    partial(Model, in_front_late): r"'generator' between submodules",
+    partial(Model, in_front_then_layer_late): r"'generator' in unit 'layers.4'",
+    partial(Model, augmented_late): r"'augmentation.generator' between submodules",
 }
 
 
 @pytest.mark.parametrize("model", REFUSED)
-@pytest.mark.parametrize("pipeline", [in_one_process, apart])
-def test_what_stages_would_draw_each_for_itself_is_refused_by_name(
-    model: type[Model], pipeline: Callable[..., Any]
-) -> None:
-    module = model()
-    plan, validation = planned(module, 2, 2, batches()[0], None)
-    expected = alone(module, 2, batches()[:2])
-    if model is not OfGlobalLate:
-        assert_same(expected, pipeline(module, plan, validation, 2, batches()[:2]))
+def test_what_stages_would_begin_to_draw_each_for_itself_is_refused_by_name(model: Callable[[], Model]) -> None:
     with pytest.raises(StepChangedError, match=f"draws random numbers from {REFUSED[model]}"):
-        pipeline(module, plan, validation, 2, batches())
+        in_stages(partial(made, model), 2)
 
 
-# -- refused before training ---------------------------------------------------------------------------------------
+def refusals(rank: int) -> list[str]:
+    said = []
+    for model in REFUSED:
+        with pytest.raises(AvgPipeError) as caught:
+            in_stages(partial(made, model), 2, 2)
+        said.append(str(caught.value))
+    return said
 
 
-class Lazy(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = None
-
-    def given(self, n: int, late: bool) -> Any:
-        if self.generator is None:
-            self.generator = torch.Generator().manual_seed(3)
-        return self.generator
+@pytest.mark.slow
+def test_two_processes_refuse_it_too(tmp_path: Path) -> None:
+    for said in zip(*processes.results(processes.run(2, refusals, folder=tmp_path)), strict=True):
+        assert any("draws random numbers from" in text for text in said), said
 
 
-class KeptNumber(Noisy):
+def lazy(net: Any, x: Tensor, late: bool) -> Tensor:
+    if net.lazy is None:
+        net.lazy = torch.Generator().manual_seed(3)
+    return net.through(x, to_all(net.lazy))
+
+
+def kept_number(net: Any, x: Tensor, late: bool) -> Tensor:
     """A layer draws, and a number that is drawn behind it is used at the end."""
-
-    def forward(self, x: Tensor, late: bool) -> Tensor:
-        x = self.layers[0](x, self.generator)
-        drawn = number(self.generator)
-        for layer in self.layers[1:]:
-            x = layer(x)
-        return x * drawn
+    x = net.layers[0](x, net.generator)
+    drawn = number(net.generator)
+    for layer in net.layers[1:]:
+        x = layer(x)
+    return x * drawn
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
-    [(Lazy, "the step makes 'generator', .* once"), (KeptNumber, "'layers.0'.* and code between units draw from one")],
+    ("step", "message"),
+    [(lazy, "the step makes 'lazy', .* once"), (kept_number, "'layers.0'.* and code between units draw from one")],
 )
-def test_what_no_cut_suits_is_refused_before_training(model: type[Model], message: str) -> None:
+def test_what_no_cut_suits_is_refused_before_training(step: Step, message: str) -> None:
     with pytest.raises(PartitionError, match=message):
-        planned(model(), 2, 2, batches()[0], None)
+        in_stages(partial(made, partial(Model, step)), 2)

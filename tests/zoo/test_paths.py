@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_avgpipe.errors import AbsentValueError, StepChangedError
-from tests.driver import Engine
-from tests.zoo.comparison import check
+from lightning_avgpipe import Links
+from lightning_avgpipe.errors import AbsentValueError, AvgPipeError, PartitionError, StepChangedError
+from tests.zoo.comparison import check, check_in_two_processes, in_stages
 from tests.zoo.own_models import WIDTH, Own
 
 SIZES = (4, 9, 8, 3)  # of batches: the first is captured
 
 
-class Path(Own):
+class Paths(Own):
     """Six layers; ``is_other`` says what a micro-batch goes through."""
 
     def __init__(self) -> None:
@@ -29,6 +33,11 @@ class Path(Own):
     def is_other(x: Tensor) -> bool:
         return len(x) > 2
 
+    def through(self, x: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
+        for layer in self.layers[begin:end]:
+            x = torch.tanh(layer(x))
+        return x
+
     def forward(self, x: Tensor) -> Tensor:
         other = self.is_other(x)
         for number, layer in enumerate(self.layers):
@@ -39,7 +48,7 @@ class Path(Own):
         raise NotImplementedError
 
 
-class MoreGlue(Path):
+class MoreGlue(Paths):
     """As attention that repeats its heads only where there is a mask."""
 
     def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
@@ -49,14 +58,14 @@ class MoreGlue(Path):
         return F.gelu(x)
 
 
-class DropsLayers(Path):
+class DropsLayers(Paths):
     """Residual layers of which some are left out."""
 
     def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
         return x if other and number % 2 else x + torch.tanh(layer(x))
 
 
-class Ends(Path):
+class Ends(Paths):
     """Small micro-batches end early, and log what they come to."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +75,7 @@ class Ends(Path):
         return x
 
 
-class InPlace(Path):
+class InPlace(Paths):
     def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
         y = layer(x)
         if other:
@@ -74,7 +83,7 @@ class InPlace(Path):
         return torch.tanh(y)
 
 
-class LongSkip(Path):
+class LongSkip(Paths):
     """What the first layer gives is needed at the end, on both paths."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,7 +94,7 @@ class LongSkip(Path):
         return y + first
 
 
-class TakesValues(Path):
+class TakesValues(Paths):
     """The path depends on what a layer gives."""
 
     def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
@@ -93,14 +102,14 @@ class TakesValues(Path):
         return torch.relu(x) + 1 if bool(x.detach().sum() > 0) else x
 
 
-class Adds(Path):
+class Adds(Paths):
     """Runs a layer that the first micro-batch leaves out."""
 
     def step(self, number: int, layer: nn.Module, x: Tensor, other: bool) -> Tensor:
         return x + torch.tanh(layer(x)) if other or number not in (1, 4) else x
 
 
-class Alternatives(Path):
+class Alternatives(Paths):
     """An encoder, adapters and a head for each kind of batch, as of several tasks."""
 
     def __init__(self) -> None:
@@ -125,7 +134,7 @@ class Adapter(nn.Module):
         return x + self.up(torch.relu(self.down(x)))
 
 
-class Prompts(Path):
+class Prompts(Paths):
     """A learned tensor for each kind of batch, in a list."""
 
     def __init__(self) -> None:
@@ -133,74 +142,104 @@ class Prompts(Path):
         self.prompts = nn.ParameterList(torch.randn(WIDTH) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x) + self.prompts[int(self.is_other(x))]
-        for layer in self.layers[1:]:
-            x = layer(x)
-        return x
+        return self.through(self.layers[0](x) + self.prompts[int(self.is_other(x))], 1)
 
 
-class Differentiates(Path):
+class Differentiates(Paths):
     """Asks for derivatives of what the last stage computes by itself."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers[:-1]:
-            x = layer(x)
-        y = self.layers[-1](x)
+        y = self.layers[-1](self.through(x, 0, -1))
         if self.training and self.is_other(x):
-            z = x.detach().requires_grad_()
+            z = y.detach().requires_grad_()
             (gradient,) = torch.autograd.grad(torch.tanh(z).square().sum(), z)
             return y + gradient
         return y
 
 
-MODELS = (Adds, Alternatives, MoreGlue, DropsLayers, Ends, InPlace, LongSkip, TakesValues, Prompts, Differentiates)
+MODELS = (
+    Adds, Alternatives, MoreGlue, DropsLayers, Ends, InPlace, LongSkip, TakesValues, Prompts, Differentiates,
+)  # fmt: skip
 
 
-def batches() -> list[Any]:
+def made(model: Callable[[], Paths]) -> tuple[Paths, list[Any]]:
     torch.manual_seed(1)
-    return [Own.example(size, 0) for size in SIZES]
+    return model(), [Own.example(size, 0) for size in SIZES]
 
 
-@pytest.mark.parametrize("num_stages", [3, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model", MODELS)
-def test_another_path_gives_the_numbers_of_one_process(model: type[Path], num_stages: int) -> None:
-    check(model(), batches(), num_stages)
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        *((model, {"num_stages": 3}) for model in MODELS),
+        *(pytest.param(model, {"num_stages": 4}, marks=pytest.mark.slow) for model in MODELS),
+        *((LongSkip, {"num_stages": 2, "recompute": repeated}) for repeated in (True, ["layers.*"])),
+    ],
+)
+def test_another_path_gives_the_numbers_of_one_process(model: type[Paths], options: dict[str, Any]) -> None:
+    check(partial(made, model), **options)
 
 
-def engine(model: Path, **options: Any) -> Engine:
-    model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    return Engine(model, 2, Own.example(4, 0), split_points=["layers.3"], **options)
+def test_another_path_gives_the_numbers_of_one_process_in_two(tmp_path: Path) -> None:
+    makes = {model.__name__: partial(made, model) for model in MODELS if model is not Ends}
+    check_in_two_processes(makes, 2, tmp_path)
 
 
-@pytest.mark.parametrize("recompute", [True, ["layers.*"]])
-def test_another_path_is_repeated_in_the_backward(recompute: Any) -> None:
-    gradients = []
-    for repeats in (False, recompute):
-        torch.manual_seed(0)
-        model = LongSkip()
-        running = engine(model, recompute=repeats)
-        for batch in batches():
-            running.train(batch)
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        assert gradient is None or torch.equal(gradient, gradients[1][name]), name
+def test_a_step_may_end_before_the_last_stage_if_every_process_has_the_batch(tmp_path: Path) -> None:
+    """The stage where it ends computes the loss."""
+    check_in_two_processes({"Ends": partial(made, Ends)}, 2, tmp_path, links=Links(send_batch="all"))
 
 
-def test_a_value_that_only_the_other_path_needs_is_named() -> None:
-    class Needs(Path):
-        def forward(self, x: Tensor) -> Tensor:
-            first = self.layers[0](x)
-            y = first
-            for layer in self.layers[1:]:
-                y = layer(y)
-            return y + first if self.is_other(x) else y
-
-    with pytest.raises(AbsentValueError, match=r"needs the value of 'layers\.0'") as caught:
-        engine(Needs()).train(Own.example(9, 0))
-    assert any("does something else than with the first one" in note for note in caught.value.__notes__)
+# -- refused -----------------------------------------------------------------------------------------------------------
 
 
-class OtherEncoder(Path):
+class Needs(Paths):
+    """A value that only the other path needs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        y = self.through(first, 1)
+        return y + first if self.is_other(x) else y
+
+
+class GoesBack(Paths):
+    """A unit of the first stage is called once more in the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.through(x, 0, -1)
+        return self.layers[-1](self.layers[0](y) if self.is_other(x) else y)
+
+
+class Fewer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.layer(x)
+        return (y,) if Paths.is_other(x) else (y, y * 2)
+
+
+class ChangingStructure(Paths):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Fewer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.through(self.first(x)[0])
+
+
+class WritesThroughView(Paths):
+    """A view of the first result is changed after all other layers; each cut would separate view and result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layers[0](x)
+        left = hidden[:, :4]
+        x = self.through(hidden.clone(), 1)
+        left.mul_(2)
+        return x + hidden
+
+
+class OtherEncoder(Paths):
     """Some batches come in by a layer of their own, which no stage owns and each would train for itself."""
 
     def __init__(self) -> None:
@@ -208,13 +247,10 @@ class OtherEncoder(Path):
         self.encoder = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.encoder(x) if self.is_other(x) else self.layers[0](x)
-        for layer in self.layers[1:]:
-            x = F.gelu(layer(x))
-        return x
+        return self.through(self.encoder(x) if self.is_other(x) else self.layers[0](x), 1)
 
 
-class OtherParameter(Path):
+class OtherParameter(Paths):
     """Some batches use a parameter of their own in the first stage."""
 
     def __init__(self) -> None:
@@ -222,21 +258,15 @@ class OtherParameter(Path):
         self.one, self.other = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x) + (self.other if self.is_other(x) else self.one)
-        for layer in self.layers[1:]:
-            x = layer(x)
-        return x
+        return self.through(self.layers[0](x) + (self.other if self.is_other(x) else self.one), 1)
 
 
-class LooksAtGradient(Path):
+class LooksAtGradient(Paths):
     """Wants the gradient of an early value, for some batches; it reaches the last stage by two ways."""
 
     def loss(self, batch: Any) -> Tensor:
         first = self.layers[0](batch[0])
-        x = first
-        for layer in self.layers[1:]:
-            x = torch.tanh(layer(x))
-        x = x + first
+        x = self.through(first, 1) + first
         return x.square().mean() + (self.derived(x, first) if self.is_other(first) else 0.0)
 
     def derived(self, x: Tensor, first: Tensor) -> Any:
@@ -261,7 +291,7 @@ class Bank(nn.Module):
         return x - self.kept.clone()
 
 
-class TwoStagesKeep(Path):
+class TwoStagesKeep(Paths):
     """A memory that two stages look at, and that some batches change."""
 
     def __init__(self) -> None:
@@ -269,13 +299,10 @@ class TwoStagesKeep(Path):
         self.bank = Bank()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.bank(self.layers[0](x), self.is_other(x))
-        for layer in self.layers[1:]:
-            x = torch.tanh(layer(x))
-        return self.bank(x)
+        return self.bank(self.through(self.bank(self.layers[0](x), self.is_other(x)), 1))
 
 
-class KeepsAMean(Path):
+class KeepsAMean(Paths):
     """Some batches leave a mean of late values, from which the first stage goes on."""
 
     def __init__(self) -> None:
@@ -283,93 +310,81 @@ class KeepsAMean(Path):
         self.mean = torch.zeros(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        is_other, x = self.is_other(x), self.layers[0](x) - self.mean
-        for layer in self.layers[1:]:
-            x = torch.tanh(layer(x))
+        is_other, x = self.is_other(x), self.through(self.layers[0](x) - self.mean, 1)
         if is_other:
             self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
         return x
 
 
-class Sometimes(Path):
-    """Changes something with other micro-batches only."""
+class Sometimes(Paths):
+    """Changes something with other micro-batches only, before the first layer or behind the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Callable[[Any, Tensor], Any], behind: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
+        self.before, self.behind = before, behind
         self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("table", torch.zeros(2))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = batch[0]
         if self.is_other(x):
-            self.change(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x.mean()
-
-    def change(self, x: Tensor) -> None:
-        raise NotImplementedError
-
-
-class InPlaceBuffer(Sometimes):
-    def change(self, x: Tensor) -> None:
-        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
-
-
-class NewBuffer(Sometimes):
-    def change(self, x: Tensor) -> None:
-        self.mean = self.mean + x.mean(0)
-
-
-class ClipsWeights(Sometimes):
-    def change(self, x: Tensor) -> None:
-        for parameter in self.layers[0].parameters():
-            parameter.data.clamp_(-0.1, 0.1)
-
-
-class ClipsLastWeights(Sometimes):
-    def change(self, x: Tensor) -> None:
-        with torch.no_grad():
-            self.layers[-1].weight.clamp_(-0.1, 0.1)
-
-
-def test_a_table_for_another_size_may_be_made() -> None:
-    class Table(Sometimes):
-        def change(self, x: Tensor) -> None:
-            self.table = torch.zeros(len(x))
-
-    engine(Table()).train(Own.example(9, 0))
-
-
-class ClipsInTheMiddle(Sometimes):
-    """After the last layer has computed with them, and before its backward."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x)
+            self.before(self, x)
+        x = self.through(x)
         if self.is_other(x):
-            self.layers[-1].weight.data.clamp_(-0.1, 0.1)
+            self.behind(self, x)
         return x.mean()
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (OtherEncoder, r"it came to unit 'encoder' at test_paths\.py:\d+ in forward now"),
-        (
-            KeepsAMean,
-            r"assigns 'mean' at test_paths\.py:\d+ in forward, which it did not do .* an earlier stage would not see",
-        ),
-        (OtherParameter, r"add\(\) at test_paths\.py:\d+ in forward uses the parameter 'other' on stage 0"),
-        (Penalty, r"grad\(\) at test_paths\.py:\d+ in derived asks for a derivative .* stage 1 has not made"),
-        (LooksAtGradient, r"register_hook\(\) at test_paths\.py:\d+ in derived asks for a derivative"),
-        (TwoStagesKeep, r"changes the buffer 'bank\.kept'.* in a unit that other stages call too \(stage 0\)"),
-        *((kind, r"when (it|training_step) was captured") for kind in (InPlaceBuffer, NewBuffer, ClipsWeights)),
-        (ClipsLastWeights, r"when (it|training_step) was captured"),
-        (ClipsInTheMiddle, "writes into a weight"),
+def nothing(module: Any, x: Tensor) -> None:
+    """Do nothing."""
+
+
+def clip(module: Any, x: Tensor) -> None:
+    module.layers[-1].weight.data.clamp_(-0.1, 0.1)
+
+
+BEFORE: list[Callable[[Any, Tensor], Any]] = [
+    lambda module, x: module.mean.mul_(0.9).add_(x.mean(0), alpha=0.1),
+    lambda module, x: setattr(module, "mean", module.mean + x.mean(0)),
+    lambda module, x: module.layers[0].bias.data.clamp_(-0.1, 0.1),
+    clip,
+]
+LINE = r"at test_paths\.py:\d+ in"
+REFUSED: dict[Callable[[], Paths], list[str]] = {
+    Needs: [r"needs the value of 'layers\.0'", "does something else than with the first one"],
+    GoesBack: [
+        "training_step does not do what it did",
+        rf"it came to unit 'layers\.5' {LINE} forward then",
+        "move the difference into one unit, or keep it on the last stage with split_points",
+        "a run that resumes from a checkpoint follows it as it is then",
     ],
-)
-def test_what_one_stage_cannot_do_alone_for_other_micro_batches_is_refused(model: type[Path], message: str) -> None:
-    with pytest.raises(StepChangedError, match=message):
-        engine(model()).train(Own.example(9, 0))
+    ChangingStructure: [
+        rf"unit 'first' {LINE} forward returned 2 tensors",
+        r"returned 1 now \(stage 0\)",
+        "return the same structure for every batch, with empty tensors where there is nothing to return",
+    ],
+    WritesThroughView: [
+        r"no cut may lie before split point 'layers\.3'",
+        r"the results of 'layers\.0' and '__getitem__' share memory",
+        rf"mul_\(\) {LINE} forward changes in place",
+        "clone one of them, or compute out of place",
+    ],
+    OtherEncoder: [rf"it came to unit 'encoder' {LINE} forward now"],
+    KeepsAMean: [rf"assigns 'mean' {LINE} forward, which it did not do .* an earlier stage would not see"],
+    OtherParameter: [rf"add\(\) {LINE} forward uses the parameter 'other' on stage 0"],
+    Penalty: [rf"grad\(\) {LINE} derived asks for a derivative .* stage 1 has not made"],
+    LooksAtGradient: [rf"register_hook\(\) {LINE} derived asks for a derivative"],
+    TwoStagesKeep: [r"changes the buffer 'bank\.kept'.* in a unit that other stages call too \(stage 0\)"],
+    **{partial(Sometimes, change, nothing): [r"when (it|training_step) was captured"] for change in BEFORE},
+    partial(Sometimes, nothing, clip): ["writes into a weight"],  # between its use and its backward
+}
+ERRORS: dict[Callable[[], Paths], type[AvgPipeError]] = {Needs: AbsentValueError, WritesThroughView: PartitionError}
+
+
+@pytest.mark.parametrize("model", REFUSED)
+def test_what_one_stage_cannot_do_alone_is_refused_and_says_why(
+    model: Callable[[], Paths],
+) -> None:
+    with pytest.raises(ERRORS.get(model, StepChangedError)) as caught:
+        in_stages(partial(made, model), 2, split_points=["layers.3"])
+    said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert [part for part in REFUSED[model] if not re.search(part, said)] == [], said

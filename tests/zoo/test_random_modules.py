@@ -33,7 +33,7 @@ def assert_nothing_else_is_silently_wrong(seeds: Sequence[int], folder: Path | N
     assert counts["right"], f"none of the seeds {seeds} trains: {counts}"
 
 
-@pytest.mark.parametrize("first", range(0, 20, 10))
+@pytest.mark.parametrize("first", [0, pytest.param(10, marks=pytest.mark.slow)])
 def test_random_modules_train_as_in_one_process_or_are_refused(first: int) -> None:
     assert_nothing_else_is_silently_wrong(range(first, first + 10))
 

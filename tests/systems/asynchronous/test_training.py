@@ -184,16 +184,6 @@ def train(policy: str = "stash", module: Callable[[], Any] = Scaled, size: int =
     return model, runner
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["2bw", "pipeoptim", "spectrain_stashed"])
-def test_with_a_drain_after_each_batch_versions_are_one(policy: str) -> None:
-    saving = {"callbacks": [ModelCheckpoint(every_n_train_steps=1, save_top_k=0)], "enable_checkpointing": True}
-    if policy == "spectrain_stashed":  # which predicts after a drain too
-        saving |= {"max_steps": 1}
-    found = [state(train(p, lambda: Net("adamw"), **saving)[0]) for p in ("flush", policy)]
-    assert_equal(*found)
-
-
 @pytest.mark.parametrize(
     ("policy", "count"), [("stash", 1), *(pytest.param(*case, marks=SLOW) for case in (("stash", 4), ("pipeoptim", 2)))]
 )
@@ -281,29 +271,19 @@ def test_training_that_is_stopped_or_reconfigured_drops_what_ran_ahead() -> None
     assert runner.global_step == 14 and runner.strategy.num_stages == 2
 
 
-def test_the_plan_counts_the_versions() -> None:
-    found = {}
+def test_plan_and_meter_count_the_versions() -> None:
+    plans, peaks = {}, {}
     for policy in ("flush", "stash", "2bw"):
         torch.manual_seed(0)
-        model = Chain(Attention, MOMENTUM)
-        plan = fit(model, Batches(batches(1, 6)), policy, 3, max_epochs=1).strategy.plan
-        found[policy] = plan
+        model, measured = Chain(Attention, MOMENTUM), {"costs": "measured", "costs_cache": None}
+        strategy: Any = fit(model, Batches(batches(3, 6)), policy, 3, max_epochs=1, strategy=measured).strategy
+        plans[policy], peaks[policy] = strategy.plan, strategy.peak_memory_bytes
     bytes_of = [sum(p.nbytes for p in part.parameters()) for part in model.parts]
-    held = {policy: [stage.memory.held for stage in plan.stages] for policy, plan in found.items()}
+    held = {policy: [stage.memory.held for stage in plan.stages] for policy, plan in plans.items()}
     assert [s - f for s, f in zip(held["stash"], held["flush"], strict=True)] == [bytes_of[0], bytes_of[1], 0]
     assert [s - f for s, f in zip(held["2bw"], held["flush"], strict=True)] == bytes_of
-    assert "weight_policy='2bw' with 2 2 2 copies of the weights" in str(found["2bw"])
-
-
-def test_the_meter_counts_the_versions() -> None:
-    peaks = []
-    for policy in ("flush", "2bw"):
-        torch.manual_seed(0)
-        model = Chain(Attention, MOMENTUM)
-        runner = fit(model, Batches(batches(3, 6)), policy, 3, max_epochs=1, strategy={"costs": "measured"})
-        peaks.append(runner.strategy.peak_memory_bytes)
-    weights = [sum(p.nbytes for p in part.parameters()) for part in model.parts]
-    assert all(peaks[1][k] - peaks[0][k] >= weights[k] for k in range(K))
+    assert "weight_policy='2bw' with 2 2 2 copies of the weights" in str(plans["2bw"])
+    assert all(peaks["2bw"][k] - peaks["flush"][k] >= bytes_of[k] for k in range(K))
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

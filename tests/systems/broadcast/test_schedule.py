@@ -11,15 +11,6 @@ from lightning_avgpipe.schedule import FORWARD, StageCosts, build, check, of_fun
 from lightning_avgpipe.systems.broadcast.schedule import Broadcast
 
 
-def test_a_mid_builds_its_graph_just_before_its_backward() -> None:
-    assert str(Broadcast()(4, 3)) == (
-        "stage 0 | F0 F1 F2 B0 B1 B2\n"
-        "stage 1 | F0 F1 F2 B0 B1 B2\n"
-        "stage 2 | G0 B0 G1 B1 G2 B2\n"
-        "stage 3 | D0 B0 D1 B1 D2 B2"
-    )  # fmt: skip
-
-
 def test_every_size_is_complete_and_finishes() -> None:
     for num_stages, num_microbatches in itertools.product(range(1, 9), range(1, 9)):
         schedule = Broadcast()(num_stages, num_microbatches)

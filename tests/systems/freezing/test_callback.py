@@ -166,14 +166,14 @@ def test_kept_outputs_of_frozen_layers_change_no_bit(stages: int) -> None:
     for cache in (None, "1MB"):
         torch.manual_seed(3)
         module, rows = FineTuned(dropout=0.1), Rows()
-        callback = AdaptiveFreezing(alpha=0.4, every_n_epochs=3, replan=True, cache=cache)
+        callback = AdaptiveFreezing(alpha=0.4, every_n_epochs=2, replan=True, cache=cache)
         batches = loader(FineTuned, 3 * SIZE, SIZE, shuffle=True)
         strategy = {"num_microbatches": MICRO_BATCHES}
-        runner = pipeline(stages, strategy=strategy, max_epochs=6, callbacks=[callback, rows])
+        runner = pipeline(stages, strategy=strategy, max_epochs=4, callbacks=[callback, rows])
         runner.fit(module, batches)
         found[cache] = module.state_dict()
-        # layers are frozen in epoch 3; the first of the three batches of epochs 4 and 5 is computed, and compared
-        assert rows.seen[4:] == [3 * SIZE, 3 * SIZE] if cache is None else [SIZE, SIZE]
+        # layers are frozen in epoch 2; the first of the three batches of epoch 3 is computed, and compared
+        assert rows.seen[3] == (3 * SIZE if cache is None else SIZE)
     assert_same(found[None], found["1MB"])
 
 

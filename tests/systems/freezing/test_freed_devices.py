@@ -25,6 +25,7 @@ from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.options import Options
 from lightning_avgpipe.systems.freezing.callback import check_sharing_later
 from tests import processes
+from tests.averaging.models import assert_close, assert_equal
 from tests.models import loader
 from tests.systems.freezing.test_callback import FineTuned
 from tests.trainers import pipeline, trainer
@@ -105,10 +106,7 @@ def fit(
     return {n: t.clone() for n, t in module.state_dict().items()}, layouts, value, callback.num_frozen
 
 
-def assert_close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=0, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+EXACT = {"rtol": 0, "atol": 1e-12}
 
 
 def test_freed_devices_become_replicas_and_training_goes_on_as_in_one_process(tmp_path: Path) -> None:
@@ -116,9 +114,9 @@ def test_freed_devices_become_replicas_and_training_goes_on_as_in_one_process(tm
     for weights, layouts, *others in processes.results(processes.run(2, fit, 2, tmp_path, folder=tmp_path)):
         assert layouts.seen == [[(1,), (0,)], [(0, 1)]]
         assert layouts.opened[0] == layouts.opened[-1], "each change leaves something open"
-        assert_close(expected, weights)
+        assert_close(weights, expected, **EXACT)
         assert others == [pytest.approx(value, abs=1e-12), frozen]
-    assert_close(expected, torch.load(tmp_path / f"{EPOCHS}.ckpt", weights_only=True)["state_dict"])
+    assert_close(torch.load(tmp_path / f"{EPOCHS}.ckpt", weights_only=True)["state_dict"], expected, **EXACT)
 
 
 def with_large_values(rank: int) -> Any:
@@ -132,12 +130,6 @@ def with_large_values(rank: int) -> Any:
         runner.fit_loop.max_epochs = epochs
         runner.fit(module, loader(FineTuned, 2 * 8192, 8192), loader(FineTuned, 2 * 4096, 4096))
     return layouts.seen
-
-
-@pytest.mark.slow
-def test_links_are_measured_again_on_connections_that_training_and_validation_have_used(tmp_path: Path) -> None:
-    for seen in processes.results(processes.run(2, with_large_values, folder=tmp_path)):
-        assert seen[0] == [(1,), (0,)]
 
 
 def killed(rank: int) -> Any:
@@ -165,13 +157,6 @@ def resumed(rank: int, folder: Path) -> Any:
     return fit(rank, 2, **single), fit(rank, 2, ckpt_path=folder / "2.ckpt", **single)
 
 
-@pytest.mark.slow
-def test_a_run_that_resumes_shares_stages_again_and_has_the_same_bits(tmp_path: Path) -> None:
-    for whole, again in processes.results(processes.run(2, resumed, tmp_path, folder=tmp_path)):
-        assert again[1].seen == [[(0, 1)]]
-        assert [name for name, tensor in whole[0].items() if not torch.equal(tensor, again[0][name])] == []
-
-
 def in_four(rank: int) -> Any:
     """A stage with everything fits when most is frozen; micro-batches are as many as for four stages."""
     return fit(rank, 4)[1].seen, fit(rank, 4, strategy={"num_microbatches": "auto", "memory_limit": 33_000})
@@ -184,7 +169,7 @@ def test_stages_are_halved_as_far_as_memory_allows(tmp_path: Path) -> None:
     for most, (weights, layouts, *_) in processes.results(processes.run(4, in_four, folder=tmp_path)):
         assert most == [alone, together]
         assert layouts.seen == [alone, halved, together]
-        assert_close(expected, weights)
+        assert_close(weights, expected, **EXACT)
 
 
 def test_devices_become_nothing_but_replicas() -> None:
@@ -258,8 +243,33 @@ def with_objects(rank: int) -> list[Any]:
     return [fit(rank, 2, model=model, max_epochs=3)[1].seen for model in (Measured, Validated, Normed)]
 
 
+def all_of(rank: int, folder: Path) -> tuple[Any, Any, Any]:
+    return with_objects(rank), resumed(rank, folder), with_large_values(rank)
+
+
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("two")
+    return processes.results(processes.run(2, all_of, folder, folder=folder))
+
+
+ALONE, SHARED = [(1,), (0,)], [(0, 1)]
+
+
 @pytest.mark.slow
-def test_stages_that_replicas_would_not_do_right_stay_alone(tmp_path: Path) -> None:
-    alone, shared = [(1,), (0,)], [(0, 1)]
-    for seen in processes.results(processes.run(2, with_objects, folder=tmp_path)):
-        assert seen == [[alone], [alone, shared], [alone]]
+def test_stages_that_replicas_would_not_do_right_stay_alone(in_two: list[Any]) -> None:
+    for seen, *_ in in_two:
+        assert seen == [[ALONE], [ALONE, SHARED], [ALONE]]
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_shares_stages_again_and_has_the_same_bits(in_two: list[Any]) -> None:
+    for _, (whole, again), _ in in_two:
+        assert again[1].seen == [SHARED]
+        assert_equal(again[0], whole[0])
+
+
+@pytest.mark.slow
+def test_links_are_measured_again_on_connections_that_training_and_validation_have_used(in_two: list[Any]) -> None:
+    for *_, seen in in_two:
+        assert seen[0] == ALONE

@@ -47,34 +47,6 @@ def bottleneck_s(costs: UnitCosts, bandwidth: list[list[float]], num_microbatche
     return max(found)
 
 
-def random_problem(seed: int) -> tuple[UnitCosts, list[list[float]], int]:
-    draw = random.Random(seed)
-    units, devices = draw.randint(1, 7), draw.randint(1, 5)
-
-    def numbers(count: int, largest: float) -> tuple[float, ...]:
-        return tuple(draw.uniform(0, largest) for _ in range(count))
-
-    costs = UnitCosts(
-        numbers(units, 1), numbers(units, 2), numbers(units - 1, 3), numbers(units - 1, 3), numbers(units, 8)
-    )
-    return costs, [[draw.uniform(0.5, 8) for _ in range(devices)] for _ in range(devices)], draw.randint(1, 6)
-
-
-def test_there_and_back_over_a_hop_takes_four_passes() -> None:
-    assert str(execution_order(2, 7)).splitlines()[0] == "stage 0 | F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 B3 B4 B5 B6"
-    assert execution_order(4, 100).warm_up == (12, 8, 4, 0)
-
-
-def test_no_partition_has_a_smaller_bottleneck() -> None:
-    for costs, bandwidth, num_microbatches in map(random_problem, range(60)):
-        order = device_order(bandwidth)
-        for num_stages in range(1, min(costs.num_units, len(order)) + 1):
-            found = partition(costs, order, num_stages, num_microbatches, bandwidth)
-            every = all_stages(costs.num_units, order, num_stages)
-            best = min(bottleneck_s(costs, bandwidth, num_microbatches, stages) for stages in every)
-            assert bottleneck_s(costs, bandwidth, num_microbatches, found) == pytest.approx(best)
-
-
 def costs_of(units: int, draw: random.Random) -> UnitCosts:
     def numbers(count: int, largest: float) -> tuple[float, ...]:
         return tuple(draw.uniform(0, largest) for _ in range(count))
@@ -84,6 +56,27 @@ def costs_of(units: int, draw: random.Random) -> UnitCosts:
     )
 
 
+def bandwidth_of(devices: int, draw: random.Random) -> list[list[float]]:
+    return [[draw.uniform(0.5, 8) for _ in range(devices)] for _ in range(devices)]
+
+
+def test_there_and_back_over_a_hop_takes_four_passes() -> None:
+    assert str(execution_order(2, 7)).splitlines()[0] == "stage 0 | F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 B3 B4 B5 B6"
+    assert execution_order(4, 100).warm_up == (12, 8, 4, 0)
+
+
+def test_no_partition_has_a_smaller_bottleneck() -> None:
+    for draw in map(random.Random, range(60)):
+        costs = costs_of(draw.randint(1, 7), draw)
+        bandwidth, num_microbatches = bandwidth_of(draw.randint(1, 5), draw), draw.randint(1, 6)
+        order = device_order(bandwidth)
+        for num_stages in range(1, min(costs.num_units, len(order)) + 1):
+            found = partition(costs, order, num_stages, num_microbatches, bandwidth)
+            every = all_stages(costs.num_units, order, num_stages)
+            best = min(bottleneck_s(costs, bandwidth, num_microbatches, stages) for stages in every)
+            assert bottleneck_s(costs, bandwidth, num_microbatches, found) == pytest.approx(best)
+
+
 def problem_of(costs: UnitCosts, bandwidth: list[list[float]], num_microbatches: int) -> Problem:
     return Problem(costs, Network.of(bandwidth), num_microbatches)
 
@@ -91,7 +84,7 @@ def problem_of(costs: UnitCosts, bandwidth: list[list[float]], num_microbatches:
 @pytest.mark.parametrize("name", ["1f1b", "afab"])
 def test_without_replicas_turns_take_what_the_simulator_says(name: str) -> None:
     draw = random.Random(3)
-    problem = problem_of(costs_of(3, draw), [[draw.uniform(1, 4) for _ in range(3)] for _ in range(3)], 5)
+    problem = problem_of(costs_of(3, draw), bandwidth_of(3, draw), 5)
     stages = [PlacedStage(k, k + 1, k, k + 1) for k in range(3)]
     schedule = build(name, 3, 5)
     expected = simulate(schedule, problem.stage_costs(stages)).iteration_s
@@ -138,8 +131,7 @@ def test_a_ring_of_fast_links_is_planned_as_copies() -> None:
 def test_no_plan_in_turns_is_faster_and_none_falls_short_of_its_bound(seed: int) -> None:
     draw = random.Random(seed)
     units, devices, count = draw.randint(1, 5), draw.randint(1, 4), draw.randint(1, 6)
-    costs = costs_of(units, draw)
-    bandwidth = [[draw.uniform(0.5, 8) for _ in range(devices)] for _ in range(devices)]
+    costs, bandwidth = costs_of(units, draw), bandwidth_of(devices, draw)
     slowness = tuple(draw.choice((1.0, 1.0, 2.5)) for _ in range(devices)) if seed % 2 else ()
     found = plan_in_turns(costs, bandwidth, count, slowness)
     order = [device for _, _, ranks in found.stages for device in ranks]

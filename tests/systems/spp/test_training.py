@@ -19,12 +19,11 @@ from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
 from lightning_avgpipe.systems.spp.placement import SppSource
 from tests import processes
-from tests.averaging.models import state
+from tests.averaging.models import assert_close, state
 from tests.models import MLP, loader
 from tests.planning.known_costs import of_nodes
 from tests.planning.test_planner import Net
 from tests.trainers import pipeline, trainer
-from tests.training.test_replicas import assert_close
 
 
 def placed(rank: int | None) -> Any:
@@ -57,8 +56,6 @@ def test_what_the_planner_chooses_is_not_given() -> None:
         pipeline("auto", 4, {"planner": "spp", "replicas": 2})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="replicas='auto' and num_microbatches='auto'"):
         pipeline("auto", 4, {"planner": "spp"})  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"no use with planner='balanced'; use planner='spp', or leave it"):
-        pipeline("auto", 4, {"links": Links(bandwidth=[[1.0]])})  # type: ignore[arg-type]
 
 
 def test_stages_on_devices_keep_within_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
