@@ -723,7 +723,10 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def save_pretrained(self, model: Any, folder: str | Path, **options: Any) -> None:
         """Write a model of transformers or peft; see :func:`lightning_avgpipe.save_pretrained`. Every rank calls it."""
-        self._state.save_pretrained(model, folder, **options)
+        # in a hook nothing is made on the meta device, where stand-ins of all weights are to be
+        in_hook = self._run.without_numbers.lifted() if isinstance(self._run, PipelineRun) else contextlib.nullcontext()
+        with in_hook:
+            self._state.save_pretrained(model, folder, **options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint: a file, or a folder of shards."""

@@ -199,8 +199,9 @@ def _absent(what: str) -> AbsentValueError:
     return AbsentValueError(
         f"{what} a weight or gradient of another stage, which this process does not have. Leave out tensors with "
         "is_meta where each may be treated by itself; take norms by torch.nn.utils.clip_grad_norm_ or Lightning's "
-        "grad_norm, which know all stages; update weights by others (a teacher that follows a student) in "
-        "training_step, or keep both on one stage with split_points"
+        "grad_norm, and averages of weights by its EMAWeightAveraging or WeightAveraging, which know all stages; "
+        "update weights by others (a teacher that follows a student) in training_step, or keep both on one stage with "
+        "split_points"
     )
 
 
