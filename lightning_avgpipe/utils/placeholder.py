@@ -181,7 +181,7 @@ _PASSIVE = frozenset((
 ))  # fmt: skip
 _UNSENT_LEAF = (
     "a tensor of the batch that was not sent to this process: its stages did not need it when the step was captured. "
-    "If a hook or a callback needs it here, use AvgPipeStrategy(links=Links(send_batch='all'))"
+    "If some batches need it here, or a hook or a callback, use AvgPipeStrategy(links=Links(send_batch='all'))"
 )
 
 
