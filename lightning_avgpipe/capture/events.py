@@ -368,7 +368,7 @@ def _layout(value: Any) -> Any:
 
 # -- objects that a step changes in place ----------------------------------------------------------------------------
 
-_HEAP_TYPE = 1 << 9  # flag of a class that Python code has defined, whose methods can be replaced
+_HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a class that is made at run time, and of one that cannot change
 
 
 def attributes_of(modules: Mapping[str, nn.Module]) -> dict[Key, Any]:
@@ -432,7 +432,8 @@ class ObjectEvents:
         watched = list(self._chosen.items())
         self._seen = {
             id(obj): obj for obj, items in watched
-            if items is None and type(obj).__flags__ & _HEAP_TYPE and not isinstance(obj, Variable)
+            if items is None and not isinstance(obj, Variable)
+            and type(obj).__flags__ & (_HEAP_TYPE | _IMMUTABLE) == _HEAP_TYPE
         }  # fmt: skip
         others = {id(obj) for obj, _ in watched if id(obj) not in self._seen and not is_generator(obj)}
         held = self.attributes if others else {}

@@ -27,6 +27,7 @@ import operator
 import pickle
 import random
 import sys
+import threading
 import types
 import warnings
 from collections import deque
@@ -311,7 +312,8 @@ def _kind_of_objects(cls: type) -> _Kind:
             elif hasattr(obj, name):
                 object.__delattr__(obj, name)
 
-    if not slots and cls.__dictoffset__ == 0:  # a list, a dict, ...
+    # a list, a dict, ...; objects of threads have attributes, for each thread others
+    if not slots and cls.__dictoffset__ == 0 and not issubclass(cls, threading.local):
         return _Kind(lambda obj: ObjectState(items(obj), {}), put)
     return _Kind(read, put)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 import tracemalloc
 from argparse import Namespace
 from array import array as numbers
@@ -86,6 +87,7 @@ HOLDERS = {
     "subclass": (Numbers(), lambda o: setattr(o, "note", "written"), lambda o: o.note),
     "set": ({1}, lambda o: o.add(2), set),
     "deque": (deque([1, 2], maxlen=2), lambda o: o.append(3), list),
+    "object of a thread": (threading.local(), lambda o: setattr(o, "seen", 1), lambda o: getattr(o, "seen", 0)),
     "namespace": (SimpleNamespace(a=1), lambda o: vars(o).update(b=1), lambda o: dict(vars(o))),
     "arguments": (Namespace(a=1), lambda o: setattr(o, "a", 2), lambda o: o.a),
     "context": (ContextVar("x", default=1), lambda o: o.set(2), lambda o: o.get()),
