@@ -316,12 +316,19 @@ def full_optimizer_state(optimizer: Optimizer, processes: Collectives) -> dict[s
     number that it has in one process.
     """
     state = optimizer.state_dict()
-    # an optimizer that looks at the state of a parameter of another stage makes an entry for it
-    absent = {number for number, p in enumerate(parameters_in(optimizer)) if p.is_meta}
-    own = {str(number): entry for number, entry in state["state"].items() if number not in absent}
+    own = {str(number): entry for number, entry in _own_entries(optimizer, state).items()}
     whole = gather(processes, own, holders(processes, own))
     state["state"] = {number: whole[str(number)] for number in sorted(map(int, whole))}
     return state
+
+
+def _own_entries(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, Any]:
+    """Return the state of the parameters that this process has, by their numbers.
+
+    An optimizer that looks at the state of a parameter of another stage makes an entry for it.
+    """
+    absent = {number for number, p in enumerate(parameters_in(optimizer)) if p.is_meta}
+    return {number: entry for number, entry in state["state"].items() if number not in absent}
 
 
 def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -334,7 +341,7 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, 
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     name_of = {n: names.get(id(p), str(n)) for n, p in zip(numbers, parameters_in(optimizer), strict=True)}
     return {
-        "state": {name_of[number]: entry for number, entry in state["state"].items()},
+        "state": {name_of[number]: entry for number, entry in _own_entries(optimizer, state).items()},
         "param_groups": [
             {**group, "params": [name_of[number] for number in group["params"]]} for group in state["param_groups"]
         ],
