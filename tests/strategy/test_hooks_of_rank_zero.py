@@ -1,4 +1,4 @@
-"""Hooks that run on rank 0 only may save checkpoints and meet other processes, as those that every process runs."""
+"""Hooks on rank 0: they may save checkpoints and meet other processes, and know their rank, also within a step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_avgpipe as ap
+from tests import processes
 from tests.averaging.models import assert_equal
 from tests.strategy.steps import Layers, data, errors_of_two_processes, piped, states_of_two_processes
 from tests.trainers import trainer
@@ -101,3 +102,29 @@ def test_what_lacks_numbers_or_processes_is_an_error(tmp_path: Path) -> None:
 def test_within_one_process_nothing_is_absent(tmp_path: Path) -> None:
     piped(SavesAverages(str(tmp_path / "saved.ckpt")), num_microbatches=1)
     assert len(torch.load(tmp_path / "saved.ckpt", weights_only=False)["average"]) == 8
+
+
+class AsksForRanks(Layers):
+    """Notes its rank in steps, and in hooks in the midst of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_steps: list[int] = []
+        self.in_hooks: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.in_steps.append(self.global_rank)
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.in_hooks.append(self.global_rank)
+
+
+def _ranks(rank: int) -> tuple[set[int], set[int]]:
+    module = piped(AsksForRanks(), devices=2)
+    return set(module.in_steps), set(module.in_hooks)
+
+
+def test_steps_find_one_process_and_hooks_within_them_their_own_rank(tmp_path: Path) -> None:
+    found = processes.results(processes.run(2, _ranks, folder=tmp_path))
+    assert found == [({0}, {rank}) for rank in (0, 1)]
