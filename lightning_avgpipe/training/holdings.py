@@ -318,17 +318,18 @@ def full_optimizer_state(optimizer: Optimizer, processes: Collectives) -> dict[s
     state = optimizer.state_dict()
     own = {str(number): entry for number, entry in _own_entries(optimizer, state).items()}
     whole = gather(processes, own, holders(processes, own))
-    state["state"] = {number: whole[str(number)] for number in sorted(map(int, whole))}
+    numbers = sorted({*map(int, whole), *state["state"]})
+    state["state"] = {number: whole.get(str(number), {}) for number in numbers}
     return state
 
 
 def _own_entries(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, Any]:
     """Return the state of the parameters that this process has, by their numbers.
 
-    An optimizer that looks at the state of a parameter of another stage makes an entry for it.
+    An optimizer that looks at the state of a parameter of another stage makes an entry for it, which is empty at first.
     """
     absent = {number for number, p in enumerate(parameters_in(optimizer)) if p.is_meta}
-    return {number: entry for number, entry in state["state"].items() if number not in absent}
+    return {number: entry for number, entry in state["state"].items() if entry and number not in absent}
 
 
 def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
