@@ -66,7 +66,7 @@ class Effects:
         """
         if self._now()[0] >= self._next_look:
             self._next_look *= 2
-            self.mutable |= self.objects.changed_for_now()
+            self.mutable |= self.objects.changed_so_far()
         self.objects.look()
         self.attributes.look()
 

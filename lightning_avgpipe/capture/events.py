@@ -524,8 +524,8 @@ class ObjectEvents:
         """Return the ids of the objects that have changed since the step began, by any code."""
         return frozenset(id(obj) for obj in self.objects.changed() if not isinstance(obj, Tensor))
 
-    def changed_for_now(self) -> frozenset[int]:
-        """Return likewise, in the midst of a step, the ids of objects of which the step may set back some."""
+    def changed_so_far(self) -> frozenset[int]:
+        """Return the ids of the objects, arrays aside, that differ in the midst of a step from its beginning."""
         return frozenset(id(obj) for obj, *_ in self._compared.modified())
 
     def set_back(self, attributes: Collection[Key]) -> set[Key]:

@@ -180,10 +180,10 @@ class OwnModule:
         self._weights = weights
         self._of_units = of_units or OwnAttributes(module, (), True)
         self.attributes = OwnAttributes(module, (*program.graph.assigned_between, *program.holders), shown)
-        self._passing = [] if program.is_last else list(variables(module, program.graph.set_back).values())
+        self._set_back = [] if program.is_last else list(variables(module, program.graph.set_back).values())
         elsewhere = variables(module, program.changed_elsewhere)
         self._elsewhere = [(held, Elsewhere(joined(*key), _ELSEWHERE)) for key, held in elsewhere.items()]
-        own = not (self._of_units.are_shown and self.attributes.are_shown) or bool(self._passing or self._elsewhere)
+        own = not (self._of_units.are_shown and self.attributes.are_shown) or bool(self._set_back or self._elsewhere)
         self.swaps = own or weights.swaps(program.stage)
 
     def placed(self) -> AbstractContextManager[dict[int, str]]:
@@ -193,7 +193,7 @@ class OwnModule:
     @contextlib.contextmanager
     def _placed(self) -> Iterator[dict[int, str]]:
         with self._weights.placed(self.program.stage) as copies, self._of_units.placed(), self.attributes.placed():
-            passing = self._passing_state()
+            passing = self._to_set_back()
             hidden = [(one, one.state(), placeholder) for one, placeholder in self._elsewhere]
             for one, _, placeholder in hidden:
                 one.put({"value": placeholder})
@@ -205,12 +205,12 @@ class OwnModule:
                         one.put(state)
                 passing.restore()  # a stage that leaves the step early does not come to the line that does
 
-    def _passing_state(self) -> Snapshot:
+    def _to_set_back(self) -> Snapshot:
         """Return a snapshot of what the step changes and sets back, without objects that it changes for good."""
-        if not self._passing:
+        if not self._set_back:
             return Snapshot(())
         lasting = Snapshot((*self.attributes.variables, *self._of_units.variables), opaque=True)
-        passing = Snapshot(self._passing, opaque=True)
+        passing = Snapshot(self._set_back, opaque=True)
         return passing.among(passing.reached() - lasting.reached())
 
     def changed_buffers(self) -> dict[str, Tensor]:
