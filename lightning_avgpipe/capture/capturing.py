@@ -88,18 +88,15 @@ def _graph(
     if args:
         recorder.batch.begin(args[0])
     iterators = Iterators(effects.objects.attributes)
-    put_back = untouched(module), Snapshot(args, opaque=True).restored()
+    put_back = Snapshot(args, opaque=True).restored()
     # calls are intercepted first, since whoever begins to do so replaces what watches assignments
-    with put_back[0], put_back[1], recorder.visiting(module), recorder.state.changes, intercepting():
-        reads = effects.attributes.watched(), effects.objects.watched()
-        with reads[0], reads[1], recorder.following(), watching(calls), watching_seeds(calls.note_seed):
+    with untouched(module), put_back, recorder.visiting(module), recorder.state.changes, intercepting():
+        with (
+            effects.attributes.watched(), effects.objects.watched(), recorder.following(), watching(calls),
+            watching_seeds(calls.note_seed),
+        ):  # fmt: skip
             result = run(*args)
-        for name, parameter in module.named_parameters():
-            if names.get(id(parameter), name) != name:
-                raise CaptureError(
-                    f"{step} assigns a submodule, so that the parameter '{names[id(parameter)]}' is '{name}' now; "
-                    "choose between modules without assigning one, or assign it in a hook or before training"
-                )
+        _check_submodules(step, names, module)
         recorder.finish(result)
         if taken := iterators.advanced():
             draft.pin(
@@ -151,6 +148,16 @@ def _graph(
     if constants and None not in graph.obstacles[1:-1]:  # the step may be divided if nothing else forbids it
         return replace(graph, pinned=tuple(draft.pinned))
     return graph
+
+
+def _check_submodules(step: str, names: Mapping[int, str], module: nn.Module) -> None:
+    """Check that a step has assigned no submodule: parameters have the names that they had before, by identity."""
+    for name, parameter in module.named_parameters():
+        if names.get(id(parameter), name) != name:
+            raise CaptureError(
+                f"{step} assigns a submodule, so that the parameter '{names[id(parameter)]}' is '{name}' now; "
+                "choose between modules without assigning one, or assign it in a hook or before training"
+            )
 
 
 def _find_what_lasts(

@@ -22,7 +22,7 @@ from torch import nn
 from lightning_avgpipe.capture.draft import ANYWHERE
 from lightning_avgpipe.state.outside import loads_of, variables
 
-Key = tuple[str, str]  # path of a module and name of an attribute; or "" and the full name of a variable
+Key = tuple[str, str]  # path of a module and name of an attribute or buffer; or "" and the full name of a variable
 Now = Callable[[], tuple[int, bool]]  # returns the number of nodes so far, and whether a unit is running
 
 # Methods of collections that change them and return nothing.

@@ -214,6 +214,7 @@ class CheckpointState:
 def _check_numbers(checkpoint: Mapping[str, Any]) -> None:
     """Check that all tensors of a checkpoint have numbers, also those that callbacks and hooks have put into it."""
     for name, leaf in tree.flatten_with_names(checkpoint)[0]:
+        # `weights` has collected those of the model already
         if isinstance(leaf, Tensor) and leaf.is_meta and not name.startswith("['state_dict']"):
             raise AbsentValueError(
                 f"a hook or a callback puts {name} into the checkpoint, made from a weight of another stage, whose "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_avgpipe.capture.reads import Key
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS, Variable
 from lightning_avgpipe.state.outside import KINDS, outside, variable
@@ -37,7 +38,6 @@ _LARGE = 2**16  # most bytes that are sent of any other attribute, which may gro
 _MISSING = object()
 _OPTIMIZER = "optimizer"
 
-Key = tuple[str, str]  # path of a module, name of the attribute or buffer; or "" and the full name of a variable
 Packed = tuple[bytes, list[Tensor], list[bool]]  # a pickled value, its tensors, and whether each was on the host
 
 
