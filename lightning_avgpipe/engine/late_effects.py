@@ -20,7 +20,7 @@ from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.tensor_use import registers_of
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.program import StageProgram
-from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS, ObjectState, is_generator
+from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS, ObjectState, is_constant, is_generator
 from lightning_avgpipe.state.outside import KINDS, outside, variable, variables
 from lightning_avgpipe.state.snapshot import Snapshot, leading
 from lightning_avgpipe.utils.lightning import OF_EVERY_LIGHTNING_MODULE
@@ -61,6 +61,9 @@ class LateEffects:
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         self._program, self._module, self._repeats = program, module, repeats
         self._earlier = program.called_before - program.own  # units of earlier stages alone
+
+    def begin_iteration(self) -> None:
+        """Begin an iteration."""
 
     def begin(self) -> None:
         """Begin a forward."""
@@ -214,15 +217,29 @@ class LateChanges(LateEffects):
             keys = {key for key, position in graph.reads.items() if position < program.start}
         keys = {key for key in keys if not nearest(key[0], metrics) and (key[0] or key[1] not in _OF_LIGHTNING)}
         self._roots = variables(module, sorted(keys - changed) if program.start else ())
+        self._held: list[Any] | None = None  # what may change of them; None: to be looked up
         self._before: Snapshot | None = None
 
+    def begin_iteration(self) -> None:
+        self.look_up()
+
+    def look_up(self) -> None:
+        """Look up anew what the attributes hold, since one may have been assigned."""
+        self._held = None
+
     def begin(self) -> None:
+        if self._held is None:
+            self._held = self._now()
+        self._before = Snapshot(self._held, opaque=True) if self._held else None
+
+    def _now(self) -> list[Any]:
+        """Return the objects that the attributes hold now and that may change, and the variables outside of modules."""
         held: list[Any] = []
         for (path, name), root in self._roots.items():
             if not path and name.startswith(KINDS):  # an assignment of an attribute is seen when it happens
                 held.append(root)
-            held += (one for one in root.state().values() if type(one) not in ATOMS)
-        self._before = Snapshot(held, opaque=True) if held else None
+            held += (one for one in root.state().values() if not is_constant(one))
+        return held
 
     def begin_part(self) -> str | None:
         if self._repeats:
@@ -245,6 +262,7 @@ class LateChanges(LateEffects):
         late = leading(self._roots, found)
         for key in late:
             del self._roots[key]
+        self.look_up()
         return f"changes what '{joined(*late[0])}' holds" if late else None
 
 

@@ -59,13 +59,17 @@ class Unforeseen:
         given = program, module, repeats
         self._draws, self._shared = LateDraws(*given), SharedObjects(*given)
         self._assignments, self._buffers = LateAssignments(*given), LateBuffers(*given)
-        others = LateChanges(*given), LateHooks(*given), LateItems(*given)
-        self._effects: tuple[LateEffects, ...] = self._draws, self._shared, self._assignments, *others, self._buffers
+        self._changes, others = LateChanges(*given), (LateHooks(*given), LateItems(*given))
+        self._effects: tuple[LateEffects, ...] = (
+            self._draws, self._shared, self._assignments, self._changes, *others, self._buffers
+        )  # fmt: skip
         self._holders = list(variables(module, () if program.is_last else program.graph.mutated_between).values())
 
     def begin_iteration(self) -> None:
         """Begin an iteration. What is done in the first one, and was put back in the captured step, is not late."""
         self._iterations += 1
+        for effects in self._effects:
+            effects.begin_iteration()
 
     @contextlib.contextmanager
     def checked(self, args: Sequence[Any]) -> Iterator[None]:
@@ -111,6 +115,7 @@ class Unforeseen:
 
     def note_assignment(self, module: nn.Module, name: str, before: bool, asked: Attestation) -> None:
         """Note that code between units is about to assign an attribute, before this stage's part or in it."""
+        self._changes.look_up()
         self._assignments.note(module, name, before, asked)
 
     def check_call(self, function: str, tensors: Sequence[Tensor]) -> None:

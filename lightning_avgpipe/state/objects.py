@@ -53,6 +53,7 @@ CALLED_HOOKS = sorted(name for name in OF_EVERY_MODULE if "ward_" in name and "h
 
 # The common generators of Python and NumPy, by id.
 _COMMON = frozenset(map(id, (random._inst, np.random.mtrand._rand, np.random.mtrand._rand._bit_generator)))  # type: ignore[attr-defined]
+_TUPLES = (tuple, torch.Size)
 _LARGEST = 2**26  # bytes of an array that steps may change
 _CONTENTS: dict[str, Any] = {}  # in the place of attributes: the items are a copy of the object's contents
 
@@ -393,6 +394,11 @@ def _with_mapped(fn: Callable[[Tensor], Tensor], item: Any) -> Any:
 
 
 # -- contents: arrays, generators of random numbers, iterators -------------------------------------------------------
+
+
+def is_constant(obj: Any) -> bool:
+    """Return whether an object can never change: a number, a text or the like, or a tuple of these."""
+    return type(obj) in ATOMS or (type(obj) in _TUPLES and ATOMS.issuperset(map(type, obj)))
 
 
 def is_restorable(obj: Any) -> bool:
