@@ -108,12 +108,13 @@ class LateAssignments(LateEffects):
         self._known = {*graph.assigned_between, *graph.set_back, *graph.changed_by_units}
         self._read = {key for key, position in graph.reads.items() if position < program.start}
         self._paths: dict[int, str] = {}
+        self._has_walked = False  # whether paths have been looked up in this forward
         self._noted: dict[tuple[int, str, bool], tuple[nn.Module, str, Any, str]] = {}
         self._asked: Attestation | None = None
         self._described: set[tuple[int, str]] = set()  # of modules that are no submodules
 
     def begin(self) -> None:
-        self._noted, self._asked = {}, None
+        self._noted, self._asked, self._has_walked = {}, None, False
 
     def note(self, module: nn.Module, name: str, before: bool, asked: Attestation) -> None:
         """Note that an attribute is about to be assigned, before the stage's part of the step or in it.
@@ -126,8 +127,8 @@ class LateAssignments(LateEffects):
             return
         if any(name in own.get(register, ()) for register in REGISTRIES):
             return
-        if id(module) not in self._paths:
-            self._paths = {id(m): path for path, m in self._module.named_modules()}
+        if id(module) not in self._paths and not self._has_walked:  # a step may make modules, such as losses
+            self._paths, self._has_walked = {id(m): path for path, m in self._module.named_modules()}, True
         path, full = self._paths.get(id(module)), f"{type(module).__name__}.{name}"
         if path is not None:
             full = joined(path, name)
@@ -217,15 +218,19 @@ class LateChanges(LateEffects):
             keys = {key for key, position in graph.reads.items() if position < program.start}
         keys = {key for key in keys if not nearest(key[0], metrics) and (key[0] or key[1] not in _OF_LIGHTNING)}
         self._roots = variables(module, sorted(keys - changed) if program.start else ())
+        self._attributes = {
+            (id(module.get_submodule(path)), name) for path, name in self._roots if path or not name.startswith(KINDS)
+        }
         self._held: list[Any] | None = None  # what may change of them; None: to be looked up
         self._before: Snapshot | None = None
 
     def begin_iteration(self) -> None:
-        self.look_up()
+        self._held = None  # hooks may have assigned attributes
 
-    def look_up(self) -> None:
-        """Look up anew what the attributes hold, since one may have been assigned."""
-        self._held = None
+    def note(self, module: nn.Module, name: str) -> None:
+        """Note that an attribute is about to be assigned."""
+        if (id(module), name) in self._attributes:
+            self._held = None
 
     def begin(self) -> None:
         if self._held is None:
@@ -261,8 +266,8 @@ class LateChanges(LateEffects):
         found -= Snapshot(self._known, opaque=True).reached() if found else set()
         late = leading(self._roots, found)
         for key in late:
+            self._held = None
             del self._roots[key]
-        self.look_up()
         return f"changes what '{joined(*late[0])}' holds" if late else None
 
 

@@ -115,7 +115,7 @@ class Unforeseen:
 
     def note_assignment(self, module: nn.Module, name: str, before: bool, asked: Attestation) -> None:
         """Note that code between units is about to assign an attribute, before this stage's part or in it."""
-        self._changes.look_up()
+        self._changes.note(module, name)
         self._assignments.note(module, name, before, asked)
 
     def check_call(self, function: str, tensors: Sequence[Tensor]) -> None:
