@@ -167,6 +167,10 @@ _TORCH_DISTRIBUTED = (
     Private("torch.distributed.distributed_c10d._get_default_store", "where processes meet", ""),
     Private("torch.distributed.distributed_c10d._get_default_group", "replaced: in a step a process is alone", ""),
     Private("torch.distributed.distributed_c10d._rank_not_in_group", "replaced: the same", "group"),
+    Private(
+        "torch.distributed.distributed_c10d._process_group_name", "replaced: groups of a step have names of their own",
+        "ranks use_hashed_name",
+    ),
     Private("torch.distributed.distributed_c10d._world", "the same: its entries of groups"),
     Private("torch.distributed.distributed_c10d._World.pg_map", "the same"),
     Private("torch.distributed.distributed_c10d._World.pg_group_ranks", "the same"),

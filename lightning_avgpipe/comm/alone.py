@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -106,10 +107,15 @@ def _lone_group() -> LoneGroup:
 
 @functools.cache
 def _patch() -> None:
-    """Replace the three ways in which functions of torch.distributed look up the default group or the membership."""
+    """Replace the ways in which functions of torch.distributed look up the default group or the membership, and name.
+
+    torch names groups by their number, which must be the same in all processes. Stages differ in how often they run the
+    code that makes one, so groups of a step have names of their own.
+    """
     members: Any = type(dist.GroupMember)
     world = members.WORLD
-    default_group, not_in_group = c10d._get_default_group, c10d._rank_not_in_group
+    default_group, not_in_group, name = c10d._get_default_group, c10d._rank_not_in_group, c10d._process_group_name
+    numbers = itertools.count()
 
     def get_world(cls: Any) -> Any:
         return None if is_alone() else world.fget(cls)
@@ -128,9 +134,14 @@ def _patch() -> None:
             )
         return not_in_group(group)
 
+    @functools.wraps(name)
+    def process_group_name(ranks: Any, use_hashed_name: bool) -> str:
+        return f"alone-{next(numbers)}" if is_alone() else name(ranks, use_hashed_name)
+
     members.WORLD = property(get_world, world.fset)
     c10d._get_default_group = get_default_group
     c10d._rank_not_in_group = rank_not_in_group
+    c10d._process_group_name = process_group_name
 
 
 _Group: Any = dist.ProcessGroup  # its stubs know neither this constructor nor the methods that Python calls

@@ -128,13 +128,14 @@ def trained(devices: int, make: Any, **options: Any) -> dict[str, Tensor]:
 
 
 def on_two(rank: int) -> Any:
+    asking = trained(2, AsksNobody)  # first: later Trainers make groups, too
     gathering = [trained(2, Gathers, costs="measured"), trained(2, Gathers, recompute=True, num_pipelines=2)]
     assert dist.is_initialized()
     model = Overheard()
     pipeline(2, 2, {"timeout": "30s"}, max_epochs=1).fit(model, loader(MLP, 16, 8))
     with pytest.raises(AvgPipeError) as refused:
         trained(2, HasGroup)
-    return gathering, trained(2, AsksNobody), model.seen, str(refused.value)
+    return gathering, asking, model.seen, str(refused.value)
 
 
 @pytest.fixture(scope="module")
