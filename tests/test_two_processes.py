@@ -208,13 +208,14 @@ def owned() -> tuple[list[str], list[str]]:
     states: list[str] = []
     names = {parameter: name for name, parameter in model.named_parameters()}
 
-    def look(*_: Any) -> None:
-        seen.extend(name for name, p in model.named_parameters() if not p.is_meta)
-        states.extend(names[parameter] for parameter in runner.optimizers[0].state)
+    def look(_: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            seen.extend(name for name, p in model.named_parameters() if not p.is_meta)
+            states.extend(names[parameter] for parameter in runner.optimizers[0].state)
 
-    model.on_train_end = look  # type: ignore[method-assign]
-    runner = pipeline(2, 2, max_steps=1)
-    runner.fit(model, loader(MLP, 8, 8))
+    model.on_train_batch_start = look  # type: ignore[method-assign]
+    runner = pipeline(2, 2, max_steps=2)
+    runner.fit(model, loader(MLP, 16, 8))
     assert not any(p.is_meta for p in model.parameters())
     return seen, states
 
@@ -223,12 +224,17 @@ COLLECTIVES = ("barrier", "broadcast", "broadcast_object_list", "all_reduce", "a
 
 
 def watched() -> list[str]:
-    """The collectives that a rank takes part in while it trains, after the plan is made."""
+    """The collectives that a rank takes part in from the second batch of an epoch to its last one."""
     called: list[str] = []
     model = MLP()
     during: list[str] = []
-    model.on_train_batch_start = lambda _, i: called.clear() if i == 1 else None  # type: ignore[method-assign]
-    model.on_train_end = lambda: during.extend(called)  # type: ignore[method-assign]
+
+    def look(_: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            called.clear()
+        during[:] = called
+
+    model.on_train_batch_start = look  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in [(Collectives, "together"), *((dist, name) for name in COLLECTIVES)]:
             collective = getattr(owner, name)

@@ -114,7 +114,8 @@ def _patch() -> None:
     """
     members: Any = type(dist.GroupMember)
     world = members.WORLD
-    default_group, not_in_group, name = c10d._get_default_group, c10d._rank_not_in_group, c10d._process_group_name
+    default_group, not_in_group = c10d._get_default_group, c10d._rank_not_in_group
+    name: Any = c10d._process_group_name
     numbers = itertools.count()
 
     def get_world(cls: Any) -> Any:
@@ -135,7 +136,7 @@ def _patch() -> None:
         return not_in_group(group)
 
     @functools.wraps(name)
-    def process_group_name(ranks: Any, use_hashed_name: bool) -> str:
+    def process_group_name(ranks: Any, use_hashed_name: bool) -> Any:
         return f"alone-{next(numbers)}" if is_alone() else name(ranks, use_hashed_name)
 
     members.WORLD = property(get_world, world.fset)

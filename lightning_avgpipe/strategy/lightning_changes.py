@@ -18,12 +18,13 @@ from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.strategy.batches import Batches
-from lightning_avgpipe.strategy.hooks import users_hooks
+from lightning_avgpipe.strategy.hooks import has_any, users_hooks
 from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, looking_on
 from lightning_avgpipe.strategy.metric_objects import local_metrics, metrics_of
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.training.holdings import Holdings
 from lightning_avgpipe.training.stepping import norms_over_stages, without_gradients
 from lightning_avgpipe.utils.lightning import (
     BaseFinetuning,
@@ -172,6 +173,33 @@ def several_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deploym
 def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
     known = {id(parameter) for parameter in parameters_in(optimizer)}
     return [parameter for parameter in params if id(parameter) not in known]
+
+
+@contextlib.contextmanager
+def sharing_at_end(
+    trainer: pl.Trainer, cluster: Cluster, holdings: Holdings, drain: Callable[[], None]
+) -> Iterator[None]:
+    """Within this context hooks of the user at the end of training find all weights on every process, as with ddp.
+
+    Args:
+        trainer: trainer that trains.
+        cluster: processes that divide the weights.
+        holdings: the weights.
+        drain: called before weights are read, to drain the pipeline.
+    """
+    ends = trainer.fit_loop.on_run_end
+
+    def on_run_end() -> None:
+        own = torch.tensor(int(has_any(trainer, ["on_train_end"])), device="cpu")
+        if not int(cluster.group.sum(own)):
+            ends()
+            return
+        drain()
+        with holdings.shared():
+            ends()
+
+    with replaced(trainer.fit_loop, "on_run_end", on_run_end):
+        yield
 
 
 @contextlib.contextmanager

@@ -167,6 +167,9 @@ class PipelineRun:
         if cluster.group.world_size > 1:
             enter(hooks_with_results(trainer, self.context.connection, deployment))
             enter(changes.clipping(trainer, cluster))
+            if fitting:
+                drain = self.context.state.drain
+                enter(changes.sharing_at_end(trainer, cluster, deployment.holdings, drain))
         enter(changes.known_at_epoch_end(trainer))
 
     def end_training(self) -> None:

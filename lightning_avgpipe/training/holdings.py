@@ -179,6 +179,36 @@ class Holdings:
         finally:
             tensors.drop([name for name in lent if self._cluster.rank not in self._owners[name]])
 
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Give every process all weights within this context, on the host, unless the module began on meta.
+
+        Every process calls it. As in ddp each has its own copy. What owners write stays; of what they do not write, the
+        first process that does is the owner from then on.
+        """
+        if self._scattered or not self._owners:
+            yield
+            return
+        self._take_in()
+        group, rank = self._cluster.group, self._cluster.rank
+        kinds: list[Belongings] = [ModuleTensors(self._module), *self._of_copies()]
+        everybody = dict.fromkeys(self._owners, tuple(range(group.world_size)))
+        relocate(Relocation(self._owners, everybody), group, kinds, torch.device("cpu"))
+        before = self._bits()
+        yield
+        written = group.exchange_objects({name for name, bits in self._bits().items() if before.get(name) != bits})
+        for name, owners in self._owners.items():
+            writers = [writer for writer, names in enumerate(written) if name in names]
+            if writers and not any(owner in writers for owner in owners):
+                self._owners = {**self._owners, name: (writers[0],)}
+                self.answers[name] = writers[0]
+        for kind in kinds:
+            kind.drop([name for name, owners in self._owners.items() if rank not in owners])
+
+    def _bits(self) -> dict[str, int]:
+        named = (*self._module.named_parameters(), *self._module.named_buffers())
+        return {name: _sum_of_bits(tensor) for name, tensor in named if not tensor.is_meta}
+
     @torch.no_grad()
     def begin_alike(self, copied: Collection[str]) -> None:
         """Make equal, in all processes that have them, shared parameters and buffers. Every process calls it.

@@ -6,6 +6,7 @@ Some hooks of a module run on rank 0 only, some on every process, and some while
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -502,9 +503,37 @@ def test_a_wish_to_stop_of_the_step_or_of_a_hook_stops_all_processes(in_two: Any
     assert [rank["stopped"] for rank in in_two] == [[2, 2], [2, 2]]
 
 
+class Ends(Layers):
+    """Its hook at the end saves, as people write it, evaluates, and changes weights, also on rank 0 alone."""
+
+    def on_train_end(self) -> None:
+        self.saved = pickle.loads(pickle.dumps(self.state_dict()))
+        with torch.no_grad():
+            self.output = self.through(torch.ones(1, 8))
+            for layer in (self.b, self.d):
+                layer.weight.mul_(0.5)
+            if self.global_rank == 0:
+                for layer in (self.a, self.c):
+                    layer.weight.data.add_(1.0)
+
+
+def ended(devices: int) -> tuple[Any, ...]:
+    module = piped(Ends(), devices, devices, costs="flops")
+    return module.saved, module.output, module.state_dict()
+
+
+def test_at_the_end_hooks_find_all_weights_on_every_process_and_may_change_them(in_two: Any) -> None:
+    saved, output, state = ended(1)
+    for rank in in_two:
+        found, found_output, found_state = rank["ended"]
+        assert_same(found, saved)
+        assert torch.equal(found_output, output)
+        assert_same(found_state, state)
+
+
 def all_of_it(rank: int) -> dict[str, Any]:
     found = {"between": between(2, 2), "annealed": annealed(2, 2), "watched": watched(2), "stopped": stopped()}
-    return {**found, "scales": as_one(2, Scales, 2)}
+    return {**found, "scales": as_one(2, Scales, 2), "ended": ended(2)}
 
 
 @pytest.fixture(scope="module")
