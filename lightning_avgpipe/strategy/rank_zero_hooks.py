@@ -131,20 +131,26 @@ class _Hooks:
         return self._deployment.pipeline.read_elsewhere() | {(path, name) for path, _, name in owned}
 
     def _is_elsewhere(self, name: str) -> bool:
-        """Return whether other processes use a module, or a parameter, or something within it or around it."""
-        if not name or name.startswith(f"{_OPTIMIZER} "):  # the whole module, or an optimizer
-            return True
+        """Return whether other processes use a module, or a parameter, or something within it or around it.
+
+        Before there is a plan they may use anything.
+        """
         plan, ranks, here = self._deployment.plan, self._cluster.stage_map.ranks, (self._cluster.rank,)
-        assert plan is not None
+        if plan is None or not name or name.startswith(f"{_OPTIMIZER} "):  # the whole module, or an optimizer
+            return True
         used = (stages for part, stages in plan.stages_of.items() if is_within(part, name) or is_within(name, part))
         return any(ranks(stage) != here for stages in used for stage in stages)
 
     def _kept_elsewhere(self) -> frozenset[str]:
-        """Return the full names of parameters that other processes hold, and of buffers that their steps change."""
+        """Return the full names of parameters that other processes hold, and of buffers that their steps change.
+
+        Before there is a plan each process holds all parameters.
+        """
         deployment, cluster = self._deployment, self._cluster
-        assert deployment.plan is not None
-        pipeline, used, ranks = deployment.pipeline, deployment.plan.stages_of, cluster.stage_map.ranks
         here = dict(self._module.named_parameters())
+        if deployment.plan is None:
+            return frozenset(here)
+        pipeline, used, ranks = deployment.pipeline, deployment.plan.stages_of, cluster.stage_map.ranks
         others = {name for name in here if any(ranks(k) != (cluster.rank,) for k in used.get(name, ()))}
         changed = frozenset().union(*(pipeline.graph(step).changed for step in pipeline.steps))
         return frozenset(filter(deployment.holdings.answered_elsewhere, changed - here.keys())) | others

@@ -268,6 +268,22 @@ class Seeds(Twice):
         self.log("val_loss", self.loss((batch[0] + noise, batch[1])))
 
 
+class Collects(Seeds):
+    """Logs what validation has collected when it ends, in the sanity check too, before there are stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.seen.append(float(batch[0].mean()))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_seen", sum(self.seen))
+        self.seen.clear()
+
+
 class Scopes(Twice):
     """Tests with other weights for a while, such as averaged ones."""
 
@@ -333,7 +349,9 @@ def in_rank(rank: int, makes: Sequence[type[Twice]]) -> dict[str, Any]:
     return {make.__name__: evaluated(make, 2) for make in makes}
 
 
-@pytest.mark.parametrize("makes", [(Twice, Seeds, Scopes, OnMeta), pytest.param((Generates,), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "makes", [(Twice, Seeds, Collects, Scopes, OnMeta), pytest.param((Generates,), marks=pytest.mark.slow)]
+)
 def test_what_stages_cannot_do_is_evaluated_as_on_one_device(makes: Any, tmp_path: Path) -> None:
     first, other = processes.results(processes.run(2, in_rank, makes, folder=tmp_path))
     for make in makes:
