@@ -8,7 +8,9 @@
 
 A step does the same for each micro-batch of an iteration if its Python has no side effects and does not branch on
 numbers of values. Questions about the batch (is anything masked?) are instructions of their own: if the answer differs,
-the micro-batch is followed instead. A program holds constants of its iteration, so the next one writes it anew.
+or the shape of what is computed from the batch (the targets that are not masked), the micro-batch is followed instead.
+So it is if a node returns something of another form: a flag, a structure, a shape that depends on numbers. A program
+holds constants of its iteration, so the next one writes it anew.
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.part import Entry, Observe, OperationResult, Part, Path, ReplayContext, Replayed, Runner
 from lightning_avgpipe.engine.purity import Purity
 from lightning_avgpipe.engine.randomness import Draw, Drawing
-from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
@@ -46,6 +47,9 @@ VALUES = frozenset(
         *(type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, type(...)),
         *(torch.memory_format, torch.Size, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType),
     )
+)
+_SIZED = frozenset(
+    ("argwhere", "bincount", "masked_select", "nonzero", "repeat_interleave", "unique", "unique_consecutive")
 )
 SAME = (nn.Module, type, enum.Enum)  # objects that are the same for each micro-batch
 
@@ -137,6 +141,19 @@ class OtherAnswer(Exception):
     """An answer that differs, so that the step must be followed. Only operations on the batch have run so far."""
 
 
+class OtherForm(Exception):
+    """A result of another form, so that the step must be followed.
+
+    Args:
+        instruction: instruction that gave it.
+        leaves: whether the program has logged something, or changed tensors that outlive it.
+    """
+
+    def __init__(self, instruction: Instruction, leaves: bool) -> None:
+        super().__init__(f"{instruction} returns something of another form with each micro-batch")
+        self.instruction, self.leaves = instruction, leaves
+
+
 @dataclass(frozen=True)
 class Instruction:
     """One operation of a program. Instructions are equal if they do the same.
@@ -151,9 +168,9 @@ class Instruction:
         made: slots of the tensors that it returns, in order, or of the object.
         node: node of the graph, for a node.
         module: called module, for a call.
-        answer: expected answer, for a question; the pickled object, for an object.
+        answer: expected answer, for a question; the pickled object, for an object; the shapes, for glue.
         draw: random stream that begins before it, for glue that may draw.
-        looks: properties of the tensors that a node returned, see :func:`look_of`.
+        form: what a node returned besides numbers, see :func:`form_of`.
         entry: description of a node's result for later stages; None: it differs between micro-batches.
         separated: whether a node that returns an argument must return a view of it.
         is_plain: whether all that a node does is to compute its result, while nothing watches it.
@@ -169,7 +186,7 @@ class Instruction:
     module: nn.Module | None = None
     answer: Any = None
     draw: Draw | None = None
-    looks: Sequence[Any] = field(default=(), compare=False)
+    form: Any = None
     entry: Entry | None = field(default=None, compare=False)
     separated: bool = False
     is_plain: bool = False
@@ -209,8 +226,8 @@ class FlatProgram:
 
     @property
     def answers(self) -> tuple[Any, ...]:
-        """The answers about the batch for which the program was written."""
-        return tuple(instruction.answer for instruction in self.instructions if instruction.kind == "question")
+        """The answers about the batch, and the shapes of what it gives, for which the program was written."""
+        return tuple(one.answer for one in self.instructions if one.kind in ("glue", "question"))
 
     def lean(self) -> FlatProgram:
         """Return the program without instructions that only make a tensor for an earlier stage (``torch.arange``)."""
@@ -236,7 +253,7 @@ class FlatProgram:
             runner: executes its nodes.
         Raises:
             OtherAnswer: the batch gives another answer.
-            StepChangedError: an operation returned another number of tensors.
+            OtherForm: a node, or an operation on the batch behind one, returns something of another form.
         """
         slots: list[Any] = [None] * self.num_slots
         own: list[Entry] = []
@@ -257,17 +274,17 @@ class FlatProgram:
                 continue
             if kind == "node":
                 outcome = _execute(instruction, args, kwargs, runner)
+                if form_of(outcome) != instruction.form:
+                    raise OtherForm(instruction, self._leaves_something(until=instruction))
                 made, entry = outcome.tensors, instruction.entry
-                if entry is None or [look_of(tensor) for tensor in made] != instruction.looks:
+                if entry is None:
                     differs, entry = True, outcome.entry
                 own.append(entry)
             else:
                 made = _free(instruction, args, kwargs, runner, part.observe)
-            if len(made) != len(instruction.made):
-                raise StepChangedError(
-                    f"{instruction} returned {len(instruction.made)} tensors with the first micro-batch of this batch, "
-                    f"and {len(made)} now; return the same structure for every micro-batch, or set static_step=False"
-                )
+                if kind == "glue" and [tensor.shape for tensor in made] != instruction.answer:
+                    leaves = self._leaves_something(until=instruction)
+                    raise OtherForm(instruction, leaves) if own or leaves else OtherAnswer
             for slot, tensor in zip(instruction.made, made, strict=True):
                 slots[slot] = tensor
             for slot in dropped:
@@ -275,6 +292,15 @@ class FlatProgram:
         entries = (*part.entries, *own) if differs and not part.program.is_last else self.entries
         sent = tuple([fill(one, slots) for one in self.sent])
         return Replayed(fill(self.result, slots), sent, entries, attested=self.attested)
+
+    def _leaves_something(self, until: Instruction) -> bool:
+        """Return whether the instructions up to one of them log, or change tensors that are not their own."""
+        for one in self.instructions:
+            if one.kind == "observe" or (one.node is not None and (one.node.writes or one.node.changes)):
+                return True
+            if one is until:
+                break
+        return False
 
 
 def _free(instruction: Instruction, args: Any, kwargs: Any, runner: Runner, observe: Observe | None) -> list[Tensor]:
@@ -315,6 +341,17 @@ def _is_tensor(template: Any) -> bool:
 def look_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return the properties of a tensor on which descriptions for later stages depend."""
     return tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride()
+
+
+def form_of(outcome: OperationResult) -> Any:
+    """Return what a step can read of a node's result besides the numbers of tensors: it may do otherwise then."""
+    looks = list(map(look_of, outcome.tensors))
+    if outcome.parcel is not None:
+        return looks, outcome.parcel.content
+    if type(outcome.result) is Tensor:
+        return looks
+    leaves, spec = tree.flatten(outcome.result)
+    return looks, spec, [None if isinstance(leaf, Tensor) else Fixed.of(leaf) for leaf in leaves]
 
 
 def description(tensor: Tensor) -> tuple[Any, ...]:
@@ -420,7 +457,7 @@ class ProgramWriter:
             return
         if not tree.tensors(result):
             raise Unwritable(f"a {type(module).__name__} tells the step what is in the batch")
-        self._write("glue", partial(call_module, module), args, kwargs, result, module=module)
+        self._write("glue", partial(call_module, module), args, kwargs, result, module, answer=_shapes(result))
 
     @_writing
     def glue(
@@ -434,9 +471,12 @@ class ProgramWriter:
             if tensors and result is not None and not _is_plain(result):
                 raise Unwritable(f"{name}() gives the step something else than tensors")
             if tensors:
-                self._write("glue" if result is None else "question", function, args, kwargs, (), answer=result)
+                is_glue = result is None
+                self._write(
+                    "glue" if is_glue else "question", function, args, kwargs, (), answer=[] if is_glue else result
+                )
             return
-        self._write("glue", function, args, kwargs, result)
+        self._write("glue", function, args, kwargs, result, answer=_shapes(result))
 
     @_writing
     def begin_node(self, operation: Operation) -> None:
@@ -454,6 +494,8 @@ class ProgramWriter:
             raise Unwritable(f"{node} writes into objects that outlive the step, or is repeated in its backward")
         if node.reads_numbers or (node.kind == "glue" and (outcome.result is None or not outcome.tensors)):
             raise Unwritable(f"{node} tells the step numbers")
+        if node.kind == "glue" and _is_sized_by_numbers(operation):
+            raise Unwritable(f"{node} gives a shape that depends on numbers")
         if operation.module is not None and (operation.module._forward_hooks or operation.module._forward_pre_hooks):
             raise Unwritable(f"{node} has hooks")
         run = operation.run if operation.module is None else partial(call_module, operation.module)
@@ -466,7 +508,7 @@ class ProgramWriter:
             outcome.tensors,
             operation.module,
             node=node,
-            looks=list(map(look_of, outcome.tensors)),
+            form=form_of(outcome),
             entry=None if differs else outcome.entry,
             separated=separated,
             is_plain=not (node.writes_objects or separated or self.context.drawing.watches_functions(node)),
@@ -491,11 +533,12 @@ class ProgramWriter:
         # skipped calls matter only for the random streams of modules that are called here as well
         called = {path for one in self._instructions if one.kind == "node" for path in one.drawn}
         instructions = [one for one in self._instructions if one.kind != "skipped" or not called.isdisjoint(one.drawn)]
-        if any(one.kind == "question" for one in instructions):
-            if any(one.node is not None and one.node.writes for one in instructions):
+        # instructions on the batch come first, so that a surprise comes before any side effect
+        if any(one.kind in ("glue", "question") for one in instructions):
+            if not any(one.node is not None and one.node.writes for one in instructions):
+                instructions.sort(key=lambda one: one.kind not in ("glue", "question"))
+            elif any(one.kind == "question" for one in instructions):
                 raise Unwritable("it asks what is in the batch, and writes into tensors")
-            # instructions on the batch come first, so that a surprise comes before any side effect
-            instructions.sort(key=lambda one: one.kind not in ("glue", "question"))
         sent, result = tuple(map(self._template, replayed.sent)), self._template(replayed.result)
         assert not isinstance(replayed.entries, Path)
         told = replayed.attested, replayed.entries
@@ -618,6 +661,17 @@ def _held_tensors(module: nn.Module) -> dict[int, Any]:
                 (id(tensor), Register(named, name, id(named))) for name, tensor in named.items() if tensor is not None
             )
     return found
+
+
+def _shapes(result: Any) -> list[torch.Size]:
+    return [tensor.shape for tensor in tree.tensors(result)]
+
+
+def _is_sized_by_numbers(operation: Operation) -> bool:
+    """Return whether a function's result has a shape that depends on the numbers of its arguments."""
+    if operation.name == "__getitem__":
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tree.tensors(operation.args[1:]))
+    return operation.name in _SIZED or (operation.name == "where" and len(operation.args) == 1)
 
 
 def _is_alike(leaf: Any) -> bool:

@@ -440,7 +440,8 @@ class ReadState:
 
     def _now(self) -> dict[str, Any]:
         held = {name: own.get(key) for name, (own, key) in self._read.items()}
-        return {name: value for name, value in held.items() if not isinstance(value, Tensor)}  # those a program follows
+        # a program follows tensors, but not what code between units computes from a shape
+        return {name: str(value.shape) if isinstance(value, Tensor) else value for name, value in held.items()}
 
     def note(self) -> None:
         """Note the present state."""

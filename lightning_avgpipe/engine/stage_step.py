@@ -24,7 +24,15 @@ from torch import Tensor, nn
 from lightning_avgpipe.capture.recorder import owned_tensors
 from lightning_avgpipe.capture.tracer import uncompiled, watching
 from lightning_avgpipe.engine.execution import Execution, OwnStream
-from lightning_avgpipe.engine.flat_program import UNUSED, VALUES, FlatProgram, OtherAnswer, ProgramWriter, description
+from lightning_avgpipe.engine.flat_program import (
+    UNUSED,
+    VALUES,
+    FlatProgram,
+    OtherAnswer,
+    OtherForm,
+    ProgramWriter,
+    description,
+)
 from lightning_avgpipe.engine.late_effects import ReadState
 from lightning_avgpipe.engine.part import Observe, Part, Path, ReplayContext, Replayed, Runner
 from lightning_avgpipe.engine.randomness import Drawing
@@ -138,7 +146,7 @@ class Programs:
         self._written: list[tuple[Signature, FlatProgram]] = []
         self._read, self._read_in_part = ReadState(program, module), ReadState(program, module, in_part=True)
         if (why := why_follow(program) if static else _NOT_STATIC) is not None:
-            self._end(why)
+            self.end(why)
 
     def begin(self) -> None:
         """Begin an iteration: drop the programs of earlier ones, unless the step is static."""
@@ -184,16 +192,17 @@ class Programs:
         """Keep the program that was written, or note why there can be none."""
         program = writer.program
         if program is None:
-            self._end(writer.why_not or "it cannot be written down")
+            self.end(writer.why_not or "it cannot be written down")
             return
         before = next((other for other in self._of(form) if other.answers == program.answers), None)
         if before is None:
             bare = Signature((), form.described, form.told)  # keeps no tensor alive
             self._written.append((bare, program))
         elif before != program:
-            self._end("it does something else with each micro-batch")
+            self.end("it does something else with each micro-batch")
 
-    def _end(self, why: str) -> None:
+    def end(self, why: str) -> None:
+        """Note why there can be no programs from now on."""
         self.why_not = why
         self._written.clear()
         _log.info("stage %d follows the Python of the step for each micro-batch: %s", self._stage, why)
@@ -284,6 +293,10 @@ class StageStep:
                         replayed = self._run_program(written, form, part, task.around(micro_batch))
                 except OtherAnswer:
                     continue
+                except OtherForm as other:
+                    self._check_nothing_left(other)
+                    self._programs.end(str(other))
+                    break
                 self._programs.check_read()
                 return replayed
             writer = self._programs.writer()
@@ -308,6 +321,19 @@ class StageStep:
         if part.program is not self._program or part.tap or type(part.entries) is Path:
             return False
         return (len(task.args) > 1 or self._programs.static) and not self._context.drawing.late_on_host
+
+    def _check_nothing_left(self, other: OtherForm) -> None:
+        """Check that a program which was given up has left nothing behind, so that the step can be followed instead.
+
+        Raises:
+            StepChangedError: it has.
+        """
+        if other.leaves or self._graph.changed_by_units or self._graph.written_tensors:
+            raise StepChangedError(
+                f"{other.instruction} returned something of another form (a shape, a flag, a structure) than with the "
+                "first micro-batch of this batch, when the step had logged, or changed what lasts. Return the same "
+                "form for every micro-batch, or set static_step=False, so that each one is followed"
+            ) from None
 
     def _run_program(
         self, program: FlatProgram, form: Signature, part: Part, around: AbstractContextManager[None]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.engine import stage_step
@@ -295,3 +296,107 @@ def test_what_leaves_something_behind_or_decides_runs_for_every_micro_batch(
     trained(make())
     assert followed.count(1) == BATCHES * MICRO
     assert "stage 1 follows the Python of the step for each micro-batch: " in caplog.text
+
+
+# -- what has another form with another micro-batch -------------------------------------------------------------------
+
+
+class Gives(nn.Linear):
+    """Returns what a function says of whether a micro-batch is large."""
+
+    def __init__(self, said: Callable[[bool], Any]) -> None:
+        super().__init__(8, 8)
+        self.said = said
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y, self.said(bool(x.abs().max() > 1))
+
+
+class Asks(Regression):
+    """Doubles the loss of a large micro-batch."""
+
+    example = staticmethod(MLP.example)
+
+    def __init__(self, said: Callable[[bool], Any], heard: Callable[[Any], bool]) -> None:
+        super().__init__("sgd")
+        self.first, self.last, self.heard = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Gives(said), heard
+
+    def loss(self, batch: Any) -> Tensor:
+        x, target = batch
+        y, said = self.last(self.first(x))
+        return F.mse_loss(y, target) * (2 if self.heard(said) else 1)
+
+
+class Keeps(MLP):
+    """Divides by the number of rows that it keeps.
+
+    Args:
+        rows: rows of a micro-batch and of the result.
+    """
+
+    def __init__(self, rows: Callable[[Tensor, Tensor], Tensor], norm: bool = False) -> None:
+        super().__init__(depth=3)
+        self.layers.append(nn.BatchNorm1d(8) if norm else nn.Identity())
+        self.rows = rows
+
+    def loss(self, batch: Any) -> Tensor:
+        x, target = batch
+        y = self(x)
+        return (y - target).square().sum() / (1 + len(self.rows(x, y)))
+
+
+class RowsOfUnit(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x[x.abs().amax(1) > 1]
+
+
+class KeepsRowsOfUnit(Asks):
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__(bool, lambda said: len(said) > 1)
+        self.last = RowsOfUnit(8, 8)
+        if norm:
+            self.first.append(nn.BatchNorm1d(8))
+
+
+def late_differences() -> DataLoader[Any]:
+    """Batches of which the first is small, and the others are small only in their first micro-batch."""
+    torch.manual_seed(2)
+    x, y = MLP.example(8 * BATCHES)
+    x *= 0.01
+    for first in range(8, 8 * BATCHES, 8):
+        x[first + 2 : first + 8] *= 1000
+    return DataLoader(TensorDataset(x, y), batch_size=8)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Asks(bool, bool),
+        lambda: Asks(str, lambda said: said == "True"),
+        lambda: Asks(lambda large: {"large" if large else "small": torch.ones(1)}, lambda said: "large" in said),
+        lambda: Asks(lambda large: (torch.ones(1), None)[:: -1 if large else 1], lambda said: said[0] is None),
+        lambda: Asks(lambda large: torch.ones(2 if large else 1), lambda said: len(said) == 2),
+        lambda: Asks(lambda large: F.relu if large else F.gelu, lambda said: said is F.relu),
+        lambda: Asks(lambda large: {1} if large else set(), bool),
+        lambda: Keeps(lambda x, y: x[x > 1]),
+        lambda: Keeps(lambda x, y: (x > 1).nonzero(), norm=True),
+        lambda: Keeps(lambda x, y: y[x.amax(1) > 1], norm=True),
+        KeepsRowsOfUnit,
+    ],
+)
+def test_a_micro_batch_with_another_flag_structure_or_shape_is_followed(
+    make: Callable[[], Any], num_stages: int
+) -> None:
+    torch.manual_seed(0)
+    followed = make()
+    repeated = copy.deepcopy(followed)
+    trained(followed, late_differences(), num_stages, static_step=False)
+    trained(repeated, late_differences(), num_stages)
+    assert_same_parameters(followed, repeated)
+
+
+def test_another_form_comes_too_late_if_the_program_has_changed_what_lasts() -> None:
+    with pytest.raises(StepChangedError, match=r"unit 'last' at .* returned something of another form .*static_step"):
+        trained(KeepsRowsOfUnit(norm=True), late_differences())
