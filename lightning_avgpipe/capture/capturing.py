@@ -129,7 +129,7 @@ def _graph(
         set_back=tuple(sorted(effects.set_back)),
         carried=carried,
         mutated_between=holders,
-        changed_by_units={key: effects.objects.last_change(key) for key in sorted(effects.of_units - holders.keys())},
+        changed_by_units={key: effects.last_change(key) for key in sorted(effects.of_units - holders.keys())},
         written_tensors=effects.objects.written(recorder.state.changes.nameless),
         reads=dict(effects.attributes.first_reads),
         read_between=dict(effects.attributes.read_between),

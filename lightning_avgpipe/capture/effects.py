@@ -96,6 +96,10 @@ class Effects:
         attributes = self.attributes.set_back()
         return attributes | self.objects.set_back(attributes)
 
+    def last_change(self, key: Key) -> int:
+        """Return the last node that assigned an attribute, or changed what one or a variable leads to; -1: unknown."""
+        return max(self.objects.last_change(key), self.attributes.last_assignment(key))
+
     @property
     def may_last(self) -> bool:
         """Whether the step must run once more to find out which changes it makes in every step."""

@@ -274,6 +274,10 @@ class AttributeEvents:
             if self._first(key) and key in self.held.uses and any(tensor.ndim > 1 for tensor in held):
                 yield joined(*key)
 
+    def last_assignment(self, key: Key) -> int:
+        """Return the last node that assigned an attribute; -1: none did that is known."""
+        return max(self._by_units.get(key, ()), default=-1)
+
     def exports(self) -> set[str]:
         """Return the units whose attributes are read later, so that these must be sent along with their results."""
         return {unit for key, _, _, unit in self._read_later() if is_within(joined(*key), unit)}

@@ -63,10 +63,10 @@ class StateOfUnits:
                 path, _, leaf = name.rpartition(".")
                 yield (path, leaf), answers[name]
         for (path, name), node in graph.changed_by_units.items():
-            if not path and node >= 0:  # a variable, of which the last submodule that changes it has the value
-                yield (path, name), stage_map.owner(bisect.bisect_right(loaded.cuts, node))
             hosts = hosts_of(plan, path, stage_map) if path and plan is not None else set()
-            if len(hosts) == 1:
+            if node >= 0 and len(hosts) <= 1:  # another submodule may have changed it, or code between those of its own
+                yield (path, name), stage_map.owner(bisect.bisect_right(loaded.cuts, node))
+            elif len(hosts) == 1:
                 yield (path, name), hosts.pop()
 
     def _packed(self, packer: Packer, key: Key) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -477,6 +478,59 @@ def test_hooks_read_what_submodules_of_another_process_keep(in_two: Any) -> None
         assert found == metrics
 
 
+class Scaled(nn.Module):
+    """A layer whose code behind its linear part is on the stage of what sets its gain."""
+
+    gain = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh() * self.gain
+
+
+class Steers(nn.Module):
+    def __init__(self, other: Scaled) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.other = weakref.ref(other)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).tanh()
+        self.other().gain = 1 / (1 + y.detach().abs().mean().item())  # type: ignore[union-attr]
+        return y
+
+
+class Steered(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.d = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.b = Scaled()  # type: ignore[assignment]
+        self.c = Steers(self.b)  # type: ignore[arg-type, assignment]
+        self.seen: list[float] = []
+
+    def through(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.b(self.a(x))))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self.b.gain)  # type: ignore[arg-type]
+
+
+def steered(devices: int) -> tuple[dict[str, Tensor], list[float], list[Any]]:
+    module = piped(Steered(), devices, devices, costs="flops")
+    return module.state_dict(), module.seen, module.trainer.strategy.plan.cuts
+
+
+def test_what_a_submodule_sets_of_one_of_another_stage_is_that_of_its_own_process(in_two: Any) -> None:
+    expected, seen, _ = steered(1)
+    for state, _, cuts in (rank["steered"] for rank in in_two):
+        assert cuts == (2,)  # behind 'b.linear'
+        assert_same(state, expected)
+    assert in_two[0]["steered"][1] == seen
+
+
 class Stops(Layers):
     """The step, or a hook of rank 0, asks the trainer to stop."""
 
@@ -533,7 +587,7 @@ def test_at_the_end_hooks_find_all_weights_on_every_process_and_may_change_them(
 
 def all_of_it(rank: int) -> dict[str, Any]:
     found = {"between": between(2, 2), "annealed": annealed(2, 2), "watched": watched(2), "stopped": stopped()}
-    return {**found, "scales": as_one(2, Scales, 2), "ended": ended(2)}
+    return {**found, "scales": as_one(2, Scales, 2), "ended": ended(2), "steered": steered(2)}
 
 
 @pytest.fixture(scope="module")
