@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_avgpipe.errors import ConfigurationError
@@ -28,6 +29,8 @@ def averaging_parts(trainer: pl.Trainer, module: nn.Module, deployment: Deployme
                 for name in ("update_parameters", "transfer_weights"):
                     undo.enter_context(replaced(callback, name, _on_parts(getattr(callback, name), module)))
                 undo.enter_context(replaced(callback, "state_dict", _whole(callback, deployment)))
+                if (average := callback._average_model) is not None:
+                    undo.enter_context(replaced(average, "to", partial(_move, average)))
                 deployment.holdings.copies.append(partial(getattr, callback, "_average_model"))
             elif isinstance(callback, checks.weight_averaging()):
                 _average_parts(undo, callback, module, deployment)
@@ -96,6 +99,11 @@ def _on_parts(function: Callable[..., Any], module: nn.Module) -> Callable[..., 
         return function(_Part(one, module), _Part(other, module), *args)
 
     return run
+
+
+def _move(average: nn.Module, device: torch.device | str) -> nn.Module:
+    """Move what this process holds of an average, which may begin in an epoch in which it is divided already."""
+    return average._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def _whole(callback: StochasticWeightAveraging, deployment: Deployment) -> Callable[[], dict[str, Any]]:

@@ -283,7 +283,8 @@ class Normed(MLP):
 
 
 def swa() -> L.Callback:
-    return StochasticWeightAveraging(0.02, swa_epoch_start=1)
+    """It begins where the weights are divided already, and from a checkpoint where they are not."""
+    return StochasticWeightAveraging(0.02, swa_epoch_start=2)
 
 
 def ema() -> L.Callback:
