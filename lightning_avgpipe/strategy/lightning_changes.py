@@ -29,6 +29,8 @@ from lightning_avgpipe.training.stepping import norms_over_stages, without_gradi
 from lightning_avgpipe.utils.lightning import (
     BaseFinetuning,
     BasePredictionWriter,
+    RunningStage,
+    ThroughputMonitor,
     grad_norm,
     is_overridden,
     pl,
@@ -69,6 +71,20 @@ def known_at_epoch_end(trainer: pl.Trainer) -> Iterator[None]:
             connector.sync()
 
     with replaced(module, "on_train_epoch_end", on_train_epoch_end):
+        yield
+
+
+@contextlib.contextmanager
+def _counting_groups(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
+    """Within this context throughput is that of groups, in which several devices work on one batch."""
+    with contextlib.ExitStack() as undo:
+        for monitor in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(monitor, ThroughputMonitor):
+                flops = monitor.available_flops and monitor.available_flops * cluster.group.world_size
+                for stage, throughput in monitor._throughputs.items():
+                    groups = cluster.stage_map.num_groups if stage is RunningStage.TRAINING else 1  # others share data
+                    undo.enter_context(replaced(throughput, "world_size", groups))
+                    undo.enter_context(replaced(throughput, "available_flops", flops))
         yield
 
 
@@ -158,6 +174,7 @@ def several_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deploym
         # Only rank 0 logs: without this, Lightning would recommend sync_dist=True for every value.
         undo.enter_context(replaced(result, "_distributed_is_initialized", lambda: False))
         undo.enter_context(averaging_parts(trainer, module, deployment))
+        undo.enter_context(_counting_groups(trainer, cluster))
         if cluster.world.rank != 0:
             for writer in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(writer, BasePredictionWriter):

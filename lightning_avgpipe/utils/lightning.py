@@ -61,6 +61,7 @@ ModelPruning = pl.callbacks.ModelPruning
 ProgressBar = pl.callbacks.ProgressBar
 RichProgressBar = pl.callbacks.RichProgressBar
 StochasticWeightAveraging = pl.callbacks.StochasticWeightAveraging
+ThroughputMonitor = pl.callbacks.ThroughputMonitor
 TQDMProgressBar = pl.callbacks.TQDMProgressBar
 convert_inf = pl.callbacks.progress.tqdm_progress.convert_inf
 TensorBoardLogger = pl.loggers.TensorBoardLogger

@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import (
     RichModelSummary,
     RichProgressBar,
     StochasticWeightAveraging,
+    ThroughputMonitor,
     Timer,
     TQDMProgressBar,
 )
@@ -272,6 +273,22 @@ def test_in_two_processes_all_ranks_decide_as_one_device(tmp_path: Path) -> None
             assert_alike(one, found)
         assert found_rate == pytest.approx(rate)
     assert_same_predictions(written(trainer, tmp_path / "predicted"), ranks[0][2])
+
+
+def measured(rank: int, devices: int, folder: Path) -> dict[str, Any]:
+    monitor = ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)
+    logger = CSVLogger(folder, name="csv", version=0)
+    options = {"callbacks": [monitor], "logger": logger, "log_every_n_steps": 2, "max_epochs": 1}
+    runner = pipeline(2, devices, {"num_microbatches": 2}, **options)
+    runner.fit(MLP(), loader(MLP, 16, 4))
+    return dict(runner.logged_metrics)
+
+
+@pytest.mark.slow
+def test_devices_that_work_on_one_batch_count_as_one_in_its_throughput(tmp_path: Path) -> None:
+    found, _ = processes.results(processes.run(2, measured, 2, tmp_path, folder=tmp_path))
+    assert found["train/device/batches_per_sec"] > 0
+    assert found.keys() == measured(0, 1, tmp_path / "one").keys()
 
 
 class Normed(MLP):
