@@ -93,6 +93,7 @@ class Verifier:
         self._now: list[Traces] = []  # traces of this iteration, by pipeline
         self._before: list[dict[str, Any]] = []  # attributes before this iteration, by pipeline
         self._held_then: dict[str, Any] = {}
+        self._rates_then: list[float] = []
         self._doubtful = False  # whether hooks have run between the steps that are compared
         self._has_asked_for_whole = False  # whether the loss of a batch in one piece was asked for
         self._compiled = False
@@ -157,16 +158,30 @@ class Verifier:
         self._evaluation, self._batch = 0, batch
         before, self._moment = self._moment, self._moment_now()
         if not (self._begun and self.active):
+            self._rates_then = self._rates_now()
             return
-        same = before == self._moment
-        if same and subject.observed:
-            self._doubtful = True
-            same = all(subject.cluster.group.exchange_objects(self._held_now() == self._held_then))
+        same, mine = before == self._moment, self._rates_are_known()
+        if subject.observed:
+            self._doubtful = self._doubtful or same
+            mine = mine and self._held_now() == self._held_then
+        if same:
+            same = all(subject.cluster.group.exchange_objects(mine))
         if not same:
             self._wanted -= self._left
             self._left = 0
-            _log.info("steps from number %d on are not compared: hooks have changed something", self._wanted + 1)
+            what = "hooks have changed something, or a scheduler that monitors a value has"
+            _log.info("steps from number %d on are not compared: %s", self._wanted + 1, what)
             self._end()
+
+    def _rates_now(self) -> list[float]:
+        groups = (group for optimizer in self._subject.trainer.optimizers for group in optimizer.param_groups)
+        return [float(group["lr"]) for group in groups if "lr" in group]
+
+    def _rates_are_known(self) -> bool:
+        """Return whether nothing but schedulers that the children step as well has changed learning rates."""
+        configs = [config for config in self._subject.trainer.lr_scheduler_configs if config.interval == "step"]
+        monitors = [config.reduce_on_plateau for config in configs]
+        return self._rates_now() == self._rates_then if all(monitors) else not any(monitors)
 
     def _why_not(self, buffers: Sequence[Mapping[str, Any]]) -> str | None:
         """Return why the first steps are not compared, on the process that would compare them; None if they are.
@@ -349,6 +364,7 @@ class Verifier:
     def _stepped(self) -> None:
         """Finish a step, and compare what has arrived. Every process calls it."""
         self._left -= 1
+        self._rates_then = self._rates_now()
         if self.active and self._subject.observed:
             self._held_then = self._held_now()
         self._collect()

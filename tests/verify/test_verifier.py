@@ -315,6 +315,32 @@ def test_hooks_that_change_something_end_the_comparison(logged: pytest.LogCaptur
     assert "verified 1 optimizer steps" in logged.text
 
 
+class Monitoring(MLP):
+    """A scheduler lowers the learning rate after each step, which no plain run of the steps alone can know."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        config = {"scheduler": scheduler, "monitor": "train_loss", "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+class Lowering(MLP):
+    def on_train_batch_end(self, *args: Any) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] /= 2
+
+
+@pytest.mark.parametrize("make", [Monitoring, Lowering])
+def test_learning_rates_that_change_between_steps_end_the_comparison(
+    make: type[MLP], logged: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    fit(make(), verify="auto")
+    assert "steps from number 2 on are not compared" in logged.text
+    assert "verified 1 optimizer steps" in logged.text
+    assert not any("plain run" in str(warning.message) for warning in recwarn)
+
+
 def roughly(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     """A compiler that rounds otherwise."""
     return lambda *args: tuple(value * (1 + 1e-6) for value in graph(*args))
