@@ -34,7 +34,7 @@ from lightning_avgpipe.strategy.hooks import AROUND_WHOLE_STEPS
 from lightning_avgpipe.strategy.log import SyncedLoggerConnector
 from lightning_avgpipe.strategy.metric_objects import BatchValues, local_metrics, metrics_of
 from lightning_avgpipe.strategy.parallel_models import check_number
-from lightning_avgpipe.strategy.without_numbers import callbacks_refusing_pickles
+from lightning_avgpipe.strategy.without_numbers import callbacks_refusing_exports
 from lightning_avgpipe.training.stepping import norms_over_stages, scaling_together
 from lightning_avgpipe.utils.lightning import is_overridden, is_param_in_hook_signature, pl
 from lightning_avgpipe.utils.patching import replaced
@@ -145,7 +145,7 @@ class WholeRun(PassthroughRun):
         enter(scaling_together(trainer.precision_plugin, cluster, lambda optimizer: []))
         enter(changes.several_processes(trainer, cluster, deployment, context.distributor.early))
         enter(changes.without_inference_mode(trainer))
-        enter(callbacks_refusing_pickles(trainer))
+        enter(callbacks_refusing_exports(trainer))
         enter(changes.known_at_epoch_end(trainer))
         self._undo.callback(give_back, context, deployment)
 

@@ -3,15 +3,17 @@
 A weight of another stage has no numbers, so an operation that needs them raises an error. Two would not: torch computes
 nothing in ``teacher.mul_(0.9).add_(student, alpha=0.1)`` if the student has no numbers, and a gradient that is None
 looks like that of a weight which nothing uses. Within hooks the first is an error with its line, and a gradient of
-another process is there, without numbers, as its weight is. Nor does a weight without numbers draw random ones, which
-the next one would get in its place: that is an error too, and so is to save or send one, which would be found out when
-the file is read. What is made on the device of a weight (``next(self.parameters()).device``) is on this process's.
+another process is there, without numbers, as its weight is. Nor does TensorBoard get the random number that torch shows
+in the place of a tensor without numbers. Nor does a weight without numbers draw random ones, which the next one would
+get in its place: that is an error too, and so is to save or send one, which would be found out when the file is read.
+What is made on the device of a weight (``next(self.parameters()).device``) is on this process's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +33,7 @@ from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import is_mutable, targets
 
 _META = torch.device("meta")
+_SHOWING = tuple(f"torch.utils.tensorboard.{name}" for name in ("summary", "writer", "_embedding"))
 
 
 class WithoutNumbers:
@@ -102,7 +105,7 @@ class WithoutNumbers:
             try:
                 with contextlib.ExitStack() as undo:
                     undo.enter_context(self._mode)
-                    undo.enter_context(_refusing_pickles())
+                    undo.enter_context(_refusing_exports())
                     for optimizer in optimizers:  # which must not step what has no numbers
                         undo.callback(optimizer.register_step_pre_hook(lambda *_: self._hide()).remove)
                     return hook(*args, **kwargs)
@@ -168,18 +171,18 @@ class _NoSilentWrites(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def callbacks_refusing_pickles(trainer: pl.Trainer) -> Iterator[None]:
-    """Within this context hooks of callbacks cannot pickle weights of other processes, where steps run whole."""
+def callbacks_refusing_exports(trainer: pl.Trainer) -> Iterator[None]:
+    """Within this context hooks of callbacks cannot pickle or show weights of others, where steps run whole."""
     with contextlib.ExitStack() as undo:
         for owner, name in hooks.users_hooks(trainer, hooks.SEEING_WEIGHTS):
             if owner is not trainer.lightning_module:
-                undo.enter_context(replaced(owner, name, _refusing_pickles()(getattr(owner, name))))
+                undo.enter_context(replaced(owner, name, _refusing_exports()(getattr(owner, name))))
         yield
 
 
 @contextlib.contextmanager
-def _refusing_pickles() -> Iterator[None]:
-    """Within this context this thread cannot pickle a tensor without numbers, as ``torch.save`` does."""
+def _refusing_exports() -> Iterator[None]:
+    """Within this context this thread cannot pickle a tensor without numbers, as ``torch.save`` does, nor show one."""
     reduce, thread = Tensor.__reduce_ex__, threading.get_ident()
 
     def reduce_ex(tensor: Tensor, protocol: Any) -> Any:
@@ -191,8 +194,20 @@ def _refusing_pickles() -> Iterator[None]:
             )
         return reduce(tensor, protocol)
 
-    with replaced(Tensor, "__reduce_ex__", reduce_ex):
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(replaced(Tensor, "__reduce_ex__", reduce_ex))
+        for module in filter(None, map(sys.modules.get, _SHOWING)):
+            undo.enter_context(replaced(module, "make_np", _with_numbers(module.make_np)))
         yield
+
+
+def _with_numbers(make_np: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def run(shown: Any) -> Any:
+        if isinstance(shown, Tensor) and shown.is_meta:
+            raise _absent(f"a hook shows in TensorBoard, at {source_line()},")
+        return make_np(shown)
+
+    return run
 
 
 def _absent(what: str) -> AbsentValueError:
@@ -200,8 +215,8 @@ def _absent(what: str) -> AbsentValueError:
         f"{what} a weight or gradient of another stage, which this process does not have. Leave out tensors with "
         "is_meta where each may be treated by itself; take norms by torch.nn.utils.clip_grad_norm_ or Lightning's "
         "grad_norm, and averages of weights by its EMAWeightAveraging or WeightAveraging, which know all stages; "
-        "update weights by others (a teacher that follows a student) in training_step, or keep both on one stage with "
-        "split_points"
+        "call the whole model in validation_step; update weights by others (a teacher that follows a student) in "
+        "training_step, or keep both on one stage with split_points"
     )
 
 

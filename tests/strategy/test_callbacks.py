@@ -33,6 +33,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler
 from torch import nn
+from torch.utils.tensorboard.summary import histogram
 
 from lightning_avgpipe.errors import AbsentValueError, ConfigurationError
 from lightning_avgpipe.strategy import checks
@@ -413,6 +414,9 @@ class Copies(L.Callback):
         else:
             with pytest.raises(AbsentValueError, match=r"a hook pickles, at .*, a weight of another stage"):
                 pickle.dumps(pl_module)
+            weight = next(p for p in pl_module.parameters() if p.is_meta)
+            with pytest.raises(AbsentValueError, match=r"a hook shows in TensorBoard, at .*, a weight .* of another"):
+                histogram("weight", weight, "auto")
 
 
 class Hooked(MLP):
