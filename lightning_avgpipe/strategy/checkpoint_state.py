@@ -183,6 +183,7 @@ class CheckpointState:
                 move_state(optimizer, cluster.device)
         if deployment is None:
             return
+        deployment.holdings.load_if_placed()  # in the midst of training, as a search of learning rates ends
         ours = checkpoint.get(_KEY, {})
         self._configuration.seed = ours.get("seed", self._configuration.seed)
         if self._schedule_control is not None:

@@ -155,8 +155,6 @@ class Holdings:
         self.answers = answering(self._module, planned)
         if final:
             self._load_optimizers()
-        if final and self.shards is not None:
-            self.shards.assign(self._optimizers())
         for optimizer in self._optimizers():
             move_state(optimizer, device)
 
@@ -270,10 +268,17 @@ class Holdings:
         """
         self._unloaded = states
 
+    def load_if_placed(self) -> None:
+        """Load what was to be loaded later now, if the processes have the contents that they keep already."""
+        if self._divided:
+            self._load_optimizers()
+
     def _load_optimizers(self) -> None:
         for optimizer, state in zip(self._optimizers(), self._unloaded, strict=False):
             load_present_state(optimizer, state["state"])
         self._unloaded = ()
+        if self.shards is not None:
+            self.shards.assign(self._optimizers())
 
     def _find(self) -> None:
         """Find the owners before the first plan: every process has all buffers, and parameters that are not on meta."""

@@ -276,6 +276,31 @@ def test_in_two_processes_all_ranks_decide_as_one_device(tmp_path: Path) -> None
     assert_same_predictions(written(trainer, tmp_path / "predicted"), ranks[0][2])
 
 
+class Searches(LearningRateFinder):
+    """Looks for a learning rate in the midst of training, and then goes back to where it was."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
+def searched(rank: int, folder: Path) -> dict[str, Any]:
+    module, _ = twins(Scheduled)
+    options = {"callbacks": [Searches(num_training_steps=4)], "default_root_dir": folder, "max_epochs": 2}
+    runner = pipeline(2, processes.num_processes(), {"num_microbatches": 2}, **options)
+    runner.fit(module, loader(MLP, 16, 4), loader(MLP, 8, 4))
+    return state(module)
+
+
+@pytest.mark.slow
+def test_states_of_optimizers_are_loaded_in_the_midst_of_training(tmp_path: Path) -> None:
+    two, one = processes.two_and_one(searched, tmp_path)
+    assert_equal(two, [one, one])
+
+
 def measured(rank: int, devices: int, folder: Path) -> dict[str, Any]:
     monitor = ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)
     logger = CSVLogger(folder, name="csv", version=0)
