@@ -83,7 +83,7 @@ class BatchStream:
         self._numbers = itertools.count()
         self._posted = self._closed = 0
         self._items: dict[int, deque[Passed]] = defaultdict(deque)
-        self._given_up: set[int] = set()
+        self._given_up: dict[int, int] = {}  # stream -> the one that has begun in its place
 
     def begin(self, instead_of: int | None = None) -> int:
         """Begin a new stream of items and return its number.
@@ -91,10 +91,11 @@ class BatchStream:
         Args:
             instead_of: number of a stream that ends early: its further items are dropped.
         """
-        if instead_of is not None:
+        number = next(self._numbers)
+        if instead_of is not None and self._inbox is not None:
             self._items.pop(instead_of, None)
-            self._given_up.add(instead_of)
-        return next(self._numbers)
+            self._given_up[instead_of] = number
+        return number
 
     def pass_on(self, stream: int, item: Any = None, needs: Needs | None = None) -> Passed:
         """Send an item without waiting on the reader; wait for the next item of the stream on other processes.
@@ -133,6 +134,8 @@ class BatchStream:
         inbox.expect(_POSTED - self._closed - self._posted)
         stream, requests, item = self._control.hear(inbox, self._doing)
         self._posted = _POSTED - self._closed - 1
+        # nothing more comes of a stream when the one in its place has come
+        self._given_up = {old: new for old, new in self._given_up.items() if new > stream}
         if item is _Closed:
             self._closed += 1
         elif stream not in self._given_up:

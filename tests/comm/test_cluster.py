@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from datetime import timedelta
 from itertools import combinations
 from typing import Any
@@ -109,6 +109,19 @@ def test_batches_do_not_wait_until_they_are_asked_for_and_no_receive_is_left() -
     source.close()
     sink.close()
     assert channel.posted == 0 and not channel.ready()
+
+
+def test_streams_that_end_early_leave_nothing_behind() -> None:
+    channel, control = MemoryChannel(), ControlChannel(0, alone(1).waits)
+    source, sink = BatchStream(control, CPU, {1: channel}), BatchStream(control, CPU, inbox=channel)
+    held, streams = [], (None, None)
+    for _ in range(20):
+        streams = source.begin(streams[0]), sink.begin(streams[1])
+        for i in range(3):
+            source.pass_on(streams[0], i)
+        assert [sink.pass_on(streams[1]).item for _ in range(2)] == [0, 1]  # not the last one
+        held.append([sum(len(v) for v in vars(end).values() if isinstance(v, Sized)) for end in (source, sink)])
+    assert held[-1] == held[1]
 
 
 # -- agreement -------------------------------------------------------------------------------------------------------
