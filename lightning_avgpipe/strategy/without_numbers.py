@@ -33,7 +33,7 @@ from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import is_mutable, targets
 
 _META = torch.device("meta")
-_SHOWING = tuple(f"torch.utils.tensorboard.{name}" for name in ("summary", "writer", "_embedding"))
+_SHOWING = ("torch.utils.tensorboard.summary", "torch.utils.tensorboard.writer")
 
 
 class WithoutNumbers:

@@ -93,6 +93,7 @@ class Verifier:
         self._now: list[Traces] = []  # traces of this iteration, by pipeline
         self._before: list[dict[str, Any]] = []  # attributes before this iteration, by pipeline
         self._held_then: dict[str, Any] = {}
+        self._rates: list[float] = []  # learning rates before this step, and after the one before
         self._rates_then: list[float] = []
         self._doubtful = False  # whether hooks have run between the steps that are compared
         self._has_asked_for_whole = False  # whether the loss of a batch in one piece was asked for
@@ -119,6 +120,8 @@ class Verifier:
             ConfigurationError: the user has asked for a verification that is not possible.
         """
         subject = self._subject
+        if self.active:
+            self._rates = self._rates_now()
         if self._begun or not self.active:
             return
         self._give_up()
@@ -158,7 +161,7 @@ class Verifier:
         self._evaluation, self._batch = 0, batch
         before, self._moment = self._moment, self._moment_now()
         if not (self._begun and self.active):
-            self._rates_then = self._rates_now()
+            self._rates_then = self._rates
             return
         same, mine = before == self._moment, self._rates_are_known()
         if subject.observed:
@@ -181,7 +184,7 @@ class Verifier:
         """Return whether nothing but schedulers that the children step as well has changed learning rates."""
         configs = [config for config in self._subject.trainer.lr_scheduler_configs if config.interval == "step"]
         monitors = [config.reduce_on_plateau for config in configs]
-        return self._rates_now() == self._rates_then if all(monitors) else not any(monitors)
+        return self._rates == self._rates_then if all(monitors) else not any(monitors)
 
     def _why_not(self, buffers: Sequence[Mapping[str, Any]]) -> str | None:
         """Return why the first steps are not compared, on the process that would compare them; None if they are.
