@@ -96,8 +96,7 @@ class Fault:
         """Threads that may be left: calls into torch that nobody can interrupt."""
         names = {"avgpipe board"} if self.kind == "SIGSTOP" and self.rank == 0 else set()
         if self.phase in ("connecting", "reconfigure"):
-            connected = "waits for the other processes to connect"
-            names |= {f"avgpipe {connected}", *(f"avgpipe {connected} pipeline {n}" for n in (0, 1))}
+            names.add("avgpipe collective")
         return names
 
     def strike(self, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from lightning_avgpipe.utils.device import port_of
 
 _log = logging.getLogger(__name__)
 _HOST = torch.device("cpu")
+_IDLE_S = 0.5  # for which a thread waits for the next function
 
 
 class Waits:
@@ -40,7 +42,7 @@ class Waits:
         self.arrivals, self.watch, self.timeout_s = arrivals, watch, timeout_s
         self._silent_s = silent_s
         self._port = port_of(device)
-        self._thread: threading.Thread | None = None
+        self._workers = _Workers()
 
     def until(self, ready: Callable[[], bool], doing: str | Callable[[], str]) -> None:
         """Block until ``ready()``.
@@ -124,14 +126,61 @@ class Waits:
                 running.over.set()
                 self.arrivals.notify()
 
-        self._thread = threading.Thread(target=work, name=f"avgpipe {doing}", daemon=True)
-        self._thread.start()
+        self._workers.run(work)
         return running
 
     def close(self, join_s: float) -> None:
         """Wait up to ``join_s`` seconds for a function that still runs."""
+        self._workers.join(join_s)
+
+
+class _Workers:
+    """Threads that run functions, each one at a time.
+
+    One that has nothing to do waits for the next function for a while, since torch keeps some memory for each thread
+    that has run a collective.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[queue.SimpleQueue[Callable[[], None] | None]] = []  # where idle threads wait
+        self._thread: threading.Thread | None = None  # the last one that has begun
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Run a function in an idle thread, or in a new one."""
+        with self._lock:
+            tasks = self._idle.pop() if self._idle else None
+        if tasks is None:
+            tasks = queue.SimpleQueue()
+            self._thread = threading.Thread(target=self._work, args=(tasks,), name="avgpipe collective", daemon=True)
+            self._thread.start()
+        tasks.put(function)
+
+    def join(self, seconds: float) -> None:
+        """End idle threads, and wait up to some seconds for the thread that has begun last."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for tasks in idle:
+            tasks.put(None)
         if self._thread is not None:
-            self._thread.join(join_s)
+            self._thread.join(seconds)
+
+    def _work(self, tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        while True:
+            try:
+                function = tasks.get(timeout=_IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if tasks in self._idle:  # else a function is about to come
+                        self._idle.remove(tasks)
+                        return
+                continue
+            if function is None:
+                return
+            function()
+            del function  # and what it refers to
+            with self._lock:
+                self._idle.append(tasks)
 
 
 class Running:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence, Sized
 from datetime import timedelta
 from itertools import combinations
@@ -19,7 +20,7 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.probe import measure_bandwidth, pairings
 from lightning_avgpipe.comm.topology import DeviceLayout, StageMap
 from lightning_avgpipe.errors import ConfigurationError, PeerError
-from tests.threads import CPU, Blown, Injector, alone, results, run
+from tests.threads import CPU, LIMIT_S, Blown, Injector, alone, results, run
 
 THREE = StageMap.on(DeviceLayout(3), 3)
 TWO_GROUPS = StageMap.on(DeviceLayout(4), 2)  # ranks 0, 1 and 2, 3
@@ -109,6 +110,15 @@ def test_batches_do_not_wait_until_they_are_asked_for_and_no_receive_is_left() -
     source.close()
     sink.close()
     assert channel.posted == 0 and not channel.ready()
+
+
+def test_threads_in_which_collectives_run_are_used_again() -> None:
+    waits = alone(1).waits
+    threads: set[threading.Thread] = set()
+    for _ in range(20):
+        waits.run(lambda: threads.add(threading.current_thread()), "runs")
+    waits.close(LIMIT_S)
+    assert len(threads) < 10
 
 
 def test_streams_that_end_early_leave_nothing_behind() -> None:

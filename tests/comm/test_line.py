@@ -336,7 +336,7 @@ class Counting(L.Callback):
     """Notes the threads of this package in the last iteration that do not end with a wait."""
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.threads = [name for name in threads() if not name.startswith("avgpipe waits")]
+        self.threads = [name for name in threads() if name != "avgpipe collective"]
 
 
 def trained(rank: int) -> list[list[str]]:
