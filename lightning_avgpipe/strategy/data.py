@@ -157,6 +157,9 @@ def mirror(dataloader: Any, cluster: Cluster, distributor: Callable[[], Distribu
     mirrored = _Reader(dataloader, distributor) if cluster.reads else _Follower(distributor, length)
     # as attributes of its own: Python 3.12 does not ask __getattr__ whether an object follows a protocol
     vars(mirrored).update(expected_batches=expected)
+    if not cluster.reads:  # user code asks how large the data is
+        held = {name: getattr(dataloader, name, _End) for name in ("dataset", "batch_size")}
+        vars(mirrored).update((name, value) for name, value in held.items() if value is not _End)
     if resumable and cluster.reads:
         vars(mirrored).update(state_dict=dataloader.state_dict, load_state_dict=dataloader.load_state_dict)
     elif resumable:  # Lightning compares the number of such loaders with that in the checkpoint, on every rank

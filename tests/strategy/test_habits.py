@@ -62,6 +62,14 @@ class Decodes(Habit):
         return tokens
 
 
+class WeighsByData(Habit):
+    """Divides a term of its loss by the number of samples that there are, as Bayesian networks do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        samples = len(self.trainer.train_dataloader.dataset)  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx) + self.d.weight.square().sum() / samples
+
+
 class AsksForRank(Habit):
     """Takes its share of the samples, if there are several processes."""
 
@@ -250,6 +258,7 @@ class WatchesLayers(Habit):
 HABITS = [
     Fills,
     Decodes,
+    WeighsByData,
     AsksForRank,
     KeepsResults,
     SetsBack,
