@@ -17,6 +17,7 @@ from lightning_avgpipe.utils.device import port_of
 _log = logging.getLogger(__name__)
 _HOST = torch.device("cpu")
 _IDLE_S = 0.5  # for which a thread waits for the next function
+_Task = tuple[Callable[[], None], Callable[[], None]]  # a function, and what is called when it has ended
 
 
 class Waits:
@@ -122,11 +123,12 @@ class Waits:
                     function()
             except Exception as error:  # re-raised in the thread that asked
                 running.error = error
-            finally:
-                running.over.set()
-                self.arrivals.notify()
 
-        self._workers.run(work)
+        def ended() -> None:
+            running.over.set()
+            self.arrivals.notify()
+
+        self._workers.run(work, ended)
         return running
 
     def close(self, join_s: float) -> None:
@@ -143,18 +145,18 @@ class _Workers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[queue.SimpleQueue[Callable[[], None] | None]] = []  # where idle threads wait
+        self._idle: list[queue.SimpleQueue[_Task | None]] = []  # where idle threads wait
         self._thread: threading.Thread | None = None  # the last one that has begun
 
-    def run(self, function: Callable[[], None]) -> None:
-        """Run a function in an idle thread, or in a new one."""
+    def run(self, function: Callable[[], None], ended: Callable[[], None]) -> None:
+        """Run a function in an idle thread, or in a new one, and call ``ended`` when that is idle again."""
         with self._lock:
             tasks = self._idle.pop() if self._idle else None
         if tasks is None:
             tasks = queue.SimpleQueue()
             self._thread = threading.Thread(target=self._work, args=(tasks,), name="avgpipe collective", daemon=True)
             self._thread.start()
-        tasks.put(function)
+        tasks.put((function, ended))
 
     def join(self, seconds: float) -> None:
         """End idle threads, and wait up to some seconds for the thread that has begun last."""
@@ -165,22 +167,26 @@ class _Workers:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _work(self, tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    def _work(self, tasks: queue.SimpleQueue[_Task | None]) -> None:
         while True:
             try:
-                function = tasks.get(timeout=_IDLE_S)
+                task = tasks.get(timeout=_IDLE_S)
             except queue.Empty:
                 with self._lock:
                     if tasks in self._idle:  # else a function is about to come
                         self._idle.remove(tasks)
                         return
                 continue
-            if function is None:
+            if task is None:
                 return
-            function()
-            del function  # and what it refers to
-            with self._lock:
-                self._idle.append(tasks)
+            function, ended = task
+            try:
+                function()
+            finally:
+                with self._lock:
+                    self._idle.append(tasks)
+                ended()
+            del task, function, ended  # and what they refer to
 
 
 class Running:
