@@ -109,8 +109,8 @@ class Steps(Clock):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
         self.ended(float(outputs["loss"]) if outputs else float("nan"))
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.of_stages = self.found(module)  # before the strategy gives all weights back
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.of_stages = self.found(module)  # before hooks at the end of training find all weights
 
     def found(self, module: nn.Module) -> dict[str, Any]:
         """What was measured; ``held`` are MiB of weights of this process, ``peak`` of all that it had in a step."""

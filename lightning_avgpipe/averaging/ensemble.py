@@ -131,12 +131,17 @@ class Ensemble:
         self.checksums.check(self.models.size - 1)
 
     @property
+    def tensors_of_models(self) -> Belongings:
+        """The tensors of models 1..N-1 and of the reference, which move with the module's."""
+        return ModelTensors(self.models)
+
+    @property
     def belongings(self) -> list[Belongings]:
         """The data that moves with a parameter, besides the module's tensors and their optimizers' states."""
         states = self.optimizers.states()
         if (outer := self.averager.outer) is not None:
             states.append(OptimizerStates([outer], lambda: self.models.reference))
-        return [ModelTensors(self.models), *states]
+        return [self.tensors_of_models, *states]
 
     # -- which model the module shows --------------------------------------------------------------------------------
 

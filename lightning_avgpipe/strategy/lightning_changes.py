@@ -24,7 +24,6 @@ from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, looki
 from lightning_avgpipe.strategy.metric_objects import local_metrics, metrics_of
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.training.holdings import Holdings
 from lightning_avgpipe.training.stepping import norms_over_stages, without_gradients
 from lightning_avgpipe.utils.lightning import (
     BaseFinetuning,
@@ -194,14 +193,14 @@ def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tenso
 
 @contextlib.contextmanager
 def sharing_at_end(
-    trainer: pl.Trainer, cluster: Cluster, holdings: Holdings, drain: Callable[[], None]
+    trainer: pl.Trainer, cluster: Cluster, deployment: Deployment, drain: Callable[[], None]
 ) -> Iterator[None]:
     """Within this context hooks of the user at the end of training find all weights on every process, as with ddp.
 
     Args:
         trainer: trainer that trains.
         cluster: processes that divide the weights.
-        holdings: the weights.
+        deployment: the divided models.
         drain: called before weights are read, to drain the pipeline.
     """
     ends = trainer.fit_loop.on_run_end
@@ -212,7 +211,7 @@ def sharing_at_end(
             ends()
             return
         drain()
-        with holdings.shared():
+        with deployment.shared():
             ends()
 
     with replaced(trainer.fit_loop, "on_run_end", on_run_end):

@@ -169,7 +169,7 @@ class PipelineRun:
             enter(changes.clipping(trainer, cluster))
             if fitting:
                 drain = self.context.state.drain
-                enter(changes.sharing_at_end(trainer, cluster, deployment.holdings, drain))
+                enter(changes.sharing_at_end(trainer, cluster, deployment, drain))
         enter(changes.known_at_epoch_end(trainer))
 
     def end_training(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -242,6 +243,18 @@ class Deployment:
         self.holdings.place(
             self.plan, self._final, [] if self.parallel.ensemble is None else self.parallel.ensemble.belongings
         )
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Give every process all weights of all models within this context, on the host. Every process calls it.
+
+        A module that began on meta is too large for that: it stays as it is.
+        """
+        ensemble = self.parallel.ensemble
+        if ensemble is not None:
+            ensemble.begin_relocation()
+        with self.holdings.shared([] if ensemble is None else [ensemble.tensors_of_models]):
+            yield
 
     def restore(self) -> None:
         """Bring the whole module back to every process, unless it began on meta. Every process calls it.

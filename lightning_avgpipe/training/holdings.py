@@ -20,6 +20,7 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.training.optimizer_shards import OptimizerShards
+from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.tensors import strided_parts, words
 from lightning_avgpipe.weights.initialisation import Origin
@@ -178,34 +179,34 @@ class Holdings:
             tensors.drop([name for name in lent if self._cluster.rank not in self._owners[name]])
 
     @contextlib.contextmanager
-    def shared(self) -> Iterator[None]:
+    def shared(self, others: Sequence[Belongings] = ()) -> Iterator[None]:
         """Give every process all weights within this context, on the host, unless the module began on meta.
 
-        Every process calls it. As in ddp each has its own copy. What owners write stays; of what they do not write, the
-        first process that does is the owner from then on.
+        Every process calls it. As in ddp each has its own copy. What owners write stays; of what they do not write, it
+        is the copy of the first process that does.
+
+        Args:
+            others: data that every process has within this context besides the module's tensors.
         """
         if self._scattered or not self._owners:
             yield
             return
         self._take_in()
         group, rank = self._cluster.group, self._cluster.rank
-        kinds: list[Belongings] = [ModuleTensors(self._module), *self._of_copies()]
         everybody = dict.fromkeys(self._owners, tuple(range(group.world_size)))
+        kinds = [*self._tensors(), *others]
         relocate(Relocation(self._owners, everybody), group, kinds, torch.device("cpu"))
-        before = self._bits()
+        before = _bits(kinds, everybody)
         yield
-        written = group.exchange_objects({name for name, bits in self._bits().items() if before.get(name) != bits})
-        for name, owners in self._owners.items():
-            writers = [writer for writer, names in enumerate(written) if name in names]
-            if writers and not any(owner in writers for owner in owners):
-                self._owners = {**self._owners, name: (writers[0],)}
-                self.answers[name] = writers[0]
-        for kind in kinds:
-            kind.drop([name for name, owners in self._owners.items() if rank not in owners])
-
-    def _bits(self) -> dict[str, int]:
-        named = (*self._module.named_parameters(), *self._module.named_buffers())
-        return {name: _sum_of_bits(tensor) for name, tensor in named if not tensor.is_meta}
+        self._take_in()
+        kinds = [*self._tensors(), *others]  # whose parameters may be other objects now
+        after = _bits(kinds, self._owners)
+        writers = holders(group, [name for name, bits in after.items() if bits != before.get(name)])
+        taken = {n for n, ranks in writers.items() if not {*ranks} & {*self._owners[n]}}
+        held = {n: writers[n][:1] if n in taken else ranks for n, ranks in self._owners.items()}
+        for kind in reversed(kinds):
+            kind.drop([name for name, ranks in held.items() if rank not in ranks])
+        relocate(Relocation(held, self._owners), group, kinds, self._cluster.device)
 
     @torch.no_grad()
     def begin_alike(self, copied: Collection[str]) -> None:
@@ -255,7 +256,10 @@ class Holdings:
         everybody = tuple(range(self._cluster.group.world_size))
         names = [name for name, _ in self._module.named_buffers()] if self._scattered else list(self._owners)
         whole = {**self._owners, **dict.fromkeys(names, everybody)}
-        self._relocate(whole, [ModuleTensors(self._module), *self._of_copies()], torch.device("cpu"))
+        self._relocate(whole, self._tensors(), torch.device("cpu"))
+
+    def _tensors(self) -> list[Belongings]:
+        return [ModuleTensors(self._module), *self._of_copies()]
 
     def _of_copies(self) -> list[Belongings]:
         return [ModuleTensors(copy) for other in self.copies if (copy := other()) is not None]
@@ -292,6 +296,12 @@ class Holdings:
         """Move everything that some process has to these owners, to a device (default: the cluster's)."""
         relocate(Relocation(self._owners, owners), self._cluster.group, kinds, device or self._cluster.device)
         self._owners = owners
+
+
+def _bits(kinds: Sequence[Belongings], names: Collection[str]) -> dict[str, int]:
+    """Return a checksum of all that this process has under each name."""
+    found = {name: tree.tensors([kind.held(name) for kind in kinds]) for name in names}
+    return {name: sum(_sum_of_bits(t) for t in tensors if not t.is_meta) for name, tensors in found.items()}
 
 
 def _sum_of_bits(tensor: Tensor) -> int:

@@ -576,6 +576,37 @@ def ended(devices: int) -> tuple[Any, ...]:
     return module.saved, module.output, module.state_dict()
 
 
+class EndsOfTwo(Layers):
+    """Its hook at the end saves each of two models and the reference, and changes the reference on rank 0 alone."""
+
+    def on_train_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        shown = (strategy.parallel_model(0), strategy.parallel_model(1), strategy.reference())
+        self.saved = []
+        for context in shown:
+            with context as model:
+                self.saved.append(pickle.loads(pickle.dumps(model.state_dict())))
+        if self.global_rank == 0:
+            with strategy.reference(), torch.no_grad():
+                for layer in (self.a, self.d):
+                    layer.weight.mul_(0.5)
+
+
+def ended_of_two(devices: int) -> tuple[Any, ...]:
+    module = piped(EndsOfTwo(), 2, devices, num_pipelines=2)
+    return module.saved, module.state_dict()
+
+
+def test_at_the_end_hooks_find_all_weights_of_all_models_on_every_process(in_two: Any) -> None:
+    saved, state = ended_of_two(1)
+    assert not torch.equal(saved[0]["a.weight"], saved[1]["a.weight"])
+    for rank in in_two:
+        found, found_state = rank["ended of two"]
+        for one, other in zip(found, saved, strict=True):
+            assert_same(one, other)
+        assert_same(found_state, state)
+
+
 def test_at_the_end_hooks_find_all_weights_on_every_process_and_may_change_them(in_two: Any) -> None:
     saved, output, state = ended(1)
     for rank in in_two:
@@ -587,7 +618,13 @@ def test_at_the_end_hooks_find_all_weights_on_every_process_and_may_change_them(
 
 def all_of_it(rank: int) -> dict[str, Any]:
     found = {"between": between(2, 2), "annealed": annealed(2, 2), "watched": watched(2), "stopped": stopped()}
-    return {**found, "scales": as_one(2, Scales, 2), "ended": ended(2), "steered": steered(2)}
+    return {
+        **found,
+        "scales": as_one(2, Scales, 2),
+        "ended": ended(2),
+        "ended of two": ended_of_two(2),
+        "steered": steered(2),
+    }
 
 
 @pytest.fixture(scope="module")
