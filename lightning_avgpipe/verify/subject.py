@@ -20,6 +20,7 @@ from lightning_avgpipe.utils.forked import why_no_fork
 from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.names import nearest
 from lightning_avgpipe.utils.tensors import tensor_bytes
+from lightning_avgpipe.verify.plain import portable
 from lightning_avgpipe.verify.report import Verdicts
 
 _COPIES = 4  # memory of a child that trains, in sizes of the weights: weights, gradients, two optimizer states
@@ -146,6 +147,16 @@ class Subject:
     def model(self, n: int) -> AbstractContextManager[Any]:
         """Return a context within which the module shows the model of a pipeline."""
         return self.showing(n) if self.num_models > 1 else contextlib.nullcontext()
+
+    def held(self, n: int, look: Callable[[pl.LightningModule], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the part of a pipeline's model that this process answers for, in a form that can be sent.
+
+        Args:
+            n: number of the pipeline.
+            look: function of the module that returns its parameters, buffers or attributes by name.
+        """
+        with self.model(n):
+            return portable({k: v for k, v in look(self.module).items() if self.is_mine(k)})
 
     def is_mine(self, name: str) -> bool:
         """Return whether this process answers for a parameter, a buffer or an attribute."""

@@ -30,7 +30,7 @@ from lightning_avgpipe.strategy import commands
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.utils.device import DeviceMemory
 from lightning_avgpipe.utils.patching import replaced
-from lightning_avgpipe.verify import verifier as verifying
+from lightning_avgpipe.verify import comparison
 from lightning_avgpipe.verify.__main__ import main
 from lightning_avgpipe.verify.fingerprint import differences, fingerprint, how_different, usual_size
 from tests import processes
@@ -402,7 +402,7 @@ def fit_in_replicas() -> tuple[str, list[str]]:
         for module in (Normed(), Remembering()):
             torch.manual_seed(3)
             options = {"num_microbatches": 4, "replicas": 2, "split_points": ["layers.2"]}
-            with replaced(verifying, "rank_zero_warn", warned.append):
+            with replaced(comparison, "rank_zero_warn", warned.append):
                 pipeline(2, 2, options, max_epochs=1).fit(module, loader(Normed, 32, 8))
     return "\n".join(lines), warned
 
