@@ -150,6 +150,7 @@ class StepTracer(TorchFunctionMode):
     Attributes:
         known: tensors that came out of nodes, with their values.
         rehearses: whether this execution only finds something out, before the step runs in earnest.
+        has_left: whether a stage has left the step before its end.
     """
 
     rehearses = False
@@ -168,6 +169,7 @@ class StepTracer(TorchFunctionMode):
         self._owned = owned
         self._inside = False  # whether a unit or the work of a node is running, so that nothing is a node
         self.known = KnownTensors[int]()
+        self.has_left = False
         self._bare = False  # whether this mode is off the stack of modes
         self._eager: contextlib.AbstractContextManager[Any] | None = None  # the context that is left while a unit runs
         self._modes: frozenset[int] = frozenset()  # ids of those that were entered before the step
@@ -248,8 +250,9 @@ class StepTracer(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func is _COALESCING and args[1:] == (args[0].is_coalesced(),):  # no change, but it would count as one
             return args[0]
-        if func in _FREEZING and id(args[0]) in self._owned:
+        if func in _FREEZING and id(args[0]) in self._owned:  # no node, but done on each stage: to its own parameter
             self._frozen.setdefault(id(args[0]), (args[0], args[0].requires_grad, source_line()))
+            return func(*args, **(kwargs or {}))
         if func in LIKE and self._is_parameter(args, kwargs):
             return self._like(func, args, kwargs or {})
         self._inside = True  # the mode itself is off the stack while it handles a function
@@ -300,15 +303,17 @@ class StepTracer(TorchFunctionMode):
                 _following.tracer = outer
                 error = sys.exc_info()[1]
                 if not isinstance(error, Exception):
-                    self._check_frozen()
+                    self._set_back_frozen()
                 if self._raised not in (None, error):
                     raise self._raised  # type: ignore[misc]
 
-    def _check_frozen(self) -> None:
-        """Check that the step, or this stage's part of it, has set back each requires_grad that it has set."""
+    def _set_back_frozen(self) -> None:
+        """Set back each requires_grad that the step has set; it is an error if the whole step has run and has not."""
         for parameter, before, line in self._frozen.values():
-            if parameter.requires_grad != before:
-                parameter.requires_grad_(before)
+            if parameter.requires_grad == before:
+                continue
+            parameter.requires_grad_(before)
+            if not self.has_left:
                 self.note(
                     CaptureError(
                         f"the step sets requires_grad of '{self._owned[id(parameter)]}' at {line} to {not before}, and "

@@ -424,7 +424,7 @@ class _Replayer(StepTracer):
     def _ended(self) -> _StageEnd:
         if self._unforeseen is not None:
             self._held = self._unforeseen.held()
-        self._end = _StageEnd()
+        self._end, self.has_left = _StageEnd(), True
         return self._end
 
     def _caught(self, end: _StageEnd) -> StepChangedError:

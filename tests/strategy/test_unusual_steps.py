@@ -171,6 +171,21 @@ def freezes_for_a_while(net: Any, x: Tensor) -> Tensor:
     return net.head(h)
 
 
+def freezes_until_it_ends(net: Any, x: Tensor) -> Tensor:
+    for parameter in net.b.parameters():
+        parameter.requires_grad_(False)
+    loss = net.head(net.b(net.a(x)))
+    net.b.requires_grad_(True)
+    return loss + net.b.linear.weight.square().mean()
+
+
+def freezes_one_call_of_two(net: Any, x: Tensor) -> Tensor:
+    net.a.requires_grad_(False)
+    h = net.b(net.a(x))
+    net.a.requires_grad_(True)
+    return net.head(h + net.c(net.a(x)))
+
+
 def reads_what_a_layer_has_left(net: Any, x: Tensor) -> Tensor:
     loss = net.head(net.b(net.a(x)))
     return loss * (1 + max(net.b.load))
@@ -218,6 +233,8 @@ def looks_at_a_gradient_of_the_last_stage(net: Any, x: Tensor) -> Tensor:
         (changes_modes_between, Block),
         (keeps_an_average_of_early_values, Block),
         (freezes_for_a_while, Block),
+        (freezes_until_it_ends, Block),
+        (freezes_one_call_of_two, Block),
         (reads_what_a_layer_has_left, Leaves),
         (notes_that_it_leaves, Block),
         (puts_random_numbers_back, Block),
