@@ -111,7 +111,7 @@ class Collectives:
 
     # -- objects -----------------------------------------------------------------------------------------------------
 
-    def broadcast(self, item: T, source: int = 0) -> T:
+    def broadcast(self, item: T, source: int = 0, what: str = "a broadcast") -> T:
         """Return the source's item, on every member."""
         if self.world_size == 1:
             return item
@@ -124,7 +124,7 @@ class Collectives:
             data = data if self.rank == source else _bytes(int(size))
             transfer(lambda part: self.process_group.broadcast(part, source), data, self._moved)
 
-        self.together("a broadcast", exchange)
+        self.together(what, exchange)
         return item if self.rank == source else _unpickled(data)  # type: ignore[no-any-return]
 
     def gather_objects(self, item: T) -> list[T]:

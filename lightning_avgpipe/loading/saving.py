@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from lightning_avgpipe.errors import AvgPipeError, ConfigurationError, PeerError
 from lightning_avgpipe.utils.names import is_within
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.weights.initialisation import note_of
-from lightning_avgpipe.weights.relocation import gather, holders
+from lightning_avgpipe.weights.relocation import Lending
 
 # Options that say who writes what, which the processes agree on here.
 _REFUSED = ("state_dict", "is_main_process", "distributed_checkpoint", "safe_serialization")
@@ -61,26 +61,28 @@ def save(
     if processes is None or processes.world_size == 1:
         _write(model, folder, lambda names: _fetched(tensors, names), merge, options)
         return
-    held = holders(processes, here)
-    if processes.rank:
-        _lend(tensors, held, processes)
-        return
+    lending = Lending(processes, tensors, here)
 
     def fetch(names: Collection[str]) -> dict[str, Tensor]:
-        wanted = [name for name in names if name in held]
-        processes.broadcast((wanted, None))
-        lent = _exchange(tensors, wanted, held, processes)
-        rest = _fetched(tensors, [name for name in names if name not in held])
+        rest = _fetched(tensors, [name for name in names if name not in lending.held])
+        lent = lending.fetch([name for name in names if name in lending.held])
         return {name: tensor.cpu() for name, tensor in lent.items()} | rest
 
-    try:
-        _write(model, folder, fetch, merge, options)
-    except PeerError:  # the others know
-        raise
-    except BaseException as error:
-        processes.broadcast((None, described(error)))
-        raise
-    processes.broadcast((None, None))
+    def write() -> BaseException | None:
+        try:
+            _write(model, folder, fetch, merge, options)
+        except PeerError:  # the others know
+            raise
+        except BaseException as error:
+            return error
+        return None
+
+    failure = lending.run(write)
+    reason = processes.broadcast(None if failure is None else described(failure))
+    if failure is not None:
+        raise failure
+    if reason is not None:
+        raise AvgPipeError(f"rank 0 could not write the model: {reason}")
 
 
 def _check(model: Any, merge: bool, options: Mapping[str, Any]) -> None:
@@ -127,26 +129,6 @@ def _fetched(tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str,
             )
         found[name] = tensor.detach().cpu()
     return found
-
-
-def _exchange(
-    tensors: Mapping[str, Tensor], names: Sequence[str], held: Mapping[str, tuple[int, ...]], processes: Collectives
-) -> dict[str, Tensor]:
-    """Return the contents of some weights on rank 0; on other ranks what they have of them. All processes call it."""
-    own = {name: tensors[name].detach() for name in names}
-    return gather(processes, own, {name: held[name] for name in names})
-
-
-def _lend(tensors: Mapping[str, Tensor], held: Mapping[str, tuple[int, ...]], processes: Collectives) -> None:
-    """Lend rank 0 what it asks for, until it has written everything."""
-    while True:
-        asked: tuple[list[str] | None, str | None] = processes.broadcast((None, None))
-        names, failed = asked
-        if failed is not None:
-            raise AvgPipeError(f"rank 0 could not write the model: {failed}")
-        if names is None:
-            return
-        _exchange(tensors, names, held, processes)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

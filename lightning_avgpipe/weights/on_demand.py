@@ -27,8 +27,8 @@ from lightning_avgpipe.utils.names import joined
 from lightning_avgpipe.utils.tensors import lent
 from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.weights.initialisation import Origin
-from lightning_avgpipe.weights.ownership import Owners, fill, return_freed
-from lightning_avgpipe.weights.relocation import Relocation, holders
+from lightning_avgpipe.weights.ownership import fill, return_freed
+from lightning_avgpipe.weights.relocation import Lending
 
 
 class OnDemandGather:
@@ -50,19 +50,10 @@ class OnDemandGather:
 
         Groups other than the first one wait for the result, since all groups must have the same stages.
         """
-        cluster = self._cluster
-        made = self._on_rank_zero(make) if cluster.group_number == 0 else None
-        return made if cluster.stage_map.num_groups == 1 else cluster.world.broadcast(made)
-
-    def _on_rank_zero(self, make: Callable[[], Any]) -> Any:
-        cluster = self._cluster
-        held = self._held()
-        if cluster.rank:
-            return pickle.loads(self._lend(held))
-        with cluster.watch.during("follows a step to divide it into stages"):
-            made = pickle.dumps(self._make(make, held))
-        cluster.control.publish((None, made))
-        return pickle.loads(made)
+        cluster, doing = self._cluster, "follows a step to divide it into stages"
+        made = pickle.dumps(self.run_on_rank_zero(make, doing) if cluster.group_number == 0 else None)
+        # rank 0 too gets a copy: what it has made may refer to objects that the step goes on to change
+        return pickle.loads(cluster.world.broadcast(made))
 
     def run_on_rank_zero(self, run: Callable[[], Any], what: str) -> Any:
         """Run a function on rank 0 of each group, to which the other processes lend their parameters meanwhile.
@@ -73,40 +64,30 @@ class OnDemandGather:
             run: runs on rank 0 only.
             what: what rank 0 does meanwhile, for messages.
         """
-        held = self._held()
-        if self._cluster.rank:
-            return self._lend(held)
-        with self._cluster.watch.during(what):
-            result = self._make(run, held)
-        self._cluster.control.publish((None, None))
-        return result
+        cluster, parameters = self._cluster, dict(self._module.named_parameters())
+        here = [name for name, parameter in parameters.items() if not parameter.is_meta]
+        lending = Lending(cluster.group, parameters, here, cluster.device)
 
-    def _held(self) -> Owners:
-        here = [name for name, p in self._module.named_parameters() if not p.is_meta]
-        return holders(self._cluster.group, here)
+        def with_contents() -> Any:
+            with cluster.watch.during(what):
+                return self._with_contents(run, lending)
 
-    def _lend(self, held: Owners) -> Any:
-        """Lend rank 0 the parameters that it asks for; return what it has told at the end."""
-        while True:
-            news: Any = self._cluster.control.publish()
-            name, told = news
-            if name is None:
-                return told
-            self._exchange(name, held)
+        return lending.run(with_contents)
 
-    def _make(self, make: Callable[[], Any], held: Owners) -> Any:
+    def _with_contents(self, run: Callable[[], Any], lending: Lending) -> Any:
+        """Run a function, in which parameters without contents have them when they are used."""
         absent = {id(p): name for name, p in self._module.named_parameters() if p.is_meta}
         if not absent:
-            return make()
-        lending = _Lent(absent, lambda name: self._fetch(name, held), self._cluster.device)
-        with saved_tensors_hooks(lending.forget, _refuse), lending:
-            made = make()
-        lending.clear()
+            return run()
+        lent = _Lent(absent, lambda name: self._fetch(name, lending), self._cluster.device)
+        with saved_tensors_hooks(lent.forget, _refuse), lent:
+            result = run()
+        lent.clear()
         if self._origin is not None:
             self._origin.forget_examples()
         gc.collect()  # what was lent may wait in a cycle
         return_freed()
-        return made
+        return result
 
     def fill(self, wanted: Collection[str]) -> None:
         """Fill parameters of this process that have no contents, from the origin.
@@ -124,20 +105,14 @@ class OnDemandGather:
             for name, contents in self._origin.tensors(names).items():
                 fill(parameters[name], contents)
 
-    def _fetch(self, name: str, held: Owners) -> dict[str, Tensor]:
-        if name in held:
-            self._cluster.control.publish((name, None))
-            return {name: self._exchange(name, held)}
+    def _fetch(self, name: str, lending: Lending) -> dict[str, Tensor]:
+        if name in lending.held:
+            return lending.fetch([name])
         assert self._origin is not None
         path = name.rpartition(".")[0]
         own = self._module.get_submodule(path)._parameters
         together = [joined(path, leaf) for leaf, parameter in own.items() if parameter is not None]
-        return self._origin.tensors([full for full in together if full == name or full not in held], example=True)
-
-    def _exchange(self, name: str, held: Owners) -> Tensor:
-        parameter = self._module.get_parameter(name).detach()
-        arrived = Relocation({name: held[name]}, {name: (0,)}).carry_out(self._cluster.group, lambda _: parameter)
-        return arrived[name].on(self._cluster.device) if arrived else parameter
+        return self._origin.tensors([n for n in together if n == name or n not in lending.held], example=True)
 
 
 class _Lent(TorchFunctionMode):

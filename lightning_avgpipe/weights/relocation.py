@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,10 @@ from lightning_avgpipe.comm.collectives import Collectives, Peer
 from lightning_avgpipe.comm.message import Message, pack, unpack
 from lightning_avgpipe.weights.ownership import Owners, fill, give_up
 
+T = TypeVar("T")
+
 _BUCKET_BYTES = 64 * 1024**2
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -126,13 +129,65 @@ def holders(processes: Collectives, names: Collection[str]) -> dict[str, tuple[i
     return found
 
 
-def gather(processes: Collectives, held: Mapping[str, Any], owners: Owners) -> dict[str, Any]:
-    """Return what this process holds and, on rank 0, also what the owners hold, received on the host.
+def gather(
+    processes: Collectives, held: Mapping[str, Any], owners: Owners, device: torch.device = _HOST
+) -> dict[str, Any]:
+    """Return what this process holds and, on rank 0, also what the owners hold. Every process calls it.
 
-    Every process calls it. Arguments are those of :meth:`Relocation.carry_out`.
+    Args:
+        processes: processes whose ranks the owners are.
+        held: what this process holds, any tree of tensors and picklable leaves, by name.
+        owners: ranks that hold each name that rank 0 is to get.
+        device: device of received tensors that were on a device at the sender.
     """
     arrived = Relocation(owners, dict.fromkeys(owners, (0,))).carry_out(processes, held.__getitem__)
-    return {**held, **{name: arrival.on(torch.device("cpu")) for name, arrival in arrived.items()}}
+    return {**held, **{name: arrival.on(device) for name, arrival in arrived.items()}}
+
+
+class Lending:
+    """The lending of tensors to rank 0, while it runs a function. Every process makes one.
+
+    Args:
+        processes: rank 0 and the processes that lend.
+        tensors: tensors of the same names on all processes.
+        here: names of those that this process lends.
+        device: device of fetched tensors that are on a device at the process that lends them.
+
+    Attributes:
+        held: ranks that lend each name.
+    """
+
+    def __init__(
+        self,
+        processes: Collectives,
+        tensors: Mapping[str, Tensor],
+        here: Collection[str],
+        device: torch.device = _HOST,
+    ) -> None:
+        self.held = holders(processes, here)
+        self._processes, self._tensors, self._device = processes, tensors, device
+
+    def run(self, function: Callable[[], T]) -> T | None:
+        """Run a function on rank 0 and return its result; lend until it has ended, and return None, on other ranks."""
+        if self._processes.rank:
+            while (names := self._asked(None)) is not None:
+                self._gathered(names)
+            return None
+        result = function()
+        self._asked(None)
+        return result
+
+    def fetch(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return tensors that some process lends, within the function that rank 0 runs."""
+        return self._gathered(self._asked([*names]) or ())
+
+    def _asked(self, names: list[str] | None) -> list[str] | None:
+        """Return on every process the names that rank 0 asks for; None: no more."""
+        return self._processes.broadcast(names, what="the lending of weights to rank 0")
+
+    def _gathered(self, names: Collection[str]) -> dict[str, Tensor]:
+        own = {name: self._tensors[name].detach() for name in names}
+        return gather(self._processes, own, {name: self.held[name] for name in names}, self._device)
 
 
 _Packed = tuple[str, Message, tuple[TensorForm, ...]]
