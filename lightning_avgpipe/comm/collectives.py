@@ -131,16 +131,13 @@ class Collectives:
         """Return the items of all members, by rank, on rank 0; on other ranks only their own."""
         if self.world_size == 1:
             return [item]
-        mine, items = _pickled(item), [item]
+        items = [item]
 
         def exchange() -> None:
             if self.rank != 0:
-                self.peer(0).send(torch.tensor([mine.numel()], device="cpu"))
-                self.peer(0).send(mine)
+                self.peer(0).send_object(item)
                 return
-            for peer in map(self.peer, range(1, self.world_size)):
-                size = peer.receive(torch.empty(1, dtype=torch.int64, device="cpu"))
-                items.append(_unpickled(peer.receive(_bytes(int(size)))))
+            items.extend(peer.receive_object() for peer in map(self.peer, range(1, self.world_size)))
 
         self.together("a gathering of objects", exchange)
         return items
@@ -219,6 +216,17 @@ class Peer:
         received = torch.empty(like.shape, dtype=like.dtype, device="cpu")
         transfer(lambda part: self.process_group.recv([part], self.rank, _TAG), as_bytes(received), self.moved)
         return received
+
+    def send_object(self, item: Any) -> None:
+        """Send an object to the peer, which must receive it, and wait until it is sent."""
+        data = _pickled(item)
+        self.send(torch.tensor([data.numel()], device="cpu"))
+        self.send(data)
+
+    def receive_object(self) -> Any:
+        """Receive an object from the peer."""
+        size = self.receive(torch.empty(1, dtype=torch.int64, device="cpu"))
+        return _unpickled(self.receive(_bytes(int(size))))
 
 
 def _bytes(count: int) -> Tensor:

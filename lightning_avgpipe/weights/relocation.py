@@ -12,7 +12,6 @@ round every process exchanges with one other, so different pairs run at the same
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_avgpipe.comm.codec import TensorForm, as_bytes
+from lightning_avgpipe.comm.codec import Packet, TensorForm, aligned
 from lightning_avgpipe.comm.collectives import Collectives, Peer
 from lightning_avgpipe.comm.message import Message, pack, unpack
 from lightning_avgpipe.weights.ownership import Owners, fill, give_up
@@ -200,7 +199,7 @@ def _buckets(names: Sequence[str], held: Callable[[str], Any], limit: int) -> It
     for name in names:
         message = pack(held(name))
         forms = tuple(TensorForm.of(tensor) for tensor in message.tensors if tensor is not None)
-        size = sum(form.nbytes for form in forms)
+        size = sum(aligned(form.nbytes) for form in forms)
         if bucket and nbytes + size > limit:
             yield bucket
             bucket, nbytes = [], 0
@@ -212,33 +211,30 @@ def _buckets(names: Sequence[str], held: Callable[[str], Any], limit: int) -> It
 
 def _send(target: Peer, bucket: Sequence[_Packed]) -> None:
     """Send a bucket: first its description, then the bytes of all tensors in one piece."""
-    text = pickle.dumps([(name, message.entries, forms) for name, message, forms in bucket])
-    parts = [
-        as_bytes(form.on_wire(tensor).cpu())
-        for _, message, forms in bucket
-        for tensor, form in zip(message.tensors, forms, strict=True)
-        if tensor is not None
-    ]
-    content = parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
-    target.send(torch.tensor([len(text), content.numel()], device="cpu"))
-    target.send(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    if content.numel():
-        target.send(content)
+    target.send_object([(name, message.entries, forms) for name, message, forms in bucket])
+    packet = _packet(forms for _, _, forms in bucket)
+    if packet.nbytes:
+        tensors = (tensor for _, message, _ in bucket for tensor in message.tensors)
+        target.send(packet.packed(Message(0, tuple(t.cpu() for t in tensors if t is not None))))
 
 
 def _receive(source: Peer) -> dict[str, Arrival]:
-    lengths = source.receive(torch.empty(2, dtype=torch.int64, device="cpu")).tolist()
-    text, content = (torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths)
-    described = pickle.loads(source.receive(text).numpy().tobytes())
-    if content.numel():
-        content = source.receive(content)
-    numbers = [form.nbytes for _, _, forms in described for form in forms]
+    described = source.receive_object()
+    packet = _packet(forms for _, _, forms in described)
+    tensors: list[Tensor | None] = [None] * len(packet.places)
+    content = torch.empty(packet.nbytes, dtype=torch.uint8, device="cpu")
     # each in memory of its own, unless it came alone: a view would keep the whole bucket
-    parts = iter(content.split(numbers) if len(numbers) == 1 else [part.clone() for part in content.split(numbers)])
+    packet.unpack(source.receive(content) if packet.nbytes else content, tensors, copies=len(tensors) > 1)
+    arrived = iter(tensors)
     return {
-        name: Arrival(Message(0, tuple(form.from_bytes(next(parts)) for form in forms), (), entries), forms)
+        name: Arrival(Message(0, tuple(itertools.islice(arrived, len(forms))), (), entries), forms)
         for name, entries, forms in described
     }
+
+
+def _packet(forms: Iterable[tuple[TensorForm, ...]]) -> Packet:
+    """Return the packet in which all tensors of a bucket travel."""
+    return Packet.of([*enumerate(itertools.chain.from_iterable(forms))], on_host=True)
 
 
 # -- what a process holds under the name of a parameter or buffer, and what moves with that name -----------------------
