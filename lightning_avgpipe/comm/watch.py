@@ -28,8 +28,7 @@ import torch.distributed as dist
 
 from lightning_avgpipe.comm.transfer import Arrivals, RunningTime, is_broken_connection
 from lightning_avgpipe.errors import ConfigurationError, PeerError, described
-from lightning_avgpipe.utils.lightning import LIGHTNING
-from lightning_avgpipe.utils.source import traceback_of_user_code
+from lightning_avgpipe.utils.source import lines_of_thread, traceback_of_user_code
 
 STOP, REQUEUE = "stop", "requeue"  # requests from outside: to end, and to save a checkpoint for a later start
 
@@ -44,7 +43,6 @@ _LISTEN_S = 5.0, 30.0  # shortest and longest time that the main thread gets to 
 _LAPSE_S = 5.0  # a process in which no thread runs for longer was stopped, rather than slow
 _LONGEST = 64 * 1024  # most characters of a text in the store
 _LINES = 3  # lines of user code that say where the main thread is
-_LIBRARIES = {"torch", *LIGHTNING, "lightning_avgpipe", "threading"}
 
 
 @dataclass(frozen=True)
@@ -144,14 +142,7 @@ class Watch:
 
     def _described(self) -> str:
         """Return what the main thread does, and the innermost lines of user code that it is in."""
-        frame = sys._current_frames().get(self._main)
-        lines: list[str] = []
-        while frame is not None and len(lines) < _LINES:
-            if frame.f_globals.get("__name__", "").split(".")[0] not in _LIBRARIES:
-                code = frame.f_code
-                lines.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}")
-            frame = frame.f_back
-        return f"{self.doing or 'is not in a step'} (at {', called at '.join(lines)})"
+        return f"{self.doing or 'is not in a step'} (at {lines_of_thread(self._main, _LINES)})"
 
     # -- failures ----------------------------------------------------------------------------------------------------
 

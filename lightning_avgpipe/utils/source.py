@@ -6,7 +6,8 @@ import copy
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 
@@ -14,13 +15,17 @@ import torch
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = (str(Path(torch.__file__).resolve().parent), _PACKAGE)
-# what calls user code while it trains; not both of Lightning's folders need be there
+# what calls user code while it trains; not all of Lightning's folders need be there
 _FRAMEWORKS = (
     *_LIBRARIES,
-    *(f"{Path(torch.__file__).resolve().parents[1] / name}/" for name in ("lightning", "pytorch_lightning")),
+    *(
+        f"{Path(torch.__file__).resolve().parents[1] / name}/"
+        for name in ("lightning", "lightning_fabric", "pytorch_lightning")
+    ),
 )
 _STANDARD = sysconfig.get_path("stdlib")
 _INSTALLED = frozenset(("site-packages", "dist-packages"))  # models may come from these
+_OF_LIBRARY = "a line of a library"
 
 
 def source_line() -> str:
@@ -29,6 +34,18 @@ def source_line() -> str:
     Code of torch, of Python's standard library and of this package is skipped.
     """
     return _innermost(traceback.walk_stack(sys._getframe(1)))
+
+
+def lines_of_thread(thread: int, most: int) -> str:
+    """Return the innermost lines of user code that a thread is in; code of Lightning is skipped too.
+
+    Args:
+        thread: identifier of the thread.
+        most: largest number of lines.
+    """
+    frame = sys._current_frames().get(thread)
+    lines = _lines_of_user(traceback.walk_stack(frame) if frame is not None else (), _FRAMEWORKS)
+    return ", called at ".join(islice(lines, most)) or _OF_LIBRARY
 
 
 def is_copying() -> bool:
@@ -47,12 +64,15 @@ def raising_line(error: BaseException) -> str:
 
 
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
+    return next(_lines_of_user(frames, _LIBRARIES), _OF_LIBRARY)
+
+
+def _lines_of_user(frames: Iterable[tuple[FrameType, int]], libraries: tuple[str, ...]) -> Iterator[str]:
     for frame, line in frames:
         path = frame.f_code.co_filename
         standard = path.startswith(_STANDARD) and _INSTALLED.isdisjoint(Path(path).parts)
-        if not (path.startswith((*_LIBRARIES, "<")) or standard):
-            return f"{Path(path).name}:{line} in {frame.f_code.co_name}"
-    return "a line of a library"
+        if not (path.startswith((*libraries, "<")) or standard):
+            yield f"{Path(path).name}:{line} in {frame.f_code.co_name}"
 
 
 def traceback_of_user_code(error: BaseException) -> str:
