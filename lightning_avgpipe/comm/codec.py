@@ -161,8 +161,7 @@ class Packet:
 
 
 @functools.lru_cache(_MAX_NUMBERED)
-def packets(forms: tuple[TensorForm | None, ...], segments: int) -> tuple[Packet, tuple[Packet, ...]]:
-    """Return the packet of tensors that travel in the frame, and the packets that follow it."""
+def _packets(forms: tuple[TensorForm | None, ...], segments: int) -> tuple[Packet, tuple[Packet, ...]]:
     inner: list[tuple[int, TensorForm]] = []
     together: dict[bool, list[tuple[int, TensorForm]]] = {True: [], False: []}
     alone: list[Packet] = []
@@ -192,7 +191,7 @@ class Structure:
     Attributes:
         forms: forms of the tensors.
         rest: the fields of a message after its tensors.
-        number: number of the structure at both ends; negative if it is new, or has none.
+        number: number of the structure at both ends; negative if it is new to the receiver, or has none.
     """
 
     forms: tuple[TensorForm | None, ...]
@@ -204,6 +203,21 @@ class Structure:
         """Where each tensor begins if they lie one after the other, and their size in all, in bytes."""
         begins = [*itertools.accumulate((0 if f is None else aligned(f.nbytes) for f in self.forms), initial=0)]
         return begins, begins[-1]
+
+    @functools.cached_property
+    def packets(self) -> tuple[Packet, tuple[Packet, ...]]:
+        """The packet of tensors that travel in the frame, and the packets that follow it."""
+        return _packets(self.forms, self.segments)
+
+    @property
+    def segments(self) -> int:
+        """The least number of pieces in which large tensors travel."""
+        return self.message(0, ()).segments
+
+    @property
+    def tag(self) -> int:
+        """The tag of the packets: one of the structure's own, if it is numbered, so they can be awaited in advance."""
+        return REST if self.number < 0 else _FIRST_NUMBERED + self.number
 
     def message(self, micro_batch: int, tensors: Sequence[Tensor | None]) -> Message:
         """Return a message of this structure."""
@@ -218,6 +232,20 @@ class Structure:
         ]  # fmt: skip
 
 
+class Head(NamedTuple):
+    """The head of a message: all that the receiver is told before the elements of its tensors.
+
+    Attributes:
+        structure: structure of the message.
+        channel: number of the channel.
+        text: pickled structure and channel, those of them that are new; empty if none is.
+    """
+
+    structure: Structure
+    channel: int
+    text: bytes
+
+
 class Numbering:
     """The numbers of structures and channels at the sending end of a connection."""
 
@@ -225,10 +253,10 @@ class Numbering:
         self._structures: dict[Any, Structure] = {}
         self._channels: dict[Route, int] = {}
 
-    def of(self, route: Route, message: Message) -> tuple[Structure, int, bytes]:
-        """Return the structure of a message, the number of its channel, and what the receiver must be told of them.
+    def head(self, route: Route, message: Message) -> Head:
+        """Return the head of a message of a channel. Messages must be sent in the order of these calls.
 
-        That is a pickle; it is empty if the receiver knows both. Messages must be sent in the order of these calls.
+        The elements of the tensors may not be computed yet.
 
         Raises:
             UnsendableError: the message has something that cannot be pickled; then nothing may be sent.
@@ -246,7 +274,7 @@ class Numbering:
             text = pickled((route if new else None, key if structure.number < 0 else None))
         if structure.number == _NEW:
             self._structures[key] = replace(structure, number=len(self._structures))
-        return structure, self._channels.setdefault(route, len(self._channels)), text
+        return Head(structure, self._channels.setdefault(route, len(self._channels)), text)
 
     @property
     def _has_room(self) -> bool:
@@ -261,68 +289,30 @@ class Numbered:
         self._channels: list[Route] = []
 
     def find(self, number: int, channel: int, text: Any) -> tuple[Route, Structure]:
-        """Return the channel and structure of a message; arguments are what :meth:`Numbering.of` returned."""
+        """Return the channel and structure of a message, given the numbers and the text of its head."""
         route, key = pickle.loads(text) if len(text) else (None, None)
         if route is not None:
             self._channels.append(route)
         if key is None:
             return self._channels[channel], self._structures[number]
         forms, rest = key
-        structure = Structure(forms, rest, len(self._structures) if number == _NEW else number)
+        structure = Structure(forms, rest, number)
         if number == _NEW:
-            self._structures.append(structure)
+            self._structures.append(replace(structure, number=len(self._structures)))
         return self._channels[channel], structure
 
 
-@dataclass(frozen=True)
-class Head:
-    """The head of a frame: all that is said of a message before the elements of its tensors.
-
-    Attributes:
-        structure: number of the structure.
-        channel: number of the channel.
-        text: pickled structure and channel, those of them that are new; empty if none is.
-        inner: packet of the tensors within the frame.
-        packets: packets that follow the frame.
-    """
-
-    structure: int
-    channel: int
-    text: bytes
-    inner: Packet
-    packets: tuple[Packet, ...]
-
-    @property
-    def tag(self) -> int:
-        """The tag of the packets."""
-        return _tag(self.structure)
-
-
-class FrameWriter:
-    """A maker of frames at the sending end of a wire. Heads must be made in the order in which frames are sent."""
-
-    def __init__(self) -> None:
-        self._numbering = Numbering()
-
-    def head(self, route: Route, message: Message) -> Head:
-        """Make the head of a frame for a message of a channel. The elements of its tensors may not be computed yet.
-
-        Raises:
-            UnsendableError: the message has something that cannot be pickled; then nothing may be sent.
-        """
-        structure, channel, text = self._numbering.of(route, message)
-        return Head(structure.number, channel, text, *packets(structure.forms, message.segments))
-
-    def frame(self, head: Head, message: Message) -> list[Tensor]:
-        """Return what to send first for a message: the frame and, if it is too long, the rest of it."""
-        begin = aligned(_PREFIX.size + len(head.text))
-        size = begin + head.inner.nbytes
-        frame = np.zeros(size if _ACCEPTS_SHORTER else max(size, CAPACITY), dtype=np.uint8)
-        prefix = _PREFIX.pack(size, len(head.text), head.structure, head.channel, message.micro_batch)
-        frame[: len(prefix) + len(head.text)] = np.frombuffer(prefix + head.text, dtype=np.uint8)
-        whole = torch.from_numpy(frame)
-        head.inner.fill(whole[begin:], message)
-        return [whole] if size <= CAPACITY else [whole[:CAPACITY], whole[CAPACITY:]]
+def frame_of(head: Head, message: Message) -> list[Tensor]:
+    """Return what to send first for a message: the frame and, if it is too long, the rest of it."""
+    (inner, _), text = head.structure.packets, head.text
+    begin = aligned(_PREFIX.size + len(text))
+    size = begin + inner.nbytes
+    frame = np.zeros(size if _ACCEPTS_SHORTER else max(size, CAPACITY), dtype=np.uint8)
+    prefix = _PREFIX.pack(size, len(text), head.structure.number, head.channel, message.micro_batch)
+    frame[: len(prefix) + len(text)] = np.frombuffer(prefix + text, dtype=np.uint8)
+    whole = torch.from_numpy(frame)
+    inner.fill(whole[begin:], message)
+    return [whole] if size <= CAPACITY else [whole[:CAPACITY], whole[CAPACITY:]]
 
 
 def pickled(item: Any) -> bytes:
@@ -343,22 +333,20 @@ class DecodedFrame:
 
     Attributes:
         route: route of the channel.
+        structure: structure of the message.
         partial: message with the tensors that came in the frame.
-        packets: packets that follow the frame.
-        tag: tag of these packets.
     """
 
     route: Route
+    structure: Structure
     partial: Message
-    packets: tuple[Packet, ...]
-    tag: int
 
     def message(self, flats: Sequence[Tensor]) -> Message:
         """Return the message, completed by the packets that arrived."""
         if not flats:
             return self.partial
-        tensors = list(self.partial.tensors)
-        for packet, flat in zip(self.packets, flats, strict=True):
+        (_, packets), tensors = self.structure.packets, list(self.partial.tensors)
+        for packet, flat in zip(packets, flats, strict=True):
             packet.unpack(flat, tensors)
         return self.partial._replace(tensors=tuple(tensors))
 
@@ -370,11 +358,11 @@ class FrameReader:
         device: device of this process.
 
     Attributes:
-        usual: tag, packets and segments of the latest structure that has repeated and has packets.
+        usual: the latest structure that has repeated and has packets.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.usual: tuple[int, tuple[Packet, ...], int] | None = None
+        self.usual: Structure | None = None
         self._device = device
         self._numbered = Numbered()
 
@@ -395,18 +383,12 @@ class FrameReader:
         raw = whole.numpy()
         _, length, number, channel, micro_batch = _PREFIX.unpack_from(raw.data)
         route, structure = self._numbered.find(number, channel, raw[_PREFIX.size : _PREFIX.size + length].data)
-        segments = structure.message(micro_batch, ()).segments
-        inner, following = packets(structure.forms, segments)
+        inner, following = structure.packets
         tensors = structure.bare(self._device)
         inner.unpack(whole[aligned(_PREFIX.size + length) :], tensors, copies=True)
         if number >= 0 and following:
-            self.usual = _tag(number), following, segments
-        return DecodedFrame(route, structure.message(micro_batch, tensors), following, _tag(number))
-
-
-def _tag(number: int) -> int:
-    """Return the tag of a structure's packets: one of its own, if it is numbered, so they can be awaited in advance."""
-    return REST if number < 0 else _FIRST_NUMBERED + number
+            self.usual = structure
+        return DecodedFrame(route, structure, structure.message(micro_batch, tensors))
 
 
 def aligned(nbytes: int) -> int:

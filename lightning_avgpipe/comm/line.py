@@ -48,9 +48,11 @@ from lightning_avgpipe.comm.codec import (
     REST,
     DecodedFrame,
     FrameReader,
-    FrameWriter,
     Head,
+    Numbering,
     Packet,
+    Structure,
+    frame_of,
 )
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.topology import Route
@@ -301,7 +303,7 @@ class Outgoing:
         observers: observers of the channel's messages.
         flats: its packets, if they arrive by a passage.
         works: works of its transfer, once it has begun.
-        head: head of its frame, once its place in the order of all messages is fixed.
+        head: head of the message, once its place in the order of all messages is fixed.
     """
 
     route: Route
@@ -328,7 +330,7 @@ class Sender:
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
         self.routes: set[Route] = set()
-        self._frames = FrameWriter()
+        self._numbering = Numbering()
         self._queue: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
         self._order = threading.Lock()
         self._waiting = 0  # queued messages whose transfer has not begun
@@ -346,10 +348,8 @@ class Sender:
         Raises:
             UnsendableError: the message has something that cannot be pickled; it is not sent.
         """
-        for observer in outgoing.observers:
-            observer.queued()
         with self._order:
-            outgoing.head = self._frames.head(outgoing.route, outgoing.message)
+            outgoing.head = self._numbering.head(outgoing.route, outgoing.message)
             # an observed message is left to the thread, which sends within the observers' contexts
             if not self._waiting and outgoing.ready is None and not outgoing.observers and self.wire.sends_at_once:
                 try:
@@ -406,20 +406,21 @@ class Sender:
     def _begin(self, outgoing: Outgoing) -> list[Any]:
         message, ready, head = outgoing.message, outgoing.ready, outgoing.head
         assert head is not None
+        (_, packets), tag = head.structure.packets, head.structure.tag
         flats: Sequence[Tensor] | None = outgoing.flats or None
         if self.wire.connects_devices and flats is None:
-            flats = self.wire.load(head.packets, message, ready)
+            flats = self.wire.load(packets, message, ready)
             for flat in flats:
                 if not flat.is_cpu:  # before the frame, see above
                     self.wire.begin(flat)
-        frame, *rest = self._frames.frame(head, message)
+        frame, *rest = frame_of(head, message)
         works = [*self.wire.begin(frame, tag=FRAMES)]
         for part in rest:
             works += self.wire.begin(part, tag=REST)
         passage = ready if isinstance(ready, Passage) else None
-        for flat in self.wire.load(head.packets, message, ready) if flats is None else flats:
+        for flat in self.wire.load(packets, message, ready) if flats is None else flats:
             if flat.is_cpu:
-                works += self.wire.begin(flat, message.segments, head.tag, passage)
+                works += self.wire.begin(flat, message.segments, tag, passage)
         return works
 
 
@@ -449,6 +450,8 @@ class NetworkOutbox:
 
     def pass_on(self, message: Message, ready: Any, observers: Sequence[Traffic], flats: Sequence[Tensor] = ()) -> None:
         """Send a message, once ``ready`` has happened; or send its packets on as they arrive by a passage."""
+        for observer in observers:
+            observer.queued()
         self._sender.put(Outgoing(self._route, message, ready, observers, flats))
 
     def close(self, join_s: float) -> None:
@@ -525,8 +528,9 @@ class Receiver:
             frame = self._spare.pop() if self._spare else torch.empty(CAPACITY, dtype=torch.uint8, device="cpu")
             self._frames.append((frame, self.wire.take(frame, tag=FRAMES)))
 
-    def _post(self, tag: int, packets: Sequence[Packet], segments: int) -> list[Posted]:
-        return [self.wire.post(packet, segments, tag) for packet in packets]
+    def _post(self, structure: Structure) -> list[Posted]:
+        _, packets = structure.packets
+        return [self.wire.post(packet, structure.segments, structure.tag) for packet in packets]
 
     def _receive_next(self) -> bool:
         with self._changed:
@@ -535,8 +539,8 @@ class Receiver:
             if self._closing:
                 return False
             frame, works = self._frames[0]
-        if (usual := self._reader.usual) and usual[0] not in self._posted and len(self._posted) < _MOST_POSTED:
-            self._posted[usual[0]] = self._post(*usual)
+        if (usual := self._reader.usual) and usual.tag not in self._posted and len(self._posted) < _MOST_POSTED:
+            self._posted[usual.tag] = self._post(usual)
         self.wire.end(works)
         self._receive(frame)
         return True
@@ -548,9 +552,9 @@ class Receiver:
             rest = torch.empty(missing, dtype=torch.uint8, device="cpu")
             self.wire.end(self.wire.take(rest, tag=REST))
         opened = self._reader.read(frame, rest)
-        self._receiving, posted = opened.route, self._posted.pop(opened.tag, None)
+        self._receiving, posted = opened.route, self._posted.pop(opened.structure.tag, None)
         if posted is None:  # not in advance
-            posted = self._post(opened.tag, opened.packets, opened.partial.segments)
+            posted = self._post(opened.structure)
         passage = self._let_pass(opened, posted) if posted and self.wire.port.is_host else None
         try:
             flats = [self.wire.land(one, passage) for one in posted]

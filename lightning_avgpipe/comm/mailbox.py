@@ -176,8 +176,7 @@ class Mailbox:
         self._readings: defaultdict[int, tuple[Numbered, dict[Route, NetworkInbox]]]
         self._readings = defaultdict(lambda: (Numbered(), {}))
         self._numbering = Numbering()
-        # messages, each with its structure, the number of its channel, and what the other end must be told of them
-        self._queue: deque[tuple[Outgoing, Structure, int, bytes]] = deque()
+        self._queue: deque[Outgoing] = deque()
         self._places = Places()
         self._asked = 0  # number of messages about which the last question was
         self._out = 0  # number of messages that this end has copied out
@@ -247,10 +246,9 @@ class Mailbox:
             UnsendableError: the message has something that cannot be pickled; it is not sent.
         """
         assert self._arrivals is not None
-        for observer in outgoing.observers:
-            observer.queued()
         with self._lock:
-            self._queue.append((outgoing, *self._numbering.of(outgoing.route, outgoing.message)))
+            outgoing.head = self._numbering.head(outgoing.route, outgoing.message)
+            self._queue.append(outgoing)
             self._send_queued()
             if self._queue:
                 self.look()
@@ -260,15 +258,17 @@ class Mailbox:
 
     def _send_queued(self) -> None:
         while self._lost is None and self._queue:
-            if not self._post(*self._queue[0]):
+            if not self._post(self._queue[0]):
                 if self._places.out >= self._asked:
                     self._tell(asks=True)
                 return
             self._queue.popleft()
 
-    def _post(self, outgoing: Outgoing, structure: Structure, channel: int, text: bytes) -> bool:
+    def _post(self, outgoing: Outgoing) -> bool:
         """Send a message, if there is room."""
-        message, behind = outgoing.message, aligned(len(text))
+        assert outgoing.head is not None
+        message, (structure, channel, text) = outgoing.message, outgoing.head
+        behind = aligned(len(text))
         nbytes = behind + structure.begins[1] or aligned(1)
         first = self._places.take(nbytes)
         if first is None:

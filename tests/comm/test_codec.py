@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, FrameWriter, Packet, TensorForm
+from lightning_avgpipe.comm.codec import CAPACITY, FrameReader, Numbering, Packet, TensorForm, frame_of
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.comm.topology import Edge, Route
 from lightning_avgpipe.utils.placeholder import Constant
@@ -25,16 +25,17 @@ class Line:
     """A writer, and the reader at the other end."""
 
     def __init__(self) -> None:
-        self.writer, self.reader = FrameWriter(), FrameReader(torch.device("cpu"))
+        self.numbering, self.reader = Numbering(), FrameReader(torch.device("cpu"))
 
     def passed(self, message: Message, route: Route = ROUTE) -> tuple[Message, int, list[Packet]]:
         """What arrives, bytes of the frame, and the packets after it."""
-        head = self.writer.head(route, message)
-        frames, packets, tag = self.writer.frame(head, message), head.packets, head.tag
+        head = self.numbering.head(route, message)
+        frames, (_, packets) = frame_of(head, message), head.structure.packets
         frame = received(frames[0])
         assert self.reader.missing(frame) == sum(part.numel() for part in frames[1:])
         opened = self.reader.read(frame, frames[1] if len(frames) > 1 else None)
-        assert (opened.route, opened.packets, opened.tag) == (route, packets, tag)
+        assert (opened.route, opened.structure.packets[1]) == (route, packets)
+        assert opened.structure.tag == head.structure.tag
         flats = [packet.packed(message) for packet in packets]
         assert [flat.numel() for flat in flats] == [packet.nbytes for packet in packets]
         return opened.message(flats), sum(part.numel() for part in frames), list(packets)
