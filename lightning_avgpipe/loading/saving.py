@@ -25,6 +25,7 @@ from lightning_avgpipe.errors import AvgPipeError, ConfigurationError, PeerError
 from lightning_avgpipe.utils.names import is_within
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.weights.initialisation import note_of
+from lightning_avgpipe.weights.ownership import nothing_to_save
 from lightning_avgpipe.weights.relocation import Lending
 
 # Options that say who writes what, which the processes agree on here.
@@ -124,9 +125,7 @@ def _fetched(tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str,
         if note is not None:
             tensor = note.stored.read(note.key, tensor, torch.device("cpu"))  # type: ignore[arg-type]
         elif tensor.is_meta:
-            raise ConfigurationError(
-                f"'{name}' is on the meta device on all ranks, so there is nothing to save; run a batch first"
-            )
+            raise nothing_to_save(name)
         found[name] = tensor.detach().cpu()
     return found
 

@@ -25,7 +25,7 @@ from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.tensors import strided_parts, words
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.on_demand import OnDemandGather
-from lightning_avgpipe.weights.ownership import Owners, answering, owners_of
+from lightning_avgpipe.weights.ownership import Owners, answering, nothing_to_save, owners_of
 from lightning_avgpipe.weights.relocation import (
     Belongings,
     ModuleTensors,
@@ -343,15 +343,10 @@ def scattered_owners(module: nn.Module, cluster: Cluster) -> dict[str, int]:
         ConfigurationError: no process has contents for a parameter yet.
     """
     held = holders(cluster.group, [name for name, p in module.named_parameters() if not p.is_meta])
-    canonical = {id(p): name for name, p in module.named_parameters()}
-    owner = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if canonical[id(parameter)] not in held:
-            raise ConfigurationError(
-                f"'{name}' is on the meta device on all ranks, so there is nothing to save; run a batch first"
-            )
-        owner[name] = held[canonical[id(parameter)]][0]
-    return owner
+    for name, _ in module.named_parameters():
+        if name not in held:
+            raise nothing_to_save(name)
+    return answering(module, held)
 
 
 def full_optimizer_state(optimizer: Optimizer, processes: Collectives) -> dict[str, Any]:

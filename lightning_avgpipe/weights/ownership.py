@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_avgpipe.errors import AvgPipeError
+from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 
 # Full name -> the ranks that hold it; the first one answers for it: its contents count, for example in checkpoints.
 Owners = Mapping[str, tuple[int, ...]]
@@ -49,11 +49,19 @@ def owners_of(
 
 
 def answering(module: nn.Module, owners: Owners) -> dict[str, int]:
-    """Return the rank that answers for each parameter and buffer, by every name that the tensor has."""
+    """Return the rank that answers for each parameter and buffer with owners, by every name that the tensor has."""
     canonical = {id(p): name for name, p in module.named_parameters()}
     canonical |= {id(b): name for name, b in module.named_buffers()}
     everything = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return {name: owners[canonical[id(tensor)]][0] for name, tensor in everything}
+    names = ((name, canonical[id(tensor)]) for name, tensor in everything)
+    return {name: owners[own][0] for name, own in names if own in owners}
+
+
+def nothing_to_save(name: str) -> ConfigurationError:
+    """Return the error that nobody has contents for a parameter yet."""
+    return ConfigurationError(
+        f"'{name}' is on the meta device on all ranks, so there is nothing to save; run a batch first"
+    )
 
 
 def give_up(module: nn.Module, names: Iterable[str]) -> None:
