@@ -161,20 +161,11 @@ class GradientSums(Observer):
         kinds = _kinds(parameters, early)
         together = self.replicas.members.sum(torch.cat([kinds.flatten(), votes.flatten()]))
         dense, sparse, late = together[: kinds.numel()].view(kinds.shape).bool().tolist()
-        rest = []
-        for parameter, is_dense, is_sparse, is_late in zip(parameters, dense, sparse, late, strict=True):
-            if is_sparse and is_dense and parameter.grad is not None:
-                parameter.grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-            if not is_dense:
-                continue
-            if not is_late and parameter.grad is None:
-                parameter.grad = early[id(parameter)].gradient
-            elif is_late and id(parameter) in early and parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()  # the early sum overwrites its tensor
-            elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if is_late:
-                rest.append(parameter.grad)
+        rest: list[Tensor] = []
+        for parameter, is_dense, is_late in zip(parameters, dense, late, strict=True):
+            if is_dense:
+                gradient = parameter.grad = _dense_gradient(parameter, early.get(id(parameter)), is_late)
+                rest += [gradient] if is_late else []
         for bucket in buckets:
             assert bucket.end is not None
             bucket.end()
@@ -185,8 +176,8 @@ class GradientSums(Observer):
         self._spoiled |= {
             name for (name, p), is_late in zip(named.items(), late, strict=True) if is_late and id(p) in early
         }
-        suits = zip(named, dense, sparse, strict=True)
         self._names = tuple(named)
+        suits = zip(named, dense, sparse, strict=True)
         suitable = [name for name, d, s in suits if d and not s and name not in self._spoiled]
         self._bucket_names = _in_buckets(named, suitable, self._bucket_bytes)
         return together[kinds.numel() :].view(votes.shape)
@@ -201,6 +192,22 @@ def _kinds(parameters: Sequence[nn.Parameter], early: Mapping[int, _Sent]) -> Te
         sent = early.get(id(parameter))
         kinds[_LATE, i] = sent is None or not sent.still(parameter)
     return kinds
+
+
+def _dense_gradient(parameter: nn.Parameter, sent: _Sent | None, is_late: bool) -> Tensor:
+    """Return the dense gradient that a sum ends in, or the one that is still to be summed: zeros if there is none.
+
+    Args:
+        parameter: parameter that has a dense gradient in some replica.
+        sent: its gradient in a sum that has begun; None: it is in none.
+        is_late: whether it is summed now, in some replica because it has changed since.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter) if is_late or sent is None else sent.gradient
+    if gradient.is_sparse:
+        return gradient.to_dense()
+    return gradient.clone() if is_late and sent is not None else gradient  # the early sum overwrites its tensor
 
 
 def _in_buckets(named: Named, names: Sequence[str], bucket_bytes: int) -> list[list[str]]:
