@@ -64,8 +64,7 @@ def measure_links(
         device: device of this process.
 
     Returns:
-        On rank 0 the link of each hop, shape ``(K-1,)``; a hop within a process is free. On other ranks only the links
-        that this process measured.
+        The link of each hop, on every process; shape ``(K-1,)``. A hop within a process is free.
 
     Raises:
         PeerError: a neighbour does not answer in time.
@@ -76,7 +75,7 @@ def measure_links(
         if group.rank in pair and pair[0] != pair[1]:
             link = _measure_hop(ends.index(pair), group.rank == pair[0], transport, waits, device)
             asked |= {} if link is None else {pair: link}
-    everybody = {pair: link for links in group.gather_objects(asked) for pair, link in links.items()}
+    everybody = {pair: link for links in group.exchange_objects(asked) for pair, link in links.items()}
     return tuple(everybody.get(pair, Link()) for pair in ends)
 
 

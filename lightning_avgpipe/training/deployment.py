@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -150,7 +149,7 @@ class Deployment:
         if not self.replans:
             return False
         lacks = any(isinstance(leaf, Absent) for batch in batches for leaf in tree.tensors(batch))
-        self._awaits_plan = not int(self._cluster.world.sum(torch.tensor(int(lacks), device="cpu")))
+        self._awaits_plan = not any(self._cluster.world.exchange_objects(lacks))
         if self._awaits_plan:
             if self.parallel.ensemble is not None:
                 self.parallel.ensemble.begin_relocation()
