@@ -12,7 +12,7 @@ from lightning_avgpipe.capture.costs import Costs, value_bytes
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.schedule import FORWARD, Action
-from lightning_avgpipe.utils.names import close_to, fitting, is_within
+from lightning_avgpipe.utils.names import fitting, is_within
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,7 @@ def chosen(module: nn.Module, recompute: bool | Sequence[str]) -> Recompute:
     if isinstance(recompute, bool):
         return Recompute(stages=recompute)
     names = [name for name, _ in module.named_modules() if name]
-    for pattern in recompute:
-        if not fitting([pattern], names):
-            what = f"recompute: {pattern!r} fits no submodule of {type(module).__name__}"
-            raise ConfigurationError(f"{what}; {close_to(pattern, names)}")
-    return Recompute(modules=tuple(fitting(recompute, names)))
+    return Recompute(modules=tuple(fitting(recompute, names, "recompute", module)))
 
 
 def repeated(row: Sequence[Action], is_last: bool) -> frozenset[int]:

@@ -6,8 +6,10 @@ The name of the root is empty.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
+
+from lightning_avgpipe.errors import ConfigurationError
 
 
 def joined(path: str, leaf: str) -> str:
@@ -32,10 +34,24 @@ def is_within(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
 
 
-def fitting(patterns: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Return the known names that fit a pattern, in the order of the patterns, without names below another result."""
-    known = list(known)
-    found = [name for pattern in patterns for name in known if fnmatchcase(name, pattern)]
+def fitting(patterns: Sequence[str], known: Collection[str], option: str, owner: object) -> list[str]:
+    """Return the known names that fit a pattern, in the order of the patterns, without names below another result.
+
+    Args:
+        patterns: names and patterns for them (``blocks.*``), as a user has given them.
+        known: names in the order in which those that fit the same pattern are returned.
+        option: option that has the patterns, for messages.
+        owner: object that has the names, for messages.
+    Raises:
+        ConfigurationError: a pattern fits no name. The message says which names come close.
+    """
+    found: list[str] = []
+    for pattern in patterns:
+        fit = [name for name in known if fnmatchcase(name, pattern)]
+        if not fit:
+            what = f"{option}: {pattern!r} fits nothing in {type(owner).__name__}"
+            raise ConfigurationError(f"{what}; {close_to(pattern, known)}")
+        found += fit
     return [name for name in dict.fromkeys(found) if not any(name.startswith(f"{other}.") for other in found)]
 
 

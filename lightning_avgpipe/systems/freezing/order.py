@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.utils.names import close_to, fitting, is_within, joined
+from lightning_avgpipe.utils.names import fitting, is_within, joined
 
 _FEWEST_BLOCKS = 3
 _FINEST = 10_000  # largest denominator that alpha is rounded to: a third of 12 layers is 4, not 5
@@ -140,11 +140,7 @@ def _found(module: nn.Module, patterns: Sequence[str], option: str) -> tuple[str
     known = [name for name, _ in module.named_modules() if name]
     if option == "before":
         known += [name for name, _ in module.named_parameters()]
-    for pattern in patterns:
-        if not fitting([pattern], known):
-            what = f"AdaptiveFreezing: {option}: {pattern!r} fits nothing in {type(module).__name__}"
-            raise ConfigurationError(f"{what}; {close_to(pattern, known)}")
-    chosen = set(fitting(patterns, known))
+    chosen = set(fitting(patterns, known, f"AdaptiveFreezing: {option}", module))
     return tuple(name for name in known if name in chosen)
 
 
