@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError, PeerError, described
+from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import is_within
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.weights.initialisation import note_of
@@ -146,11 +146,10 @@ class _Traced(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs or {})
-        used = [self.sources(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        used = [self.sources(tensor) for tensor in tree.tensors((args, kwargs))]
         if names := frozenset().union(*used):
-            for made in pytree.tree_leaves(result):
-                if isinstance(made, Tensor):
-                    self._known.setdefault(id(made), (made, names))
+            for made in tree.tensors(result):
+                self._known.setdefault(id(made), (made, names))
         return result
 
     def sources(self, tensor: Tensor) -> frozenset[str]:

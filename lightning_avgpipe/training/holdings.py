@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.averaging.optimizers import parameters_in
@@ -422,7 +421,7 @@ def full_ensemble_state(ensemble: Ensemble, cluster: Cluster, owner: Mapping[str
 def _joined(state: dict[str, Any], cluster: Cluster) -> dict[str, Any]:
     """Join the states of all groups, on rank 0 of all processes; groups of a team have the same state."""
     rest = {"models", "optimizers", "active", "sent"}
-    brought = {name: pytree.tree_map_only(Tensor, lambda t: t.cpu(), state[name]) for name in rest}
+    brought = {name: tree.map_tensors(Tensor.cpu, state[name]) for name in rest}
     groups = cluster.leaders.gather_objects(brought)[:: cluster.stage_map.replicas]
     models = [model for group in groups for model in group["models"]]
     optimizers = [states for group in groups for states in group["optimizers"]]

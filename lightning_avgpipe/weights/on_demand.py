@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_avgpipe.capture.tracer import DEVICE_QUESTIONS, METADATA
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import CaptureError
+from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import joined
 from lightning_avgpipe.utils.tensors import lent
 from lightning_avgpipe.utils.torch_compat import version_of
@@ -154,11 +154,11 @@ class _Lent(TorchFunctionMode):
             stands_for[id(stand_in)] = tensor
             return stand_in
 
-        lent_args, lent_kwargs = pytree.tree_map_only(Tensor, stand_in_for, (args, kwargs))
+        lent_args, lent_kwargs = tree.map_tensors(stand_in_for, (args, kwargs))
         result = func(*lent_args, **lent_kwargs)
         if not stands_for:
             return result
-        return pytree.tree_map_only(Tensor, lambda t: stands_for.get(id(t), t), result)
+        return tree.map_tensors(lambda t: stands_for.get(id(t), t), result)
 
     def _contents(self, name: str) -> Tensor:
         if name not in self._last:
