@@ -64,6 +64,25 @@ _MOST_POSTED = 4  # structures with receives posted in advance: a receive cannot
 _MOST_FRAMES = 4  # frames that are awaited at once
 
 
+def lost_connection(peer: int, doing: str, route: Route | None, error: Exception | None) -> PeerError:
+    """Return the error that a connection broke.
+
+    Args:
+        peer: global rank of the other end.
+        doing: what this end did, for the message.
+        route: route of the channel that waits; None: none does.
+        error: the cause; None if the other end has closed the connection.
+    """
+    why = "" if error is None else f": {error}"
+    lost = PeerError(f"the connection to rank {peer} broke while {doing}{_on(route)}{why}")
+    lost.__cause__ = error
+    return lost
+
+
+def _on(route: Route | None) -> str:
+    return "" if route is None else f" on channel '{route}'"
+
+
 # -- wires -------------------------------------------------------------------------------------------------------------
 
 
@@ -154,14 +173,11 @@ class Wire:
 
     def fail(self, error: Exception, doing: str, route: Route | None) -> None:
         """Note that this end cannot go on: by a PeerError if the connection broke, else by the error itself."""
-        where = "" if route is None else f" on channel '{route}'"
-        if not is_broken_connection(error):
-            error.add_note(f"while {doing}{where}, which connects this process with rank {self.peer}")
-            self.arrivals.fail(error)
-            return
-        lost = PeerError(f"the connection to rank {self.peer} broke while {doing}{where}: {error}")
-        lost.__cause__ = error
-        self.arrivals.fail(lost)
+        if is_broken_connection(error):
+            error = lost_connection(self.peer, doing, route, error)
+        else:
+            error.add_note(f"while {doing}{_on(route)}, which connects this process with rank {self.peer}")
+        self.arrivals.fail(error)
 
     @property
     def sends_at_once(self) -> bool:

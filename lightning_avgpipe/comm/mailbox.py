@@ -44,7 +44,7 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.channel import Traffic
 from lightning_avgpipe.comm.codec import Numbered, Numbering, Structure, aligned
-from lightning_avgpipe.comm.line import NetworkInbox, NetworkOutbox, Outgoing
+from lightning_avgpipe.comm.line import NetworkInbox, NetworkOutbox, Outgoing, lost_connection
 from lightning_avgpipe.comm.topology import Route
 from lightning_avgpipe.comm.transfer import Arrivals, close_all
 from lightning_avgpipe.errors import PeerError
@@ -351,9 +351,7 @@ class Mailbox:
             self._arrivals.ignore(self._door)
         _, inboxes = self._readings[self._opening]
         awaited = next((inbox.route for inbox in inboxes.values() if inbox.expected), None)
-        where, why = "" if awaited is None else f" on channel '{awaited}'", "" if error is None else f": {error}"
-        self._lost = PeerError(f"the connection to rank {self.peer} broke while {doing}{where}{why}")
-        self._lost.__cause__ = error
+        self._lost = lost_connection(self.peer, doing, awaited, error)
         if awaited is not None and self._arrivals is not None:
             self._arrivals.fail(self._lost)
 
