@@ -235,7 +235,7 @@ def memory_of(
         recompute: whether stages repeat their forwards.
         replicas: number of replicas of each stage, which take its micro-batches in turns; empty: one of each.
     """
-    schedule, num_pipelines, num_groups = conditions.schedule, conditions.num_pipelines, conditions.num_groups
+    schedule, num_pipelines = conditions.schedule, conditions.num_pipelines
     rows, relays, num_stages = schedule.rows, schedule.relays, schedule.num_stages
     turns = [in_turn(row, 0, count) for row, count in zip(rows, replicas, strict=True)] if replicas else ()
     flights = tuple(num_pipelines * max(1, count) for count in peak_stash(turns or schedule))
@@ -244,11 +244,7 @@ def memory_of(
     weights, held = {}, {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         weights[name] = tensor_bytes(tensor)
-        each = 2 + conditions.state_copies if training and tensor.requires_grad else 1
-        frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        models = weights[name] * each * (1 if frozen else num_pipelines)
-        held[name] = models + (0 if frozen else _reference_bytes(tensor, num_pipelines, num_groups))
-        held[name] += _rolling_bytes(tensor, num_pipelines, num_groups) if rolling and tensor.requires_grad else 0
+        held[name] = _held_bytes(tensor, conditions, training, rolling)
     memory = Memory(limit, weights, held, flights, schedule.num_microbatches, repeats)
     if relays:
         memory = replace(
@@ -271,6 +267,16 @@ def memory_of(
         shares = tuple(1 / (updates.sharing * count) for count in replicas or (1,) * num_stages)
         memory = replace(memory, held=held, extra_bytes=states, extra_factors=shares)
     return memory
+
+
+def _held_bytes(tensor: Tensor, conditions: Conditions, training: bool, rolling: bool) -> int:
+    """Return the bytes that all parallel models on a stage hold for a parameter or buffer, with their reference."""
+    models = conditions.num_pipelines, conditions.num_groups
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:  # frozen: the models share it
+        return tensor_bytes(tensor)
+    each = 2 + conditions.state_copies if training and tensor.requires_grad else 1
+    further = _rolling_bytes(tensor, *models) if rolling and tensor.requires_grad else 0
+    return conditions.num_pipelines * each * tensor_bytes(tensor) + _reference_bytes(tensor, *models) + further
 
 
 def _reference_bytes(tensor: Tensor, num_pipelines: int, num_groups: int) -> int:
