@@ -84,20 +84,20 @@ class Ranges:
             memory,
         )
 
+    def _parts(self, stage: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the parts of the memory that a stage from point i to point j needs, each of shape ``(n, n)``."""
+        held = self.held + self.extra * self.memory.extra_factor(stage)
+        stash = (self.stash[None, :] - self.stash[:, None]) * self.memory.stashes(stage)
+        boundary = self.crossing[:, None] * self.memory.flights(stage)
+        return held, stash, np.broadcast_to(boundary, held.shape)
+
     def needed(self, stage: int) -> np.ndarray:
         """Return the bytes that a stage from point i to point j needs, shape ``(n, n)``; infinite where ``j <= i``."""
-        stash = (self.stash[None, :] - self.stash[:, None]) * self.memory.stashes(stage)
-        held = self.held + self.extra * self.memory.extra_factor(stage)
-        needed = held + stash + self.crossing[:, None] * self.memory.flights(stage)
-        return np.where(np.isinf(self.work), np.inf, needed)
+        return np.where(np.isinf(self.work), np.inf, sum(self._parts(stage)))
 
     def need(self, stage: int, first: int, last: int) -> Need:
         """Return the memory that a stage from point ``first`` to point ``last`` needs."""
-        return Need(
-            int(self.held[first, last] + self.extra[first, last] * self.memory.extra_factor(stage)),
-            int(self.stash[last] - self.stash[first]) * self.memory.stashes(stage),
-            int(self.crossing[first]) * self.memory.flights(stage),
-        )
+        return Need(*(int(part[first, last]) for part in self._parts(stage)))
 
     def times(self, stage: int) -> np.ndarray:
         """Return the time of a stage from point i to point j, shape ``(n, n)``; infinite where memory is too small."""
