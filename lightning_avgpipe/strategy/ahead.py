@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -17,10 +18,10 @@ from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.state.objects import Variable
 from lightning_avgpipe.state.outside import outside, variable
 from lightning_avgpipe.state.snapshot import Snapshot
-from lightning_avgpipe.strategy.iteration import STEP, Iteration, as_it_will_be
+from lightning_avgpipe.strategy.iteration import STEP, Iteration
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import ModelCheckpoint, _Stateful, pl
-from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.patching import Change, all_replaced
 from lightning_avgpipe.utils.torch_compat import version_of
 
 if TYPE_CHECKING:
@@ -152,9 +153,8 @@ class Overlap:
 
     # -- what steps find that run before their turn --------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def calling(self, iteration: Iteration) -> Iterator[None]:
-        """Within this context a step runs, whichever batch Lightning's loop is at.
+    def calling(self, iteration: Iteration) -> AbstractContextManager[None]:
+        """Return a context within which a step runs, whichever batch Lightning's loop is at.
 
         The step must not read what the trainer does not know yet if the step is early. Reading it is refused whether
         the step is early or not, so that errors do not depend on the timing.
@@ -163,13 +163,11 @@ class Overlap:
             self._view = self._made_view()
             modules = self._module.modules()
             self._modules = [module for module in modules if isinstance(module, pl.LightningModule)]
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(as_it_will_be(self._trainer, iteration.progress))
-            undo.enter_context(replaced(self._module, "_current_fx_name", STEP))
-            for module in self._modules:
-                undo.enter_context(replaced(module, "_trainer", self._view))
-                undo.enter_context(replaced(module, "optimizers", self._refuse("optimizers()", module.optimizers)))
-            yield
+        changes: list[Change] = [*(iteration.progress or ()), (self._module, "_current_fx_name", STEP)]
+        for module in self._modules:
+            changes.append((module, "_trainer", self._view))
+            changes.append((module, "optimizers", self._refuse("optimizers()", module.optimizers)))
+        return all_replaced(changes)
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -261,14 +262,13 @@ class BundledLoader(CombinedLoader):
         return self._epoch.iterations + math.ceil((super().__len__() - self._epoch.read) / self._count())
 
 
-@contextlib.contextmanager
 def bundling(
     trainer: pl.Trainer,
     count: Callable[[], int],
     any_ends: Callable[[bool], bool] | None,
     look: Callable[[], Callable[[Any], bool] | None],
-) -> Iterator[None]:
-    """Within this context the training dataloader is read in bundles.
+) -> AbstractContextManager[None]:
+    """Return a context within which the training dataloader is read in bundles.
 
     Args:
         trainer: trainer that is about to fit.
@@ -285,8 +285,7 @@ def bundling(
             loader = CombinedLoader(loader, "max_size_cycle")  # as Lightning does
         return BundledLoader.of(loader, trainer, count, any_ends, look())
 
-    with replaced(source, "dataloader", dataloader):
-        yield
+    return replaced(source, "dataloader", dataloader)
 
 
 def recount(trainer: pl.Trainer) -> None:

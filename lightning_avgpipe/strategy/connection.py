@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -45,7 +46,7 @@ from lightning_avgpipe.utils.lightning import (
     pl,
     rank_zero_warn,
 )
-from lightning_avgpipe.utils.patching import noop, replaced
+from lightning_avgpipe.utils.patching import Change, all_replaced, noop, replaced
 from lightning_avgpipe.utils.tensors import reduced, reduction_name
 
 T = TypeVar("T")
@@ -236,17 +237,19 @@ def ending_together(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
         if trainer.received_sigterm:
             raise SIGTERMException
 
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(replaced(signals, "_sigterm_notifier_fn", stop))
-        undo.enter_context(replaced(signals, "_slurm_sigusr_handler_fn", lambda *_: connection.note(REQUEUE)))
-        epoch_loop = trainer.fit_loop.epoch_loop
-        if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
-            undo.enter_context(replaced(epoch_loop, "_broadcast_sigterm_tensor", before_batch))
+    changes: list[Change] = [
+        (signals, "_sigterm_notifier_fn", stop),
+        (signals, "_slurm_sigusr_handler_fn", lambda *_: connection.note(REQUEUE)),
+    ]
+    if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
+        changes.append((trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", before_batch))
+    with all_replaced(changes), connection.listening(agreed):
         first = _FirstToKnow()
         trainer.callbacks.insert(0, first)  # type: ignore[attr-defined]
-        undo.callback(trainer.callbacks.remove, first)  # type: ignore[attr-defined]
-        undo.enter_context(connection.listening(agreed))
-        yield
+        try:
+            yield
+        finally:
+            trainer.callbacks.remove(first)  # type: ignore[attr-defined]
 
 
 class _FirstToKnow(Callback):
@@ -256,9 +259,10 @@ class _FirstToKnow(Callback):
         trainer.strategy.on_exception(exception)
 
 
-@contextlib.contextmanager
-def saving_what_is_whole(trainer: pl.Trainer, connection: Connection, begun: Callable[[], bool]) -> Iterator[None]:
-    """Within this context, from the start of a run on, no checkpoint replaces a better one after a failure.
+def saving_what_is_whole(
+    trainer: pl.Trainer, connection: Connection, begun: Callable[[], bool]
+) -> AbstractContextManager[None]:
+    """Return a context, for a run from its start on, within which no checkpoint replaces a better one after a failure.
 
     A callback that saves in ``on_exception`` would do that: before training has begun the module may not even have the
     weights that the run was to resume from, and after a failure of some process there is no whole model.
@@ -286,8 +290,7 @@ def saving_what_is_whole(trainer: pl.Trainer, connection: Connection, begun: Cal
         else:
             save(filepath, *args, **kwargs)
 
-    with replaced(trainer, "save_checkpoint", save_checkpoint):
-        yield
+    return replaced(trainer, "save_checkpoint", save_checkpoint)
 
 
 # -- data-parallel peers -----------------------------------------------------------------------------------------------

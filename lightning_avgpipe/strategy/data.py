@@ -9,10 +9,10 @@ Each group of processes trains on its own part of the data, and evaluates on all
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -235,16 +235,14 @@ class _Follower:
             yield None if item is _Later else item
 
 
-@contextlib.contextmanager
-def sharing(trainer: pl.Trainer, num_groups: int) -> Iterator[None]:
-    """Within this context Lightning gives training dataloaders a distributed sampler over groups.
+def sharing(trainer: pl.Trainer, num_groups: int) -> AbstractContextManager[None]:
+    """Return a context within which Lightning gives training dataloaders a distributed sampler over groups.
 
     It respects ``use_distributed_sampler=False`` and a sampler that is distributed already. For data that cannot be
     sampled it warns: there the user's code must know the group.
     """
     if num_groups == 1:
-        yield
-        return
+        return nullcontext()
     connector = trainer._data_connector
     prepare = connector._prepare_dataloader
 
@@ -262,8 +260,7 @@ def sharing(trainer: pl.Trainer, num_groups: int) -> Iterator[None]:
             )
         return found
 
-    with replaced(connector, "_prepare_dataloader", prepare_dataloader):
-        yield
+    return replaced(connector, "_prepare_dataloader", prepare_dataloader)
 
 
 def _divisible(dataloader: DataLoader[Any]) -> bool:

@@ -6,7 +6,7 @@ The order is the seam for pipelines that do not drain after each iteration.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.schedule import FORWARD
 from lightning_avgpipe.state.writes import Writes
 from lightning_avgpipe.utils.lightning import pl
-from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.patching import Change
 from lightning_avgpipe.utils.random_streams import host_lent
 from lightning_avgpipe.utils.torch_compat import version_of
 
@@ -35,40 +35,20 @@ Works = Sequence[Sequence[MicroBatch]]  # micro-batches, by pipeline
 Finish = Callable[[int, int, Any], Tensor | None]  # (pipeline, micro-batch, result) -> what the backward begins with
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Counters of a trainer as they will be in a later iteration.
+def counters_after(trainer: pl.Trainer, count: int) -> list[Change]:
+    """Return what gives a trainer, within the step of an iteration, the counters of a later iteration.
 
-    Attributes:
-        values: (object, name of its attribute, value) for each counter.
+    Args:
+        trainer: the trainer.
+        count: number of iterations until then.
     """
-
-    values: tuple[tuple[Any, str, Any], ...]
-
-    @classmethod
-    def after_steps(cls, trainer: pl.Trainer, count: int) -> Progress:
-        """Return the counters of a later iteration, given the trainer within the step of an iteration.
-
-        Args:
-            trainer: the trainer.
-            count: number of iterations until then.
-        """
-        loop = trainer.fit_loop.epoch_loop
-        batches, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
-        counted: list[tuple[Any, str]] = [(loop, "_batches_that_stepped")]
-        names = ("ready", "started", "processed", "completed")
-        counted += [(p, name) for p in (batches.total, batches.current) for name in names]
-        counted += [(p, name) for p in (steps.total, steps.current) for name in ("ready", "completed")]
-        return cls(tuple((owner, name, getattr(owner, name) + count) for owner, name in counted))
-
-
-@contextlib.contextmanager
-def as_it_will_be(trainer: pl.Trainer, progress: Progress | None) -> Iterator[None]:
-    """Within this context the trainer's counters are those of ``progress``; None leaves them."""
-    with contextlib.ExitStack() as undo:
-        for owner, name, value in () if progress is None else progress.values:
-            undo.enter_context(replaced(owner, name, value))
-        yield
+    loop = trainer.fit_loop.epoch_loop
+    batches, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer.step
+    counted: list[tuple[Any, str]] = [(loop, "_batches_that_stepped")]
+    names = ("ready", "started", "processed", "completed")
+    counted += [(p, name) for p in (batches.total, batches.current) for name in names]
+    counted += [(p, name) for p in (steps.total, steps.current) for name in ("ready", "completed")]
+    return [(owner, name, getattr(owner, name) + count) for owner, name in counted]
 
 
 @dataclass(kw_only=True)
@@ -86,7 +66,8 @@ class Iteration:
         first: number of this group's first pipeline among those of all groups, and of its first micro-batch among those
             of all replicas. Groups train on batches of their own, but evaluate the same.
         trains: whether there is a backward.
-        progress: the trainer's counters as they will be for this batch; None once Lightning's loop has come to it.
+        progress: changes to the trainer's counters as they will be for this batch; None once Lightning's loop has come
+            to it.
         finish: function that the last stage calls with results; None: there is no backward, or it is not known yet.
         clears: clears the gradients, once each stage of this process has run a forward; None: that is done, or they
             accumulate.
@@ -108,7 +89,7 @@ class Iteration:
     number: int
     first: tuple[int, int]
     trains: bool = True
-    progress: Progress | None = None
+    progress: Sequence[Change] | None = None
     finish: Finish | None = None
     clears: ClearingGradients | None = None
     entries: list[Any] | None = None

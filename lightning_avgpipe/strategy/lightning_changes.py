@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -35,28 +36,25 @@ from lightning_avgpipe.utils.lightning import (
     pl,
     result,
 )
-from lightning_avgpipe.utils.patching import noop, replaced
+from lightning_avgpipe.utils.patching import Change, all_replaced, noop, replaced
 
 
 @contextlib.contextmanager
 def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> Iterator[None]:
     """Within this context ``self.log`` collects over micro-batches, and metric objects only observe values."""
     module = trainer.lightning_module
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(intercepting())
-        undo.enter_context(replaced(module, "log", step_log.__call__))
-        if is_overridden("log_dict", module):
-            undo.enter_context(replaced(module, "log_dict", looking_on(module.log_dict)))
-        undo.enter_context(replaced(module, "print", looking_on(module.print, rehearsed=False)))
-        values, training = step_log.batch_values, lambda: bool(trainer.training)
-        where = {"in_step": lambda: step_log.in_step, "elsewhere": lambda: step_log.elsewhere}
-        undo.enter_context(local_metrics(metrics_of(module), values, leaders, training, **where))
+    looks: list[Change] = [(module, "print", looking_on(module.print, rehearsed=False))]
+    if is_overridden("log_dict", module):
+        looks.append((module, "log_dict", looking_on(module.log_dict)))
+    values, training = step_log.batch_values, lambda: bool(trainer.training)
+    where = {"in_step": lambda: step_log.in_step, "elsewhere": lambda: step_log.elsewhere}
+    metrics = local_metrics(metrics_of(module), values, leaders, training, **where)
+    with intercepting(), all_replaced([(module, "log", step_log.__call__), *looks]), metrics:
         yield
 
 
-@contextlib.contextmanager
-def known_at_epoch_end(trainer: pl.Trainer) -> Iterator[None]:
-    """Within this context all ranks know the metrics after the module's last hook of an epoch.
+def known_at_epoch_end(trainer: pl.Trainer) -> AbstractContextManager[None]:
+    """Return a context within which all ranks know the metrics after the module's last hook of an epoch.
 
     Callbacks that monitor a metric run next.
     """
@@ -69,27 +67,22 @@ def known_at_epoch_end(trainer: pl.Trainer) -> Iterator[None]:
         if module._current_fx_name == "on_train_epoch_end":  # not where another hook calls this one
             connector.sync()
 
-    with replaced(module, "on_train_epoch_end", on_train_epoch_end):
-        yield
+    return replaced(module, "on_train_epoch_end", on_train_epoch_end)
 
 
-@contextlib.contextmanager
-def _counting_groups(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
-    """Within this context throughput is that of groups, in which several devices work on one batch."""
-    with contextlib.ExitStack() as undo:
-        for monitor in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(monitor, ThroughputMonitor):
-                flops = monitor.available_flops and monitor.available_flops * cluster.group.world_size
-                for stage, throughput in monitor._throughputs.items():
-                    groups = cluster.stage_map.num_groups if stage is RunningStage.TRAINING else 1  # others share data
-                    undo.enter_context(replaced(throughput, "world_size", groups))
-                    undo.enter_context(replaced(throughput, "available_flops", flops))
-        yield
+def _counting_groups(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Change]:
+    """Yield what makes throughput that of groups, in which several devices work on one batch."""
+    for monitor in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(monitor, ThroughputMonitor):
+            flops = monitor.available_flops and monitor.available_flops * cluster.group.world_size
+            for stage, throughput in monitor._throughputs.items():
+                groups = cluster.stage_map.num_groups if stage is RunningStage.TRAINING else 1  # others share data
+                yield throughput, "world_size", groups
+                yield throughput, "available_flops", flops
 
 
-@contextlib.contextmanager
-def overlapping(trainer: pl.Trainer, order: IterationOrder, batches: Batches) -> Iterator[None]:
-    """Within this context no iteration overlaps the end of an epoch, and a batch is moved to the device once."""
+def overlapping(trainer: pl.Trainer, order: IterationOrder, batches: Batches) -> AbstractContextManager[None]:
+    """Return a context in which no iteration overlaps the end of an epoch, and a batch is moved to the device once."""
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
     run, before_transfer = loop.run, module._on_before_batch_transfer
 
@@ -100,16 +93,11 @@ def overlapping(trainer: pl.Trainer, order: IterationOrder, batches: Batches) ->
     def on_before_batch_transfer(batch: Any, dataloader_idx: int = 0) -> Any:
         return batch if batches.waits_for_its_turn else before_transfer(batch, dataloader_idx)
 
-    with (
-        replaced(loop, "run", run_epoch),
-        replaced(module, "_on_before_batch_transfer", on_before_batch_transfer),
-    ):
-        yield
+    return all_replaced([(loop, "run", run_epoch), (module, "_on_before_batch_transfer", on_before_batch_transfer)])
 
 
-@contextlib.contextmanager
-def showing_reference(trainer: pl.Trainer, deployment: Deployment) -> Iterator[None]:
-    """Within this context validation sees the reference, and all models step with pipeline 0's hyper-parameters."""
+def showing_reference(trainer: pl.Trainer, deployment: Deployment) -> AbstractContextManager[None]:
+    """Return a context in which validation sees the reference, and models step with pipeline 0's hyper-parameters."""
     module, validation = trainer.lightning_module, trainer.fit_loop.epoch_loop.val_loop
     begin, end, clip = (
         validation._on_evaluation_model_eval, validation._on_evaluation_model_train, module.configure_gradient_clipping
@@ -131,26 +119,23 @@ def showing_reference(trainer: pl.Trainer, deployment: Deployment) -> Iterator[N
             ensemble.optimizers.follow(None if any(optimizer is known for known in first) else optimizer)
         return clip(optimizer, *args, **kwargs)
 
-    with (
-        replaced(validation, "_on_evaluation_model_eval", on_evaluation_model_eval),
-        replaced(validation, "_on_evaluation_model_train", on_evaluation_model_train),
-        replaced(module, "configure_gradient_clipping", configure_gradient_clipping),
-    ):
-        yield
+    return all_replaced(
+        [
+            (validation, "_on_evaluation_model_eval", on_evaluation_model_eval),
+            (validation, "_on_evaluation_model_train", on_evaluation_model_train),
+            (module, "configure_gradient_clipping", configure_gradient_clipping),
+        ]
+    )
 
 
-@contextlib.contextmanager
-def without_inference_mode(trainer: pl.Trainer) -> Iterator[None]:
-    """Within this context evaluation runs without gradients, but not in inference mode.
+def without_inference_mode(trainer: pl.Trainer) -> AbstractContextManager[None]:
+    """Return a context within which evaluation runs without gradients, but not in inference mode.
 
     A tensor that was made in inference mode does not tell whether code has written into it, so that a step which fills
     one from values of several stages could not be followed. Lightning does the same for FSDP and for gloo.
     """
     loops = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
-    with contextlib.ExitStack() as undo:
-        for loop in loops:
-            undo.enter_context(replaced(loop, "inference_mode", False))
-        yield
+    return all_replaced((loop, "inference_mode", False) for loop in loops)
 
 
 @contextlib.contextmanager
@@ -166,24 +151,29 @@ def several_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deploym
     module, ends = trainer.lightning_module, [f"on_{stage}_epoch_end" for stage in ("train", "validation", "test")]
     looked_at = any(owner is not module for owner, _ in users_hooks(trainer, ends))  # those of the module rank 0 runs
     connector = SyncedLoggerConnector(trainer._logger_connector, cluster, looked_at)
-    with contextlib.ExitStack() as undo:
-        trainer._logger_connector = connector
-        undo.callback(lambda: setattr(trainer, "_logger_connector", connector.detach()))
-        undo.enter_context(replaced(BaseFinetuning, "filter_on_optimizer", staticmethod(_without_known)))
-        # Only rank 0 logs: without this, Lightning would recommend sync_dist=True for every value.
-        undo.enter_context(replaced(result, "_distributed_is_initialized", lambda: False))
-        undo.enter_context(averaging_parts(trainer, module, deployment))
-        undo.enter_context(_counting_groups(trainer, cluster))
-        if cluster.world.rank != 0:
-            for writer in trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(writer, BasePredictionWriter):
-                    undo.enter_context(replaced(writer, "write_on_batch_end", noop))
-                    undo.enter_context(replaced(writer, "write_on_epoch_end", noop))
-        if not cluster.reads:
-            undo.enter_context(replaced(module, "_on_before_batch_transfer", _pass_on))
-            if not early:  # then batches arrive converted
-                undo.enter_context(replaced(trainer.precision_plugin, "convert_input", _pass_on))
-        yield
+    trainer._logger_connector = connector
+    try:
+        with all_replaced(_share_of_process(trainer, cluster, early)), averaging_parts(trainer, module, deployment):
+            yield
+    finally:
+        trainer._logger_connector = connector.detach()
+
+
+def _share_of_process(trainer: pl.Trainer, cluster: Cluster, early: bool) -> Iterator[Change]:
+    """Yield changes by which this process does its share only of what Lightning would do on every process."""
+    yield BaseFinetuning, "filter_on_optimizer", staticmethod(_without_known)
+    # Only rank 0 logs: without this, Lightning would recommend sync_dist=True for every value.
+    yield result, "_distributed_is_initialized", lambda: False
+    yield from _counting_groups(trainer, cluster)
+    if cluster.world.rank != 0:
+        for writer in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(writer, BasePredictionWriter):
+                yield writer, "write_on_batch_end", noop
+                yield writer, "write_on_epoch_end", noop
+    if not cluster.reads:
+        yield trainer.lightning_module, "_on_before_batch_transfer", _pass_on
+        if not early:  # then batches arrive converted
+            yield trainer.precision_plugin, "convert_input", _pass_on
 
 
 def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
@@ -191,11 +181,10 @@ def _without_known(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tenso
     return [parameter for parameter in params if id(parameter) not in known]
 
 
-@contextlib.contextmanager
 def sharing_at_end(
     trainer: pl.Trainer, cluster: Cluster, deployment: Deployment, drain: Callable[[], None]
-) -> Iterator[None]:
-    """Within this context hooks of the user at the end of training find all weights on every process, as with ddp.
+) -> AbstractContextManager[None]:
+    """Return a context in which the user's hooks at the end of training find all weights on each process, as with ddp.
 
     Args:
         trainer: trainer that trains.
@@ -214,19 +203,15 @@ def sharing_at_end(
         with deployment.shared():
             ends()
 
-    with replaced(trainer.fit_loop, "on_run_end", on_run_end):
-        yield
+    return replaced(trainer.fit_loop, "on_run_end", on_run_end)
 
 
-@contextlib.contextmanager
-def clipping(trainer: pl.Trainer, cluster: Cluster) -> Iterator[None]:
-    """Within this context gradients are clipped by their norm over all stages, and norms over all stages are logged."""
-    with contextlib.ExitStack() as undo:
-        for owner, name in _clipping_hooks(trainer):
-            undo.enter_context(
-                replaced(owner, name, _with_norms(getattr(owner, name), trainer.lightning_module, cluster))
-            )
-        yield
+def clipping(trainer: pl.Trainer, cluster: Cluster) -> AbstractContextManager[None]:
+    """Return a context within which gradients are clipped by norms over all stages, and such norms are logged."""
+    module = trainer.lightning_module
+    return all_replaced(
+        (owner, name, _with_norms(getattr(owner, name), module, cluster)) for owner, name in _clipping_hooks(trainer)
+    )
 
 
 def _clipping_hooks(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:

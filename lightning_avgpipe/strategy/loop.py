@@ -31,7 +31,7 @@ from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.batches import Batches, recount
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.deploying import Preparation, announce, planned
-from lightning_avgpipe.strategy.iteration import STEP, Finish, Iteration, IterationOrder, Progress
+from lightning_avgpipe.strategy.iteration import STEP, Finish, Iteration, IterationOrder, counters_after
 from lightning_avgpipe.strategy.optimizer_view import read_only
 from lightning_avgpipe.strategy.parallel_models import ParallelModels
 from lightning_avgpipe.strategy.schedule_control import ScheduleControl
@@ -234,7 +234,7 @@ class PipelineLoop:
             rest=tuple(index + ahead for index in rest) if ahead else rest,
             number=self._number(step) + ahead,
             first=first if training else (0, 0),
-            progress=Progress.after_steps(self.trainer, ahead) if ahead else None,
+            progress=counters_after(self.trainer, ahead) if ahead else None,
         )
 
     def clear_now(self, drains: bool = True) -> Callable[[], None] | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.utils.lightning import pl
-from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.patching import Change, all_replaced
 from lightning_avgpipe.utils.source import source_line
 
 
@@ -101,7 +101,6 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else None
 
 
-@contextlib.contextmanager
 def local_metrics(
     metrics: list[Metric],
     values: BatchValues,
@@ -109,8 +108,8 @@ def local_metrics(
     training: Callable[[], bool],
     in_step: Callable[[], bool] = lambda: False,
     elsewhere: Callable[[], bool] = lambda: False,
-) -> Iterator[None]:
-    """Within this context metric objects work on the process of the last stage.
+) -> AbstractContextManager[None]:
+    """Return a context within which metric objects work on the process of the last stage.
 
     They communicate only with the processes of other groups' last stages, to compute what all groups have seen in
     training; in evaluation every group sees the same data. Within a step they only look at values, wherever they are
@@ -137,17 +136,16 @@ def local_metrics(
 
         return observed
 
-    with contextlib.ExitStack() as undo:
-        for metric in metrics:
-            instead: dict[str, Callable[..., Any]] = {
-                "distributed_available_fn": lambda: leaders.world_size > 1 and training(),
-                "dist_sync_fn": gather,
-                "update": seen(metric, _observed(metric.update, elsewhere)),
-                "forward": seen(metric, _observed(_noted(metric, metric.forward, values), elsewhere)),
-            }
-            for name, function in instead.items():
-                undo.enter_context(replaced(metric, name, _Instead(function, getattr(metric, name))))
-        yield
+    changes: list[Change] = []
+    for metric in metrics:
+        instead: dict[str, Callable[..., Any]] = {
+            "distributed_available_fn": lambda: leaders.world_size > 1 and training(),
+            "dist_sync_fn": gather,
+            "update": seen(metric, _observed(metric.update, elsewhere)),
+            "forward": seen(metric, _observed(_noted(metric, metric.forward, values), elsewhere)),
+        }
+        changes += [(metric, name, _Instead(new, getattr(metric, name))) for name, new in instead.items()]
+    return all_replaced(changes)
 
 
 class _Instead:

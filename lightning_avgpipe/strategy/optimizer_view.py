@@ -6,8 +6,8 @@ goes: what comes early would happen several times, and what comes late in the pr
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
@@ -15,24 +15,23 @@ from torch.optim import Optimizer
 from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.errors import CaptureError
-from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.patching import Change, all_replaced
 from lightning_avgpipe.utils.source import source_line
 
 
-@contextlib.contextmanager
-def read_only(optimizers: Sequence[Optimizer], apart: bool) -> Iterator[None]:
-    """Within this context, changing an optimizer's groups of parameters raises a CaptureError.
+def read_only(optimizers: Sequence[Optimizer], apart: bool) -> AbstractContextManager[None]:
+    """Return a context within which changing an optimizer's groups of parameters raises a CaptureError.
 
     Args:
         optimizers: optimizers of the run.
         apart: whether stages are in several processes; then reading an optimizer's state raises one, too.
     """
-    with contextlib.ExitStack() as undo:
-        for optimizer in map(unwrapped, optimizers):
-            undo.enter_context(replaced(optimizer, "param_groups", [_Group(g) for g in optimizer.param_groups]))
-            if apart:
-                undo.enter_context(replaced(optimizer, "state", _State()))
-        yield
+    changes: list[Change] = []
+    for optimizer in map(unwrapped, optimizers):
+        changes.append((optimizer, "param_groups", [_Group(g) for g in optimizer.param_groups]))
+        if apart:
+            changes.append((optimizer, "state", _State()))
+    return all_replaced(changes)
 
 
 def _refusing(what: str, instead: str) -> Callable[..., NoReturn]:

@@ -40,7 +40,7 @@ from lightning_avgpipe.utils.lightning import (
     _AutomaticOptimization,
     call,
 )
-from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.patching import all_replaced, replaced
 from lightning_avgpipe.verify import Subject
 from lightning_avgpipe.verify.report import Verdicts
 
@@ -152,7 +152,7 @@ class PipelineRun:
         enter = self._undo.enter_context(self._changes).enter_context
         deployment, several = self.deployment, cluster.world.world_size > 1
         if cluster.group.world_size > 1:  # first, since others replace hooks that are not the user's
-            enter(self.without_numbers.installed())
+            enter(all_replaced(self.without_numbers.changes()))
         enter(changes.observing(trainer, self.models.step_log, cluster.leaders))
         enter(changes.without_inference_mode(trainer))
         if fitting:
@@ -165,7 +165,7 @@ class PipelineRun:
             return
         enter(changes.several_processes(trainer, cluster, deployment, self.context.distributor.early))
         if cluster.group.world_size > 1:
-            enter(hooks_with_results(trainer, self.context.connection, deployment))
+            enter(all_replaced(hooks_with_results(trainer, self.context.connection, deployment)))
             enter(changes.clipping(trainer, cluster))
             if fitting:
                 drain = self.context.state.drain

@@ -5,10 +5,10 @@ An example is a temperature that ``on_train_epoch_end`` lowers, and that stages 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from lightning_avgpipe.strategy.metric_objects import metrics_of
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import OF_EVERY_LIGHTNING_MODULE, is_overridden, pl
 from lightning_avgpipe.utils.names import is_within, joined, listed
-from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.patching import Change, all_replaced
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.tensors import is_strided, tensor_bytes
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS, version_of
@@ -41,9 +41,8 @@ _OPTIMIZER = "optimizer"
 Packed = tuple[bytes, list[Tensor], list[bool]]  # a pickled value, its tensors, and whether each was on the host
 
 
-@contextlib.contextmanager
-def hooks_with_results(trainer: pl.Trainer, connection: Connection, deployment: Deployment) -> Iterator[None]:
-    """Within this context hooks that need results run on rank 0 of a group, and the other ranks apply their changes.
+def hooks_with_results(trainer: pl.Trainer, connection: Connection, deployment: Deployment) -> Iterator[Change]:
+    """Yield hooks that need results, which run on rank 0 of a group, and whose changes the other ranks apply.
 
     Args:
         trainer: trainer of the module that has the hooks.
@@ -51,11 +50,9 @@ def hooks_with_results(trainer: pl.Trainer, connection: Connection, deployment: 
         deployment: deployment of the module on processes.
     """
     module, hooks = trainer.lightning_module, _Hooks(trainer, connection, deployment)
-    with contextlib.ExitStack() as undo:
-        for name in WITH_RESULTS:
-            if name in vars(module) or is_overridden(name, module):
-                undo.enter_context(replaced(module, name, hooks.around(name, getattr(module, name))))
-        yield
+    for name in WITH_RESULTS:
+        if name in vars(module) or is_overridden(name, module):
+            yield module, name, hooks.around(name, getattr(module, name))
 
 
 class _Hooks:
@@ -106,19 +103,16 @@ class _Hooks:
         self._cluster.control.publish((news, after if after != optimization else None, asked))
         return result
 
-    @contextlib.contextmanager
-    def _leading(self) -> Iterator[None]:
-        """Run a hook within this context, which finds one process of its group, and may save a checkpoint of all."""
+    def _leading(self) -> AbstractContextManager[None]:
+        """Return a context for a hook, which finds one process of its group, and may save a checkpoint of all."""
         save = self._trainer.save_checkpoint
 
         def save_together(*args: Any, **kwargs: Any) -> None:
             self._cluster.control.publish(_Save(args, kwargs))
-            with replaced(self._connection, "is_leading", False), replaced(self._trainer, "save_checkpoint", save):
+            with all_replaced([(self._connection, "is_leading", False), (self._trainer, "save_checkpoint", save)]):
                 save(*args, **kwargs)
 
-        together = replaced(self._trainer, "save_checkpoint", save_together)
-        with replaced(self._connection, "is_leading", True), together:
-            yield
+        return all_replaced([(self._connection, "is_leading", True), (self._trainer, "save_checkpoint", save_together)])
 
     def _settings(self) -> dict[str, Any]:
         """Return the attributes of the trainer that are plain values, such as ``should_stop``."""

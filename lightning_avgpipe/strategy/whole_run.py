@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from lightning_avgpipe.strategy.parallel_models import check_number
 from lightning_avgpipe.strategy.without_numbers import callbacks_refusing_exports
 from lightning_avgpipe.training.stepping import norms_over_stages, scaling_together
 from lightning_avgpipe.utils.lightning import is_overridden, is_param_in_hook_signature, pl
-from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.patching import Change, all_replaced
 from lightning_avgpipe.weights.by_size import divide_by_size
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -145,7 +146,7 @@ class WholeRun(PassthroughRun):
         enter(scaling_together(trainer.precision_plugin, cluster, lambda optimizer: []))
         enter(changes.several_processes(trainer, cluster, deployment, context.distributor.early))
         enter(changes.without_inference_mode(trainer))
-        enter(callbacks_refusing_exports(trainer))
+        enter(all_replaced(callbacks_refusing_exports(trainer)))
         enter(changes.known_at_epoch_end(trainer))
         self._undo.callback(give_back, context, deployment)
 
@@ -185,25 +186,23 @@ class WholeRun(PassthroughRun):
     @contextlib.contextmanager
     def _adapted(self) -> Iterator[None]:
         """Within this context trainer and module are changed as lockstep needs it."""
-        module, loop = self._module, self._trainer.fit_loop.epoch_loop
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(intercepting())
-            undo.enter_context(replaced(module, "log", functools.partial(self._log, module.log)))
-            undo.enter_context(replaced(module, "clip_gradients", functools.partial(self._clip, module.clip_gradients)))
-            undo.enter_context(
-                local_metrics(metrics_of(self._module), BatchValues(), self._cluster.leaders, lambda: False)
-            )
-            for optimization in (loop.automatic_optimization, loop.manual_optimization):
-                undo.enter_context(replaced(optimization, "run", functools.partial(self._run, optimization.run)))
-            for name in AROUND_WHOLE_STEPS:
-                if is_overridden(name, module):
-                    undo.enter_context(replaced(module, name, self._together(name, getattr(module, name))))
-            for each in (*self._trainer.optimizers, *self._trainer.strategy._lightning_optimizers):
-                clear = self._by_itself(each.zero_grad)  # type: ignore[attr-defined]
-                undo.enter_context(replaced(each, "zero_grad", clear))
-            for optimizer in self._trainer.optimizers:
-                undo.enter_context(replaced(optimizer, "step", self._stepping(optimizer)))
+        metrics = local_metrics(metrics_of(self._module), BatchValues(), self._cluster.leaders, lambda: False)
+        with intercepting(), metrics, all_replaced(self._in_lockstep()):
             yield
+
+    def _in_lockstep(self) -> Iterator[Change]:
+        module, loop = self._module, self._trainer.fit_loop.epoch_loop
+        yield module, "log", partial(self._log, module.log)
+        yield module, "clip_gradients", partial(self._clip, module.clip_gradients)
+        for optimization in (loop.automatic_optimization, loop.manual_optimization):
+            yield optimization, "run", partial(self._run, optimization.run)
+        for name in AROUND_WHOLE_STEPS:
+            if is_overridden(name, module):
+                yield module, name, self._together(name, getattr(module, name))
+        for each in (*self._trainer.optimizers, *self._trainer.strategy._lightning_optimizers):
+            yield each, "zero_grad", self._by_itself(each.zero_grad)  # type: ignore[attr-defined]
+        for optimizer in self._trainer.optimizers:
+            yield optimizer, "step", self._stepping(optimizer)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

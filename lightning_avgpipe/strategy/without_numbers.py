@@ -27,7 +27,7 @@ from lightning_avgpipe.strategy import hooks
 from lightning_avgpipe.strategy.state_of_steps import StateOfSteps
 from lightning_avgpipe.utils.device import all_generators
 from lightning_avgpipe.utils.lightning import is_overridden, pl
-from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.patching import Change, all_replaced, replaced
 from lightning_avgpipe.utils.source import raising_line, source_line
 from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import is_mutable, targets
@@ -51,18 +51,15 @@ class WithoutNumbers:
         self._gradients: dict[int, Tensor] = {}  # stand-ins, by identity of the parameter
         self._shown: list[torch.nn.Parameter] = []
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Within this context hooks of the module, and of callbacks that are not Lightning's, are wrapped."""
-        with contextlib.ExitStack() as undo:
-            of_schedulers = self._trainer.lightning_module, "lr_scheduler_step"  # which may call functions of the user
-            found = (*hooks.users_hooks(self._trainer, hooks.SEEING_WEIGHTS), of_schedulers)
-            for owner, name in dict.fromkeys(found):
-                base = pl.Callback if isinstance(owner, pl.Callback) else pl.LightningModule
-                # one that is not overridden Lightning, which looks through one wrapper, would call
-                if is_overridden(name, owner, base) or name == "lr_scheduler_step":
-                    undo.enter_context(replaced(owner, name, self._around(owner, name)))
-            yield
+    def changes(self) -> Iterator[Change]:
+        """Yield the wrapped hooks of the module, and of callbacks that are not Lightning's."""
+        of_schedulers = self._trainer.lightning_module, "lr_scheduler_step"  # which may call functions of the user
+        found = (*hooks.users_hooks(self._trainer, hooks.SEEING_WEIGHTS), of_schedulers)
+        for owner, name in dict.fromkeys(found):
+            base = pl.Callback if isinstance(owner, pl.Callback) else pl.LightningModule
+            # one that is not overridden Lightning, which looks through one wrapper, would call
+            if is_overridden(name, owner, base) or name == "lr_scheduler_step":
+                yield owner, name, self._around(owner, name)
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[bool]:
@@ -170,14 +167,11 @@ class _NoSilentWrites(TorchDispatchMode):
             self.__enter__()
 
 
-@contextlib.contextmanager
-def callbacks_refusing_exports(trainer: pl.Trainer) -> Iterator[None]:
-    """Within this context hooks of callbacks cannot pickle or show weights of others, where steps run whole."""
-    with contextlib.ExitStack() as undo:
-        for owner, name in hooks.users_hooks(trainer, hooks.SEEING_WEIGHTS):
-            if owner is not trainer.lightning_module:
-                undo.enter_context(replaced(owner, name, _refusing_exports()(getattr(owner, name))))
-        yield
+def callbacks_refusing_exports(trainer: pl.Trainer) -> Iterator[Change]:
+    """Yield hooks of callbacks that cannot pickle or show weights of others, for steps that run whole."""
+    for owner, name in hooks.users_hooks(trainer, hooks.SEEING_WEIGHTS):
+        if owner is not trainer.lightning_module:
+            yield owner, name, _refusing_exports()(getattr(owner, name))
 
 
 @contextlib.contextmanager
@@ -194,10 +188,9 @@ def _refusing_exports() -> Iterator[None]:
             )
         return reduce(tensor, protocol)
 
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(replaced(Tensor, "__reduce_ex__", reduce_ex))
-        for module in filter(None, map(sys.modules.get, _SHOWING)):
-            undo.enter_context(replaced(module, "make_np", _with_numbers(module.make_np)))
+    showing = filter(None, map(sys.modules.get, _SHOWING))
+    shown = ((module, "make_np", _with_numbers(module.make_np)) for module in showing)
+    with replaced(Tensor, "__reduce_ex__", reduce_ex), all_replaced(shown):
         yield
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
+
+Change = tuple[Any, str, Any]  # an object, the name of an attribute of it, and what takes the place of that
 
 
 @contextlib.contextmanager
@@ -36,6 +38,15 @@ def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
             put(owner, name, before)
         else:
             remove(owner, name)
+
+
+@contextlib.contextmanager
+def all_replaced(changes: Iterable[Change]) -> Iterator[None]:
+    """Make changes one after the other within this context, as :func:`replaced` does; each sees those before it."""
+    with contextlib.ExitStack() as undo:
+        for change in changes:
+            undo.enter_context(replaced(*change))
+        yield
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

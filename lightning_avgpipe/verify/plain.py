@@ -8,7 +8,8 @@ import itertools
 import logging
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from lightning_avgpipe.engine.microbatch import MicroBatch, mean
 from lightning_avgpipe.state.untouched import random_state
 from lightning_avgpipe.utils.forked import in_child
 from lightning_avgpipe.utils.lightning import DummyLogger, PassThroughProfiler, SingleDeviceStrategy, pl
-from lightning_avgpipe.utils.patching import noop, replaced
+from lightning_avgpipe.utils.patching import all_replaced, noop
 from lightning_avgpipe.utils.tensors import reduced, reduction_name
 from lightning_avgpipe.utils.torch_compat import compiled_graphs, forget_compiled
 from lightning_avgpipe.verify.fingerprint import Fingerprint, distance, fingerprint
@@ -333,14 +334,9 @@ def portable(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-@contextlib.contextmanager
-def quiet(trainer: pl.Trainer, *hooks: str) -> Iterator[None]:
-    """Within this context no callback is called, and none of some hooks of the module."""
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(replaced(trainer, "callbacks", []))
-        for hook in hooks:
-            undo.enter_context(replaced(trainer.lightning_module, hook, noop))
-        yield
+def quiet(trainer: pl.Trainer, *hooks: str) -> AbstractContextManager[None]:
+    """Return a context within which no callback is called, and none of some hooks of the module."""
+    return all_replaced([(trainer, "callbacks", []), *((trainer.lightning_module, hook, noop) for hook in hooks)])
 
 
 class _Logged:

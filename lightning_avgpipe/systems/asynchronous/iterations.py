@@ -31,11 +31,12 @@ from typing import Any
 from lightning_avgpipe.engine.task import Task
 from lightning_avgpipe.errors import ConfigurationError, MicroBatchError, ScheduleError
 from lightning_avgpipe.strategy.ahead import Overlap
-from lightning_avgpipe.strategy.iteration import STEP, Iteration, IterationOrder, Progress, as_it_will_be
+from lightning_avgpipe.strategy.iteration import STEP, Iteration, IterationOrder, counters_after
 from lightning_avgpipe.strategy.loop import PipelineLoop
 from lightning_avgpipe.systems.asynchronous.store import WeightStore
 from lightning_avgpipe.systems.asynchronous.stream import Stream
 from lightning_avgpipe.systems.asynchronous.versions import Place
+from lightning_avgpipe.utils.patching import all_replaced
 
 
 class AsynchronousOrder(IterationOrder):
@@ -184,8 +185,7 @@ class AsynchronousOrder(IterationOrder):
                 continue
             following = self.overlap.coming[j] if j < len(self.overlap.coming) else None
             if not self._ends and following is None:
-                trainer = self.loop.trainer
-                with as_it_will_be(trainer, Progress.after_steps(trainer, j)):
+                with all_replaced(counters_after(self.loop.trainer, j)):
                     goes_on = self.overlap.may_go_on()
                 following = self.overlap.next(rest, j + 1) if goes_on else None
             if self._ends or following is None or len(following.works[0]) != count:
