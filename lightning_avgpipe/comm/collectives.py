@@ -109,6 +109,10 @@ class Collectives:
         self.together("a sum", lambda: self.process_group.allreduce([tensor]).wait())
         return tensor
 
+    def count(self, is_so: bool) -> int:
+        """Return the number of members on which something is so, on every member."""
+        return int(self.sum(torch.tensor(int(is_so), device="cpu"))) if self.world_size > 1 else int(is_so)
+
     # -- objects -----------------------------------------------------------------------------------------------------
 
     def broadcast(self, item: T, source: int = 0, what: str = "a broadcast") -> T:

@@ -122,7 +122,7 @@ class CheckpointState:
         """Return whether a process lacks contents of a part of the module. Every process of the group calls it."""
         if cluster.group.world_size == 1 or self._connection.failed:
             return False
-        return any(cluster.group.exchange_objects(on_meta(self.module)))
+        return cluster.group.count(on_meta(self.module)) > 0
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return, on rank 0, an ordinary optimizer state; for a distributed checkpoint this process's own."""

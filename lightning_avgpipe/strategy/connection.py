@@ -187,9 +187,9 @@ class Connection:
     def decide(self, decision: bool, unanimously: bool) -> bool:
         """Return whether all processes, or any, decided so."""
         processes = self._processes
-        if processes is None or processes.world_size == 1:
+        if processes is None:
             return decision
-        votes = int(processes.sum(torch.tensor(int(decision), device="cpu")))
+        votes = processes.count(decision)
         return votes == processes.world_size if unanimously else votes > 0
 
     @property

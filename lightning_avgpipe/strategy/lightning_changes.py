@@ -195,8 +195,7 @@ def sharing_at_end(
     ends = trainer.fit_loop.on_run_end
 
     def on_run_end() -> None:
-        own = torch.tensor(int(has_any(trainer, ["on_train_end"])), device="cpu")
-        if not int(cluster.group.sum(own)):
+        if not cluster.group.count(has_any(trainer, ["on_train_end"])):
             ends()
             return
         drain()

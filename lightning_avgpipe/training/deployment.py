@@ -149,7 +149,7 @@ class Deployment:
         if not self.replans:
             return False
         lacks = any(isinstance(leaf, Absent) for batch in batches for leaf in tree.tensors(batch))
-        self._awaits_plan = not any(self._cluster.world.exchange_objects(lacks))
+        self._awaits_plan = not self._cluster.world.count(lacks)
         if self._awaits_plan:
             if self.parallel.ensemble is not None:
                 self.parallel.ensemble.begin_relocation()
