@@ -12,11 +12,10 @@ put back: it stays in the queue, and is moved again when it is its turn.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -408,30 +407,11 @@ class Batches:
         batch = batch if reads else move_data_to_device(batch, self._cluster.device)
         return self._distributor.seal(batch, pipeline)
 
-    def hand_out(self, batches: Sequence[Any]) -> Any:
-        """Give the next training step these batches, which are on the device, one for each pipeline.
-
-        Returns:
-            The batch of pipeline 0, which the step takes as its argument.
-        """
-        sealed = [self._distributor.seal(batch, n) for n, batch in enumerate(batches)]
-        self._others = sealed[1:]
-        return sealed[0]
-
     def take(self, batch: Any) -> list[Any]:
         """Return all batches of this iteration, given that of pipeline 0; fewer than N at the end of the data."""
         others, self._others = self._others, []
         return [batch, *others]
 
-    @contextlib.contextmanager
-    def trying(self, batch: Any) -> Iterator[Any]:
-        """Within this context steps are tried with copies of a training batch, as read from the dataloader.
-
-        Returns:
-            A copy on the device, after its transfer hooks. Every process asks for it.
-        """
-        others = self._others
-        try:
-            yield self._moved(self._converted(copy.deepcopy(batch)), None, 0, 0)
-        finally:
-            self._others = others
+    def copied(self, batch: Any) -> Any:
+        """Return a copy on the device, after its transfer hooks, of a training batch as read. All processes call it."""
+        return self._moved(self._converted(copy.deepcopy(batch)), None, 0, 0)

@@ -92,7 +92,7 @@ class Profiler:
             self._rehearsal.batch_size,
             tuple(by_stage[k] for k in range(self._cluster.stage_map.num_stages)),
             hops,
-            _device(self._cluster.device, not self._rehearsal.have_streams),
+            _device(self._cluster.device, not self._rehearsal.pipeline_run.deployment.parallel.have_streams),
             tuple(self._cluster.stage_map.owner(k) for k in range(self._cluster.stage_map.num_stages)),
             self._cluster.stage_map.num_teams,
             max(seconds for _, seconds in found),

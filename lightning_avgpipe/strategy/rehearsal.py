@@ -42,7 +42,7 @@ from lightning_avgpipe.training.stepping import scalers_of, without_gradients
 from lightning_avgpipe.tuning.profile import Setting
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.lightning import DummyLogger, pl
-from lightning_avgpipe.utils.patching import noop, replaced
+from lightning_avgpipe.utils.patching import all_replaced, noop, replaced
 from lightning_avgpipe.verify.plain import quiet
 
 _TIMES = 3  # timed repetitions of a step; the first also makes the optimizer states
@@ -219,11 +219,6 @@ class Rehearsal:
         return min(seconds, default=0.0)
 
     @property
-    def have_streams(self) -> bool:
-        """Whether each of several pipelines has a stream of its own."""
-        return self.pipeline_run.deployment.parallel.have_streams
-
-    @property
     def _optimizers(self) -> list[Optimizer]:
         return [unwrapped(o) for o in self.trainer.optimizers]
 
@@ -235,18 +230,18 @@ class Rehearsal:
         return trials
 
     def _step(self, setting: Setting, trials: _Trials) -> None:
-        batches = [copy.deepcopy(self._batch) for _ in range(setting.num_pipelines)]  # a step may change its batch
         run, configuration = self.pipeline_run, self.pipeline_run.configuration
-        n, m = setting.num_pipelines, setting.num_microbatches
-        configuration.options = replace(configuration.options, num_pipelines=n, num_microbatches=m)
+        num_pipelines, m = setting.num_pipelines, setting.num_microbatches
+        configuration.options = replace(configuration.options, num_pipelines=num_pipelines, num_microbatches=m)
         run.loop.schedule_control = trials
-        batch = run.batches.hand_out(batches)
+        copies = [copy.deepcopy(self._batch) for _ in range(num_pipelines)]  # a step may change its batch
+        batches = [run.context.distributor.seal(batch, n) for n, batch in enumerate(copies)]
         self._module._current_fx_name = "on_train_batch_start"
-        self._module.on_train_batch_start(batch, 0)
+        self._module.on_train_batch_start(batches[0], 0)
         self._module._current_fx_name = "training_step"
-        kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
+        kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batches[0], 0)
         _, *rest = kwargs.values()
-        run.loop.order.train(run.batches.take(batch), tuple(rest))
+        run.loop.order.train(batches, tuple(rest))
 
     def _clear_gradients(self) -> None:
         self.pipeline_run.models.clear_gradients()
@@ -275,6 +270,7 @@ def rehearsing(
         num_microbatches: number of samples of the batch -> number of micro-batches that the stages are planned for.
     """
     module = trainer.lightning_module
+    changing = (run.configuration, "options"), (run.loop, "schedule_control"), (run.models, "fed")
     with contextlib.ExitStack() as undo:
         undo.enter_context(torch.enable_grad())
         undo.enter_context(_unheard(trainer, module))
@@ -282,30 +278,13 @@ def rehearsing(
         if trainer.datamodule is not None and changes_batches(trainer):  # type: ignore[attr-defined]
             undo.enter_context(unchanged(trainer.datamodule))  # type: ignore[attr-defined]
         undo.enter_context(untouched(module))
-        rehearsal = Rehearsal(trainer, run, undo.enter_context(_trying(run, batch)))
+        undo.enter_context(all_replaced((owner, name, getattr(owner, name)) for owner, name in changing))
+        undo.enter_context(replaced(run.loop, "verifier", None))
+        undo.enter_context(run.models.step_log.unheard())
+        undo.enter_context(run.deployment.parallel.trying())
+        rehearsal = Rehearsal(trainer, run, run.batches.copied(batch))
         rehearsal.prepare(num_microbatches(rehearsal.batch_size))
         yield rehearsal
-
-
-@contextlib.contextmanager
-def _trying(run: PipelineRun, batch: Any) -> Iterator[Any]:
-    """Within this context steps are tried; after it the run is as before, except that it keeps the stages.
-
-    Returns:
-        A copy of the batch on the device, after its transfer hooks.
-    """
-    before, schedule_control, fed = run.configuration.options, run.loop.schedule_control, run.models.fed
-    try:
-        unverified = replaced(run.loop, "verifier", None)
-        with (
-            run.models.step_log.unheard(),
-            run.deployment.parallel.trying(),
-            unverified,
-            run.batches.trying(batch) as here,
-        ):
-            yield here
-    finally:
-        run.configuration.options, run.loop.schedule_control, run.models.fed = before, schedule_control, fed
 
 
 @contextlib.contextmanager
