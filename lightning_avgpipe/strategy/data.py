@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, default_collate
 
 from lightning_avgpipe.capture.batch_use import leaf_names
-from lightning_avgpipe.comm.batches import BatchStream, Needs, Passed
+from lightning_avgpipe.comm.batches import Needs, Passed
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.engine.sample_layout import Expected
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.strategy.hooks import changes_batches
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import (
     RunningStage,
@@ -44,36 +45,35 @@ class _Later:
     """A marker for a batch that is sent after its transfer hooks."""
 
 
-def batches_wanted(trainer: pl.Trainer, dataloader: Any) -> float:
-    """Return the number of batches that the running loop takes of a dataloader, which may have more."""
-    combined = getattr(trainer._active_loop, "_combined_loader", None)
-    if combined is None or combined.limits is None:
-        return float("inf")
-    limits = zip(combined.flattened, combined.limits, strict=True)
-    return next((limit for one, limit in limits if one is dataloader), float("inf"))
-
-
 class Distributor:
     """Sends the batches of one run of the trainer from the process that reads to the others of its group.
 
     Args:
-        batch_stream: this process's end of the batch stream.
+        trainer: trainer of the run.
+        cluster: the connected processes.
         needs: tells which tensors each process gets.
-        sends: whether this process reads for others.
+
+    Attributes:
+        batch_stream: this process's end of the batch stream.
+        needs: as given.
         early: whether a batch is sent when it is read, one batch before it is used; else after its transfer hooks.
-        wanted: dataloader -> number of its batches that the loop takes.
     """
 
-    def __init__(
-        self, batch_stream: BatchStream, needs: Needs, sends: bool, early: bool, wanted: Callable[[Any], float]
-    ) -> None:
-        self.batch_stream = batch_stream
-        self.needs = needs
-        self.early = early
-        self.wanted = wanted
-        self._sends = sends
-        self._stream = batch_stream.begin()
+    def __init__(self, trainer: pl.Trainer, cluster: Cluster, needs: Needs) -> None:
+        self.batch_stream, self.needs = cluster.batches, needs
+        self.early = not changes_batches(trainer)
+        self._trainer = trainer
+        self._sends = cluster.reads and cluster.group.world_size > 1
+        self._stream = self.batch_stream.begin()
         self._sealed: list[list[tuple[Tensor, int]]] = []  # by pipeline
+
+    def wanted(self, dataloader: Any) -> float:
+        """Return the number of batches that the running loop takes of a dataloader, which may have more."""
+        combined = getattr(self._trainer._active_loop, "_combined_loader", None)
+        if combined is None or combined.limits is None:
+            return math.inf
+        limits = zip(combined.flattened, combined.limits, strict=True)
+        return next((limit for one, limit in limits if one is dataloader), math.inf)
 
     def pass_on(self, batch: Any) -> Any:
         """Send the reader's batch, after its transfer hooks; return it on every process."""

@@ -25,7 +25,7 @@ from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.errors import ConfigurationError, PeerError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.state import outside
-from lightning_avgpipe.strategy import checks, combinations, commands, hooks, launch
+from lightning_avgpipe.strategy import checks, combinations, commands, launch
 from lightning_avgpipe.strategy.batches import bundling
 from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded, load_shards, save_shards
 from lightning_avgpipe.strategy.checkpoint_state import CheckpointState
@@ -33,13 +33,7 @@ from lightning_avgpipe.strategy.checks import check_changes
 from lightning_avgpipe.strategy.combinations import Facts
 from lightning_avgpipe.strategy.connection import Connection, Peers, ending_together, saving_what_is_whole
 from lightning_avgpipe.strategy.context import RunContext
-from lightning_avgpipe.strategy.data import (
-    Distributor,
-    batches_wanted,
-    check_alike,
-    mirror,
-    sharing,
-)
+from lightning_avgpipe.strategy.data import Distributor, check_alike, mirror, sharing
 from lightning_avgpipe.strategy.options import (
     ALLOWED,
     FURTHER,
@@ -522,9 +516,7 @@ class AvgPipeStrategy(ParallelStrategy):
         cluster = self._connection.arrange(self.num_stages, self.global_rank, self.root_device, layout, options)
         self._connection.open(self.cluster_environment, options)
         self._peers = Peers(trainer, cluster, self._in_step)
-        sends, early = cluster.reads and cluster.group.world_size > 1, not hooks.changes_batches(trainer)
-        wanted = partial(batches_wanted, trainer)
-        self._distributor = Distributor(cluster.batches, self._needs, sends, early, wanted)
+        self._distributor = Distributor(trainer, cluster, self._needs)
         if trainer.state.fn == TrainerFn.FITTING and not self.passthrough and self.whole is None:
             self._divide_data(trainer, cluster)
 
