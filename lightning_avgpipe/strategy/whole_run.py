@@ -204,6 +204,12 @@ class WholeRun(PassthroughRun):
         for optimizer in self._trainer.optimizers:
             yield optimizer, "step", self._stepping(optimizer)
 
+    @property
+    def _connector(self) -> SyncedLoggerConnector:
+        connector = self._trainer._logger_connector
+        assert isinstance(connector, SyncedLoggerConnector)  # a single process runs whole steps as on one device
+        return connector
+
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def step(self, name: str, own: Own, *args: Any, **kwargs: Any) -> Any:
@@ -217,10 +223,7 @@ class WholeRun(PassthroughRun):
         """Run one batch of training in lockstep; all processes know the metrics of rank 0 afterwards."""
         with self.lockstep.running("training_step", speaks=False), alone():
             result = run(*args, **kwargs)
-        connector = self._trainer._logger_connector
-        if isinstance(connector, SyncedLoggerConnector):
-            metrics, _ = self._cluster.control.relay(connector.snapshot(), None)
-            connector.accept(metrics)
+        self._connector.accept(self._cluster.control.relay(self._connector.snapshot())[0])
         return result
 
     def _together(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,10 +231,8 @@ class WholeRun(PassthroughRun):
 
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
-            connector = self._trainer._logger_connector
-            decides = name.endswith("_epoch_end") and not self._trainer.sanity_checking
-            if decides and isinstance(connector, SyncedLoggerConnector):
-                connector.sync()
+            if name.endswith("_epoch_end") and not self._trainer.sanity_checking:
+                self._connector.sync()
             with self.lockstep.running(name), alone(), in_hook():
                 return hook(*args, **kwargs)
 
