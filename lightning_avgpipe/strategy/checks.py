@@ -26,6 +26,7 @@ from lightning_avgpipe.strategy.options import Configuration, Options
 from lightning_avgpipe.training.optimizer_shards import check_separable
 from lightning_avgpipe.training.stepping import scalers_of
 from lightning_avgpipe.utils.lightning import (
+    WEIGHT_AVERAGING,
     BatchSizeFinder,
     GradientAccumulationScheduler,
     ModelPruning,
@@ -262,7 +263,7 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> Non
     refused: list[tuple[bool, Any, str]] = [
         (
             parallel,
-            (StochasticWeightAveraging, *weight_averaging()),
+            (StochasticWeightAveraging, *WEIGHT_AVERAGING),
             f"averages the weights of one model, but {models}, whose reference is an average already; remove it, or "
             "use num_pipelines=1",
         ),
@@ -287,7 +288,7 @@ def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> Non
             "sync_batchnorm=True makes the replicas of a stage wait for each other within an action, and "
             f"num_pipelines={num_pipelines} runs actions as they come; use num_pipelines=1, or remove it"
         )
-    averaged = any(isinstance(c, weight_averaging()) for c in running.callbacks)  # type: ignore[attr-defined]
+    averaged = any(isinstance(c, WEIGHT_AVERAGING) for c in running.callbacks)  # type: ignore[attr-defined]
     if averaged and running.strategy.save_distributed_checkpoint:  # type: ignore[attr-defined]
         raise ConfigurationError(
             "save_distributed_checkpoint=True saves the weights that each process holds, but WeightAveraging puts "
@@ -331,12 +332,6 @@ def synchronised(running: pl.Trainer, given: Options, stage_map: StageMap) -> No
                 f"{what} they could wait forever, or normalise apart; it needs {needed}. Change that, or remove it: "
                 "then each micro-batch is normalised by itself"
             )
-
-
-def weight_averaging() -> tuple[type, ...]:
-    """Return the type of callback that keeps an average of the weights, which Lightning has since 2.6; else nothing."""
-    found = getattr(pl.callbacks, "WeightAveraging", None)
-    return () if found is None else (found,)
 
 
 def same_everywhere(found: Sequence[tuple[str, Mapping[str, Any]]]) -> None:

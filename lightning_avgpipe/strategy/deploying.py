@@ -34,7 +34,6 @@ from lightning_avgpipe.weights.initialisation import on_meta
 
 _PAYS = 0.9  # largest share of the time on one device with which pipelining pays
 _USELESS = 0.9  # share of the time above which one stage leaves nothing to gain from the others
-_SHOWN = 3  # names in a message
 
 
 def deploy(context: RunContext) -> Deployment:
@@ -279,9 +278,8 @@ def _compare(trained: Sequence[frozenset[str]]) -> None:
     if not differing:
         return
     ranks = [rank for rank, names in enumerate(trained) if differing[0] in names]
-    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
     raise StepChangedError(
-        f"{', '.join(map(repr, differing[:_SHOWN]))}{more}: requires_grad differs between processes, the first is "
+        f"{listed([*map(repr, differing)])}: requires_grad differs between processes, the first is "
         f"trained on rank {', '.join(map(str, ranks))} of {len(trained)} only. Freeze and unfreeze on every process: "
         "in a hook of a callback, not only if is_global_zero, and by what is the same everywhere"
     )

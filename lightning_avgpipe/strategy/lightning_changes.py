@@ -153,7 +153,7 @@ def several_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deploym
     connector = SyncedLoggerConnector(trainer._logger_connector, cluster, looked_at)
     trainer._logger_connector = connector
     try:
-        with all_replaced(_share_of_process(trainer, cluster, early)), averaging_parts(trainer, module, deployment):
+        with all_replaced([*_share_of_process(trainer, cluster, early), *averaging_parts(trainer, deployment)]):
             yield
     finally:
         trainer._logger_connector = connector.detach()

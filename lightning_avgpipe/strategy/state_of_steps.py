@@ -19,11 +19,10 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.state.outside import names_in, variable
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.strategy.hooks import SHARED, WITH_RESULTS
+from lightning_avgpipe.strategy.iteration import STEP
 from lightning_avgpipe.strategy.rank_zero_hooks import LARGEST, accept, packed, unpacked
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import pl
-
-STEP = "training_step"
 
 
 class StateOfSteps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,67 +11,80 @@ import torch
 from torch import nn
 
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.strategy import checks
 from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.utils.lightning import StochasticWeightAveraging, pl
-from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.lightning import WEIGHT_AVERAGING, StochasticWeightAveraging, pl
+from lightning_avgpipe.utils.patching import Change
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import give_up
 
 
-@contextlib.contextmanager
-def averaging_parts(trainer: pl.Trainer, module: nn.Module, deployment: Deployment) -> Iterator[None]:
-    """Within this context averages of weights are divided between processes as the weights are, and saved whole."""
-    with contextlib.ExitStack() as undo:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, StochasticWeightAveraging):
-                for name in ("update_parameters", "transfer_weights"):
-                    undo.enter_context(replaced(callback, name, _on_parts(getattr(callback, name), module)))
-                undo.enter_context(replaced(callback, "state_dict", _whole(callback, deployment)))
-                if (average := callback._average_model) is not None:
-                    undo.enter_context(replaced(average, "to", partial(_move, average)))
-                deployment.holdings.copies.append(partial(getattr, callback, "_average_model"))
-            elif isinstance(callback, checks.weight_averaging()):
-                _average_parts(undo, callback, module, deployment)
-        yield
+def averaging_parts(trainer: pl.Trainer, deployment: Deployment) -> Iterator[Change]:
+    """Yield changes by which averages of weights are divided between processes as the weights are, and saved whole."""
+    module = trainer.lightning_module
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging):
+            deployment.holdings.copies.append(partial(getattr, callback, "_average_model"))
+            yield from _from_an_epoch_on(callback, module, deployment)
+        elif isinstance(callback, WEIGHT_AVERAGING) and callback._average_model is not None:  # None but in training
+            if on_meta(module):
+                raise ConfigurationError(
+                    f"{type(callback).__name__} copies the weights before training, but those of "
+                    f"{type(module).__name__} are on the meta device until then; build it with contents, or remove the "
+                    "callback"
+                )
+            deployment.holdings.copies.append(partial(getattr, callback._average_model, "module"))
+            yield from _from_the_start_on(callback, module, deployment)
 
 
-def _average_parts(undo: contextlib.ExitStack, callback: Any, module: nn.Module, deployment: Deployment) -> None:
-    """Let a callback's average give up the parameters that the module gives up; parameters on meta stay there.
-
-    Args:
-        undo: undoes the changes.
-        callback: callback that keeps an average besides the weights.
-        module: module that is divided.
-        deployment: deployment of the module on processes.
-    """
-    average = callback._average_model
-    if average is None:  # not in training
-        return
-    if on_meta(module):
-        raise ConfigurationError(
-            f"{type(callback).__name__} copies the weights before training, but those of {type(module).__name__} "
-            "are on the meta device until then; build it with contents, or remove the callback"
-        )
-    deployment.holdings.copies.append(lambda: average.module)
+def _from_an_epoch_on(callback: Any, module: nn.Module, deployment: Deployment) -> Iterator[Change]:
+    """Yield changes of a callback whose average begins in the midst of training, as a copy of the divided module."""
+    state_dict, average = callback.state_dict, callback._average_model
 
     def on_parts(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
+        def run(one: nn.Module, other: nn.Module, *args: Any) -> Any:
+            return function(_Part(one, module), _Part(other, module), *args)
+
+        return run
+
+    def whole_state_dict() -> dict[str, Any]:
+        state: dict[str, Any] = state_dict()
+        if callback._average_model is not None:
+            state["average_model_state"] = deployment.holdings.state_dict(callback._average_model)
+        return state
+
+    for name in ("update_parameters", "transfer_weights"):
+        yield callback, name, on_parts(getattr(callback, name))
+    yield callback, "state_dict", whole_state_dict
+    if average is not None:
+        yield average, "to", partial(_move, average)
+
+
+def _from_the_start_on(callback: Any, module: nn.Module, deployment: Deployment) -> Iterator[Change]:
+    """Yield changes of a callback whose average was made before the module was divided, and gives up parts after it."""
+    average = callback._average_model
+
+    def on_part(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            _Part(average.module, module)
+            _give_up_as(module, average.module)
             return function(*args, **kwargs)
 
         return run
 
     def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        _Part(average.module, module)
         own = {name: buffer for name, buffer in average.named_buffers() if not name.startswith("module.")}
         return own | {f"module.{name}": value for name, value in deployment.holdings.state_dict(average.module).items()}
 
     for name in ("_swap_models", "_copy_average_to_current"):
-        undo.enter_context(replaced(callback, name, on_parts(getattr(callback, name))))
-    undo.enter_context(replaced(average, "update_parameters", on_parts(average.update_parameters)))
-    undo.enter_context(replaced(average, "state_dict", state_dict))
+        yield callback, name, on_part(getattr(callback, name))
+    yield average, "update_parameters", on_part(average.update_parameters)
+    yield average, "state_dict", on_part(state_dict)
+
+
+def _give_up_as(module: nn.Module, copy: nn.Module) -> None:
+    """Let a copy of a module give up the parameters that the module has given up."""
+    give_up(copy, [name for name, parameter in module.named_parameters() if parameter.is_meta])
 
 
 class _Part:
@@ -85,7 +97,7 @@ class _Part:
 
     def __init__(self, whole: nn.Module, module: nn.Module) -> None:
         if whole is not module:  # a copy need not hold more than the module
-            give_up(whole, [name for name, parameter in module.named_parameters() if parameter.is_meta])
+            _give_up_as(module, whole)
         self._whole = whole
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -93,26 +105,6 @@ class _Part:
         return (parameter for parameter in self._whole.parameters() if not parameter.is_meta)
 
 
-def _on_parts(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(one: nn.Module, other: nn.Module, *args: Any) -> Any:
-        return function(_Part(one, module), _Part(other, module), *args)
-
-    return run
-
-
 def _move(average: nn.Module, device: torch.device | str) -> nn.Module:
     """Move what this process holds of an average, which may begin in an epoch in which it is divided already."""
     return average._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-
-
-def _whole(callback: StochasticWeightAveraging, deployment: Deployment) -> Callable[[], dict[str, Any]]:
-    state_dict = callback.state_dict
-
-    def run() -> dict[str, Any]:
-        state = state_dict()
-        if callback._average_model is not None:
-            state["average_model_state"] = deployment.holdings.state_dict(callback._average_model)
-        return state
-
-    return run

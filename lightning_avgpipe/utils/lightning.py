@@ -63,6 +63,8 @@ RichProgressBar = pl.callbacks.RichProgressBar
 StochasticWeightAveraging = pl.callbacks.StochasticWeightAveraging
 ThroughputMonitor = pl.callbacks.ThroughputMonitor
 TQDMProgressBar = pl.callbacks.TQDMProgressBar
+# The type of callback that keeps an average of the weights, which Lightning has since 2.6; else nothing.
+WEIGHT_AVERAGING = (pl.callbacks.WeightAveraging,) if hasattr(pl.callbacks, "WeightAveraging") else ()
 convert_inf = pl.callbacks.progress.tqdm_progress.convert_inf
 TensorBoardLogger = pl.loggers.TensorBoardLogger
 DummyLogger = pl.loggers.logger.DummyLogger
