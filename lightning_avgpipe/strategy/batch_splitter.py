@@ -123,10 +123,6 @@ class BatchSplitter:
         several = self._cluster.stage_map.replicas > 1
         return part.counted if several else part.weight * (sum(other.size for other in parts) or 1)
 
-    def num_samples(self, batch: Any) -> int:
-        """Return the number of samples of a batch, as its micro-batches count them."""
-        return sum(part.size for part in self.parts(batch))
-
     def parts(self, batch: Any) -> list[MicroBatch]:
         """Split a batch into micro-batches that are not weighed."""
         options, trainer, module = self._configuration.options, self._trainer, self._trainer.lightning_module

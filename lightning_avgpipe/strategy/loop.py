@@ -39,7 +39,6 @@ from lightning_avgpipe.strategy.state_of_units import StateOfUnits
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import sharing_last
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.lightning import pl
 from lightning_avgpipe.utils.random_streams import RandomKey, host_lent, host_stream, stream
 from lightning_avgpipe.verify import Verifier
 from lightning_avgpipe.verify.plain import quiet
@@ -64,6 +63,7 @@ class PipelineLoop:
         schedule_control: gives an iteration of training its schedule.
 
     Attributes:
+        module: module that is trained.
         order: order in which iterations follow one another.
         splitter: splits batches.
         verifier: compares the first iterations with plain ones; None if there is no verification.
@@ -83,7 +83,7 @@ class PipelineLoop:
         models: ParallelModels,
         schedule_control: ScheduleControl,
     ) -> None:
-        self.context = context
+        self.context, self.module = context, context.module
         self.trainer, self.cluster, self.configuration = context.trainer, context.cluster, context.configuration
         self.batches = batches
         self.deployment = deployment
@@ -94,11 +94,6 @@ class PipelineLoop:
         self._preparation = Preparation(context, deployment, self.splitter)
         self._of_units = StateOfUnits(context.module, context.cluster, deployment)
         self._to_bring: set[str] = set()  # steps whose changes have not been brought to the other processes
-
-    @property
-    def module(self) -> pl.LightningModule:
-        """The module that is trained."""
-        return self.trainer.lightning_module
 
     @property
     def accumulates(self) -> bool:

@@ -22,7 +22,7 @@ from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import ReplicaSync
-from lightning_avgpipe.utils.lightning import is_overridden, pl, rank_zero_info
+from lightning_avgpipe.utils.lightning import is_overridden, rank_zero_info
 from lightning_avgpipe.utils.patching import replaced
 
 
@@ -47,7 +47,7 @@ class ParallelModels:
         self.check = GradientCheck(context, self)
         self.skipped: frozenset[int] = frozenset()
         self._trainer, self._cluster, self._configuration = context.trainer, context.cluster, context.configuration
-        self._deployment = deployment
+        self._module, self._deployment = context.module, deployment
         self.step_log = step_log
         self._observers = observers
         self.fed = 0
@@ -70,10 +70,6 @@ class ParallelModels:
     def ensemble(self) -> Ensemble | None:
         """The parallel models of this group; None if there is one model."""
         return self._deployment.parallel.ensemble
-
-    @property
-    def _module(self) -> pl.LightningModule:
-        return self._trainer.lightning_module
 
     # -- an iteration ------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -156,8 +156,8 @@ class PipelineRun:
         enter(changes.observing(trainer, self.models.step_log, cluster.leaders))
         enter(changes.without_inference_mode(trainer))
         if fitting:
-            observed = hooks.has_any(trainer, hooks.BETWEEN_STEPS)
-            enter(PipelineOptimization(self.loop, observed, self.without_numbers).installed())
+            optimization = PipelineOptimization(self.loop, self.without_numbers)
+            enter(replaced(trainer.fit_loop.epoch_loop, "automatic_optimization", optimization))
             enter(changes.showing_reference(trainer, deployment))
         if fitting or several:
             enter(scaling_together(trainer.precision_plugin, cluster, self.models.together_with))
@@ -274,27 +274,16 @@ class PipelineOptimization(_AutomaticOptimization):
 
     Args:
         loop: runs the steps.
-        observed: whether user code may look at the weights between steps.
         without_numbers: wraps the user's hooks.
     """
 
-    def __init__(self, loop: PipelineLoop, observed: bool, without_numbers: WithoutNumbers) -> None:
+    def __init__(self, loop: PipelineLoop, without_numbers: WithoutNumbers) -> None:
         super().__init__(loop.trainer)
+        # Lightning changes these counters in place, also when it loads a checkpoint
         self.optim_progress = self.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
         self._loop = loop
-        self._observed = observed
+        self._observed = hooks.has_any(loop.trainer, hooks.BETWEEN_STEPS)  # whether user code may look between steps
         self._without_numbers = without_numbers
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Within this context the optimization of a batch is an iteration of the pipeline."""
-        epoch_loop = self.trainer.fit_loop.epoch_loop
-        original = epoch_loop.automatic_optimization
-        try:
-            with replaced(epoch_loop, "automatic_optimization", self):
-                yield
-        finally:
-            original.optim_progress = self.optim_progress
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Run one iteration; the loss and the metrics are known on every rank afterwards.

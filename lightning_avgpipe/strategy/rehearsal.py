@@ -108,7 +108,7 @@ class Rehearsal:
         self.trainer = trainer
         self._module = trainer.lightning_module
         self._batch = batch
-        self.batch_size = run.loop.splitter.num_samples(copy.deepcopy(batch))
+        self.batch_size = sum(part.size for part in run.loop.splitter.parts(copy.deepcopy(batch)))
         self.captured = 1
 
     def prepare(self, num_microbatches: int) -> None:

@@ -180,11 +180,6 @@ class RollingOrder(IterationOrder):
         )
 
     @property
-    def _verifies(self) -> bool:
-        """Whether iterations are compared with plain ones."""
-        return self.loop.verifier is not None and self.loop.verifier.active
-
-    @property
     def _pipelines(self) -> list[Pipeline]:
         return self.loop.deployment.parallel.pipelines
 
@@ -246,9 +241,10 @@ class RollingOrder(IterationOrder):
     def _rolls(self, iteration: Iteration) -> bool:
         """Return whether this iteration may overlap others: the stages are there, and nothing looks at it alone."""
         deployment, num_pipelines = self.loop.deployment, self.loop.configuration.num_pipelines
+        verifier = self.loop.verifier
         return (
             self.overlap.checked
-            and not self._verifies
+            and (verifier is None or not verifier.active)
             and STEP in deployment.pipeline.steps
             and deployment.parallel.ensemble is not None
             and deployment.parallel.ensemble.models.size == num_pipelines
