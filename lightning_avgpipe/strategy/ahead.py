@@ -21,7 +21,7 @@ from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.strategy.iteration import STEP, Iteration
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import ModelCheckpoint, _Stateful, pl
-from lightning_avgpipe.utils.patching import Change, all_replaced
+from lightning_avgpipe.utils.patching import Replacement, all_replaced
 from lightning_avgpipe.utils.torch_compat import version_of
 
 if TYPE_CHECKING:
@@ -163,11 +163,11 @@ class Overlap:
             self._view = self._made_view()
             modules = self._module.modules()
             self._modules = [module for module in modules if isinstance(module, pl.LightningModule)]
-        changes: list[Change] = [*(iteration.progress or ()), (self._module, "_current_fx_name", STEP)]
+        replacements: list[Replacement] = [*(iteration.progress or ()), (self._module, "_current_fx_name", STEP)]
         for module in self._modules:
-            changes.append((module, "_trainer", self._view))
-            changes.append((module, "optimizers", self._refuse("optimizers()", module.optimizers)))
-        return all_replaced(changes)
+            replacements.append((module, "_trainer", self._view))
+            replacements.append((module, "optimizers", self._refuse("optimizers()", module.optimizers)))
+        return all_replaced(replacements)
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:

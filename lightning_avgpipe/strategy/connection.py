@@ -46,7 +46,7 @@ from lightning_avgpipe.utils.lightning import (
     pl,
     rank_zero_warn,
 )
-from lightning_avgpipe.utils.patching import Change, all_replaced, noop, replaced
+from lightning_avgpipe.utils.patching import Replacement, all_replaced, noop, replaced
 from lightning_avgpipe.utils.tensors import reduced, reduction_name
 
 T = TypeVar("T")
@@ -237,13 +237,13 @@ def ending_together(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
         if trainer.received_sigterm:
             raise SIGTERMException
 
-    changes: list[Change] = [
+    replacements: list[Replacement] = [
         (signals, "_sigterm_notifier_fn", stop),
         (signals, "_slurm_sigusr_handler_fn", lambda *_: connection.note(REQUEUE)),
     ]
     if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
-        changes.append((trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", before_batch))
-    with all_replaced(changes), connection.listening(agreed):
+        replacements.append((trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", before_batch))
+    with all_replaced(replacements), connection.listening(agreed):
         first = _FirstToKnow()
         trainer.callbacks.insert(0, first)  # type: ignore[attr-defined]
         try:

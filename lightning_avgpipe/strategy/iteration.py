@@ -22,7 +22,7 @@ from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.schedule import FORWARD
 from lightning_avgpipe.state.writes import Writes
 from lightning_avgpipe.utils.lightning import pl
-from lightning_avgpipe.utils.patching import Change
+from lightning_avgpipe.utils.patching import Replacement
 from lightning_avgpipe.utils.random_streams import host_lent
 from lightning_avgpipe.utils.torch_compat import version_of
 
@@ -35,7 +35,7 @@ Works = Sequence[Sequence[MicroBatch]]  # micro-batches, by pipeline
 Finish = Callable[[int, int, Any], Tensor | None]  # (pipeline, micro-batch, result) -> what the backward begins with
 
 
-def counters_after(trainer: pl.Trainer, count: int) -> list[Change]:
+def counters_after(trainer: pl.Trainer, count: int) -> list[Replacement]:
     """Return what gives a trainer, within the step of an iteration, the counters of a later iteration.
 
     Args:
@@ -66,8 +66,8 @@ class Iteration:
         first: number of this group's first pipeline among those of all groups, and of its first micro-batch among those
             of all replicas. Groups train on batches of their own, but evaluate the same.
         trains: whether there is a backward.
-        progress: changes to the trainer's counters as they will be for this batch; None once Lightning's loop has come
-            to it.
+        progress: the trainer's counters as they will be for this batch, as replacements of those that it has; None once
+            Lightning's loop has come to it.
         finish: function that the last stage calls with results; None: there is no backward, or it is not known yet.
         clears: clears the gradients, once each stage of this process has run a forward; None: that is done, or they
             accumulate.
@@ -89,7 +89,7 @@ class Iteration:
     number: int
     first: tuple[int, int]
     trains: bool = True
-    progress: Sequence[Change] | None = None
+    progress: Sequence[Replacement] | None = None
     finish: Finish | None = None
     clears: ClearingGradients | None = None
     entries: list[Any] | None = None

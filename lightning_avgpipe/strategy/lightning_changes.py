@@ -36,14 +36,14 @@ from lightning_avgpipe.utils.lightning import (
     pl,
     result,
 )
-from lightning_avgpipe.utils.patching import Change, all_replaced, noop, replaced
+from lightning_avgpipe.utils.patching import Replacement, all_replaced, noop, replaced
 
 
 @contextlib.contextmanager
 def observing(trainer: pl.Trainer, step_log: StepLog, leaders: Collectives) -> Iterator[None]:
     """Within this context ``self.log`` collects over micro-batches, and metric objects only observe values."""
     module = trainer.lightning_module
-    looks: list[Change] = [(module, "print", looking_on(module.print, rehearsed=False))]
+    looks: list[Replacement] = [(module, "print", looking_on(module.print, rehearsed=False))]
     if is_overridden("log_dict", module):
         looks.append((module, "log_dict", looking_on(module.log_dict)))
     values, training = step_log.batch_values, lambda: bool(trainer.training)
@@ -70,7 +70,7 @@ def known_at_epoch_end(trainer: pl.Trainer) -> AbstractContextManager[None]:
     return replaced(module, "on_train_epoch_end", on_train_epoch_end)
 
 
-def _counting_groups(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Change]:
+def _counting_groups(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Replacement]:
     """Yield what makes throughput that of groups, in which several devices work on one batch."""
     for monitor in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(monitor, ThroughputMonitor):
@@ -159,8 +159,8 @@ def several_processes(trainer: pl.Trainer, cluster: Cluster, deployment: Deploym
         trainer._logger_connector = connector.detach()
 
 
-def _share_of_process(trainer: pl.Trainer, cluster: Cluster, early: bool) -> Iterator[Change]:
-    """Yield changes by which this process does its share only of what Lightning would do on every process."""
+def _share_of_process(trainer: pl.Trainer, cluster: Cluster, early: bool) -> Iterator[Replacement]:
+    """Yield replacements by which this process does its share only of what Lightning would do on every process."""
     yield BaseFinetuning, "filter_on_optimizer", staticmethod(_without_known)
     # Only rank 0 logs: without this, Lightning would recommend sync_dist=True for every value.
     yield result, "_distributed_is_initialized", lambda: False

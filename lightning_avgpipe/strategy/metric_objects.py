@@ -16,7 +16,7 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.utils.lightning import pl
-from lightning_avgpipe.utils.patching import Change, all_replaced
+from lightning_avgpipe.utils.patching import Replacement, all_replaced
 from lightning_avgpipe.utils.source import source_line
 
 
@@ -136,7 +136,7 @@ def local_metrics(
 
         return observed
 
-    changes: list[Change] = []
+    replacements: list[Replacement] = []
     for metric in metrics:
         instead: dict[str, Callable[..., Any]] = {
             "distributed_available_fn": lambda: leaders.world_size > 1 and training(),
@@ -144,8 +144,8 @@ def local_metrics(
             "update": seen(metric, _observed(metric.update, elsewhere)),
             "forward": seen(metric, _observed(_noted(metric, metric.forward, values), elsewhere)),
         }
-        changes += [(metric, name, _Instead(new, getattr(metric, name))) for name, new in instead.items()]
-    return all_replaced(changes)
+        replacements += [(metric, name, _Instead(new, getattr(metric, name))) for name, new in instead.items()]
+    return all_replaced(replacements)
 
 
 class _Instead:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.capture.tracer import StepTracer
 from lightning_avgpipe.errors import CaptureError
-from lightning_avgpipe.utils.patching import Change, all_replaced
+from lightning_avgpipe.utils.patching import Replacement, all_replaced
 from lightning_avgpipe.utils.source import source_line
 
 
@@ -26,12 +26,12 @@ def read_only(optimizers: Sequence[Optimizer], apart: bool) -> AbstractContextMa
         optimizers: optimizers of the run.
         apart: whether stages are in several processes; then reading an optimizer's state raises one, too.
     """
-    changes: list[Change] = []
+    replacements: list[Replacement] = []
     for optimizer in map(unwrapped, optimizers):
-        changes.append((optimizer, "param_groups", [_Group(g) for g in optimizer.param_groups]))
+        replacements.append((optimizer, "param_groups", [_Group(g) for g in optimizer.param_groups]))
         if apart:
-            changes.append((optimizer, "state", _State()))
-    return all_replaced(changes)
+            replacements.append((optimizer, "state", _State()))
+    return all_replaced(replacements)
 
 
 def _refusing(what: str, instead: str) -> Callable[..., NoReturn]:

@@ -152,7 +152,7 @@ class PipelineRun:
         enter = self._undo.enter_context(self._changes).enter_context
         deployment, several = self.deployment, cluster.world.world_size > 1
         if cluster.group.world_size > 1:  # first, since others replace hooks that are not the user's
-            enter(all_replaced(self.without_numbers.changes()))
+            enter(all_replaced(self.without_numbers.replacements()))
         enter(changes.observing(trainer, self.models.step_log, cluster.leaders))
         enter(changes.without_inference_mode(trainer))
         if fitting:

@@ -19,7 +19,7 @@ from lightning_avgpipe.capture.reads import Key
 from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.state.objects import ATOMS, CALLED_HOOKS, Variable
 from lightning_avgpipe.state.outside import KINDS, outside, variable
-from lightning_avgpipe.state.parcel import Packer, Parcel
+from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.state.snapshot import Snapshot, assign, leading
 from lightning_avgpipe.state.writes import Writes
 from lightning_avgpipe.strategy.connection import Connection
@@ -28,7 +28,7 @@ from lightning_avgpipe.strategy.metric_objects import metrics_of
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import OF_EVERY_LIGHTNING_MODULE, is_overridden, pl
 from lightning_avgpipe.utils.names import is_within, joined, listed
-from lightning_avgpipe.utils.patching import Change, all_replaced
+from lightning_avgpipe.utils.patching import Replacement, all_replaced
 from lightning_avgpipe.utils.placeholder import Absent
 from lightning_avgpipe.utils.tensors import is_strided, tensor_bytes
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS, version_of
@@ -41,7 +41,7 @@ _OPTIMIZER = "optimizer"
 Packed = tuple[bytes, list[Tensor], list[bool]]  # a pickled value, its tensors, and whether each was on the host
 
 
-def hooks_with_results(trainer: pl.Trainer, connection: Connection, deployment: Deployment) -> Iterator[Change]:
+def hooks_with_results(trainer: pl.Trainer, connection: Connection, deployment: Deployment) -> Iterator[Replacement]:
     """Yield hooks that need results, which run on rank 0 of a group, and whose changes the other ranks apply.
 
     Args:
@@ -342,22 +342,22 @@ def packed(packer: Packer, value: Any, most: int) -> Packed:
     Raises:
         Exception: it cannot be pickled, or has more than ``most`` bytes.
     """
-    parcel, tensors = packer.pack(value, Snapshot(()))
+    content, tensors = packer.pickled(value)
     if any(isinstance(t, (nn.Parameter, Absent)) or t.is_meta for t in tensors):
         raise pickle.PicklingError("it holds a parameter, or a tensor that another stage has")
     if not all(map(is_strided, tensors)):
         raise pickle.PicklingError("it holds a sparse or nested tensor")
-    size = len(parcel.content) + sum(map(tensor_bytes, tensors))
+    size = len(content) + sum(map(tensor_bytes, tensors))
     if size > most:
         raise pickle.PicklingError(f"it has {size} bytes, and {most} at most are sent")
-    return parcel.content, [t.detach().clone().cpu() for t in tensors], [t.is_cpu for t in tensors]
+    return content, [t.detach().clone().cpu() for t in tensors], [t.is_cpu for t in tensors]
 
 
 def unpacked(packer: Packer, content: Sequence[Any], device: torch.device) -> Any:
     """Return the value of what :func:`packed` has returned on another process, whose device was another one."""
     pickled, tensors, on_host = content
     here = [t if of_host else t.to(device) for t, of_host in zip(tensors, on_host, strict=True)]
-    return packer.unpack(Parcel(pickled, ()), here, Snapshot(()))
+    return packer.unpickled(pickled, here)
 
 
 def _flags(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -13,13 +13,13 @@ from torch import nn
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.lightning import WEIGHT_AVERAGING, StochasticWeightAveraging, pl
-from lightning_avgpipe.utils.patching import Change
+from lightning_avgpipe.utils.patching import Replacement
 from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import give_up
 
 
-def averaging_parts(trainer: pl.Trainer, deployment: Deployment) -> Iterator[Change]:
-    """Yield changes by which averages of weights are divided between processes as the weights are, and saved whole."""
+def averaging_parts(trainer: pl.Trainer, deployment: Deployment) -> Iterator[Replacement]:
+    """Yield replacements by which averages of weights are divided as the weights are, and saved whole."""
     module = trainer.lightning_module
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging):
@@ -36,8 +36,8 @@ def averaging_parts(trainer: pl.Trainer, deployment: Deployment) -> Iterator[Cha
             yield from _from_the_start_on(callback, module, deployment)
 
 
-def _from_an_epoch_on(callback: Any, module: nn.Module, deployment: Deployment) -> Iterator[Change]:
-    """Yield changes of a callback whose average begins in the midst of training, as a copy of the divided module."""
+def _from_an_epoch_on(callback: Any, module: nn.Module, deployment: Deployment) -> Iterator[Replacement]:
+    """Yield replacements for a callback whose average begins in the midst of training, as a copy of what is there."""
     state_dict, average = callback.state_dict, callback._average_model
 
     def on_parts(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,8 +60,8 @@ def _from_an_epoch_on(callback: Any, module: nn.Module, deployment: Deployment) 
         yield average, "to", partial(_move, average)
 
 
-def _from_the_start_on(callback: Any, module: nn.Module, deployment: Deployment) -> Iterator[Change]:
-    """Yield changes of a callback whose average was made before the module was divided, and gives up parts after it."""
+def _from_the_start_on(callback: Any, module: nn.Module, deployment: Deployment) -> Iterator[Replacement]:
+    """Yield replacements for a callback whose average is there before the module is divided, and divided then."""
     average = callback._average_model
 
     def on_part(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ from lightning_avgpipe.strategy.parallel_models import check_number
 from lightning_avgpipe.strategy.without_numbers import callbacks_refusing_exports
 from lightning_avgpipe.training.stepping import norms_over_stages, scaling_together
 from lightning_avgpipe.utils.lightning import is_overridden, is_param_in_hook_signature, pl
-from lightning_avgpipe.utils.patching import Change, all_replaced
+from lightning_avgpipe.utils.patching import Replacement, all_replaced
 from lightning_avgpipe.weights.by_size import divide_by_size
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -190,7 +190,7 @@ class WholeRun(PassthroughRun):
         with intercepting(), metrics, all_replaced(self._in_lockstep()):
             yield
 
-    def _in_lockstep(self) -> Iterator[Change]:
+    def _in_lockstep(self) -> Iterator[Replacement]:
         module, loop = self._module, self._trainer.fit_loop.epoch_loop
         yield module, "log", partial(self._log, module.log)
         yield module, "clip_gradients", partial(self._clip, module.clip_gradients)

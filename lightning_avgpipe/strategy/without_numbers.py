@@ -27,7 +27,7 @@ from lightning_avgpipe.strategy import hooks
 from lightning_avgpipe.strategy.state_of_steps import StateOfSteps
 from lightning_avgpipe.utils.device import all_generators
 from lightning_avgpipe.utils.lightning import is_overridden, pl
-from lightning_avgpipe.utils.patching import Change, all_replaced, replaced
+from lightning_avgpipe.utils.patching import Replacement, all_replaced, replaced
 from lightning_avgpipe.utils.source import raising_line, source_line
 from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import is_mutable, targets
@@ -51,7 +51,7 @@ class WithoutNumbers:
         self._gradients: dict[int, Tensor] = {}  # stand-ins, by identity of the parameter
         self._shown: list[torch.nn.Parameter] = []
 
-    def changes(self) -> Iterator[Change]:
+    def replacements(self) -> Iterator[Replacement]:
         """Yield the wrapped hooks of the module, and of callbacks that are not Lightning's."""
         of_schedulers = self._trainer.lightning_module, "lr_scheduler_step"  # which may call functions of the user
         found = (*hooks.users_hooks(self._trainer, hooks.SEEING_WEIGHTS), of_schedulers)
@@ -167,7 +167,7 @@ class _NoSilentWrites(TorchDispatchMode):
             self.__enter__()
 
 
-def callbacks_refusing_exports(trainer: pl.Trainer) -> Iterator[Change]:
+def callbacks_refusing_exports(trainer: pl.Trainer) -> Iterator[Replacement]:
     """Yield hooks of callbacks that cannot pickle or show weights of others, for steps that run whole."""
     for owner, name in hooks.users_hooks(trainer, hooks.SEEING_WEIGHTS):
         if owner is not trainer.lightning_module:

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-Change = tuple[Any, str, Any]  # an object, the name of an attribute of it, and what takes the place of that
+Replacement = tuple[Any, str, Any]  # an object, the name of an attribute of it, and what takes the place of that
 
 
 @contextlib.contextmanager
@@ -41,11 +41,11 @@ def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def all_replaced(changes: Iterable[Change]) -> Iterator[None]:
-    """Make changes one after the other within this context, as :func:`replaced` does; each sees those before it."""
+def all_replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
+    """Replace attributes one after the other within this context; see :func:`replaced`."""
     with contextlib.ExitStack() as undo:
-        for change in changes:
-            undo.enter_context(replaced(*change))
+        for replacement in replacements:
+            undo.enter_context(replaced(*replacement))
         yield
 
 
