@@ -102,9 +102,7 @@ def give_back(context: RunContext, deployment: Deployment) -> None:
 
 
 def announce(plan: Plan, cluster: Cluster, shards: bool = False, splitter: BatchSplitter | None = None) -> None:
-    """Print a plan on rank 0, with hints where pipelining does not pay or a step may fail.
-
-    Warn of state that micro-batches or replicas share.
+    """Print a plan on rank 0, with hints where pipelining does not pay, or training may fail or differ.
 
     Args:
         plan: the plan.
@@ -134,6 +132,18 @@ def announce(plan: Plan, cluster: Cluster, shards: bool = False, splitter: Batch
     if plan.note:
         tell = rank_zero_warn if plan.slowest.share > _USELESS else rank_zero_info
         tell(plan.note)
+    _warn_of_decisions(plan)
+    if splitter is not None and plan.graph.carried and splitter.count > 1 and not splitter.chooses:
+        splitter.warn_once(
+            f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
+            "micro-batch, that is to other samples of the same batch, and must fit each of them; with "
+            "num_microbatches=1 it goes from batch to batch, as on one device"
+        )
+    _warn_of_replicas(plan, stage_map.stage_replicas)
+
+
+def _warn_of_decisions(plan: Plan) -> None:
+    """Warn of code that decides by numbers which units it calls, and that a cut divides."""
     deciding = {plan.graph.deciding[cut] for cut in plan.cuts} - {None}
     for path in sorted(filter(None, deciding)) or [""] * bool(deciding):
         what = f"'{path}'" if path else plan.graph.step
@@ -142,13 +152,10 @@ def announce(plan: Plan, cluster: Cluster, shards: bool = False, splitter: Batch
             "micro-batch makes it call units of an earlier stage again, or some that the first micro-batch did not "
             "reach; to be sure of it, keep what it calls on one stage, with split_points or a smaller num_stages"
         )
-    if splitter is not None and plan.graph.carried and splitter.count > 1 and not splitter.chooses:
-        splitter.warn_once(
-            f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
-            "micro-batch, that is to other samples of the same batch, and must fit each of them; with "
-            "num_microbatches=1 it goes from batch to batch, as on one device"
-        )
-    counts = stage_map.stage_replicas
+
+
+def _warn_of_replicas(plan: Plan, counts: Sequence[int]) -> None:
+    """Warn of state that a step changes on stages with several replicas, given their number for each stage."""
     shared = [n for k, stage in enumerate(plan.stages) if counts and counts[k] > 1 for n in stage.states]
     if shared:
         rank_zero_warn(
