@@ -75,7 +75,7 @@ class StepLog:
         module: pl.LightningModule,
         device: torch.device,
         leaders: Collectives | None,
-        replicas: Callable[[], Collectives | None] = lambda: None,
+        replicas: Callable[[], Collectives | None],
     ) -> None:
         self.batch_values = BatchValues()
         self._leaders = leaders

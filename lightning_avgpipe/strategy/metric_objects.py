@@ -127,11 +127,14 @@ def local_metrics(
     def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
         return [other.to(tensor.device) for other in leaders.exchange_objects(tensor.detach().cpu())]
 
-    def seen(metric: Metric, method: Callable[..., Any]) -> Callable[..., Any]:
+    def looking_on(metric: Metric, method: Callable[..., Any]) -> Callable[..., Any]:
         def observed(*args: Any, **kwargs: Any) -> Any:
             values.trained |= training()
             if training() and in_step():
                 values.seen_in_step(metric)
+            if (tracer := StepTracer.current()) is not None:
+                return tracer.observe(method, args, kwargs)
+            _check_place(elsewhere() and not StepTracer.is_rehearsing())
             return method(*args, **kwargs)
 
         return observed
@@ -141,8 +144,8 @@ def local_metrics(
         instead: dict[str, Callable[..., Any]] = {
             "distributed_available_fn": lambda: leaders.world_size > 1 and training(),
             "dist_sync_fn": gather,
-            "update": seen(metric, _observed(metric.update, elsewhere)),
-            "forward": seen(metric, _observed(_noted(metric, metric.forward, values), elsewhere)),
+            "update": looking_on(metric, metric.update),
+            "forward": looking_on(metric, _noted(metric, metric.forward, values)),
         }
         replacements += [(metric, name, _Instead(new, getattr(metric, name))) for name, new in instead.items()]
     return all_replaced(replacements)
@@ -207,22 +210,18 @@ def tell_device(module: nn.Module, device: torch.device) -> None:
             one._device = device
 
 
-def _observed(method: Callable[..., Any], elsewhere: Callable[[], bool]) -> Callable[..., Any]:
-    def observe(*args: Any, **kwargs: Any) -> Any:
-        tracer = StepTracer.current()
-        if tracer is None and elsewhere() and not StepTracer.is_rehearsing():
-            raise AvgPipeError(
-                f"a metric is called at {source_line()} inside a submodule that runs on another stage than the loss, "
-                "where no hook would see what it has counted; return the value and call the metric in the step"
-            )
-        if tracer is None and is_repeating():
-            raise AvgPipeError(
-                "a metric is called inside a submodule that is executed once more before its backward (recompute), "
-                "which would count twice; call it in the step, or do without recompute"
-            )
-        return method(*args, **kwargs) if tracer is None else tracer.observe(method, args, kwargs)
-
-    return observe
+def _check_place(is_elsewhere: bool) -> None:
+    """Check that a metric is called where hooks see what it counts, and once."""
+    if is_elsewhere:
+        raise AvgPipeError(
+            f"a metric is called at {source_line()} inside a submodule that runs on another stage than the loss, "
+            "where no hook would see what it has counted; return the value and call the metric in the step"
+        )
+    if is_repeating():
+        raise AvgPipeError(
+            "a metric is called inside a submodule that is executed once more before its backward (recompute), "
+            "which would count twice; call it in the step, or do without recompute"
+        )
 
 
 def _noted(metric: Metric, forward: Callable[..., Any], values: BatchValues) -> Callable[..., Any]:
