@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,12 +14,11 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.utils.patching import replaced
+from lightning_avgpipe.utils.patching import Replacement, all_replaced, replaced
 
 
-@contextlib.contextmanager
-def norms_over_stages(parameters: Sequence[Tensor], cluster: Cluster) -> Iterator[None]:
-    """Let ``torch.nn.utils.clip_grad_norm_`` clip by the norm over all processes within this context.
+def norms_over_stages(parameters: Sequence[Tensor], cluster: Cluster) -> AbstractContextManager[None]:
+    """Return a context within which ``torch.nn.utils.clip_grad_norm_`` clips by the norm over all processes.
 
     Every process must then call it equally often. It works for every caller: the precision plugin, or a user's own
     code, under any name by which that code has imported it.
@@ -37,8 +37,7 @@ def norms_over_stages(parameters: Sequence[Tensor], cluster: Cluster) -> Iterato
             raise RuntimeError(f"the norm of the gradients of all stages is {total.item()}, which cannot be clipped")
         return total.to(cluster.device, non_blocking=True)  # torch would move it and wait
 
-    with replaced(clip_grad, "_get_total_norm", total_norm):
-        yield
+    return replaced(clip_grad, "_get_total_norm", total_norm)
 
 
 @torch.no_grad()
@@ -103,14 +102,13 @@ def scalers_of(precision: Any) -> list[GradScaler]:
     return [value for value in vars(precision).values() if isinstance(value, GradScaler)]
 
 
-@contextlib.contextmanager
 def scaling_together(
     precision: Any, cluster: Cluster, others: Callable[[Optimizer], Sequence[Optimizer]]
-) -> Iterator[None]:
-    """Treat an infinite gradient on one process, or in one pipeline, as one everywhere, within this context.
+) -> AbstractContextManager[None]:
+    """Return a context within which an infinite gradient on one process, or in one pipeline, is one everywhere.
 
     Then all processes skip the same steps and change their scale equally, once. Every process enters the context. A
-    scaler initialises itself when it scales the first loss, which only the last stage has, so this context initialises
+    scaler initialises itself when it scales the first loss, which only the last stage has, so this function initialises
     it. A stage without gradients reports no infinite one.
 
     Args:
@@ -118,14 +116,14 @@ def scaling_together(
         cluster: cluster of the processes; all groups decide together.
         others: returns, for an optimizer of the first pipeline, those of other pipelines that step after it.
     """
-    with contextlib.ExitStack() as undo:
-        for scaler in filter(GradScaler.is_enabled, scalers_of(precision)):
-            if scaler._scale is None:
-                scaler._lazy_init_scale_growth_tracker(cluster.device)
-            agreement = _Agreement(scaler, cluster, others)
-            undo.enter_context(replaced(scaler, "_unscale_grads_", agreement.unscale))
-            undo.enter_context(replaced(scaler, "update", agreement.update))
-        yield
+    replacements: list[Replacement] = []
+    for scaler in filter(GradScaler.is_enabled, scalers_of(precision)):
+        if scaler._scale is None:
+            scaler._lazy_init_scale_growth_tracker(cluster.device)
+        agreement = _Agreement(scaler, cluster, others)
+        replacements.append((scaler, "_unscale_grads_", agreement.unscale))
+        replacements.append((scaler, "update", agreement.update))
+    return all_replaced(replacements)
 
 
 class _Agreement:
