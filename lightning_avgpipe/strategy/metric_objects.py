@@ -90,11 +90,9 @@ def _empty_copy(metric: Metric) -> Metric:
     # states may be part of an autograd graph, which cannot be copied
     attributes.update({name: [] if isinstance(value, list) else _detached(value) for name, value in held.items()})
     try:
-        same = copy.deepcopy(metric)
+        return copy.deepcopy(metric)
     finally:
         attributes.update(held)
-    vars(same).pop("forward", None)
-    return same
 
 
 def _detached(value: Any) -> Any:
@@ -139,20 +137,20 @@ def local_metrics(
 
         return observed
 
+    def are_several() -> bool:
+        return leaders.world_size > 1 and training()
+
     replacements: list[Replacement] = []
     for metric in metrics:
-        instead: dict[str, Callable[..., Any]] = {
-            "distributed_available_fn": lambda: leaders.world_size > 1 and training(),
-            "dist_sync_fn": gather,
-            "update": looking_on(metric, metric.update),
-            "forward": looking_on(metric, _noted(metric, metric.forward, values)),
-        }
-        replacements += [(metric, name, _Instead(new, getattr(metric, name))) for name, new in instead.items()]
+        replacements.append((metric, "update", looking_on(metric, metric.update)))
+        replacements.append((metric, "forward", looking_on(metric, _noted(metric, metric.forward, values))))
+        for name, function in (("distributed_available_fn", are_several), ("dist_sync_fn", gather)):
+            replacements.append((metric, name, _Connecting(function, getattr(metric, name))))
     return all_replaced(replacements)
 
 
-class _Instead:
-    """A function in the place of another attribute of a metric, which pickles of the metric have again."""
+class _Connecting:
+    """A function that connects processes, in the place of one which pickles of the metric object have again."""
 
     def __init__(self, function: Callable[..., Any], original: Any) -> None:
         self._function, self._original = function, original
@@ -161,7 +159,7 @@ class _Instead:
         return self._function(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self  # as any function; a copy computes the value of a batch, among the same processes
+        return self  # a copy computes among the same processes
 
     def __reduce__(self) -> Any:
         return _given, (self._original,)

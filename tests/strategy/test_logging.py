@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import csv
 import io
 import warnings
@@ -322,3 +323,24 @@ def test_checkpoints_hold_metrics_as_they_are(tmp_path: Path) -> None:
     saved.update(torch.ones(2), torch.zeros(2))
     assert float(saved.compute()) == 1.0
     assert saved.distributed_available_fn is module.metric.distributed_available_fn
+
+
+class CopiesMetrics(MLP):
+    """Counts in a hook with a copy of a metric object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.copied: list[MeanMetric] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        copied = copy.deepcopy(self.mean)
+        copied(torch.tensor(2.0))
+        self.copied.append(copied)
+
+
+def test_a_copy_of_a_metric_object_counts_for_itself() -> None:
+    module = CopiesMetrics()
+    pipeline(2, max_epochs=1).fit(module, loader(MLP, 8, 4))
+    assert [float(copied.compute()) for copied in module.copied] == [2.0, 2.0]
+    assert not module.mean.update_called
