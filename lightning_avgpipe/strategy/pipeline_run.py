@@ -93,11 +93,10 @@ class PipelineRun:
 
     # -- set-up and teardown -----------------------------------------------------------------------------------------
 
-    def setup(self, own: Own) -> None:
+    def setup(self) -> None:
         """Construct the parts of the run; the plan is made when the first batch is there."""
         context, trainer, cluster, configuration = self.context, self.context.trainer, self.cluster, self.configuration
         module, options, fitting, observers = context.module, configuration.options, context.fitting, Observers()
-        own(trainer)
         deployment = self.deployment = deploy(context)
         leaders = cluster.leaders if cluster.rank == 0 else None
         step_log = StepLog(module, cluster.device, leaders, partial(sharing_last, cluster))

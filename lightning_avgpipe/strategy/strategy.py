@@ -65,7 +65,7 @@ from lightning_avgpipe.weights.initialisation import on_meta
 from lightning_avgpipe.weights.ownership import explain, to_host
 
 # A run of the trainer, from its set-up until the next one begins. The strategy's methods call its methods of the same
-# name, and give them Lightning's method as ``own``.
+# name, and give Lightning's method as ``own`` to those that may call it, or not.
 Run = PipelineRun | WholeRun | PassthroughRun
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -541,7 +541,8 @@ class AvgPipeStrategy(ParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Prepare one run of the trainer; the plan is made when the first batch is there."""
         self._run = self._make_run(trainer)
-        self._run.setup(super().setup)
+        super().setup(trainer)
+        self._run.setup()
 
     def _make_run(self, trainer: pl.Trainer) -> Run:
         module, options, fitting = self.lightning_module, self.options, trainer.state.fn == TrainerFn.FITTING

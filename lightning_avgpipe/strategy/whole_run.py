@@ -77,9 +77,8 @@ class PassthroughRun:
         self.check = GradientCheck(context)
         self._context = context
 
-    def setup(self, own: Own) -> None:
-        """Call Lightning's own set-up."""
-        own(self._context.trainer)
+    def setup(self) -> None:
+        """Do nothing: Lightning's own set-up is all."""
 
     def model_to_device(self, own: Own) -> None:
         """Give contents to everything on meta, and move the module to the device."""
@@ -136,10 +135,9 @@ class WholeRun(PassthroughRun):
         self._lockstep: Lockstep | None = None
         self._undo = contextlib.ExitStack()
 
-    def setup(self, own: Own) -> None:
+    def setup(self) -> None:
         """Prepare the run; the module is divided with the first step."""
         context, trainer, cluster, enter = self._context, self._trainer, self._cluster, self._undo.enter_context
-        own(trainer)
         deployment = self._deployment = deploy(context)
         context.state.begin(deployment)
         enter(self._adapted())
