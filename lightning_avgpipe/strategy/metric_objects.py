@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -169,19 +169,6 @@ def _given(original: Any) -> Any:
     return original
 
 
-class _Hidden(dict[str, Any]):
-    """A dict that finds its entries by name, and has none to go through."""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def items(self) -> Any:
-        return ()
-
-    def values(self) -> Any:
-        return ()
-
-
 def tell_device(module: nn.Module, device: torch.device) -> None:
     """Set the device that modules report as ``self.device``, and move the states of metric objects there.
 
@@ -198,12 +185,8 @@ def tell_device(module: nn.Module, device: torch.device) -> None:
                     "torch.device('meta')), so its initial values are unknown; make it in setup() of the "
                     "module, or build the module with contents"
                 )
-            kept = {name: vars(one)[name] for name in ("_modules", "_parameters", "_buffers")}
-            vars(one).update({name: _Hidden(held) for name, held in kept.items()})
-            try:
-                one._apply(lambda state: state.to(device))
-            finally:
-                vars(one).update(kept)
+            kept = {id(tensor) for p in one.parameters() for tensor in (p, p.grad)} | set(map(id, one.buffers()))
+            one._apply(lambda state, kept=kept: state if id(state) in kept else state.to(device))
         elif isinstance(one, pl.LightningModule):
             one._device = device
 
