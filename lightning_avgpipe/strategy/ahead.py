@@ -98,7 +98,7 @@ class Overlap:
             self.coming.append(iteration)
         return self.coming[ahead - 1]
 
-    def leave(self) -> None:
+    def put_back(self) -> None:
         """Put back the batches that were read ahead."""
         self.coming.clear()
         self._loop.batches.put_back()

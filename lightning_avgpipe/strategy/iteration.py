@@ -238,8 +238,8 @@ class IterationOrder:
         An iteration that has begun early is discarded, and runs again.
         """
 
-    def leave(self, together: bool = True) -> None:
-        """Drop the batches that were read ahead: the epoch ends, or batches change.
+    def put_back(self, together: bool = True) -> None:
+        """Put back the batches that were read ahead, since the epoch ends or batches change.
 
         Args:
             together: whether every process calls it; else the channels are not used any more.

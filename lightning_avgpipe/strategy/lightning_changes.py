@@ -88,7 +88,7 @@ def overlapping(trainer: pl.Trainer, order: IterationOrder, batches: Batches) ->
 
     def run_epoch(*args: Any, **kwargs: Any) -> None:
         run(*args, **kwargs)
-        order.leave()
+        order.put_back()
 
     def on_before_batch_transfer(batch: Any, dataloader_idx: int = 0) -> Any:
         return batch if batches.waits_for_its_turn else before_transfer(batch, dataloader_idx)

@@ -177,7 +177,7 @@ class PipelineLoop:
     def end_iteration(self) -> None:
         """Apply the changes that were asked for within the iteration."""
         if self.configuration.asked:
-            self.order.leave()
+            self.order.put_back()
         changed = self.configuration.take_over(self.cluster)
         choice = self.schedule_control.choice
         if "advance" in changed:
@@ -186,7 +186,7 @@ class PipelineLoop:
             self.deployment.replan(**planned(self.context))
         wanted = choice.take_wanted()
         if wanted is not None:
-            self.order.leave()
+            self.order.put_back()
             self.deployment.replan(wanted)
         if "num_pipelines" in changed and self.context.fitting:
             recount(self.trainer)

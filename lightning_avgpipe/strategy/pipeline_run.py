@@ -124,7 +124,7 @@ class PipelineRun:
                 self._undo.callback(verifier.close)
         self._adapt(fitting)
         self._undo.callback(give_back, context, deployment)
-        self._undo.callback(lambda: loop.order.leave(together=not context.connection.failed))
+        self._undo.callback(lambda: loop.order.put_back(together=not context.connection.failed))
 
     def _subject(self) -> Subject:
         return Subject(

@@ -143,11 +143,11 @@ class RollingOrder(IterationOrder):
         for iteration in self.overlap.coming:
             self._undo(iteration)
 
-    def leave(self, together: bool = True) -> None:
-        """Drop the batches that were read ahead; see :meth:`IterationOrder.leave`."""
+    def put_back(self, together: bool = True) -> None:
+        """Put back the batches that were read ahead; see :meth:`IterationOrder.put_back`."""
         for iteration in self.overlap.coming:
             self._undo(iteration, together)
-        self.overlap.leave()
+        self.overlap.put_back()
         if together and self.loop.deployment.parallel.ensemble is not None:
             self._ensemble.averager.reset()
 

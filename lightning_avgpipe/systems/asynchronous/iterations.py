@@ -100,14 +100,14 @@ class AsynchronousOrder(IterationOrder):
         if stream is not None:
             stream.end(together)
 
-    def leave(self, together: bool = True) -> None:
-        """Drop the batches that were read ahead: the epoch ends, or batches change.
+    def put_back(self, together: bool = True) -> None:
+        """Put back the batches that were read ahead, since the epoch ends or batches change.
 
         Args:
             together: whether every process calls it; else the channels are not used any more.
         """
         self._drain(together)
-        self.overlap.leave()
+        self.overlap.put_back()
 
     def _run_in_turn(self, current: Iteration) -> Any:
         loop, parts = self.loop, current.works[0]
