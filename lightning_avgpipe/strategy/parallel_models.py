@@ -153,20 +153,9 @@ class ParallelModels:
             with contextlib.nullcontext() if shards is None else shards.stepping(optimizer):
                 return own(optimizer, self.check.after(closure), model, **kwargs)
         results: list[Any] = []
-        in_turn = order.in_turn
-
-        def run() -> Any:
-            if results:  # the other pipelines have no batches left, and their models are not at this one's weights
-                raise ConfigurationError(
-                    f"{type(unwrapped(optimizer)).__name__} evaluates its closure several times "
-                    f"per step, but with {self.num_models} parallel models one evaluation serves the optimizers of "
-                    "all; use an optimizer that evaluates it once, such as SGD or AdamW, or num_pipelines=1"
-                )
-            results.append((closure if in_turn else self.check.after(closure))())
-            return results[-1]
-
+        once = self._once(optimizer, closure if order.in_turn else self.check.after(closure), results)
         with _counting_steps(optimizer) as steps:
-            result = own(optimizer, run, model, **kwargs)
+            result = own(optimizer, once, model, **kwargs)
         ensemble = self.ensemble
         if ensemble is not None and order.in_turn:  # asked again, since the first iteration may have decided
             order.step_in_turn(lambda n: self._step_other(ensemble, n, results, kwargs))
@@ -174,6 +163,24 @@ class ParallelModels:
         elif ensemble is not None:
             self._step_others(ensemble, results, bool(steps), kwargs)
         return result
+
+    def _once(self, optimizer: Optimizer, closure: Callable[[], Any], results: list[Any]) -> Callable[[], Any]:
+        """Return a closure that notes its result, and that an optimizer may evaluate once.
+
+        The other pipelines have no batches left then, and their models are not at the weights of this one.
+        """
+
+        def run() -> Any:
+            if results:
+                raise ConfigurationError(
+                    f"{type(unwrapped(optimizer)).__name__} evaluates its closure several times "
+                    f"per step, but with {self.num_models} parallel models one evaluation serves the optimizers of "
+                    "all; use an optimizer that evaluates it once, such as SGD or AdamW, or num_pipelines=1"
+                )
+            results.append(closure())
+            return results[-1]
+
+        return run
 
     def _step_others(self, ensemble: Ensemble, results: list[Any], stepped: bool, kwargs: dict[str, Any]) -> None:
         """Step the optimizers of pipelines 1.., and average all models if any has stepped."""
