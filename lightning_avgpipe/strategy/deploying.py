@@ -45,10 +45,11 @@ def deploy(context: RunContext) -> Deployment:
     weights = policy.store(module, lambda: [unwrapped(optimizer) for optimizer in trainer.optimizers])
     recompute = replace(recompute, stages=recompute.stages or policy.repeats)
     metrics = metrics_of(module)
+    # on meta there are no contents, and nothing to time
+    counts = on_meta(module) or (options.system is not None and options.system.plans_alike)
     planner = Planner(
         Divisible(module, cluster.device, metrics),
-        # on meta there are no contents, and nothing to time
-        costing=Costing("flops" if on_meta(module) or options.beyond.plans_alike else options.costs, options.cache),
+        costing=Costing("flops" if counts else options.costs, options.cache),
         recompute=recompute,
         replicas=options.stage_replicas,
         updates=UpdateScheme(

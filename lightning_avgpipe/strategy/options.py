@@ -221,11 +221,6 @@ class Options:
         return f"weight_policy={self.weight_policy!r}", "weight_policy='flush'"
 
     @property
-    def beyond(self) -> System:
-        """The system that was asked for; one that changes nothing if there is none."""
-        return System() if self.system is None else self.system
-
-    @property
     def placement(self) -> Placement:
         """The placement of several stages on each process."""
         name = self.schedule if isinstance(self.schedule, str) else ""

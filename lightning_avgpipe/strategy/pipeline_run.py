@@ -100,8 +100,8 @@ class PipelineRun:
         deployment = self.deployment = deploy(context)
         leaders = cluster.leaders if cluster.rank == 0 else None
         step_log = StepLog(module, cluster.device, leaders, partial(sharing_last, cluster))
-        if fitting:
-            self._undo.enter_context(options.beyond.training(context, deployment))
+        if fitting and options.system is not None:
+            self._undo.enter_context(options.system.training(context, deployment))
         self.models = ParallelModels(context, deployment, step_log, observers)
         schedule_control = ScheduleControl(options.schedule_request, context, deployment.parallel, observers)
         context.state.begin(deployment, schedule_control)
