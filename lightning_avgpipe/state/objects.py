@@ -74,9 +74,7 @@ class Variable:
         """Return a dict with the value of the variable, which is empty if it is not assigned."""
         owner, name = self._owner, self._name
         if isinstance(owner, types.CellType):
-            with contextlib.suppress(ValueError):  # not assigned yet
-                return {"value": owner.cell_contents}
-            return {}
+            return _read_cell(owner).attributes
         held = owner if isinstance(owner, dict) else vars(owner)
         return {"value": held[name]} if name in held else {}
 
@@ -118,7 +116,7 @@ class ObjectState(NamedTuple):
     @classmethod
     def of_contents(cls, obj: Any) -> ObjectState:
         """Return a copy of the contents of an array or a random generator, or the position of an iterator."""
-        return cls(contents(obj), _CONTENTS)
+        return cls(_opaque_kind(type(obj)).copy(obj), _CONTENTS)
 
     @property
     def is_contents(self) -> bool:
@@ -147,7 +145,7 @@ class ObjectState(NamedTuple):
             return obj.shape == self.items.shape and np.array_equal(_words(obj), _words(self.items))
         if isinstance(obj, BYTES):
             return bytes(obj) == bytes(self.items)  # NaN differs from itself
-        return bool(contents(obj) == self.items)
+        return bool(_opaque_kind(type(obj)).copy(obj) == self.items)
 
     def now(self, obj: Any) -> ObjectState:
         """Return the current state of the object that was in this state."""
@@ -177,14 +175,8 @@ def state_of(obj: Any) -> ObjectState:
 
 def put_state(obj: Any, state: ObjectState) -> None:
     """Set an object to a state."""
-    if isinstance(obj, np.ndarray) and state.is_contents:
-        obj[...] = state.items
-    elif isinstance(obj, (bytearray, array.array)) and state.is_contents:
-        obj[:] = state.items
-    elif isinstance(obj, BYTES) and state.is_contents:
-        ctypes.memmove(ctypes.addressof(obj), state.items, len(state.items))
-    else:
-        _kind(type(obj)).put(obj, state)
+    put = _put_contents if state.is_contents else _kind(type(obj)).put
+    put(obj, state)
 
 
 # -- kinds -----------------------------------------------------------------------------------------------------------
@@ -197,22 +189,19 @@ class _Kind(NamedTuple):
     put: Callable[[Any, ObjectState], None]
 
 
-def _put_nothing(obj: Any, state: ObjectState) -> None:
+def _put_nothing(obj: Any, state: Any) -> None:
     """Put nothing: what the object refers to cannot change, or cannot be put back."""
+
+
+def _put_contents(obj: Any, state: ObjectState) -> None:
+    _opaque_kind(type(obj)).put(obj, state.items)
 
 
 def _read_cell(obj: types.CellType) -> ObjectState:
     try:
-        return ObjectState(None, {"cell_contents": obj.cell_contents})
+        return ObjectState(None, {"value": obj.cell_contents})
     except ValueError:  # not assigned yet
         return ObjectState(None, {})
-
-
-def _put_cell(obj: types.CellType, state: ObjectState) -> None:
-    if state.attributes:
-        obj.cell_contents = state.attributes["cell_contents"]
-    else:
-        del obj.cell_contents
 
 
 def _read_context_variable(obj: contextvars.ContextVar[Any]) -> ObjectState:
@@ -261,7 +250,7 @@ _AS_OBJECT = _Kind(lambda obj: ObjectState(None, obj.state()), lambda obj, state
 _EXACT: dict[type, _Kind] = {
     Variable: _AS_OBJECT,
     Buffers: _AS_OBJECT,
-    types.CellType: _Kind(_read_cell, _put_cell),
+    types.CellType: _Kind(_read_cell, lambda obj, state: Variable(obj, "").put(state.attributes)),
     contextvars.ContextVar: _Kind(_read_context_variable, _put_context_variable),
     types.MethodType: _Kind(lambda obj: ObjectState((obj.__self__, obj.__func__), {}), _put_nothing),
     types.FunctionType: _Kind(_read_function, _put_function),
@@ -275,7 +264,7 @@ _BY_BASE: tuple[tuple[Any, _Kind], ...] = (
     (functools.partial, _Kind(
         lambda obj: ObjectState((obj.func, *obj.args, *obj.keywords.values()), {}), _put_nothing,
     )),
-    (GENERATORS, _Kind(ObjectState.of_contents, lambda obj, state: _put_generator(obj, state.items))),
+    (GENERATORS, _Kind(ObjectState.of_contents, _put_contents)),
 )  # fmt: skip
 # Types whose references to other objects never change, but for the attributes of functions.
 FIXED = frozenset((tuple, frozenset, types.FunctionType, types.MethodType, functools.partial))
@@ -430,39 +419,6 @@ def is_iterator(obj: Any) -> bool:
     return cls.__module__ in ("builtins", "itertools") or _num_yielded(obj) is not None
 
 
-def contents(obj: Any) -> Any:
-    """Return a copy of the contents of an array or random generator, or the position of an iterator."""
-    if is_iterator(obj):
-        return _progress(obj)
-    if isinstance(obj, np.ndarray):
-        return obj.copy()
-    if isinstance(obj, BYTES):
-        return obj[:] if isinstance(obj, (bytearray, array.array)) else bytes(obj)
-    if isinstance(obj, torch.Generator):
-        return obj.get_state().numpy().tobytes()
-    if isinstance(obj, random.Random):
-        return obj.getstate()
-    if isinstance(obj, np.random.RandomState):
-        return pickle.dumps(obj.get_state())
-    return pickle.dumps(_bits(obj).state)
-
-
-def _put_generator(obj: Any, copy: Any) -> None:
-    """Restore a random generator from a copy of :func:`contents`."""
-    if isinstance(obj, torch.Generator):
-        obj.set_state(torch.frombuffer(bytearray(copy), dtype=torch.uint8))
-    elif isinstance(obj, random.Random):
-        obj.setstate(copy)
-    elif isinstance(obj, np.random.RandomState):
-        obj.set_state(pickle.loads(copy))
-    else:
-        _bits(obj).state = pickle.loads(copy)
-
-
-def _bits(obj: Any) -> Any:
-    return obj.bit_generator if isinstance(obj, np.random.Generator) else obj
-
-
 def _words(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the bytes of an array as integers: a view, or a copy of an array that is not contiguous or has objects."""
     if type(values) is np.ndarray and values.flags.c_contiguous and not values.dtype.hasobject:
@@ -502,3 +458,43 @@ def _num_yielded(obj: Any) -> int | None:
     """Return the number of batches that an iterator of a DataLoader has yielded; None for other objects."""
     found = getattr(obj, "_num_yielded", None) if isinstance(obj, _BaseDataLoaderIter) else None
     return found if isinstance(found, int) else None
+
+
+class _OpaqueKind(NamedTuple):
+    """Functions that copy the contents of objects of one kind, and put a copy back."""
+
+    copy: Callable[[Any], Any]
+    put: Callable[[Any, Any], Any]
+
+
+def _bits(obj: Any) -> Any:
+    return obj.bit_generator if isinstance(obj, np.random.Generator) else obj
+
+
+def _put_bits(obj: Any, copy: Any) -> None:
+    _bits(obj).state = pickle.loads(copy)
+
+
+_OPAQUE: tuple[tuple[Any, _OpaqueKind], ...] = (
+    (np.ndarray, _OpaqueKind(lambda obj: obj.copy(), lambda obj, copy: operator.setitem(obj, ..., copy))),
+    ((bytearray, array.array), _OpaqueKind(
+        lambda obj: obj[:], lambda obj, copy: operator.setitem(obj, slice(None), copy),
+    )),
+    (BYTES, _OpaqueKind(bytes, lambda obj, copy: ctypes.memmove(ctypes.addressof(obj), copy, len(copy)))),
+    (torch.Generator, _OpaqueKind(
+        lambda obj: obj.get_state().numpy().tobytes(),
+        lambda obj, copy: obj.set_state(torch.frombuffer(bytearray(copy), dtype=torch.uint8)),
+    )),
+    (random.Random, _OpaqueKind(lambda obj: obj.getstate(), lambda obj, copy: obj.setstate(copy))),
+    (np.random.RandomState, _OpaqueKind(
+        lambda obj: pickle.dumps(obj.get_state()), lambda obj, copy: obj.set_state(pickle.loads(copy)),
+    )),
+    (GENERATORS, _OpaqueKind(lambda obj: pickle.dumps(_bits(obj).state), _put_bits)),
+    (object, _OpaqueKind(_progress, _put_nothing)),  # iterators
+)  # fmt: skip
+
+
+@weakly_cached
+def _opaque_kind(cls: Any) -> _OpaqueKind:
+    """Return the kind of a type whose contents are its state; cached, since each micro-batch uses it."""
+    return next(kind for base, kind in _OPAQUE if issubclass(cls, base))
