@@ -392,7 +392,7 @@ class Draws(CallWatcher):
             again._counts, again._scopes = counts.copy(), [scope.copy() for scope in scopes]
             again._seeding, again._given, again._has_seeded = seeding, seeds_of(self._device), has_seeded
             # the state that the checkpoint restores is only for draws that are not watched
-            with restored(self._device), watching(again), _Functions(again):
+            with restored(self._generators), watching(again), _Functions(again):
                 return function(*args, **kwargs)
 
         return call

@@ -29,7 +29,7 @@ from lightning_avgpipe.schedule.rules import check_can_run
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.state.untouched import attributes
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.random_streams import restored
+from lightning_avgpipe.utils.random_streams import generators, restored
 from lightning_avgpipe.utils.torch_compat import version_of
 
 # Runs a backward, or a part of one: gets the gates of received values, the roots, and the gradients of the roots.
@@ -417,7 +417,7 @@ class Stage:
 
         Modules that seed get back the attributes of the forward, such as the seed; generators are restored afterwards.
         """
-        with attributes(self._seeding).restored(), restored(self._device):
+        with attributes(self._seeding).restored(), restored(generators(self._device)):
             self._kept_by_seeding[micro_batch].restore()
             yield
 

@@ -15,7 +15,7 @@ from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.state.writes import put_back
 from lightning_avgpipe.utils.device import all_generators
 from lightning_avgpipe.utils.lightning import LIGHTNING
-from lightning_avgpipe.utils.random_streams import HostState
+from lightning_avgpipe.utils.random_streams import HostState, restored
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, untraced
 
 _HOOKS = OF_EVERY_MODULE.difference(REGISTRIES, ("_non_persistent_buffers_set",))
@@ -25,14 +25,8 @@ _LIBRARIES = ("torch", *LIGHTNING, "torchmetrics", "builtins", "abc", "typing")
 @contextlib.contextmanager
 def random_state() -> Iterator[None]:
     """Restore the generators of torch (all devices), NumPy and Python after this context."""
-    of_torch = [(generator, generator.get_state()) for generator in all_generators()]
-    on_host = HostState.now()
-    try:
+    with restored(all_generators()), HostState.now():
         yield
-    finally:
-        for generator, state in of_torch:
-            generator.set_state(state)
-        on_host.restore()
 
 
 @contextlib.contextmanager

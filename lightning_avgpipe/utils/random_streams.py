@@ -8,7 +8,7 @@ import hashlib
 import pickle
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,9 +93,9 @@ def stream_seed() -> int | None:
 
 
 @contextlib.contextmanager
-def restored(device: torch.device) -> Iterator[None]:
-    """Restore torch's generators of a device at the end of this context."""
-    states = [(generator, generator.get_state()) for generator in generators(device)]
+def restored(generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """Restore these generators of torch at the end of this context."""
+    states = [(generator, generator.get_state()) for generator in generators]
     try:
         yield
     finally:
@@ -106,6 +106,8 @@ def restored(device: torch.device) -> Iterator[None]:
 @dataclass(frozen=True)
 class HostState:
     """The states of the global generators of Python and NumPy; equal states give equal random numbers.
+
+    As a context it restores these states at its end.
 
     Reading and writing these states takes some 100 us, so it is done once per iteration, and for a unit only if needed.
 
@@ -127,6 +129,12 @@ class HostState:
         random.setstate(self.python)
         np.random.set_state(pickle.loads(self.numpy))
 
+    def __enter__(self) -> None:
+        """Enter the context."""
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
 
 def seed_host(seed: int) -> None:
     """Seed the global generators of Python and NumPy."""
@@ -142,12 +150,9 @@ def peek_host() -> tuple[float, float]:
 @contextlib.contextmanager
 def host_stream(seed: int) -> Iterator[None]:
     """Draw Python's and NumPy's random numbers from a new stream within this context, and restore the generators."""
-    state = HostState.now()
-    seed_host(seed)
-    try:
+    with HostState.now():
+        seed_host(seed)
         yield
-    finally:
-        state.restore()
 
 
 class _Kept(threading.local):
