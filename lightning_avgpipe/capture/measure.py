@@ -21,7 +21,6 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -104,7 +103,12 @@ def measure(
             counted = None if saved else SavedTensors(len(graph.nodes), [*tensors_of(module), *tree.tensors(batch)])
             timer = _Timer(trial, counted, bar)
             following = timer.following(compiled=not graph.drawing)
-            with untouched(module, graph.changed), Snapshot(batch, opaque=True).restored(), timer.visiting(), following:
+            with (
+                untouched(module, graph.changed),
+                Snapshot(batch, opaque=True).restored(),
+                timer.visiting(module),
+                following,
+            ):
                 run(*batch)
             timer.check_finished()
             saved = saved or counted
@@ -144,10 +148,6 @@ class _Timer(StepTracer):
         self._saved = saved
         self._bar = bar
         self._position = 0
-
-    def visiting(self) -> AbstractContextManager[None]:
-        """Move the tensors outside of called units to the device within this context."""
-        return visiting([t for t in tensors_of(self._module) if id(t) not in self._away], self._device)
 
     def check_finished(self) -> None:
         """Check that the step did not end before its last node."""

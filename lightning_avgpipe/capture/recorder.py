@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from lightning_avgpipe.capture.units import Units, tensors_of
 from lightning_avgpipe.errors import AbsentValueError, CaptureError
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.device import visiting
 from lightning_avgpipe.utils.names import is_within
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta, described
 from lightning_avgpipe.utils.source import is_copying, source_line
@@ -414,10 +413,6 @@ class StepRecorder(StepTracer):
         self.batch.kept(tensors)
 
     # -- the whole step ------------------------------------------------------------------------------------------------
-
-    def visiting(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Move the module's tensors outside of units to the device within this context."""
-        return visiting([t for t in tensors_of(module) if id(t) not in self._away], self._place)
 
     def finish(self, result: Any) -> None:
         """Note the result of the step, and what is known only when the step has ended."""

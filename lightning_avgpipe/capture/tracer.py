@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from lightning_avgpipe.capture.units import tensors_of
 from lightning_avgpipe.errors import AvgPipeError, CaptureError
+from lightning_avgpipe.utils.device import visiting
 from lightning_avgpipe.utils.output import muted
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import source_line
@@ -75,12 +77,7 @@ STAGE_QUESTIONS = METADATA.intersection(
     )
 )
 # Functions that return the device of a tensor.
-DEVICE_QUESTIONS = frozenset(
-    (
-        *(getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta")),
-        Tensor.get_device,
-    )
-)
+DEVICE_QUESTIONS = _functions(("device", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta"), ("get_device",))
 
 
 # Marks a sparse tensor as coalesced. Libraries for graphs do so with each one that they get.
@@ -89,12 +86,9 @@ _COALESCING: Any = Tensor._coalesced_
 _FREEZING = frozenset((Tensor.requires_grad.__set__, Tensor.requires_grad_))  # type: ignore[attr-defined]
 
 # Functions that make a tensor with the description of another. (Random ones are nodes, on the stage of the other.)
-LIKE = frozenset(
-    (
-        *(getattr(Tensor, name) for name in ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")),
-        *(torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like),
-    )
-)
+LIKE = _functions((), ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")) | {
+    torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like
+}  # fmt: skip
 
 
 def function_name(func: Any) -> str:
@@ -207,6 +201,10 @@ class StepTracer(TorchFunctionMode):
     @abstractmethod
     def on_observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Handle a call that only looks at values (``self.log``, a metric); ``run`` executes it."""
+
+    def visiting(self, module: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Move all tensors of a module but those that are ``away`` to the step's device within this context."""
+        return visiting([t for t in tensors_of(module) if id(t) not in self._away], self._place)
 
     def observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Let ``run(*args, **kwargs)`` look at values of the step."""
