@@ -367,11 +367,7 @@ class CallGraph:
             if last > born:
                 change[born + 1] += size(value)
                 change[last + 1] -= size(value)
-        totals, total = [], 0
-        for position in range(len(self.nodes) + 1):
-            total += change[position]
-            totals.append(total)
-        return tuple(totals)
+        return tuple(itertools.accumulate(change[:-1]))
 
     @cached_property
     def obstacles(self) -> tuple[str | None, ...]:

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -67,11 +67,7 @@ class Footprint:
 
 
 def _high_water(row: Sequence[Action], changes: Mapping[Action, int]) -> int:
-    kept = high_water = 0
-    for action in row:
-        kept += changes[action]
-        high_water = max(high_water, kept)
-    return high_water
+    return max(accumulate((changes[action] for action in row), initial=0))
 
 
 class Meter(Observer, ABC):
