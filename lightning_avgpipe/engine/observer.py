@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from lightning_avgpipe.comm.channel import Traffic
 from lightning_avgpipe.comm.collectives import Collectives
@@ -14,6 +14,8 @@ from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.errors import MemoryShortage
 from lightning_avgpipe.schedule import Action
 from lightning_avgpipe.utils.device import is_out_of_memory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -103,27 +105,20 @@ class MemoryGuard(Observer):
     def perform(self, work: Work, do: Callable[[], Message | None]) -> Message | None:
         """Run an action, unless an action on this or another process has run out of memory."""
         self._spoilt = self._spoilt or (work.received is not None and work.received.abandoned)
+        output = self.run(do, f"stage {work.stage} in {work.action}")
+        return Message(work.action.micro_batch, (), abandoned=True) if self._spoilt else output
+
+    def run(self, do: Callable[[], T], what: str) -> T | None:
+        """Run something and return its result, unless memory has run out; ``what`` describes it."""
         if not self._spoilt:
             try:
                 return do()
             except (MemoryError, RuntimeError) as error:
-                self._note(f"stage {work.stage} in {work.action}", error)
-        return Message(work.action.micro_batch, (), abandoned=True)
-
-    def run(self, do: Callable[[], None], what: str) -> None:
-        """Run something that sends no messages, unless memory has run out."""
-        if not self._spoilt:
-            try:
-                do()
-            except (MemoryError, RuntimeError) as error:
-                self._note(what, error)
-
-    def _note(self, where: str, error: Exception) -> None:
-        """Keep the text of a lack of memory only, since the traceback holds tensors; raise any other error again."""
-        if not is_out_of_memory(error):
-            raise error
-        self._spoilt = True
-        self._account = f"{where}: {str(error) or type(error).__name__}"
+                if not is_out_of_memory(error):
+                    raise
+                self._spoilt = True
+                self._account = f"{what}: {str(error) or type(error).__name__}"  # the traceback holds tensors
+        return None
 
     def agree(self, processes: Collectives) -> None:
         """Check on all processes that the iteration fitted the memory. Every process must call this.
