@@ -167,7 +167,7 @@ class SharedObjects(LateEffects):
         graph = program.graph
         here = program.called
         own, others = (Snapshot(_held_by(module, units)) for units in (here, graph.called - here))
-        captured = (*graph.assigned_between, *graph.changed_by_units, *_leads(program))
+        captured = (*graph.changed_between, *graph.changed_by_units, *graph.set_back)
         known = Snapshot(variables(module, captured).values())
         shared = own.indices.keys() & others.indices.keys() - known.indices.keys()
         self._objects = own.among(shared)
@@ -208,7 +208,7 @@ class LateChanges(LateEffects):
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
         super().__init__(program, module, repeats)
         graph = program.graph
-        changed = {*graph.assigned_between, *graph.changed_by_units, *graph.written_tensors, *_leads(program)}
+        changed = {*graph.changed_between, *graph.changed_by_units, *graph.written_tensors, *graph.set_back}
         self._known = list(variables(module, changed).values())
         between = {path: m for path, m in module.named_modules() if not nearest(path, set(graph.units))}
         metrics = {path for path, m in between.items() if _is_metric(m)}  # they hear of each value once
@@ -462,12 +462,6 @@ def _is_like(one: Tensor | None, other: Tensor | None) -> bool:
 
 def _is_metric(module: nn.Module) -> bool:
     return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(module).__mro__)
-
-
-def _leads(program: StageProgram) -> Iterator[tuple[str, str]]:
-    """Yield the attributes that lead to objects which the captured step changes, or sets for a while."""
-    yield from program.graph.mutated_between
-    yield from program.graph.set_back
 
 
 def _held_by(module: nn.Module, units: Iterable[str]) -> Iterator[Any]:
