@@ -345,10 +345,9 @@ class LateBuffers(LateEffects):
         read = {**graph.buffers_read, **{joined(*key): position for key, position in graph.reads.items()}}
         # in one process all stages have the same buffers
         self._read_before = {name for name, position in read.items() if position < program.start and not repeats}
-        names = [name for name, _ in module.named_buffers() if self._is_constant(name)]
-        self._constants = dict(zip(names, registers_of(module, names), strict=True))  # register and name in it
-        elsewhere = [name for name, _ in module.named_buffers() if name in program.buffers_elsewhere]
-        self._elsewhere = dict(zip(elsewhere, registers_of(module, elsewhere), strict=True))
+        names = [name for name, _ in module.named_buffers()]
+        self._constants = registers_of(module, filter(self._is_constant, names))
+        self._elsewhere = registers_of(module, filter(program.buffers_elsewhere.__contains__, names))
         self._absent: dict[int, str] = {}  # id of a buffer of another stage -> its name, while a forward runs
         self._before: list[tuple[str, Tensor | None, int]] = []
 

@@ -62,30 +62,27 @@ class ForwardState:
 
     Args:
         modules: modules that the forward may change.
-        buffers: ids of the modules' buffers that it changes.
-        parameters: parameters that it writes into.
+        changed: parameters and buffers of these that it changes.
         read: roots of objects that it reads or changes, and that other code may change before the repetition.
     """
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        buffers: set[int],
-        parameters: Sequence[nn.Parameter],
+        changed: Sequence[Tensor],
         read: Sequence[Any],
     ) -> None:
         self._modules = modules
         self._read = read
         self._before = self._now()
-        self._parameters = [(p, p.detach().clone()) for p in parameters]
-        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
-        copies: dict[int, Tensor] = {}
-        for module in modules if buffers else ():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and id(buffer) in buffers:
-                    if id(buffer) not in copies:
-                        copies[id(buffer)] = buffer.detach().clone()
-                    self._buffers.append((module, name, copies[id(buffer)]))
+        self._parameters = [(p, p.detach().clone()) for p in changed if isinstance(p, nn.Parameter)]
+        copies = {id(b): b.detach().clone() for b in changed if not isinstance(b, nn.Parameter)}
+        self._buffers = [
+            (module, name, copies[id(buffer)])
+            for module in (modules if copies else ())
+            for name, buffer in module._buffers.items()
+            if id(buffer) in copies
+        ]
 
     def _now(self) -> tuple[Snapshot, Snapshot]:
         return Snapshot(self._read, opaque=True), attributes(self._modules)
@@ -182,15 +179,14 @@ class UnitRepeater:
         if not self._recompute.includes(node.name) or not torch.is_grad_enabled():
             return run
         modules = list(self._module.get_submodule(node.name).modules())
-        changed = [register.get(name) for register, name in registers_of(self._module, node.states)]
+        changed = _tensors(self._module, node.states)
         draws = RandomState(self._device)  # kept even if the unit has not drawn so far, since it may begin to
-        parameters = [tensor for tensor in changed if isinstance(tensor, nn.Parameter)]
         surroundings: ForwardState | None = None
 
         def unit(*args: Any, **kwargs: Any) -> Any:
             nonlocal surroundings
             if surroundings is None:
-                surroundings = ForwardState(modules, set(map(id, changed)), parameters, (args, kwargs, *self._read))
+                surroundings = ForwardState(modules, changed, (args, kwargs, *self._read))
                 result = run(*args, **kwargs)
                 surroundings.done()
                 return result
@@ -241,11 +237,15 @@ class Repetition:
         """Return whether the forward of a micro-batch is repeated."""
         return micro_batch in self._micro_batches
 
-    def surroundings(self, rewritten: Sequence[nn.Parameter]) -> ForwardState:
-        """Return a record of the state before a forward that writes into these parameters."""
-        states = self._program.states
-        buffers = {id(b) for name, b in self._module.named_buffers() if name in states} if states else set()
-        return ForwardState(self._scope, buffers, rewritten, self._read)
+    def surroundings(self) -> ForwardState:
+        """Return a record of the state before a forward of the stage."""
+        return ForwardState(self._scope, _tensors(self._module, self._program.states), self._read)
+
+
+def _tensors(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
+    """Return the parameters and buffers of these names that there are now."""
+    held = (register.get(name) for register, name in registers_of(module, names).values())
+    return [tensor for tensor in held if tensor is not None]
 
 
 def _scope(program: StageProgram, module: nn.Module) -> list[nn.Module]:

@@ -112,7 +112,7 @@ class Stage:
         self._device = device
         changes = dict.fromkeys(name for node in program.nodes for name in node.changes)
         changed = [name for name, _ in module.named_buffers() if name in changes]
-        self._changed = dict(zip(changed, registers_of(module, changed), strict=True))  # buffers, register and name
+        self._changed = registers_of(module, changed)  # buffers
         self._seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
         self._explained = naming_overwritten_buffers(program, module)
         self._kept_by_seeding: dict[int, Snapshot] = {}
@@ -286,7 +286,7 @@ class Stage:
         self, task: Task, micro_batch: int, message: Message | None, copies: dict[int, str]
     ) -> Message | None:
         """Run a forward that keeps only its inputs, from which the backward computes the activations again."""
-        surroundings = self._repetition.surroundings(self._step.rewritten.parameters())
+        surroundings = self._repetition.surroundings()
         observations = Observations(self._step.observe)
         versions = tuple(version_of(t) for t in message.tensors) if message is not None else ()
         _, replayed = self.replay(task, micro_batch, message, copies, observations.first)

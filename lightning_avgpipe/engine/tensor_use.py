@@ -37,14 +37,14 @@ ForeignTensors = Callable[[Collection[str]], Mapping[str, Sequence[Tensor]]]
 _MODIFIED = re.compile(r"modified by an inplace operation.*?Tensor \[([\d, ]*)\]\].*? is at version (\d+)", re.DOTALL)
 
 
-def registers_of(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str]]:
+def registers_of(module: nn.Module, names: Iterable[str]) -> dict[str, tuple[dict[str, Any], str]]:
     """Return for each of these parameters and buffers its register and its name there; the tensor may be replaced."""
-    found = []
+    found: dict[str, tuple[Any, str]] = {}
     for name in names:
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
-        found.append((owner._parameters if leaf in owner._parameters else owner._buffers, leaf))  # type: ignore[arg-type]
-    return found  # type: ignore[return-value]
+        found[name] = (owner._parameters if leaf in owner._parameters else owner._buffers), leaf
+    return found
 
 
 class Rewritten:
@@ -57,7 +57,7 @@ class Rewritten:
 
     def __init__(self, program: StageProgram, module: nn.Module) -> None:
         names = [name for name in program.states if name in program.graph.rewritten]
-        self._registers = registers_of(module, names)  # register and name of each
+        self._registers = registers_of(module, names).values()
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters among them."""
