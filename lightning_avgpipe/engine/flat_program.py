@@ -20,7 +20,6 @@ import enum
 import functools
 import pickle
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,7 +38,7 @@ from lightning_avgpipe.engine.randomness import Draw, Drawing
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
-from lightning_avgpipe.utils.tensors import tensor_arguments
+from lightning_avgpipe.utils.tensors import KnownTensors, tensor_arguments
 from lightning_avgpipe.utils.torch_compat import modes
 
 VALUES = frozenset(
@@ -411,7 +410,7 @@ class ProgramWriter:
     _objects: dict[int, tuple[int, Any]] = field(default_factory=dict)
     _after: dict[int, bytes] = field(default_factory=dict)
     _instructions: list[Instruction] = field(default_factory=list)
-    _slots: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
+    _slots: KnownTensors[int] = field(default_factory=KnownTensors)
     _num_slots: int = 0
     _given: tuple[int, ...] = ()
     _began_in: tuple[Any, ...] = ()
@@ -577,18 +576,13 @@ class ProgramWriter:
 
     def _slot_of_result(self, tensor: Tensor) -> int:
         """Return the slot of a result; a known tensor keeps its slot."""
-        known = self._slot(tensor)
+        known = self._slots.own_value_of(tensor)
         return self._new(tensor) if known is None else known
 
     def _new(self, tensor: Tensor) -> int:
-        number = self._num_slots
-        self._num_slots += 1
-        self._slots[id(tensor)] = weakref.ref(tensor), number
+        number, self._num_slots = self._num_slots, self._num_slots + 1
+        self._slots.learn(tensor, number)
         return number
-
-    def _slot(self, tensor: Tensor) -> int | None:
-        entry = self._slots.get(id(tensor))
-        return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def _template(self, item: Any) -> Any:
         kind = type(item)
@@ -630,7 +624,7 @@ class ProgramWriter:
         return data, tuple(map(self._template, tensors))
 
     def _of_tensor(self, tensor: Tensor) -> Any:
-        slot = self._slot(tensor)
+        slot = self._slots.own_value_of(tensor)
         if slot is not None:
             return TensorSlot(slot)
         if isinstance(tensor, Absent):  # nothing needs its numbers
