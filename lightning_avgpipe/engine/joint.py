@@ -18,14 +18,12 @@ from lightning_avgpipe.comm.message import Message, pack, unpack
 from lightning_avgpipe.comm.topology import subsets
 from lightning_avgpipe.engine.tensor_use import leaves_of, nodes_of
 from lightning_avgpipe.errors import CaptureError, StepChangedError, UnsendableError
-from lightning_avgpipe.state.objects import ITEMS
+from lightning_avgpipe.state.objects import ITEMS, OF_EVERY_MODULE
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.torch_compat import version_of
-
-_INTERNALS = frozenset(vars(nn.Module()))
 
 
 class Exchange:
@@ -441,7 +439,7 @@ def _hidden(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
         (inner, name, value)
         for inner in module.modules()
         for name, value in vars(inner).items()
-        if isinstance(value, Tensor) and value.requires_grad and name not in _INTERNALS
+        if isinstance(value, Tensor) and value.requires_grad and name not in OF_EVERY_MODULE
     ]
 
 
@@ -452,7 +450,7 @@ def _changes(module: nn.Module, before: Snapshot) -> list[tuple[str, str, Any]]:
         (path, name, value)
         for path, inner in module.named_modules()
         for name, value in vars(inner).items()
-        if name not in _INTERNALS and name != "forward"
+        if name not in OF_EVERY_MODULE and name not in ("training", "forward")
         if name in (changed.get(id(inner)) or ()) or (id(value) in changed and isinstance(value, ITEMS))
     ]
 

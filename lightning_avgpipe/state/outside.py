@@ -84,11 +84,9 @@ def names_in(functions: Iterable[Callable[..., Any]], classes: Sequence[type]) -
             waiting.append(wrapped)
         if not isinstance(function, types.FunctionType) or function.__code__ in seen or not _is_users(function):
             continue
-        codes = [function.__code__]
-        for code in codes:
+        for code in _codes(function.__code__):
             seen.add(code)
             found.update(code.co_names, code.co_freevars)
-            codes += (part for part in code.co_consts if isinstance(part, types.CodeType))
             for name in code.co_names:
                 waiting += function.__globals__.get(name), *(getattr(kind, name, None) for kind in classes)
     return frozenset(found)
