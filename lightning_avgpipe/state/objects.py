@@ -31,7 +31,7 @@ import threading
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -221,14 +221,9 @@ def _read_function(obj: types.FunctionType) -> ObjectState:
     return ObjectState(items, {name: held for name, held in vars(obj).items() if name != "__wrapped__"})
 
 
-def _put_function(obj: types.FunctionType, state: ObjectState) -> None:
-    for name in vars(obj).keys() - state.attributes.keys() - {"__wrapped__"}:
-        delattr(obj, name)
-    vars(obj).update(state.attributes)
-
-
-def _put_module(obj: nn.Module, state: ObjectState) -> None:
-    for name in vars(obj).keys() - state.attributes.keys() - OF_EVERY_MODULE:
+def _put_attributes(obj: Any, state: ObjectState, others: Set[str]) -> None:
+    """Put the attributes of a state, besides others that count as no state."""
+    for name in vars(obj).keys() - state.attributes.keys() - others:
         del vars(obj)[name]
     vars(obj).update(state.attributes)
 
@@ -253,12 +248,12 @@ _EXACT: dict[type, _Kind] = {
     types.CellType: _Kind(_read_cell, lambda obj, state: Variable(obj, "").put(state.attributes)),
     contextvars.ContextVar: _Kind(_read_context_variable, _put_context_variable),
     types.MethodType: _Kind(lambda obj: ObjectState((obj.__self__, obj.__func__), {}), _put_nothing),
-    types.FunctionType: _Kind(_read_function, _put_function),
+    types.FunctionType: _Kind(_read_function, lambda obj, state: _put_attributes(obj, state, {"__wrapped__"})),
 }
 _BY_BASE: tuple[tuple[Any, _Kind], ...] = (
     (nn.Module, _Kind(
         lambda obj: ObjectState(None, {n: held for n, held in vars(obj).items() if n not in OF_EVERY_MODULE}),
-        _put_module,
+        lambda obj, state: _put_attributes(obj, state, OF_EVERY_MODULE),
     )),
     (type, _Kind(lambda obj: ObjectState(None, _of_class(obj)), _put_class)),
     (functools.partial, _Kind(
