@@ -130,15 +130,6 @@ class Lane:
         except UnsendableError as error:
             raise self.stage.unsendable(message, error) from error.__cause__
 
-    def drop(self, count: int, waits: Waits) -> None:
-        """Receive this many values and drop them."""
-        if (values := self.ends.values) is None:
-            return
-        values.expect(count)
-        for _ in range(count):
-            waits.until(values.ready, f"waits for what stage {self.stage.program.stage} is to drop")
-            values.get()
-
     def _consumes(self, action: Action) -> str | None:
         """Return the direction of the action's input; None without one, as for a forward behind frozen layers."""
         consumes = action.kind.consumes

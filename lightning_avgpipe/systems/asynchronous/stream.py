@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_avgpipe.capture.tracer import intercepting
 from lightning_avgpipe.comm.message import Message
+from lightning_avgpipe.comm.waits import Waits
 from lightning_avgpipe.engine.executor import Lane, execute
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.engine.pipeline import Outcome, Pipeline, clear
@@ -179,7 +180,7 @@ class Stream(Observer):
             k = lane.stage.program.stage
             if k and together and self._forwards_of is not None:
                 sent, taken = (forwards_by(places[stage], last, self._forwards_of) for stage in (k - 1, k))
-                lane.drop(sent - taken, self._pipeline.cluster.waits)
+                _drop(lane, sent - taken, self._pipeline.cluster.waits)
         clear(self._lanes)
         if self._lanes:
             self._pipeline.steps[self._step].of_units.end()
@@ -193,3 +194,13 @@ class Stream(Observer):
     def _places(self) -> list[Place]:
         count = self._pipeline.cluster.stage_map.num_stages
         return [Place(k, count, self.num_microbatches) for k in range(count)]
+
+
+def _drop(lane: Lane, count: int, waits: Waits) -> None:
+    """Receive this many values and drop them."""
+    if (values := lane.ends.values) is None:
+        return
+    values.expect(count)
+    for _ in range(count):
+        waits.until(values.ready, f"waits for what stage {lane.stage.program.stage} is to drop")
+        values.get()
