@@ -438,12 +438,8 @@ class intercepting:
         global _interceptions
         with _lock:
             if _interceptions == 0:
-                nn.Module.__call__ = _call  # type: ignore[method-assign, assignment]
-                nn.Module.__setattr__ = _assign  # type: ignore[method-assign, assignment]
-                torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, arg-type]
-                torch.jit.ScriptFunction.__call__ = _call_script  # type: ignore[assignment, method-assign]
-                setattr(checkpoint, CHECKPOINT_BRACKET, _checkpointing)
-                torch.autograd.graph.disable_saved_tensors_hooks = disabling_others  # type: ignore[assignment]
+                for owner, name, _, ours in _INTERCEPTED:
+                    setattr(owner, name, ours)
             _interceptions += 1
 
     def __exit__(self, *error: object) -> None:
@@ -451,12 +447,8 @@ class intercepting:
         with _lock:
             _interceptions -= 1
             if _interceptions == 0:
-                nn.Module.__call__ = call_module  # type: ignore[method-assign]
-                nn.Module.__setattr__ = _assign_attribute  # type: ignore[method-assign]
-                torch.autograd.Function.apply = _apply_function  # type: ignore[method-assign]
-                torch.jit.ScriptFunction.__call__ = _script_function  # type: ignore[method-assign]
-                setattr(checkpoint, CHECKPOINT_BRACKET, _checkpointing_generator)
-                torch.autograd.graph.disable_saved_tensors_hooks = disabling
+                for owner, name, theirs, _ in _INTERCEPTED:
+                    setattr(owner, name, theirs)
 
 
 _lock = threading.Lock()
@@ -555,6 +547,17 @@ def _checkpointing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> I
         function = watcher.repeatable(function, calls_before=0)
     generator = _checkpointing_generator(function, *args, **kwargs)
     return generator if tracer is None or tracer._inside else tracer.region(generator)
+
+
+# What is intercepted: owner, name, torch's own, and what takes its place.
+_INTERCEPTED: tuple[tuple[Any, str, Any, Any], ...] = (
+    (nn.Module, "__call__", call_module, _call),
+    (nn.Module, "__setattr__", _assign_attribute, _assign),
+    (torch.autograd.Function, "apply", _apply_function, classmethod(_apply)),  # type: ignore[arg-type]
+    (torch.jit.ScriptFunction, "__call__", _script_function, _call_script),
+    (checkpoint, CHECKPOINT_BRACKET, _checkpointing_generator, _checkpointing),
+    (torch.autograd.graph, "disable_saved_tensors_hooks", disabling, disabling_others),
+)
 
 
 def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:
