@@ -16,6 +16,7 @@ from lightning_avgpipe.capture.draft import ANYWHERE
 from lightning_avgpipe.capture.effects import Iterators
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.named_state import trained_parameters
+from lightning_avgpipe.capture.reads import Key
 from lightning_avgpipe.capture.recorder import Preview, StepRecorder
 from lightning_avgpipe.capture.tracer import intercepting, watching
 from lightning_avgpipe.capture.units import neighbours
@@ -109,8 +110,21 @@ def _graph(
         _find_what_lasts(recorder, make, run, spare)
         constants = tuple(effects.attributes.pinned_by_constants())
         holders, held_iterators = effects.objects.holders(), iterators.leads()
+    graph = replace(
+        _recorded(step, recorder, module, holders), trained=trained, carried=carried, finite=finite,
+        iterators=held_iterators, pinned=(*draft.pinned, *constants),
+        batch_writes=any(version_of(leaf) != version for leaf, version in batch),
+    )  # fmt: skip
+    if constants and None not in graph.obstacles[1:-1]:  # the step may be divided if nothing else forbids it
+        return replace(graph, pinned=tuple(draft.pinned))
+    return graph
+
+
+def _recorded(step: str, recorder: StepRecorder, module: nn.Module, holders: Mapping[Key, int]) -> CallGraph:
+    """Return the call graph of what a recorder has noted; ``holders`` are its ``mutated_between``."""
+    draft, effects, calls = recorder.draft, recorder.effects, recorder.calls
     drawing = calls.drawing | calls.host_drawing
-    graph = CallGraph(
+    return CallGraph(
         step=step,
         nodes=tuple(replace(node, drawn=tuple(filter(drawing.__contains__, node.drawn))) for node in draft.nodes),
         values=tuple(draft.values),
@@ -122,32 +136,23 @@ def _graph(
         seeding=frozenset(calls.seeding),
         from_entropy=calls.from_entropy,
         leaves=recorder.batch.leaves(),
-        batch_writes=any(version_of(leaf) != version for leaf, version in batch),
         glue_states=frozenset(recorder.state.by_glue),
         rewritten=frozenset(recorder.state.rewritten),
         assigned_between=effects.assigned,
         set_back=tuple(sorted(effects.set_back)),
-        carried=carried,
         mutated_between=holders,
         changed_by_units={key: effects.last_change(key) for key in sorted(effects.of_units - holders.keys())},
         written_tensors=effects.objects.written(recorder.state.changes.nameless),
         reads=dict(effects.attributes.first_reads),
         read_between=dict(effects.attributes.read_between),
         buffers_read=dict(recorder.buffers_read),
-        pinned=(*draft.pinned, *constants),
         leaking=frozenset(recorder.hidden.leaking),
         followed_calls=tuple(calls.ended),
-        trained=trained,
-        finite=finite,
         generators=effects.generators.uses(),
-        iterators=held_iterators,
         uncalled=frozenset(path for path, _ in module.named_modules() if path).difference(calls.calls),
         inner_flops=dict(calls.inner_flops),
         neighbours=tuple(neighbours(module, calls.calls, {name for n in draft.nodes for name in n.parameters})),
     )
-    if constants and None not in graph.obstacles[1:-1]:  # the step may be divided if nothing else forbids it
-        return replace(graph, pinned=tuple(draft.pinned))
-    return graph
 
 
 def _check_submodules(step: str, names: Mapping[int, str], module: nn.Module) -> None:
