@@ -337,14 +337,9 @@ def _is_tensor(template: Any) -> bool:
     return type(template) is not Fixed or isinstance(template.value, Tensor)
 
 
-def look_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the properties of a tensor on which descriptions for later stages depend."""
-    return tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride()
-
-
 def form_of(outcome: OperationResult) -> Any:
     """Return what a step can read of a node's result besides the numbers of tensors: it may do otherwise then."""
-    looks = list(map(look_of, outcome.tensors))
+    looks = list(map(description, outcome.tensors))
     if outcome.parcel is not None:
         return looks, outcome.parcel.content
     if type(outcome.result) is Tensor:
@@ -354,7 +349,7 @@ def form_of(outcome: OperationResult) -> Any:
 
 
 def description(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the properties that a tensor must share with the one for which a program was written."""
+    """Return the properties of a tensor that a program depends on, and descriptions for later stages."""
     stride = tensor.stride() if tensor.layout is torch.strided else None
     return type(tensor), tensor.device, tensor.layout, tensor.shape, tensor.dtype, tensor.requires_grad, stride
 

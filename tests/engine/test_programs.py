@@ -103,6 +103,23 @@ class Caching(Regression):
         return F.mse_loss(x, target)
 
 
+class Neighbours(nn.Module):
+    """Returns a sparse matrix, whose layout has no strides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x > 0).to(x.dtype).to_sparse_csr()
+
+
+class OfGraph(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.neighbours = Neighbours()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        return x + 0.1 * (self.neighbours(x) @ torch.ones(8, 8))
+
+
 class Logging(MLP):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -124,7 +141,7 @@ class Noisy(MLP):
 @pytest.mark.parametrize(
     ("model", "num_stages", "options"),
     [
-        *((model, 3, {}) for model in (Noisy, Dropping, Caching, Logging)),
+        *((model, 3, {}) for model in (Noisy, Dropping, Caching, Logging, OfGraph)),
         (Dropping, 1, {}),
         (Dropping, 3, {"static_step": True}),
         (Dropping, 2, {"recompute": True}),
