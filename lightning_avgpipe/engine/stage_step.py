@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -75,30 +75,20 @@ def why_follow(program: StageProgram) -> str | None:
 _NOT_STATIC = "static_step=False, or a hook of yours runs between micro-batches (such as on_before_zero_grad)"
 
 
-class Signature(NamedTuple):
-    """The properties that micro-batches must share to run one program; all but the tensors are compared.
+def signature(part: Part, static: bool) -> tuple[Sequence[Tensor], tuple[Any, ...]]:
+    """Return the tensors of a micro-batch, and the form that it must share with others to run one program.
 
-    Attributes:
-        tensors: tensors of the batch, then the received ones.
-        described: description of the tensors, and all other arguments of the step.
-        told: descriptions from earlier stages.
+    The tensors are those of the batch, then the received ones. The form describes them, all other arguments of the
+    step, and what earlier stages have told.
+
+    Args:
+        part: part of the step, with the micro-batch.
+        static: whether arguments other than the micro-batch, such as the index of the batch, are ignored.
     """
-
-    tensors: Sequence[Tensor]
-    described: tuple[Any, ...]
-    told: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, part: Part, static: bool) -> Signature:
-        """Return the form of a micro-batch.
-
-        Args:
-            static: whether arguments other than the micro-batch, such as the index of the batch, are ignored.
-        """
-        tensors: list[Tensor] = []
-        structure = _structure(tuple(part.args[:1] if static else part.args), tensors)
-        tensors += part.received
-        return cls(tensors, (list(map(description, tensors)), structure), (part.entries, part.attested))
+    tensors: list[Tensor] = []
+    structure = _structure(tuple(part.args[:1] if static else part.args), tensors)
+    tensors += part.received
+    return tensors, (list(map(description, tensors)), structure, part.entries, part.attested)
 
 
 def _structure(item: Any, tensors: list[Tensor]) -> Any:
@@ -143,7 +133,7 @@ class Programs:
         self._module, self._context = module, context
         self._iteration = 0
         self._audits = True
-        self._written: list[tuple[Signature, FlatProgram]] = []
+        self._written: list[tuple[Any, FlatProgram]] = []  # with their forms
         self._read, self._read_in_part = ReadState(program, module), ReadState(program, module, in_part=True)
         if (why := why_follow(program) if static else _NOT_STATIC) is not None:
             self.end(why)
@@ -155,7 +145,7 @@ class Programs:
         if self._audits or not self.static:
             self._written.clear()
 
-    def find(self, form: Signature) -> list[FlatProgram]:
+    def find(self, form: Any) -> list[FlatProgram]:
         """Return the programs for this form, one for each set of answers; empty if the micro-batch must be followed."""
         if self._audits:
             return []
@@ -178,9 +168,8 @@ class Programs:
                 "nothing, if need be), or set static_step=False, so that each one is followed"
             )
 
-    def _of(self, form: Signature) -> list[FlatProgram]:
-        _, described, told = form
-        return [program for known, program in self._written if known.described == described and known.told == told]
+    def _of(self, form: Any) -> list[FlatProgram]:
+        return [program for known, program in self._written if known == form]
 
     def writer(self) -> ProgramWriter:
         """Return a writer for the micro-batch that is followed now."""
@@ -188,7 +177,7 @@ class Programs:
             return UNUSED
         return ProgramWriter(self._module, self._context, checks_purity=self._audits and not self.static)
 
-    def keep(self, form: Signature, writer: ProgramWriter) -> None:
+    def keep(self, form: Any, writer: ProgramWriter) -> None:
         """Keep the program that was written, or note why there can be none."""
         program = writer.program
         if program is None:
@@ -196,8 +185,7 @@ class Programs:
             return
         before = next((other for other in self._of(form) if other.answers == program.answers), None)
         if before is None:
-            bare = Signature((), form.described, form.told)  # keeps no tensor alive
-            self._written.append((bare, program))
+            self._written.append((form, program))
         elif before != program:
             self.end("it does something else with each micro-batch")
 
@@ -286,11 +274,11 @@ class StageStep:
         trains, writer = task.trains, UNUSED
         if self._may_repeat(part, task):
             assert task.around is not None
-            form = Signature.of(part, self._programs.static)
+            given, form = signature(part, self._programs.static)
             for written in self._programs.find(form):
                 try:
                     with watched(), self.rewritten.saved(trains), self._unforeseen.checked_program():
-                        replayed = self._run_program(written, form, part, task.around(micro_batch))
+                        replayed = self._run_program(written, given, part, task.around(micro_batch))
                 except OtherAnswer:
                     continue
                 except OtherForm as other:
@@ -304,7 +292,7 @@ class StageStep:
             with watched(), self._unforeseen.checked(part.args):
                 if writer is not UNUSED and task.around is not None:
                     with task.around(micro_batch):  # the context may set modes, such as autocast
-                        writer.begin(form.tensors)
+                        writer.begin(given)
                 around = self._unforeseen.node if part.program.num_stages > 1 else None
                 replayed = replay(part, self._context_now(copies), around, writer, self._answers)
             self._began_on_host |= replayed.began_on_host
@@ -336,14 +324,14 @@ class StageStep:
             ) from None
 
     def _run_program(
-        self, program: FlatProgram, form: Signature, part: Part, around: AbstractContextManager[None]
+        self, program: FlatProgram, tensors: Sequence[Tensor], part: Part, around: AbstractContextManager[None]
     ) -> Replayed:
         """Run a program that was written for another micro-batch on this one."""
         runner = Runner(part, self._context)
         seed_host(part.key.derive("host"))  # nothing drew from these when the program was written
         draws = runner.draws
         with draws.stream(), watching(draws), _NOTHING if self.compiled else uncompiled(), around:
-            return program.run(form.tensors, part, runner)
+            return program.run(tensors, part, runner)
 
     @property
     def observe(self) -> Observe | None:
