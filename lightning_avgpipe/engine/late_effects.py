@@ -362,24 +362,16 @@ class LateBuffers(LateEffects):
                 return self._changes(name)
         return None
 
-    def check_write(self, function: str, tensor: Tensor) -> None:
-        """Check that code between units does not write into a buffer by calling this function with this first argument.
+    def check_call(self, function: str, tensors: Sequence[Tensor]) -> None:
+        """Check that code between units may call a function with these tensors, which may be buffers.
 
         Raises:
-            StepChangedError: it does.
+            StepChangedError: it writes into the first one, or takes one that a unit of another stage changes.
         """
-        if self._program.is_last or _WRITES.fullmatch(function) is None:
-            return
-        for name, buffer in self._module.named_buffers():
-            if buffer is tensor:
-                self.check(self._changes(name))
-
-    def check_read(self, function: str, tensors: Sequence[Tensor]) -> None:
-        """Check that code between units does not take a buffer that a unit of another stage changes.
-
-        Raises:
-            StepChangedError: it does.
-        """
+        if not self._program.is_last and _WRITES.fullmatch(function) is not None:
+            for written, buffer in self._module.named_buffers():
+                if buffer is tensors[0]:
+                    self.check(self._changes(written))
         for tensor in tensors if self._absent else ():
             if (name := self._absent.get(id(tensor))) is not None:
                 self.check(

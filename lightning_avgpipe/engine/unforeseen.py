@@ -122,10 +122,9 @@ class Unforeseen:
         """Check that code between units may call a function with these tensors, which may be buffers.
 
         Raises:
-            StepChangedError: it writes into one, or takes one that a unit of another stage changes.
+            StepChangedError: it writes into the first one, or takes one that a unit of another stage changes.
         """
-        self._buffers.check_write(function, tensors[0])
-        self._buffers.check_read(function, tensors)
+        self._buffers.check_call(function, tensors)
 
     def held(self) -> Snapshot:
         """Return a snapshot of the objects that code between units changes.
