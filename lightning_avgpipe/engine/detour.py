@@ -157,7 +157,11 @@ class Detour:
             if version_of(tensor) == version:
                 continue
             value = self._known.value_of(tensor)
-            if not self._may_write(value, id(tensor) in self._owned):
+            if value is None:
+                may_write = self._program.is_last and id(tensor) not in self._owned
+            else:
+                may_write = value not in self._shared
+            if not may_write:
                 raise StepChangedError(
                     f"{node} writes into a weight, or a tensor that others may share, which it did not do when "
                     f"{self._program.graph.step} was captured (stage {self._program.stage}); compute out of place"
@@ -165,12 +169,6 @@ class Detour:
             if value is not None:
                 writes.append((i, value, tensor not in self._known))
         return tuple(writes)
-
-    def _may_write(self, value: int | None, is_owned: bool) -> bool:
-        """Return whether a node may write into a value, or on the last stage into a tensor that is not a weight."""
-        if value is None:
-            return self._program.is_last and not is_owned
-        return value not in self._shared
 
     def leave(self, names: set[str], used: Sequence[Tensor], ended: bool = False) -> None:
         """Choose the values to send when the step reaches a node of a later stage, or its end.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -98,14 +99,11 @@ class StageValues:
             return self._output(node, 0, entry, tensors)
         if isinstance(entry, Parcel):
             return self._open(node, entry, tensors, objects)
-        spec, leaves = entry
-        filled, i = [], 0
-        for leaf in leaves:
-            if isinstance(leaf, TensorMeta):
-                filled.append(self._output(node, i, leaf, tensors))
-                i += 1
-            else:
-                filled.append(leaf.value)
+        (spec, leaves), number = entry, count()
+        filled = [
+            self._output(node, next(number), leaf, tensors) if isinstance(leaf, TensorMeta) else leaf.value
+            for leaf in leaves
+        ]
         return tree.unflatten(filled, spec.spec)
 
     def _output(self, node: Node, i: int, meta: TensorMeta, tensors: list[Tensor]) -> Tensor:
