@@ -18,12 +18,12 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.tensors import KnownTensors, is_strided, tensor_arguments, tensor_bytes
 from lightning_avgpipe.utils.torch_compat import address, version_of
 
-# Functions whose results have a length that depends on numbers, ...
-_LENGTHS = frozenset(("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select"))
-# ... functions that keep such a length, ...
-_SAME = frozenset(("squeeze", "flatten", "view", "reshape", "to", "cpu", "long", "int", "detach", "__getitem__"))
-# ... and functions that return it.
-_TELL = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel))  # type: ignore[attr-defined]
+# Functions whose results have a length that depends on numbers.
+_SIZED = frozenset(("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select"))
+# Functions whose results are as long as what they are given.
+_AS_LONG = frozenset(("squeeze", "flatten", "view", "reshape", "to", "cpu", "long", "int", "detach", "__getitem__"))
+# Functions that return the length of a tensor.
+_ASKS = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel))  # type: ignore[attr-defined]
 
 ANYWHERE = sys.maxsize  # stands for the last node of a range
 Pin = tuple[int, int, str]  # first and last position where no cut may lie, and the reason
@@ -133,13 +133,13 @@ class Draft:
         masked = name == "__getitem__" and self.values_of(
             [t for t in tensor_arguments(*args[1:]) if t.dtype is torch.bool]
         )
-        new = name in _LENGTHS or (name == "where" and len(args) == 1) or masked
-        if (new and inputs) or (name in _SAME and not self._sized.isdisjoint(inputs)):
+        new = name in _SIZED or (name == "where" and len(args) == 1) or masked
+        if (new and inputs) or (name in _AS_LONG and not self._sized.isdisjoint(inputs)):
             self._sized.update(self.nodes[-1].outputs)
 
     def described(self, func: Any, tensors: Sequence[Tensor]) -> None:
         """Note that the step has read a description of tensors, which may depend on numbers of values."""
-        if func in _TELL and not self._sized.isdisjoint(self.values_of(tensors)):
+        if func in _ASKS and not self._sized.isdisjoint(self.values_of(tensors)):
             self.nodes[-1] = replace(self.nodes[-1], reads_numbers=True)
 
     # -- objects that units write into ---------------------------------------------------------------------------------

@@ -427,7 +427,7 @@ def _progress(obj: Any, depth: int = 9) -> Any:
     """Return the position of an iterator as an object that can be compared, without advancing the iterator."""
     if isinstance(obj, types.GeneratorType):
         frame = obj.gi_frame
-        return None if frame is None else (frame.f_lasti, {k: _told(v, depth) for k, v in frame.f_locals.items()})
+        return None if frame is None else (frame.f_lasti, {k: _comparable(v, depth) for k, v in frame.f_locals.items()})
     if isinstance(obj, itertools.count):
         return repr(obj)
     if _num_yielded(obj) is not None:
@@ -438,14 +438,15 @@ def _progress(obj: Any, depth: int = 9) -> Any:
             parts = obj.__reduce__()
     except TypeError:  # the iterator does not tell its position
         return None
-    return _told(parts, depth)
+    return _comparable(parts, depth)
 
 
-def _told(part: Any, depth: int) -> Any:
+def _comparable(part: Any, depth: int) -> Any:
+    """Return a part of an iterator's position as an object that can be compared."""
     if isinstance(part, (type(None), bool, int, float, str, bytes, range)):
         return part
     if depth and type(part) in (tuple, list):  # these may be new objects at each call, so ids cannot be compared
-        return [_told(inner, depth - 1) for inner in part]
+        return [_comparable(inner, depth - 1) for inner in part]
     return _progress(part, depth - 1) if depth and is_iterator(part) else id(part)
 
 
