@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -179,7 +179,7 @@ class UnitRepeater:
         if not self._recompute.includes(node.name) or not torch.is_grad_enabled():
             return run
         modules = list(self._module.get_submodule(node.name).modules())
-        changed = _tensors(self._module, node.states)
+        changed = _held(registers_of(self._module, node.states))
         draws = RandomState(self._device)  # kept even if the unit has not drawn so far, since it may begin to
         surroundings: ForwardState | None = None
 
@@ -220,12 +220,13 @@ class Repetition:
 
     def __init__(self, own: OwnModule, device: torch.device, recompute: Recompute, relayed: bool) -> None:
         program, module = own.program, own.module
-        self._program, self._module = program, module
+        self._program = program
         self._stages = recompute.stages
         repeats = bool(recompute.stages or recompute.modules)
         self._read = [*own.attributes.variables, *_unowned(program, module)] if repeats else []
         self.units = UnitRepeater(module, recompute, device, self._read) if recompute.modules else None
         self._scope = _scope(program, module) if recompute.stages else []
+        self._registers = registers_of(module, program.states if recompute.stages else ())
         self.overwritten = _overwritten(program) if recompute.stages or relayed else frozenset[int]()
         self._micro_batches: frozenset[int] = frozenset()
 
@@ -239,13 +240,12 @@ class Repetition:
 
     def surroundings(self) -> ForwardState:
         """Return a record of the state before a forward of the stage."""
-        return ForwardState(self._scope, _tensors(self._module, self._program.states), self._read)
+        return ForwardState(self._scope, _held(self._registers), self._read)
 
 
-def _tensors(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
-    """Return the parameters and buffers of these names that there are now."""
-    held = (register.get(name) for register, name in registers_of(module, names).values())
-    return [tensor for tensor in held if tensor is not None]
+def _held(registers: Mapping[str, tuple[dict[str, Any], str]]) -> list[Tensor]:
+    """Return the parameters and buffers that registers hold now."""
+    return [held for register, name in registers.values() if (held := register.get(name)) is not None]
 
 
 def _scope(program: StageProgram, module: nn.Module) -> list[nn.Module]:

@@ -92,14 +92,19 @@ def stream_seed() -> int | None:
     return _begun.seed
 
 
-@contextlib.contextmanager
-def restored(generators: Iterable[torch.Generator]) -> Iterator[None]:
+class restored:
     """Restore these generators of torch at the end of this context."""
-    states = [(generator, generator.get_state()) for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in states:
+
+    __slots__ = ("_states",)
+
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+        self._states = [(generator, generator.get_state()) for generator in generators]
+
+    def __enter__(self) -> None:
+        """Enter the context."""
+
+    def __exit__(self, *error: object) -> None:
+        for generator, state in self._states:
             generator.set_state(state)
 
 
