@@ -522,7 +522,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def _in_step(self) -> bool:
         """Return whether the module's step runs now on a micro-batch, and no hook."""
-        return isinstance(self._run, PipelineRun) and self._run.models.step_log.in_step
+        return isinstance(self._run, PipelineRun) and self._run.in_step
 
     def _divide_data(self, trainer: pl.Trainer, cluster: Cluster) -> None:
         """Let each group read its part of the training data, in bundles of N batches.

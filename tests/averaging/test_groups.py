@@ -77,12 +77,21 @@ class Bomb:
             raise ValueError("one group has failed")
 
 
+class Planned(MLP):
+    """A module that asks how many steps there will be, as for a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        self.steps = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
 def divided(rank: int) -> Any:
     options = {"num_microbatches": 2, "averaging": Averaging(groups=2), "timeout": timedelta(seconds=30)}
     torch.manual_seed(rank)  # so the groups' modules differ until training begins
-    model, seen = MLP(), Seen()
+    model, seen = Planned(), Seen()
     runner = pipeline(1, 2, options, callbacks=[seen], max_epochs=1, num_sanity_val_steps=0)
     runner.fit(model, numbered(24, shuffle=True), numbered(8))
+    assert model.steps == runner.global_step
     steps = [runner.global_step]
     left = state(model)
 
