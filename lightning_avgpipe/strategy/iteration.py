@@ -204,9 +204,9 @@ class IterationOrder:
         iteration.works = iteration.weighed()
         if not ran:
             return None
-        loop.bring(loop.observed)
         models.skipped = loop.skipped(iteration, [len(o.skipped) == o.count for o in iteration.outcomes])
         result = loop.result(iteration)
+        loop.bring(loop.observed)
         if iteration.trains:
             if steps:
                 loop.deployment.parallel.sum_copied_gradients()

@@ -136,10 +136,13 @@ class PipelineLoop:
             MicroBatchError: the step cannot be captured on a micro-batch; see :meth:`IterationOrder.train`.
         """
         self.order.drain()
+        observed = hooks.has_any(self.trainer, hooks.OF_EVALUATION)
+        self.bring(observed)  # what training has changed, before the step changes anything of the reference
         iteration = self.new_iteration(step, [batch], rest)
         iteration.trains = False
         if self.run(iteration):
-            self.bring(hooks.has_any(self.trainer, hooks.OF_EVALUATION))
+            self._to_bring.add(step)
+            self.bring(observed)
         if step in self.deployment.undivided:
             results = self._run_whole(iteration)
         else:
@@ -354,7 +357,6 @@ class PipelineLoop:
             self.models.step_log.tell_groups() if training else self.models.step_log.issue()
         if training:
             iteration.outcomes = self._of_replicas(iteration.outcomes)
-        self._to_bring.add(step)
         return True
 
     def task(self, iteration: Iteration, n: int, known: frozenset[int] = frozenset()) -> Task:
@@ -404,7 +406,11 @@ class PipelineLoop:
         return frozenset(n for n, is_skipped in enumerate(skipped) if is_skipped)
 
     def result(self, iteration: Iteration) -> Any:
-        """Return the merged result of pipeline 0, None if all its micro-batches were skipped; note the loss."""
+        """Return the merged result of pipeline 0, None if all its micro-batches were skipped; note the loss.
+
+        What the step has changed is to be brought to the other processes from then on.
+        """
+        self._to_bring.add(iteration.step)
         nothing, results = torch.zeros((), device=self.cluster.device), iteration.outcomes[0].results
         result = {"loss": nothing} if results is None else self._merged(results, iteration.works[0])
         if result is None and self.cluster.stage_map.replicas > 1:  # other replicas may have a loss

@@ -319,6 +319,7 @@ class PipelineOptimization(_AutomaticOptimization):
         # only now, since the other stages wait for rank 0's news
         if self._observed:
             self._loop.models.finish_averaging()
+        self._loop.bring(self._observed)
         schedule_control.accept(decided)
         schedule_control.log(self.trainer)
         self._loop.end_iteration()

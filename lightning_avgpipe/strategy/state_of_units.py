@@ -9,15 +9,19 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
+from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.capture.reads import Key
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.state.outside import variable
 from lightning_avgpipe.state.parcel import Packer
+from lightning_avgpipe.strategy.iteration import STEP
 from lightning_avgpipe.strategy.rank_zero_hooks import LARGEST, accept, packed, unpacked
 from lightning_avgpipe.training.deployment import Deployment, hosts_of
 from lightning_avgpipe.utils.elsewhere import Elsewhere
@@ -39,19 +43,43 @@ class StateOfUnits:
     def bring(self, step: str) -> None:
         """Bring what a step has changed to all processes of the group. Each of them calls it.
 
-        A step that has no stages any more, since there is a new plan, has them again when it runs next.
+        A step that has no stages any more, since there is a new plan, has them again when it runs next. Of a step of
+        training these are the buffers of each parallel model; else those of the model that the module shows.
         """
         divided = self._cluster.group.world_size > 1 and step in self._deployment.pipeline.steps
         owners = dict(self._owned(step)) if divided else {}
         if not owners:
             return
-        packer = Packer(self._module)
-        mine = {key: self._packed(packer, key) for key, rank in owners.items() if rank == self._cluster.rank}
-        for rank, found in enumerate(self._cluster.group.exchange_objects(mine, "what submodules have changed")):
-            for key, value in found.items() if rank != self._cluster.rank else ():
-                if isinstance(value, tuple):
-                    value = unpacked(packer, value, self._cluster.device)
-                accept(self._module, key, value)
+        parallel, trains = self._deployment.parallel, step == STEP
+        with parallel.showing_reference(False) if trains else contextlib.nullcontext():
+            self._exchange(owners, parallel.ensemble if trains else None)
+
+    def _exchange(self, owners: Mapping[Key, int], ensemble: Ensemble | None) -> None:
+        """Send what this process owns to the others, and accept what they own.
+
+        Args:
+            owners: attribute, buffer or variable -> rank that has it.
+            ensemble: parallel models, which have buffers of their own; None: those that the module has now.
+        """
+        packer, size = Packer(self._module), 1 if ensemble is None else ensemble.models.size
+        buffers = {(path, name) for path, module in self._module.named_modules() for name in module._buffers}
+
+        def shown(n: int) -> AbstractContextManager[None]:
+            return contextlib.nullcontext() if ensemble is None else ensemble.placed(n)
+
+        mine: list[dict[Key, Any]] = []
+        for n in range(size):
+            keys = [k for k, rank in owners.items() if rank == self._cluster.rank and (n == 0 or k in buffers)]
+            with shown(n):
+                mine.append({key: self._packed(packer, key) for key in keys})
+        found = self._cluster.group.exchange_objects(mine, "what submodules have changed")
+        others = [models for rank, models in enumerate(found) if rank != self._cluster.rank]
+        for n in range(size):
+            with shown(n):
+                for key, value in (item for models in others for item in models[n].items()):
+                    if isinstance(value, tuple):
+                        value = unpacked(packer, value, self._cluster.device)
+                    accept(self._module, key, value)
 
     def _owned(self, step: str) -> Iterator[tuple[Key, int]]:
         """Yield the buffers, attributes and variables that submodules change in a step, with the rank that has them."""

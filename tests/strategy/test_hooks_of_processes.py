@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torchmetrics import MeanMetric
 
+from lightning_avgpipe import Averaging
 from tests import processes
 from tests.strategy.steps import (
     Layers,
@@ -478,6 +479,54 @@ def test_hooks_read_what_submodules_of_another_process_keep(in_two: Any) -> None
         assert found == metrics
 
 
+class Normalised(Layers):
+    """Its hooks read the statistics of all models and of the reference: that of the epoch's end, and one within it."""
+
+    def __init__(self, within: bool) -> None:
+        super().__init__()
+        self.b = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))  # type: ignore[assignment]
+        self.within, self.seen = within, list[Tensor]()
+
+    def look(self) -> None:
+        strategy: Any = self.trainer.strategy
+        for shown in (*(strategy.parallel_model(n) for n in range(strategy.num_pipelines)), strategy.reference()):
+            with shown as model:
+                self.seen += [buffer.clone() for buffer in model.buffers()]
+
+    def on_after_backward(self) -> None:
+        if self.within:
+            self.seen += [buffer.clone() for buffer in self.buffers()]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.within:
+            self.look()
+
+    def on_train_epoch_end(self) -> None:
+        self.look()
+
+
+STATISTICS: list[tuple[bool, dict[str, Any]]] = [
+    (True, {"num_pipelines": 2}),
+    (False, {"num_pipelines": 2, "averaging": Averaging(rolling=True)}),
+    (False, {"weight_policy": "2bw"}),
+]
+
+
+def statistics(devices: int) -> list[list[Tensor]]:
+    made = [
+        piped(Normalised(on), 2, devices, split_points=["c"], costs="flops", verify=False, **given)
+        for on, given in STATISTICS
+    ]
+    return [module.seen for module in made]
+
+
+def test_hooks_read_the_statistics_of_all_models_whatever_the_order_of_iterations(in_two: Any) -> None:
+    found = in_two[0]["statistics"]
+    for (_, given), one, other in zip(STATISTICS, statistics(1), found, strict=True):
+        assert len(one) == len(other), given
+        assert all(map(torch.equal, one, other)), given
+
+
 class Scaled(nn.Module):
     """A layer whose code behind its linear part is on the stage of what sets its gain."""
 
@@ -623,6 +672,7 @@ def all_of_it(rank: int) -> dict[str, Any]:
         "scales": as_one(2, Scales, 2),
         "ended": ended(2),
         "ended of two": ended_of_two(2),
+        "statistics": statistics(2),
         "steered": steered(2),
     }
 
