@@ -178,6 +178,12 @@ class Plan:
             lines.append(self._expectation(self.forecast))
         return "\n".join(lines)
 
+    @property
+    def brief(self) -> str:
+        """The units of each stage, in one line."""
+        ranks = [f" (rank {', '.join(map(str, ranks))})" for ranks in self.devices] or [""] * self.num_stages
+        return "; ".join(f"stage {s.index}{ranks[s.index]}: {first_to_last(s.units)}" for s in self.stages)
+
     def _batch(self) -> list[str]:
         parts = [
             f"{', '.join(leaf.name or 'its tensor' for leaf in stage.leaves)} to stage {stage.index} "

@@ -102,26 +102,45 @@ def give_back(context: RunContext, deployment: Deployment) -> None:
         context.state.end()
 
 
-def announce(plan: Plan, cluster: Cluster, shards: bool = False, splitter: BatchSplitter | None = None) -> None:
-    """Print a plan on rank 0, with hints where pipelining does not pay, or training may fail or differ.
+def announce(
+    plan: Plan, cluster: Cluster, shards: bool = False, splitter: BatchSplitter | None = None, brief: bool = False
+) -> None:
+    """Print a plan on rank 0, with hints on what may fail or differ.
 
     Args:
         plan: the plan.
         cluster: the connected processes.
         shards: whether replicas divide the optimizer states.
         splitter: splits batches; None: they are not split.
+        brief: whether to print one line, for evaluation, and not a table.
     """
     stage_map = cluster.stage_map
+    if cluster.group.world_size > 1 and not plan.devices:
+        plan = replace(plan, devices=tuple(tuple(stage_map.ranks(k)) for k in range(plan.num_stages)))
+    if brief:
+        rank_zero_info(f"{plan.graph.step}: {plan.brief}")
+    else:
+        _show_table(plan, cluster, shards)
+    _warn_of_decisions(plan)
+    if splitter is not None and plan.graph.carried and splitter.count > 1 and not splitter.chooses:
+        splitter.warn_once(
+            f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
+            "micro-batch, that is to other samples of the same batch, and must fit each of them; with "
+            "num_microbatches=1 it goes from batch to batch, as on one device"
+        )
+    _warn_of_replicas(plan, stage_map.stage_replicas)
+
+
+def _show_table(plan: Plan, cluster: Cluster, shards: bool) -> None:
+    """Print a plan as a table, and whether pipelining pays."""
+    stage_map, size = cluster.stage_map, cluster.group.world_size
     groups = f", {stage_map.replicas} replicas" if stage_map.replicas > 1 else ""
     groups += f", {stage_map.num_teams} groups of them" if stage_map.num_teams > 1 else ""
     if any(count > 1 for count in stage_map.stage_replicas):
         groups += f", {' + '.join(map(str, stage_map.stage_replicas))}"
     groups += ", each with a part of the optimizer states" * shards
-    size = cluster.group.world_size
     processes = "one process" if size == 1 else f"{size} processes"
     stages = "one stage" if plan.num_stages == 1 else f"{plan.num_stages} stages"
-    if size > 1 and not plan.devices:
-        plan = replace(plan, devices=tuple(tuple(stage_map.ranks(k)) for k in range(plan.num_stages)))
     rank_zero_info(f"\n{stages} on {processes}{groups}:\n{plan}")
     alone_s = plan.serial_s
     if size > 1 and alone_s is not None and plan.forecast is not None and plan.forecast.iteration_s > _PAYS * alone_s:
@@ -133,14 +152,6 @@ def announce(plan: Plan, cluster: Cluster, shards: bool = False, splitter: Batch
     if plan.note:
         tell = rank_zero_warn if plan.slowest.share > _USELESS else rank_zero_info
         tell(plan.note)
-    _warn_of_decisions(plan)
-    if splitter is not None and plan.graph.carried and splitter.count > 1 and not splitter.chooses:
-        splitter.warn_once(
-            f"'{plan.graph.carried[0]}', which {plan.graph.step} keeps for the next time, goes from micro-batch to "
-            "micro-batch, that is to other samples of the same batch, and must fit each of them; with "
-            "num_microbatches=1 it goes from batch to batch, as on one device"
-        )
-    _warn_of_replicas(plan, stage_map.stage_replicas)
 
 
 def _warn_of_decisions(plan: Plan) -> None:

@@ -310,7 +310,8 @@ class PipelineLoop:
         if made:  # the plan stays
             self.plan = self.deployment.plan
             assert self.plan is not None
-            announce(self.plan, self.cluster, self.configuration.options.shard is not None, self.splitter)
+            shards, brief = self.configuration.options.shard is not None, not self.context.fitting
+            announce(self.plan, self.cluster, shards, self.splitter, brief)
         if self._preparation.check(iteration):
             return True
         if iteration.step not in self.deployment.undivided:
