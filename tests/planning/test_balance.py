@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -206,3 +207,5 @@ def test_a_plan_is_a_table() -> None:
         "0      u0            1.5 K       50%   1 value, 4 B a micro-batch",
         "1      u1 .. u3 (3)  4.5 K       50%   -",
     ]
+    assert plan.brief == "stage 0: u0; stage 1: u1 .. u3 (3)"
+    assert replace(plan, devices=((2, 3), (0, 1))).brief == "stage 0 (rank 2, 3): u0; stage 1 (rank 0, 1): u1 .. u3 (3)"

@@ -99,6 +99,15 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("there is nothing to pipeline") == 1
 
 
+def test_the_table_of_stages_is_that_of_training(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        runner = trainer(strategy=AvgPipeStrategy(num_stages=2, costs="flops"), max_steps=1)
+        for run in (runner.fit, runner.validate):
+            run(MLP(), loader(MLP, 8, 8))
+    assert caplog.text.count("sends to the next") == 1
+    assert "validation_step: stage 0: " in caplog.text
+
+
 def test_a_module_on_meta_gets_its_contents() -> None:
     class Large(MLP):
         def configure_model(self) -> None:
