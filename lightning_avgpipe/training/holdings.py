@@ -483,11 +483,13 @@ def _copied_for(parameter: Tensor, name: str, value: Any) -> Any:
 
 
 def move_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Copy optimizer state to the device of its parameter, except the step counter, which the optimizer placed itself.
+    """Copy optimizer states to a device, except counters, which the optimizer has placed itself.
 
-    State on the device is copied as well: after loading it may be mapped from a file, and such memory must not be kept.
+    States on the device are copied as well: after loading they may be mapped from a file, and such memory must not be
+    kept.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor):
-                state[name] = value.to(device if value.shape == parameter.shape else value.device, copy=True)
+                is_counter = name == "step" or value.dim() == 0 < parameter.dim()
+                state[name] = value.to(value.device if is_counter else device, copy=True)

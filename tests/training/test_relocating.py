@@ -15,6 +15,7 @@ from lightning_avgpipe import Averaging
 from lightning_avgpipe.comm.topology import DeviceLayout
 from lightning_avgpipe.errors import ConfigurationError, PartitionError
 from lightning_avgpipe.strategy import checks
+from lightning_avgpipe.training.holdings import move_state
 from tests import processes
 from tests.averaging.models import assert_equal
 from tests.models import MLP, Regression, TiedTransformer, loader
@@ -272,3 +273,14 @@ def test_names_that_cannot_be_are_refused_where_they_are_given(
 ) -> None:
     with pytest.raises(error, match=message):
         fit(0, 1, MLP, {1: points}, tmp_path / "never", {})
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.AdamW, torch.optim.NAdam])
+def test_all_states_of_an_optimizer_go_to_the_device_of_its_parameters_but_counters(kind: Any) -> None:
+    model = nn.ParameterList([torch.randn(3, 4), torch.randn(4), torch.tensor(1.0)])
+    optimizer = kind(model.parameters())
+    sum(parameter.square().sum() for parameter in model).backward()
+    optimizer.step()
+    move_state(optimizer, torch.device("meta"))
+    left = {name for state in optimizer.state.values() for name, value in state.items() if not value.is_meta}
+    assert left in ({"step"}, {"step", "mu_product"})
