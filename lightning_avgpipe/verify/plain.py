@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_avgpipe.averaging.optimizers import unwrapped
@@ -180,9 +179,9 @@ class PlainTraining:
 
         with alone(), intercepting(), random_state():
             if batch.steps:
-                handle = after_step(optimizer, module, traces.weights)
+                forget = after_step(optimizer, module, traces.weights)
                 loop.automatic_optimization._optimizer_step(batch_idx, closure)
-                handle.remove()
+                forget()
             else:
                 closure()
         traces.logged.update(self._logged.of_batch())
@@ -300,21 +299,26 @@ def _expected(batch: Batch, evaluation: int) -> Batch:
     return batch
 
 
-def after_step(optimizer: Optimizer, module: pl.LightningModule, found: dict[str, Fingerprint]) -> RemovableHandle:
+def after_step(optimizer: Optimizer, module: pl.LightningModule, found: dict[str, Fingerprint]) -> Callable[[], None]:
     """Take fingerprints of the weights that this process holds whenever an optimizer has stepped.
+
+    One that does not call ``Optimizer.__init__``, as some that wrap others do not, has no hooks, so none are taken.
 
     Args:
         optimizer: optimizer that steps.
         module: module that has the weights.
         found: dictionary that gets the fingerprints.
     Returns:
-        A handle that removes the hook.
+        A function that ends this.
     """
 
     def note(*_: Any) -> None:  # where step() calls that of a base class, the outermost call is the last to come here
         found.update((name, fingerprint(p)) for name, p in module.named_parameters() if not p.is_meta)
 
-    return unwrapped(optimizer).register_step_post_hook(note)
+    try:
+        return unwrapped(optimizer).register_step_post_hook(note).remove
+    except AttributeError:
+        return noop
 
 
 def portable(values: Mapping[str, Any]) -> dict[str, Any]:

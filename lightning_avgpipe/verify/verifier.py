@@ -294,7 +294,7 @@ class Verifier:
             result = after_closure(model, optimizer, *args, **kwargs)
             known = {id(p) for p in module.parameters()}
             if stepped < len(self._now) and all(id(p) in known for p in parameters_in(unwrapped(optimizer))):
-                handles.callback(after_step(optimizer, module, self._now[stepped].traces.weights).remove)
+                handles.callback(after_step(optimizer, module, self._now[stepped].traces.weights))
                 stepped += 1
             return result
 

@@ -95,6 +95,31 @@ def fit(
 # -- what is equal ---------------------------------------------------------------------------------------------------
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Wraps another optimizer, as people write it: without calling the constructor of the base class."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.defaults, self.state, self.param_groups = optimizer.defaults, optimizer.state, optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Wrapped(MLP):
+    def configure_optimizers(self) -> Any:
+        return Wrapping(super().configure_optimizers())
+
+
+def test_an_optimizer_without_hooks_is_verified_except_for_the_weights_after_its_step(said: list[str]) -> None:
+    fit(Wrapped())
+    assert said[0].startswith("verified 2 optimizer steps: ") and "gradients" in said[0]
+    assert "weights" not in said[0]
+
+
 @pytest.mark.parametrize(
     ("model", "options", "runner"),
     [
