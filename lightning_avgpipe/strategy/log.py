@@ -440,7 +440,7 @@ class SyncedLoggerConnector(_LoggerConnector):
     def epoch_end_reached(self) -> None:
         """Sync the metrics if hooks look at them that come next. All ranks call it when the batches have ended."""
         super().epoch_end_reached()
-        if self._looked_at and not self.trainer.sanity_checking:
+        if self._looked_at:
             self.sync()
 
     def on_epoch_end(self) -> None:

@@ -527,6 +527,34 @@ def test_hooks_read_the_statistics_of_all_models_whatever_the_order_of_iteration
         assert all(map(torch.equal, one, other)), given
 
 
+class Monitors(L.Callback):
+    """Reads a metric of validation on every process, in the sanity check too."""
+
+    def __init__(self) -> None:
+        self.found = list[float]()
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.found.append(float(trainer.callback_metrics["loss"]))
+
+
+class Monitored(Layers):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch))
+
+
+def monitored(devices: int) -> list[float]:
+    monitors = Monitors()
+    piped(Monitored(), 2, devices, {"callbacks": [monitors]}, costs="flops", verify=False)
+    return monitors.found
+
+
+def test_callbacks_find_metrics_on_every_process_in_the_sanity_check_too(in_two: Any) -> None:
+    expected = monitored(1)
+    assert len(expected) == 2
+    for rank in in_two:
+        assert rank["monitored"] == expected
+
+
 class Scaled(nn.Module):
     """A layer whose code behind its linear part is on the stage of what sets its gain."""
 
@@ -672,6 +700,7 @@ def all_of_it(rank: int) -> dict[str, Any]:
         "scales": as_one(2, Scales, 2),
         "ended": ended(2),
         "ended of two": ended_of_two(2),
+        "monitored": monitored(2),
         "statistics": statistics(2),
         "steered": steered(2),
     }
