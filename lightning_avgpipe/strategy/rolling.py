@@ -46,11 +46,14 @@ from torch import Tensor
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
 from lightning_avgpipe.engine.pipeline import Engine, Pipeline
+from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.ahead import Overlap
 from lightning_avgpipe.strategy.checks import is_rolling_refused
 from lightning_avgpipe.strategy.iteration import STEP, Iteration, IterationOrder
 from lightning_avgpipe.strategy.loop import PipelineLoop
+from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.patching import noop, replaced
+from lightning_avgpipe.utils.torch_compat import version_of
 
 
 class RollingOrder(IterationOrder):
@@ -61,6 +64,7 @@ class RollingOrder(IterationOrder):
         self.overlap = Overlap(loop)
         self._engine = Engine(loop.cluster, STEP, rolls=True)
         self._now: Iteration | None = None  # iteration in which models step
+        self._versions: dict[int, dict[str, int]] = {}  # of the weights of models that have begun the next iteration
         values = loop.models.step_log.batch_values
         values.refuses = lambda: self._metric_refused if self.overlap.checked and self.overlaps else ""
 
@@ -90,6 +94,7 @@ class RollingOrder(IterationOrder):
         self._clear_in_turn(iteration)
         if iteration.begun:
             overlap.check()
+            self._check_weights(iteration)
             if [*loop.schedule_control.observers]:
                 self._undo(iteration)
         if not self._run_first(iteration):
@@ -134,6 +139,7 @@ class RollingOrder(IterationOrder):
             if iteration is not None:
                 self._issue(iteration)
                 self.overlap.check()
+                self._versions = {n: self._versions_of(n) for it in self.overlap.coming for n in it.begun}
         except BaseException:
             loop.context.connection.failed = True  # some models have stepped and others have not
             raise
@@ -237,6 +243,25 @@ class RollingOrder(IterationOrder):
     def _begin_turns(self) -> None:
         self._ensemble.averager.begin_staggered()
         self.overlap.begin()
+
+    def _versions_of(self, n: int) -> dict[str, int]:
+        return {name: version_of(weight) for name, weight in self._ensemble.models.parameters(n).items()}
+
+    def _check_weights(self, iteration: Iteration) -> None:
+        """Check that hooks have changed no weights of models that have begun an iteration.
+
+        Raises:
+            ConfigurationError: names a weight.
+        """
+        now = {n: self._versions_of(n) for n in sorted(iteration.begun)}
+        changed = [f"'{name}'" for n in now for name, was in self._versions[n].items() if now[n].get(name) != was]
+        if changed:
+            raise ConfigurationError(
+                f"with {self.overlap.option} a hook of a batch has changed {listed(list(dict.fromkeys(changed)))}, "
+                "with which micro-batches of the next batch may have run already. Change weights where gradients are "
+                f"seen (on_before_optimizer_step) or where the pipeline drains (on_train_epoch_end), or use "
+                f"{self.overlap.instead}"
+            )
 
     def _rolls(self, iteration: Iteration) -> bool:
         """Return whether this iteration may overlap others: the stages are there, and nothing looks at it alone."""

@@ -269,6 +269,14 @@ class Heated(Net):
         self.temperature *= 0.9
 
 
+class Clamps(Net):
+    def on_train_batch_end(self, *args: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        for n in range(strategy.num_pipelines):
+            with strategy.parallel_model(n), torch.no_grad():
+                self.scale.clamp_(-0.5, 0.5)
+
+
 class Clears(Net):
     def on_before_zero_grad(self, optimizer: Any) -> None:
         pass
@@ -297,6 +305,7 @@ class MeasuredLater(Measured):
         (ReadsRate, True, "reads trainer.optimizers"),
         (ReadsOptimizers, True, r"reads optimizers\(\)"),
         (Heated, True, "changed 'temperature'"),
+        (Clamps, True, "has changed 'scale', with which micro-batches of the next batch"),
         (Clears, True, "Clears.on_before_zero_grad"),
         (Measured, True, "updates the metric object 'mean'"),
         # what is found later is an error that names the option
