@@ -72,6 +72,10 @@ class StateOfUnits:
             keys = [k for k, rank in owners.items() if rank == self._cluster.rank and (n == 0 or k in buffers)]
             with shown(n):
                 mine.append({key: self._packed(packer, key) for key in keys})
+        shared = None if ensemble is None else ensemble.models.shared
+        if shared is not None:  # the reference's, which rolling groups have averaged before
+            keys = [k for k in buffers if owners.get(k) == self._cluster.rank and joined(*k) in shared.buffers]
+            mine.append({key: self._packed(packer, key, shared.buffers[joined(*key)]) for key in keys})
         found = self._cluster.group.exchange_objects(mine, "what submodules have changed")
         others = [models for rank, models in enumerate(found) if rank != self._cluster.rank]
         for n in range(size):
@@ -80,6 +84,10 @@ class StateOfUnits:
                     if isinstance(value, tuple):
                         value = unpacked(packer, value, self._cluster.device)
                     accept(self._module, key, value)
+        if shared is not None:
+            for key, value in (item for models in others for item in models[size].items()):
+                if isinstance(value, tuple):
+                    shared.buffers[joined(*key)] = unpacked(packer, value, self._cluster.device)
 
     def _owned(self, step: str) -> Iterator[tuple[Key, int]]:
         """Yield the buffers, attributes and variables that submodules change in a step, with the rank that has them."""
@@ -97,15 +105,17 @@ class StateOfUnits:
             elif len(hosts) == 1:
                 yield (path, name), hosts.pop()
 
-    def _packed(self, packer: Packer, key: Key) -> Any:
+    def _packed(self, packer: Packer, key: Key, held: Any = None) -> Any:
+        """Return what is held under a key in a form that can be sent; None: what the module has there."""
         path, name = key
         buffers = self._module.get_submodule(path)._buffers
         try:
-            held = buffers[name] if name in buffers else variable(self._module, path, name).state().get("value")
+            if held is None:
+                held = buffers[name] if name in buffers else variable(self._module, path, name).state().get("value")
             return packed(packer, held, LARGEST)
         except Exception as error:  # pickling runs code of the objects, which may raise any error
             return Elsewhere(
-                joined(path, name),
+                joined(*key),
                 f"which the submodule changes on rank {self._cluster.rank}, and which cannot be sent: {error}. Keep "
                 "what hooks read in a buffer or a number, or return it from the submodule",
             )

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -224,6 +225,30 @@ def test_groups_roll_where_nothing_stands_against_it(found: list[Any]) -> None:
         for one, other in (("left open", "two models"), ("given way", "drained")):
             assert_equal(found[g][one][1], found[g][other][1])
             assert found[g][one][2] == found[g][other][2]
+
+
+class Looks(L.Callback):
+    """Reads the statistics of the reference at the end of the epoch."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        with trainer.strategy.reference():
+            self.seen = {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def of_two_stages(rank: int) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    looks, group = Looks(), rank // 2
+    strategy = {"num_microbatches": 2, "averaging": Averaging(groups=GROUPS, rolling=True)}
+    runner = pipeline(2, 2 * GROUPS, strategy, callbacks=[looks], use_distributed_sampler=False, max_epochs=1)
+    runner.fit(Scaled(), Batches([batch for bundle in of_group(group, 2) for batch in bundle]))
+    return looks.seen
+
+
+def test_every_process_of_a_group_finds_the_statistics_of_the_reference(tmp_path: Path) -> None:
+    found = processes.results(processes.run(2 * GROUPS, of_two_stages, folder=tmp_path))
+    assert found[0]["first.1.num_batches_tracked"] > 0
+    for other in found[1:]:
+        assert_equal(other, found[0])
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(found: list[Any]) -> None:
