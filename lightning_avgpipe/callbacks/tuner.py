@@ -176,7 +176,7 @@ class AvgPipeTuner(Callback):
             self._apply(strategy)
             return
         self._check_open(strategy)
-        checks.trainer(trainer, strategy.world_size, self.max_num_pipelines)
+        checks.trainer(trainer, strategy.world_size, self.max_num_pipelines, strategy.num_teams)
         self._strategy, self._begun = strategy, False
         strategy.tuner = partial(self._see, trainer, strategy)
 

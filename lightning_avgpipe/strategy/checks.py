@@ -255,17 +255,27 @@ def split_points(module: nn.Module, names: Sequence[str] | None, num_stages: int
         Divisible(module).split((), names)
 
 
-def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1) -> None:
-    """Check the trainer's options and callbacks, for several processes and parallel models."""
+def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1, num_teams: int = 1) -> None:
+    """Check the trainer's options and callbacks, for several processes and parallel models.
+
+    Args:
+        running: the trainer.
+        world_size: number of processes.
+        num_pipelines: number of parallel models of each group of processes.
+        num_teams: number of groups of processes that train models of their own; replicas count as one.
+    Raises:
+        ConfigurationError: an option or a callback that is not supported.
+    """
     several, parallel = world_size > 1, num_pipelines > 1
     models = f"num_pipelines={num_pipelines} trains parallel ones"
+    found, one = (models, "num_pipelines=1") if parallel else (f"{num_teams} groups train parallel ones", "one group")
     alone = f"is not supported on {world_size} processes yet; remove it, or use one (devices=1)"
     refused: list[tuple[bool, Any, str]] = [
         (
-            parallel,
+            parallel or num_teams > 1,
             (StochasticWeightAveraging, *WEIGHT_AVERAGING),
-            f"averages the weights of one model, but {models}, whose reference is an average already; remove it, or "
-            "use num_pipelines=1",
+            f"averages the weights of one model, but {found}, whose reference is an average already; remove it, or "
+            f"use {one}",
         ),
         (
             parallel,
@@ -435,7 +445,7 @@ def check_changes(changes: Mapping[str, Any], configuration: Configuration, stra
             "the stages that you want"
         )
     if module is not None:
-        trainer(module.trainer, module.trainer.world_size, wanted.num_pipelines)
+        trainer(module.trainer, module.trainer.world_size, wanted.num_pipelines, strategy.num_teams)
         wanted_stages = num_stages if changes["num_stages"] is None else changes["num_stages"]
         rolling = wanted.rolling_as(configuration.can_roll) if wanted.averaging.rolling == "auto" else wanted
         overlapping(module.trainer, rolling, replace(strategy.facts, num_stages=wanted_stages, tuned=False))

@@ -445,7 +445,12 @@ class AvgPipeStrategy(ParallelStrategy):
     @property
     def num_models(self) -> int:
         """The number of parallel models in all groups; replicas train the same models."""
-        return self.num_pipelines * self.num_groups // self.replicas
+        return self.num_pipelines * self.num_teams
+
+    @property
+    def num_teams(self) -> int:
+        """The number of groups of processes that train models of their own; replicas count as one."""
+        return self.num_groups // self.replicas
 
     @property
     def replicas(self) -> int:
@@ -559,7 +564,7 @@ class AvgPipeStrategy(ParallelStrategy):
             if fitting:
                 commands.nothing_to_verify(options.verify)
             return PassthroughRun(context)
-        checks.trainer(trainer, self.world_size, self.num_pipelines)
+        checks.trainer(trainer, self.world_size, self.num_pipelines, self.num_teams)
         checks.same_everywhere(self.cluster.world.gather_objects((str(trainer.ckpt_path or ""), options.shared)))
         checks.contents(module)
         if why is None:

@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -104,6 +104,10 @@ def divided(rank: int) -> Any:
     with pytest.raises(SystemExit):
         stopped.fit(MLP(), numbered(160))
     steps.append(stopped.global_step)
+
+    averages = pipeline(1, 2, options, callbacks=[StochasticWeightAveraging(0.1)])
+    with pytest.raises(ConfigurationError, match=r"averages the weights of one model, but 2 groups .* use one group"):
+        averages.fit(MLP(), numbered(24))
 
     with pytest.raises(ConfigurationError, match=r"dataloaders of 2, 3 batches"):
         pipeline(1, 2, options).fit(MLP(), Batches([MLP.example(4)] * (2 + rank)))
