@@ -40,7 +40,7 @@ WITH_RESULTS = tuple(f"on_{stage}_{what}_end" for stage in _STAGES for what in (
 # Hooks that every process of a group runs, as often and in the same order, while a model trains.
 SHARED = frozenset(
     f"on_{what}_{when}" for what in ("train_epoch", "train_batch", "validation_epoch", "validation") for when in _ENDS
-) | {"on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step", "lr_scheduler_step"}
+) | {*GRADIENTS, "optimizer_step", "lr_scheduler_step"}
 # Hooks of a LightningModule whose steps run whole, in which it may call its submodules or look at their weights.
 AROUND_WHOLE_STEPS = (
     *(f"on_{stage}{what}_{when}" for stage in _STAGES for what in ("", "_epoch", "_batch") for when in _ENDS),

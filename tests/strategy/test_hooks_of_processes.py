@@ -307,6 +307,9 @@ class Keeps(Layers):
         self.scale(sum(self.losses))
         self.losses.clear()
 
+    def on_after_backward(self) -> None:
+        self.scale(self.losses[-1])
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.scale(self.last)
 
