@@ -249,6 +249,24 @@ def watched() -> list[str]:
     return during
 
 
+def in_all(num_batches: int) -> int:
+    """The number of collectives of a training without hooks, in which each stage changes buffers."""
+    model, called = MLP(), list[int]()
+    for i in (1, 7):
+        model.layers[i] = nn.BatchNorm1d(8)
+    together = Collectives.together
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        called.append(1)
+        return together(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collectives, "together", counted)
+        runner = pipeline(2, 2, {"verify": False}, max_epochs=1, num_sanity_val_steps=0)
+        runner.fit(model, loader(MLP, 8 * num_batches, 8))
+    return len(called)
+
+
 def refused() -> str:
     with pytest.raises(Exception) as caught:  # a PeerError on the other rank
         pipeline(2, 2, {"split_points": ["layers.1"]}, max_epochs=1).fit(returning(*LOCAL), loader(MLP, 16, 8))
@@ -256,7 +274,7 @@ def refused() -> str:
 
 
 def one_by_one(rank: int, folder: Path) -> list[Any]:
-    return [fit_stream(folder), fit_limited(), owned(), watched(), refused()]
+    return [fit_stream(folder), fit_limited(), owned(), watched(), refused(), (in_all(3), in_all(6))]
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +309,8 @@ def test_a_rank_holds_the_parameters_and_states_of_its_stage_only(found: list[An
 
 def test_no_batch_waits_for_a_collective_of_all_processes(found: list[Any]) -> None:
     assert found[3] == ([], [])
+    for fewer, more in found[5]:
+        assert fewer == more > 0
 
 
 def test_a_class_that_other_processes_cannot_find_is_named_with_its_unit_on_all_ranks(found: list[Any]) -> None:

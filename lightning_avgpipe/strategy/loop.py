@@ -69,6 +69,8 @@ class PipelineLoop:
         verifier: compares the first iterations with plain ones; None if there is no verification.
         zero_grad: clears the gradients of the training step that runs now; None if they accumulate.
         plan: plan of the stages that training uses; None before the first batch.
+        observed: whether hooks of the user may read what steps have changed.
+        observed_between_steps: whether hooks of the user run between two steps of training.
     """
 
     verifier: Verifier | None = None
@@ -93,6 +95,9 @@ class PipelineLoop:
         self.order = IterationOrder(self)
         self._preparation = Preparation(context, deployment, self.splitter)
         self._of_units = StateOfUnits(context.module, context.cluster, deployment)
+        # asked before hooks are replaced, which would count as the user's
+        self.observed = hooks.has_any(self.trainer, (*hooks.SEEING_WEIGHTS, *hooks.TRANSFER))
+        self.observed_between_steps = hooks.has_any(self.trainer, hooks.BETWEEN_STEPS)
         self._to_bring: set[str] = set()  # steps whose changes have not been brought to the other processes
 
     @property
@@ -104,11 +109,6 @@ class PipelineLoop:
     def passes(self) -> bool:
         """Whether Lightning passes over the data without training, as its weight averaging does once more."""
         return bool(self.trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward)
-
-    @functools.cached_property
-    def observed(self) -> bool:
-        """Whether hooks of the user may read in training what steps have changed."""
-        return hooks.has_any(self.trainer, (*hooks.BETWEEN_STEPS, *hooks.WITHIN_STEPS))
 
     @functools.cached_property
     def named_at_batch_end(self) -> dict[str, frozenset[str]]:

@@ -143,7 +143,7 @@ class PipelineRun:
             loss_is_mean=self.configuration.options.loss_reduction == "mean",
             loss_weight=lambda: self.loop.splitter.loss_weight,
             showing=self.models.showing,
-            observed=hooks.has_any(self.context.trainer, hooks.BETWEEN_STEPS),
+            observed=self.loop.observed_between_steps,
             acting=hooks.has_any(self.context.trainer, hooks.WITHIN_STEPS),
             undo_changes=self._changes.close,
             options=self.configuration.options.shared,
@@ -286,7 +286,6 @@ class PipelineOptimization(_AutomaticOptimization):
         # Lightning changes these counters in place, also when it loads a checkpoint
         self.optim_progress = self.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
         self._loop = loop
-        self._observed = hooks.has_any(loop.trainer, hooks.BETWEEN_STEPS)  # whether user code may look between steps
         self._without_numbers = without_numbers
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
@@ -317,9 +316,9 @@ class PipelineOptimization(_AutomaticOptimization):
             if news["loss"] is not None:
                 result = {**result, "loss": news["loss"]}
         # only now, since the other stages wait for rank 0's news
-        if self._observed:
+        if self._loop.observed_between_steps:
             self._loop.models.finish_averaging()
-        self._loop.bring(self._observed)
+        self._loop.bring(self._loop.observed_between_steps)
         schedule_control.accept(decided)
         schedule_control.log(self.trainer)
         self._loop.end_iteration()
