@@ -101,16 +101,7 @@ def measure(
             round_begin = time.perf_counter()
             batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
             counted = None if saved else SavedTensors(len(graph.nodes), [*tensors_of(module), *tree.tensors(batch)])
-            timer = _Timer(trial, counted, bar)
-            following = timer.following(compiled=not graph.drawing)
-            with (
-                untouched(module, graph.changed),
-                Snapshot(batch, opaque=True).restored(),
-                timer.visiting(module),
-                following,
-            ):
-                run(*batch)
-            timer.check_finished()
+            _run_once(_Timer(trial, counted, bar), run, batch, module, graph)
             saved = saved or counted
             now = time.perf_counter()
             if now + (now - round_begin) > trial.deadline or samples.complete.issuperset(trial.kinds):
@@ -125,6 +116,16 @@ def measure(
         tuple(a + b for a, b in zip(saved.internal, value_bytes(graph, saved.values), strict=True)),
         measured=True,
     )
+
+
+def _run_once(
+    timer: _Timer, run: Callable[..., Any], batch: tuple[Any, ...], module: nn.Module, graph: CallGraph
+) -> None:
+    """Run the step once with a timer, without a trace in the module or the batch."""
+    following = timer.following(compiled=not graph.drawing)
+    with untouched(module, graph.changed), Snapshot(batch, opaque=True).restored(), timer.visiting(module), following:
+        run(*batch)
+    timer.check_finished()
 
 
 class _Timer(StepTracer):
