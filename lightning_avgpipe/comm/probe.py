@@ -21,25 +21,33 @@ from lightning_avgpipe.utils.device import host_now, port_of
 _SMALL = 64
 _LARGE = (256 * 1024, 4 * 1024**2, 32 * 1024**2)
 _LONG_S = 0.02  # a larger message is tried as long as the last round trip took less
-_REPETITIONS = 3
+_TRIPS = 4  # at most, of each size
+_ENOUGH_S = 0.15  # for the trips of a size; at least two are made
 _QUESTIONS = 16  # for the time on another clock, each with its answer
 
 
 # -- links -----------------------------------------------------------------------------------------------------------
 
 
-def _time_trips(trip: Callable[[int], None]) -> tuple[float, float]:
-    """Return seconds per byte and seconds per message of a trip there and back, which takes a size in bytes."""
+def time_trips(trip: Callable[[int], None], now: Callable[[], float] = host_now) -> tuple[float, float]:
+    """Time trips there and back.
+
+    The quickest trip of each size counts, since others may have waited for the host or for a packet to be sent again.
+
+    Args:
+        trip: makes a trip with a message of so many bytes.
+        now: returns the time in seconds.
+    Returns:
+        Seconds per byte, and seconds of a message of 64 bytes.
+    """
 
     def seconds(size: int) -> float:
         found: list[float] = []
-        for _ in range(1 + _REPETITIONS):  # the first one warms up
-            begin = host_now()
+        while len(found) < 2 or (len(found) < _TRIPS and sum(found) < _ENOUGH_S):
+            begin = now()
             trip(size)
-            found.append(host_now() - begin)
-            if len(found) > 1 and found[0] > _LONG_S:
-                break
-        return min(found[1:])
+            found.append(now() - begin)
+        return min(found)
 
     small_s = seconds(_SMALL)
     for size in _LARGE:
@@ -54,7 +62,7 @@ def measure_links(
 ) -> tuple[Link, ...]:
     """Measure the link of each hop by round trips between neighbouring stages. Every process calls it.
 
-    Hops between the same two processes are measured once. A hop takes less than a fifth of a second at 100 Mbit/s.
+    Hops between the same two processes are measured once. A hop takes about a fifth of a second at 100 Mbit/s.
 
     Args:
         stage_map: which process hosts which stage.
@@ -101,7 +109,7 @@ def _measure_hop(hop: int, asks: bool, transport: Transport, waits: Waits, devic
         while tensors := receive(there):
             transport.outbox(back).put(Message(0, tensors))
         return None
-    per_byte, latency = _time_trips(trip)
+    per_byte, latency = time_trips(trip)
     transport.outbox(there).put(Message(0, ()))
     return Link(per_byte / 2, latency / 2)
 
@@ -158,7 +166,7 @@ def _ask(peer: Peer) -> float:
         peer.send(torch.zeros(size, dtype=torch.uint8, device="cpu"))
         peer.receive(number)
 
-    per_byte, _ = _time_trips(trip)
+    per_byte, _ = time_trips(trip)
     peer.send(number.fill_(0))  # ends _answer
     return 1 / max(per_byte, 1e-15)
 
