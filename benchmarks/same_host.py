@@ -134,7 +134,7 @@ def iterations(cluster: Cluster, action_s: float) -> dict[str, list[float]]:
     """Seconds of an iteration in each round, by side."""
     torch.manual_seed(0)
     mine, theirs = (TwoLayers(Layer(0.0), Layer(0.0)) for _ in range(2))
-    parts = [(torch.randn(_ROWS, _WIDTH), i) for i in range(MICROBATCHES)]
+    parts = [(torch.randn(_ROWS, _WIDTH), 0) for _ in range(MICROBATCHES)]
     ours = OnePipeline(cluster, mine, ["second"], parts)
     own = {cluster.rank: theirs.second if cluster.rank else theirs.first}  # torch's stage; ours is the other one
     peer = TorchPipeline(cluster, Schedule1F1B, own, MICROBATCHES, lambda y, target: y.square().mean())
