@@ -27,7 +27,7 @@ from benchmarks.one_pipeline import OnePipeline, TorchPipeline
 from lightning_avgpipe import Broadcast
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.schedule import Schedule, StageCosts, Timeline, build, simulate
-from lightning_avgpipe.schedule.recipes import RECIPES, trainable
+from lightning_avgpipe.schedule.recipes import RECIPES
 
 PEERS: dict[str, Any] = {
     "afab": peer.ScheduleGPipe,
@@ -116,7 +116,7 @@ def measured(cluster: Cluster, place: str, sleeps: bool, rounds: int, count: int
     args = [(example,)] * count
     ours = OnePipeline(cluster, Model(2 * size, sleeps), points, args, relays=relays, repeats=False)
     rows = []
-    for name in (name for name in trainable() if RECIPES[name].needs == place):
+    for name in (name for name in RECIPES if RECIPES[name].needs == place):
         schedule = build(name, num_stages, count, 0, size)  # once, as a Trainer does and torch's schedules do
         timelines: list[Timeline | None] = []
         sides: dict[str, Callable[[], object]] = {

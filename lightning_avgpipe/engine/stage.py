@@ -443,7 +443,7 @@ def check_runnable(schedule: Schedule) -> None:
     """Check that stages can run a schedule, before any of them begins.
 
     Raises:
-        ScheduleError: it has a kind of actions that stages have no handler for, or several lines of stages.
+        ScheduleError: it has a kind of actions that stages have no handler for.
     """
     check_can_run(schedule)
     kinds = dict.fromkeys(action.kind for row in schedule.rows for action in row)

@@ -42,8 +42,6 @@ class Schedule:
         warm_up: warm-up that the rows were built from, shape ``(num_stages,)``; empty for rows made by hand.
         turns: for each process that hosts several stages and prescribes their order: the stage of each of its actions,
             one after another. Empty: the most urgent action goes first, see :func:`~.rules.urgency`.
-        lines: number of independent lines of stages, each of which passes messages among its own stages only. The rows
-            of line l follow those of line l - 1; line l treats the micro-batches i with ``i % lines == l``.
         segments: number of segments in which a message is relayed past a stage, see :attr:`Kind.relayed`.
     Raises:
         ScheduleError: the number of rows or warm-ups is not the number of stages, or ``turns`` does not fit the rows.
@@ -56,14 +54,11 @@ class Schedule:
     # Cannot be derived from the rows: they are the same for w = M - 1 and for w = M.
     warm_up: tuple[int, ...] = ()
     turns: tuple[tuple[int, ...], ...] = ()
-    lines: int = 1
     segments: int = 1
 
     def __post_init__(self) -> None:
         if len(self.rows) != self.num_stages:
             raise ScheduleError(f"{len(self.rows)} rows for {self.num_stages} stages; give one row per stage")
-        if self.num_stages % self.lines:
-            raise ScheduleError(f"{self.num_stages} stages are not {self.lines} lines of the same length")
         if self.warm_up and len(self.warm_up) != self.num_stages:
             raise ScheduleError(
                 f"{len(self.warm_up)} warm-ups for {self.num_stages} stages; give one per stage, or none for rows "
@@ -79,32 +74,20 @@ class Schedule:
             raise ScheduleError("turns has a stage on two processes; give each stage to one")
 
     @classmethod
-    def of_orders(
-        cls, name: str, num_microbatches: int, orders: Sequence[Sequence[tuple[int, Action]]], lines: int = 1
-    ) -> Schedule:
+    def of_orders(cls, name: str, num_microbatches: int, orders: Sequence[Sequence[tuple[int, Action]]]) -> Schedule:
         """Make a schedule from the actions of each process, in their order.
 
         Args:
             name: name of the schedule.
             num_microbatches: M, number of micro-batches of an iteration.
             orders: for each process its actions in order, each with its stage.
-            lines: number of lines of stages, see :attr:`Schedule.lines`.
         """
         num_stages = 1 + max(stage for order in orders for stage, _ in order)
         rows = tuple(
             tuple(action for order in orders for stage, action in order if stage == k) for k in range(num_stages)
         )
         turns = tuple(tuple(stage for stage, _ in order) for order in orders)
-        return cls(name, num_stages, num_microbatches, rows, turns=turns, lines=lines)
-
-    @cached_property
-    def length(self) -> int:
-        """The number of stages of each line."""
-        return self.num_stages // self.lines
-
-    def micro_batches(self, stage: int) -> range:
-        """Return the micro-batches that a stage treats."""
-        return range(stage // self.length, self.num_microbatches, self.lines)
+        return cls(name, num_stages, num_microbatches, rows, turns=turns)
 
     @cached_property
     def relays(self) -> frozenset[int]:

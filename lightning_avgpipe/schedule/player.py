@@ -29,9 +29,10 @@ from lightning_avgpipe.errors import DeadlockError
 from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.costs import CostModel, Pieces
 from lightning_avgpipe.schedule.kinds import KINDS, Direction, Kind
-from lightning_avgpipe.schedule.rules import in_turn, in_words, receiver, sender, turns_of, urgency
+from lightning_avgpipe.schedule.rules import in_turn, in_words, turns_of, urgency
 
 _ROUNDING = 1e-12
+_STEP: dict[Direction, int] = {"forward": 1, "backward": -1}  # from the stage that sends to the one that receives
 
 
 def play(
@@ -446,11 +447,10 @@ def _connect(
             (behind,) = by_place[lane.pipeline, lane.stage + 1]
             lane.onwards = *link_to(behind, "forward", lane), schedule.segments
         for kind in lane.pieces:
-            if kind.consumes is not None and sender(kind, lane.stage, schedule.length) is not None:
+            if kind.consumes is not None and (lane.pipeline, lane.stage - _STEP[kind.consumes]) in by_place:
                 lane.waits[kind] = kind.consumes
-            there = receiver(kind, lane.stage, schedule.length)
-            if kind.produces is not None and there is not None:
-                receiving = by_place[lane.pipeline, there]
+            if kind.produces is not None:
+                receiving = by_place.get((lane.pipeline, lane.stage + _STEP[kind.produces]), [])
                 # a receiver that runs forwards only needs no gradients
                 if any(action.kind.consumes == kind.produces for one in receiving for action in one.row):
                     lane.receivers[kind] = [link_to(one, kind.produces, lane) for one in receiving]

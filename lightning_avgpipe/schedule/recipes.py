@@ -1,4 +1,4 @@
-"""The recipes: every schedule that has a name, the placement of stages that it needs, and its known costs.
+"""The recipes: every schedule that has a name, and the placement of stages that it needs.
 
 Packages in ``systems`` add theirs to ``RECIPES``.
 """
@@ -18,19 +18,11 @@ from lightning_avgpipe.schedule.kinds import Placement
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named schedule: how it is built, and its costs with equal stages and links that take no time.
+    """A named schedule: how it is built, and where it can be used.
 
     Attributes:
-        title: name in texts.
         build: function of K, M, D processes and an advance that returns the schedule.
         needs: stages on each process: any number, several in a loop, or two in the shape of a V.
-        idle: by how many seconds an iteration is longer than the work of one process in it. f and b are the
-            seconds of one micro-batch on a process, with all of its v = K/D stages.
-        stash: number of micro-batches that process d, or stage k, stashes at most; each stage of a process counts.
-        source: paper that describes the schedule.
-        where: condition under which ``idle`` holds; empty if there is none.
-        lines: number of lines of stages, each with a copy of the model, see :attr:`Schedule.lines`.
-        note: further remarks; empty if there are none.
         rank: place among the schedules that the automatic choice compares, the simplest first; None: it is not one.
         splits: whether it splits backwards, for which stages must keep their graphs.
         gain: function of costs, M, the devices of stages and the seconds of copies of weights that returns how many
@@ -38,15 +30,8 @@ class Recipe:
         about: sentence for the documentation of the option ``schedule``.
     """
 
-    title: str
     build: Callable[[int, int, int, int], Schedule]
     needs: Literal["any", "loop", "v"]
-    idle: str
-    stash: str
-    source: str
-    where: str = ""
-    lines: int = 1
-    note: str = ""
     rank: int | None = None
     splits: bool = False
     gain: Callable[[StageCosts, int, Sequence[int], Sequence[float]], float] | None = None
@@ -68,32 +53,12 @@ def of_devices(make: Callable[[int, int, int], Schedule]) -> Callable[[int, int,
 
 
 RECIPES: dict[str, Recipe] = {
-    "advance_forward": Recipe(
-        "Advance forward propagation", _of_formula("advance_forward"), "any", "(K-1) (f+b)", "1 + (K-1-k) (1+h)",
-        "AvgPipe, Chen et al., PPoPP 2023, section 4",
-    ),
-    "1f1b": Recipe(
-        "1F1B", _of_formula("1f1b"), "any", "(K-1) (f+b)", "K-k",
-        "DAPPLE, Fan et al., PPoPP 2021; Narayanan et al., arXiv:2104.04473",
-    ),
-    "afab": Recipe(
-        "All forwards, then all backwards", _of_formula("afab"), "any", "(K-1) (f+b)", "M",
-        "GPipe, Huang et al., arXiv:1811.06965", rank=70,
-    ),
-    "interleaved": Recipe(
-        "Interleaved 1F1B", of_devices(interleaved), "loop", "(D-1) (f+b)/v", "(v+1) D - 2 d - 1",
-        "Narayanan et al., arXiv:2104.04473, section 2.2", rank=10,
-    ),
-    "bfs": Recipe(
-        "Looped breadth-first", of_devices(breadth_first), "loop", "(D-1) (f+b)/v", "v M",
-        "Breadth-First Pipeline Parallelism, Lamy-Poirier, arXiv:2211.05953", rank=20,
-    ),
-}  # fmt: skip
-
-
-def trainable() -> tuple[str, ...]:
-    """Return the names of the schedules with which one can train."""
-    return tuple(name for name, recipe in RECIPES.items() if recipe.lines == 1)
+    "advance_forward": Recipe(_of_formula("advance_forward"), "any"),
+    "1f1b": Recipe(_of_formula("1f1b"), "any"),
+    "afab": Recipe(_of_formula("afab"), "any", rank=70),
+    "interleaved": Recipe(of_devices(interleaved), "loop", rank=10),
+    "bfs": Recipe(of_devices(breadth_first), "loop", rank=20),
+}
 
 
 def devices_of(name: str, num_stages: int, hosts: int | None = None) -> int:

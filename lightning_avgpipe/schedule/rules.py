@@ -1,4 +1,4 @@
-"""Rules that follow from the kinds: what an action waits for, where it sends to, and how much a row stashes."""
+"""Rules that follow from the kinds: which action goes first, what a stage may run, and how much a row stashes."""
 
 from __future__ import annotations
 
@@ -7,45 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
-from lightning_avgpipe.schedule.kinds import ACTION_SEQUENCES, Direction, Kind
-
-_STEP: dict[Direction | None, int] = {"forward": 1, "backward": -1, None: 0}
+from lightning_avgpipe.schedule.kinds import ACTION_SEQUENCES, Kind
 
 CHECKS: list[Callable[[Schedule], None]] = []  # of further kinds: raise ScheduleError if stages cannot run a schedule
-
-Event = tuple[int, Kind | Direction, int]  # a stage has run a kind on a micro-batch, or was sent a message
-
-
-def sender(kind: Kind, stage: int, length: int) -> int | None:
-    """Return the stage whose message an action waits for; None if it waits for none."""
-    return _neighbour(stage, -_STEP[kind.consumes], length)
-
-
-def receiver(kind: Kind, stage: int, length: int) -> int | None:
-    """Return the stage that an action sends a message to; None if it sends none."""
-    return _neighbour(stage, _STEP[kind.produces], length)
-
-
-def _neighbour(stage: int, step: int, length: int) -> int | None:
-    """Return the stage ``step`` stages further, with lines of ``length`` stages; None if it is not in the same line."""
-    return stage + step if step and (stage + step) // length == stage // length else None
-
-
-def needs(action: Action, stage: int, length: int) -> set[Event]:
-    """Return the events that an action waits for, besides the actions before it in its row."""
-    events: set[Event] = {(stage, kind, action.micro_batch) for kind in action.kind.after}
-    if action.kind.consumes is not None and sender(action.kind, stage, length) is not None:
-        events.add((stage, action.kind.consumes, action.micro_batch))
-    return events
-
-
-def results(action: Action, stage: int, length: int) -> set[Event]:
-    """Return the events that an action brings about, without relays."""
-    events: set[Event] = {(stage, action.kind.counts_as or action.kind, action.micro_batch)}
-    there = receiver(action.kind, stage, length)
-    if action.kind.produces is not None and there is not None:
-        events.add((there, action.kind.produces, action.micro_batch))
-    return events
 
 
 def in_words(kind: Kind) -> str:
@@ -114,14 +78,9 @@ def check_hosted(schedule: Schedule, owners: Sequence[int]) -> None:
 
 
 def check_can_run(schedule: Schedule) -> None:
-    """Check that a schedule can be run, not only simulated; raise ScheduleError otherwise."""
+    """Check that stages can run a schedule; raise ScheduleError otherwise."""
     for check in CHECKS:
         check(schedule)
-    if schedule.lines > 1:
-        raise ScheduleError(
-            f"the schedule {schedule.name!r} has {schedule.lines} lines of stages, each with weights of its own, which "
-            "can be simulated only; use another schedule for training"
-        )
 
 
 def peak_stash(rows: Iterable[Iterable[Action]]) -> tuple[int, ...]:

@@ -95,8 +95,9 @@ def _check_complete(schedule: Schedule) -> None:
     """Check that every stage treats each of its micro-batches completely and once."""
     training = any(map(trains, schedule.rows))
     first = num_forward_only(schedule)
+    numbers = range(schedule.num_microbatches)
     for stage, row in enumerate(schedule.rows):
-        numbers, both = schedule.micro_batches(stage), training and stage >= first
+        both = training and stage >= first
         usual = [{Action(kind, i) for kind in kinds for i in numbers} for kinds in sequences(both)]
         count = Counter(row)
         if len(count) == len(row) and count.keys() in usual:

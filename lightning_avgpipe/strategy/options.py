@@ -23,7 +23,7 @@ from lightning_avgpipe.planning.planner import SOURCES
 from lightning_avgpipe.schedule.builders import Builder
 from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.schedule.policies import ABOUT, GIVEN, POLICIES, WeightPolicy
-from lightning_avgpipe.schedule.recipes import RECIPES, trainable
+from lightning_avgpipe.schedule.recipes import RECIPES
 from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.schedule_choice import ScheduleRequest
 from lightning_avgpipe.strategy.system import System
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     ScheduleName = str
     PolicyChoice = Any
 else:  # what systems have registered
-    ScheduleName = Literal[(*trainable(), "auto")]
+    ScheduleName = Literal[(*RECIPES, "auto")]
     PolicyChoice = Union[(Literal[tuple(POLICIES)], *GIVEN)]
 # What systems say of their values, for the documentation of options.
 FURTHER = {"schedule": " ".join(filter(None, (r.about for r in RECIPES.values()))), "weight_policy": " ".join(ABOUT)}
@@ -90,7 +90,7 @@ ALLOWED = {
         ),
     ),
     "schedule": either(
-        choice(*trainable(), "auto"),
+        choice(*RECIPES, "auto"),
         Allowed("a function (num_stages, num_microbatches) -> a row of actions for each stage", "'1f1b'", callable),
     ),
     "advance": whole(0, 1_000_000, 1, "auto"),

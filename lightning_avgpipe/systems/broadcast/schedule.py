@@ -113,12 +113,10 @@ def check_forwards(schedule: Schedule) -> None:
 
 
 RECIPE = Recipe(
-    "Broadcast forward", lambda num_stages, count, *_: Broadcast()(num_stages, count), "any",
-    "(K-1) (f+b) + (M-1) f", "K-k", "as described in `systems/broadcast/schedule.py`",
-    note="Stages that build their graph late (`G`) stash one. On free links it loses; where a transfer takes as "
-    "long as a forward, 12 stages are 1.07 times as fast as with 1F1B.",
+    lambda num_stages, count, *_: Broadcast()(num_stages, count),
+    "any",
     gain=Broadcast().gain,
     about='For slow links: ``"broadcast"``, or ``Broadcast(segments=8)`` of ``lightning_avgpipe``: values pass every '
     "other stage unread, to a stage that has its weights as well. If simulation with measured costs says that this is "
     "slower than 1F1B, 1F1B is used, which is logged. ``'auto'`` does not take it.",
-)  # fmt: skip
+)

@@ -1,4 +1,4 @@
-"""Schedules that split backwards in two, so that the gradients of weights fill idle time; and Chimera, for pictures.
+"""Schedules that split backwards in two, so that the gradients of weights fill idle time.
 
 ::
 
@@ -10,12 +10,9 @@ In ZB-H1 and ZB-H2 the weight gradients follow ``v`` micro-batches behind the in
     w = 2, v = 1     F0 F1 | F2 I0  F3 I1 W0  F4 I2 W1 | I3 W2 I4 W3 | W4
 
 ZB-V and DualPipeV have two stages on each process, placed as a V: the process of the first stage also has the last one.
-So the first backward runs on the process of the first forward, and all processes stash the same amount. In Chimera
-micro-batches travel in both directions, and each process has a stage, and weights, for each::
+So the first backward runs on the process of the first forward, and all processes stash the same amount::
 
     D = 3 processes     0: stages 0, 5     1: stages 1, 4     2: stages 2, 3
-    Chimera, there      0 -> 1 -> 2        micro-batches 0, 2, 4, ...
-    and back            3 -> 4 -> 5        micro-batches 1, 3, 5, ...      stage D + k has the layers of stage k
 """
 
 from __future__ import annotations
@@ -24,13 +21,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Action, Schedule
 from lightning_avgpipe.schedule.builders import from_warm_up, staircase
 from lightning_avgpipe.schedule.costs import StageCosts
 from lightning_avgpipe.schedule.kinds import BACKWARD, FORWARD, Kind
 from lightning_avgpipe.schedule.recipes import Recipe, of_devices
-from lightning_avgpipe.schedule.rules import Event, needs, results
 
 # Without measured times each half takes half of a backward, as for layers that multiply by matrices.
 INPUT_GRADIENT = Kind(
@@ -194,75 +189,19 @@ def _dualpipev(order: _Order, device: int) -> None:
         order.add_input_gradient()
 
 
-def chimera(num_stages: int, num_microbatches: int, num_devices: int) -> Schedule:
-    """Build Chimera: two copies of the model run in opposite directions, and each fills idle times of the other.
-
-    The order is found by simulating with equal times, f = b, in which the two copies never need a process at the same
-    time. Then a process is idle for D-2 actions, for any number of micro-batches. With longer backwards it is idle for
-    (D-2) b if M = D, and longer for a larger M, which the paper calls direct concatenation.
-
-    Raises:
-        ScheduleError: fewer than two micro-batches.
-    Source: Chimera, Li and Hoefler, SC 2021, arXiv:2107.06925, section 3.
-    """
-    if num_microbatches < 2:
-        raise ScheduleError(f"chimera sends micro-batches both ways, and needs two at least, not {num_microbatches}")
-    devices = (*range(num_devices), *reversed(range(num_devices)))
-    # the next micro-batch of each stage and kind: they come in ascending order
-    following = {(k, kind): k // num_devices for k in range(len(devices)) for kind in (FORWARD, BACKWARD)}
-    happened: set[Event] = set()
-    stash = [0] * num_devices
-    orders: list[list[tuple[int, Action]]] = [[] for _ in devices[:num_devices]]
-    while any(i < num_microbatches for i in following.values()):
-        chosen: dict[int, tuple[int, Action]] = {}
-        # backwards first, then the lowest micro-batch; an order found by simulation cannot deadlock
-        for (k, kind), i in sorted(
-            following.items(), key=lambda entry: (entry[0][1] is FORWARD, entry[1], entry[0][0])
-        ):
-            action, device = Action(kind, i), devices[k]
-            fits = kind is BACKWARD or stash[device] < num_devices
-            if i < num_microbatches and fits and device not in chosen and needs(action, k, num_devices) <= happened:
-                chosen[device] = k, action
-        if not chosen:
-            raise ScheduleError(f"chimera: nothing can go on with {num_microbatches} micro-batches on {num_devices}")
-        for device, (k, action) in chosen.items():
-            orders[device].append((k, action))
-            following[k, action.kind] += 2
-            stash[device] += action.kind.stash
-            happened |= results(action, k, num_devices)
-    return Schedule.of_orders("chimera", num_microbatches, orders, 2)
-
-
-_ZERO_BUBBLE = "Zero Bubble Pipeline Parallelism, Qi et al., ICLR 2024"
 _OF_HALVES = (
     'Idle time is filled with weight gradients by ``"zb_h1"`` (idle for a third of the time of 1F1B, where both halves '
     'of a backward take as long as a forward) and ``"zb_h2"`` (hardly idle, with twice the micro-batches in flight). '
     "Weights are the same bit for bit. A stage that cannot split its backwards (``recompute``, checkpoints, compiled "
     "modules) runs them whole, and says so."
 )
+_OF_TWO = (
+    'With exactly two stages on each process, of which the second ones are placed in reverse: ``"zbv"``, hardly idle '
+    """with 1F1B's memory, or ``"dualpipev"``."""
+)
 RECIPES = {
-    "zb_h1": Recipe(
-        "ZB-H1", lambda k, m, *_: zb_h("zb_h1", 1, k, m), "any", "(K-1) (f+i-w)", "K", f"{_ZERO_BUBBLE}, section 2",
-        rank=50, splits=True, about=_OF_HALVES,
-    ),
-    "zb_h2": Recipe(
-        "ZB-H2", lambda k, m, *_: zb_h("zb_h2", 2, k, m), "any", "(K-1) (f+i-w)", "2 K - 1",
-        f"{_ZERO_BUBBLE}, section 2", rank=60, splits=True,
-    ),
-    # the idle times of these two are approximate, for f = i = w
-    "zbv": Recipe(
-        "ZB-V", of_devices(zbv), "v", "(D-1) f/2", "2 D",
-        "Pipeline Parallelism with Controllable Memory, Qi et al., arXiv:2405.15362", rank=30, splits=True,
-        about='With exactly two stages on each process, of which the second ones are placed in reverse: ``"zbv"``, '
-        """hardly idle with 1F1B's memory, or ``"dualpipev"``.""",
-    ),
-    "dualpipev": Recipe(
-        "DualPipeV", of_devices(dualpipev), "v", "D f/2", "2 D + 1",
-        "DeepSeek-V3, arXiv:2412.19437: DualPipe, cut in half", rank=40, splits=True,
-    ),
-    "chimera": Recipe(
-        "Chimera", of_devices(chimera), "v", "(D-2) b", "D", "Chimera, Li and Hoefler, SC 2021, arXiv:2107.06925",
-        "with M = D and b = 2 f", 2,
-        "It has the model twice, half of the micro-batches for each; it is simulated only.",
-    ),
-}  # fmt: skip
+    "zb_h1": Recipe(lambda k, m, *_: zb_h("zb_h1", 1, k, m), "any", rank=50, splits=True, about=_OF_HALVES),
+    "zb_h2": Recipe(lambda k, m, *_: zb_h("zb_h2", 2, k, m), "any", rank=60, splits=True),
+    "zbv": Recipe(of_devices(zbv), "v", rank=30, splits=True, about=_OF_TWO),
+    "dualpipev": Recipe(of_devices(dualpipev), "v", rank=40, splits=True),
+}
