@@ -8,11 +8,12 @@ always does. Then the traversal: every setting (M, N, advance) that fits the mem
 one iteration that is not counted, in several rounds, each in another order. What a round takes is what a traversal
 costs; the best setting is the one with the shortest median over the rounds.
 
-From the profile each predictor chooses; so do two rules of thumb, with 1F1B: ``max-num``, as many pipelines as the
-memory allows at the default number of micro-batches, and ``max-size``, micro-batches as large as the memory allows and
-then as many pipelines. Regret is how much longer than the best setting's the measured time per batch of the choice is;
-rank correlation (Spearman) is that of all predictions with the measurements. The memory is a share of what the
-hungriest setting needs, so that not everything fits.
+From the profile the tuner's predictor, a simulator, chooses; so do the equations of AvgPipe's paper as printed, and
+two rules of thumb, with 1F1B: ``max-num``, as many pipelines as the memory allows at the default number of
+micro-batches, and ``max-size``, micro-batches as large as the memory allows and then as many pipelines. Regret is how much
+longer than the best setting's the measured time per batch of the choice is; rank correlation (Spearman) is that of
+all predictions with the measurements. The memory is a share of what the hungriest setting needs, so that not
+everything fits.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from benchmarks import harness
 from benchmarks.harness import TIMEOUT, launch, quiet_trainer
 from benchmarks.models import LanguageModel, Size, loss_of
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
-from lightning_avgpipe.tuning.predictors import PREDICTORS, calibrated
+from lightning_avgpipe.tuning.predictors import Predictor
 from lightning_avgpipe.tuning.profile import Profile, Setting
 from lightning_avgpipe.tuning.scaling import memory_at
-from lightning_avgpipe.tuning.search import candidates, search
+from lightning_avgpipe.tuning.search import candidates
 
 NUM_STAGES = 2
 FREE = 0  # megabits per second of loopback: no limit
@@ -143,6 +144,47 @@ class Repeated(IterableDataset):
             yield self.batch
 
 
+# -- the paper's equations -------------------------------------------------------------------------------------------
+
+
+def printed_per_batch_s(profile: Profile, setting: Setting) -> float:
+    """Equations 2, 4, 6 and 7 of the paper as printed, for the slowest stage.
+
+    These equations have errors. Equation 2 gives the computation of one batch and equation 4 the communication of an
+    iteration with N batches, so that communication per batch grows with N, and both are added. The schedule has no
+    influence, and forwards and backwards are not distinguished, nor are both directions of a link. The time of a link
+    includes the latency of every message, though latencies overlap. The end of an iteration is left out. As equation 2
+    is for a batch, the sum is taken as the time per batch.
+
+    Source: Chen et al., AvgPipe, PPoPP 2023, section 5.
+    """
+    m, stages = setting.num_microbatches, range(profile.num_stages)
+    compute = [_printed_compute_s(profile, k, setting) for k in stages]
+    messages = [setting.num_pipelines * _printed_communication_s(profile, k) for k in stages]
+    each = [(g + c) / m for g, c in zip(compute, messages, strict=True)]
+    exposed = [c / m + (m - 1) / m * max(c - g, 0.0) for g, c in zip(compute, messages, strict=True)]
+    return max(compute[k] + exposed[k] + sum(each[:k]) + sum(each[k + 1 :]) for k in stages)
+
+
+def _printed_compute_s(profile: Profile, stage: int, setting: Setting) -> float:
+    """The computation of a batch by equation 2, with forward and backward as one curve."""
+    demand = profile.num_microbatches * setting.num_pipelines / setting.num_microbatches
+    curves = profile.stages[stage].forward, profile.stages[stage].backward
+    return profile.num_microbatches / demand * sum(curve.stretched(demand).total_s for curve in curves)
+
+
+def _printed_communication_s(profile: Profile, stage: int) -> float:
+    """What a stage sends in an iteration of the profile, by equation 4."""
+    seconds = 0.0
+    if stage < profile.num_stages - 1:
+        hop = profile.hops[stage]
+        seconds += hop.forward_bytes * hop.forward.per_byte + hop.forward.latency
+    if stage > 0:
+        hop = profile.hops[stage - 1]
+        seconds += hop.backward_bytes * hop.backward.per_byte + hop.backward.latency
+    return profile.num_microbatches * seconds
+
+
 # -- rules and choices -------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +215,7 @@ class Choice:
         regret: measured time per batch over that of the best setting, minus 1.
         rank_correlation: of all predictions; None for a rule.
         mean_error: of all predictions, relative; None for a rule.
-        search_s: seconds of all predictions; None for a rule.
+        seconds: seconds of all predictions; None for a rule.
     """
 
     by: str
@@ -181,7 +223,7 @@ class Choice:
     regret: float
     rank_correlation: float | None = None
     mean_error: float | None = None
-    search_s: float | None = None
+    seconds: float | None = None
 
 
 def within(profile: Profile, settings: Sequence[Setting], share: float) -> list[Setting]:
@@ -191,7 +233,7 @@ def within(profile: Profile, settings: Sequence[Setting], share: float) -> list[
 
 
 def choices(profile: Profile, measured: dict[Setting, float]) -> list[Choice]:
-    """Of all predictors and rules.
+    """Of the predictor, the paper's equations and the rules.
 
     Args:
         profile: that they know.
@@ -199,16 +241,19 @@ def choices(profile: Profile, measured: dict[Setting, float]) -> list[Choice]:
     """
     best, settings = min(measured.values()), list(measured)
     found = []
-    for predictor in PREDICTORS.values():
+    predictor = Predictor(profile)
+    ways: dict[str, Callable[[Setting], float]] = {
+        "paper": lambda setting: printed_per_batch_s(profile, setting),
+        "simulator": lambda setting: predictor.predict(setting).per_batch_s,
+    }
+    for name, per_batch_s in ways.items():
         begin = time.perf_counter()
-        chosen = search(profile, settings, None, predictor).choice.setting
-        search_s = time.perf_counter() - begin
-        known = calibrated(predictor, profile)
-        predicted = [known.predict(profile, setting).per_batch_s for setting in settings]
+        predicted = list(map(per_batch_s, settings))
+        took_s = time.perf_counter() - begin
+        chosen = settings[predicted.index(min(predicted))]
         correlation = statistics.correlation(ranks(predicted), ranks(list(measured.values())))
         errors = [abs(p / measured[s] - 1) for p, s in zip(predicted, settings, strict=True)]
-        regret = measured[chosen] / best - 1
-        found.append(Choice(predictor.name, chosen, regret, correlation, statistics.mean(errors), search_s))
+        found.append(Choice(name, chosen, measured[chosen] / best - 1, correlation, statistics.mean(errors), took_s))
     for name, setting in (("max-num", max_num(settings, profile.batch_size)), ("max-size", max_size(settings))):
         found.append(Choice(name, setting, measured[setting] / best - 1))
     return found
@@ -345,10 +390,10 @@ def described(row: dict[str, Any]) -> str:
     )
     lines = [
         (choice["by"], _name(choice["setting"]), f"{choice['regret']:.1%}", _shown(choice["rank_correlation"], "+.2f"),
-         _shown(choice["mean_error"], ".0%"), _shown(choice["search_s"], ".2f"))
+         _shown(choice["mean_error"], ".0%"), _shown(choice["seconds"], ".2f"))
         for choice in row["choices"]
     ]  # fmt: skip
-    head = ["chosen by", "setting", "regret", "rank correlation", "error", "search, s"]
+    head = ["chosen by", "setting", "regret", "rank correlation", "error", "seconds"]
     return f"{title}\n\n{harness.table(head, lines)}\n"
 
 

@@ -37,4 +37,4 @@ def random_profile(seed: int, in_turns: bool = False) -> Profile:
         link = Link(transfer * 1e-3 * fullness / 1e5, rng.uniform(0, 1e-4))
         hops.append(HopProfile(size, size, link, link))
     device = Device("synthetic", 8 * 2**30, in_turns)
-    return Profile(64, 1, 64, tuple(stages), tuple(hops), device)
+    return Profile(64, 64, tuple(stages), tuple(hops), device)

@@ -24,7 +24,7 @@ from benchmarks.engine import summary
 from benchmarks.harness import launch
 from benchmarks.results import Results
 from lightning_avgpipe.schedule import StageCosts, build, simulate
-from lightning_avgpipe.tuning.predictors import Simulator
+from lightning_avgpipe.tuning.predictors import Predictor
 from lightning_avgpipe.tuning.profile import Profile, Setting
 from lightning_avgpipe.tuning.search import candidates
 from tests.commands import ROOT, run
@@ -135,12 +135,13 @@ def test_parallel_pipelines_are_measured(tmp_path: Path) -> None:
 def test_predictors_and_rules_are_judged_by_what_was_measured() -> None:
     profile = random_profile(3)
     settings = candidates(profile, 3, [4, 8, 16], [0])
-    measured = {s: Simulator().predict(profile, s).per_batch_s for s in settings}
+    predictor = Predictor(profile)
+    measured = {s: predictor.predict(s).per_batch_s for s in settings}
     worst = max(measured, key=lambda s: measured[s])
     found = {choice.by: choice for choice in tuning.choices(profile, measured)}
     simulator = found["simulator"]
     assert (simulator.regret, simulator.rank_correlation, simulator.mean_error) == (0, 1, 0)
-    assert found["corrected"].regret == measured[found["corrected"].setting] / min(measured.values()) - 1
+    assert found["paper"].regret == measured[found["paper"].setting] / min(measured.values()) - 1
     measured[worst] = min(measured.values()) / 4  # which nobody expects
     assert tuning.choices(profile, measured)[-3].regret >= 3
     assert found["max-num"].setting == Setting(8, 3) and found["max-size"].setting == Setting(4, 3)

@@ -18,7 +18,6 @@ from lightning_avgpipe.strategy.rehearsal import rehearsing
 from lightning_avgpipe.strategy.rolling import RollingOrder
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.tuning.picture import draw
-from lightning_avgpipe.tuning.predictors import PREDICTORS
 from lightning_avgpipe.tuning.profile import TUNED, Setting
 from lightning_avgpipe.tuning.search import Result, candidates, microbatch_counts, search
 from lightning_avgpipe.tuning.trials import best, per_batch_s, refined, trial_sizes
@@ -27,7 +26,6 @@ from lightning_avgpipe.utils.allowed import (
     Count,
     Natural,
     check,
-    choice,
     directory,
     documented,
     number,
@@ -69,7 +67,6 @@ _ALLOWED = {
         "the divisors of the batch size",
     ),
     "memory_limit": MEMORY,
-    "predictor": choice("corrected", "paper", "simulator"),
     "profile_batches": whole(_FEWEST_BATCHES, 10_000, 20),
     "refine": whole(0, 1000, 3),
     "samples_factor": optional(
@@ -86,7 +83,8 @@ class AvgPipeTuner(Callback):
 
     When the first batch of training is there, about twenty iterations are run on copies of it with one pipeline:
     iterations with many micro-batches and with fewer, in turns. From the time and memory that they take on each stage,
-    those of every other setting are predicted, and the fastest setting is taken that fits the memory on every stage.
+    those of every other setting are predicted by simulation, and the fastest setting is taken that fits the memory on
+    every stage.
     Then training begins, with this very batch, as if the setting had been given by hand: weights, optimizer, random
     numbers, logs and progress are what they would have been.
 
@@ -102,8 +100,6 @@ class AvgPipeTuner(Callback):
             two.
         memory_limit: memory that each stage may use, given as the strategy's option of this name, which is the default.
             Without either: 90 % of the device's memory.
-        predictor: how times are predicted: ``"corrected"``, in closed form; ``"simulator"``, by simulating each
-            candidate; ``"paper"``, by the formula that AvgPipe's authors print, for comparison.
         profile_batches: largest number of iterations to profile with, at least 4. After two minutes no further round is
             begun.
         refine: number of candidates, the best by prediction, that are run for a few iterations; the fastest is taken.
@@ -131,7 +127,6 @@ class AvgPipeTuner(Callback):
         max_num_pipelines: Count = 1,
         microbatch_candidates: list[Count] | None = None,
         memory_limit: str | int | float | None = None,
-        predictor: Literal["corrected", "paper", "simulator"] = "corrected",
         profile_batches: Count = 20,
         refine: Natural = 0,
         samples_factor: float | dict[int, float] | None = None,
@@ -140,7 +135,6 @@ class AvgPipeTuner(Callback):
         self.max_num_pipelines = max_num_pipelines
         self.microbatch_candidates = microbatch_candidates
         self.memory_limit = memory_limit
-        self.predictor = predictor
         self.profile_batches = profile_batches
         self.refine = refine
         self.samples_factor = samples_factor
@@ -282,7 +276,7 @@ class AvgPipeTuner(Callback):
                 fitting = [m for m in counts if m > profiler.too_few]
                 settings = candidates(profile, self.max_num_pipelines, fitting, schedule=schedule, rolling=rolling)
                 limit = run.context.memory_per_stage(self.memory_limit)
-                found = search(profile, settings, limit, PREDICTORS[self.predictor], self.samples_factor).to_json()
+                found = search(profile, settings, limit, self.samples_factor).to_json()
             result = Result.from_json(cluster.world.broadcast(found))
             if self.refine:
                 result = self._refined(profiler, strategy, result)

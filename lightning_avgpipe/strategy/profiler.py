@@ -88,7 +88,6 @@ class Profiler:
         by_stage = {k: stage for part, _ in found for k, stage in part.items()}
         return Profile(
             large,
-            1,
             self._rehearsal.batch_size,
             tuple(by_stage[k] for k in range(self._cluster.stage_map.num_stages)),
             hops,

@@ -24,7 +24,7 @@ from lightning_avgpipe.planning import Link
 from lightning_avgpipe.schedule import builders
 
 TUNED = ("advance_forward", "1f1b", "afab")  # schedules whose time and memory are predicted
-_FORMAT = 1
+_FORMAT = 2
 
 T = TypeVar("T")
 
@@ -135,10 +135,6 @@ class Curve:
         lengths = tuple(s * max(1.0, w) for s, w in zip(self.seconds, wanted, strict=True))
         return Curve(lengths, tuple(min(1.0, w) for w in wanted))
 
-    def stretched_s(self, demand: float) -> float:
-        """Return the duration of ``stretched(demand)``: the integral of ``max(demand * utilisation, 1)``."""
-        return sum(s * max(1.0, demand * u) for s, u in zip(self.seconds, self.utilisation, strict=True))
-
     @cached_property
     def work_s(self) -> float:
         """The seconds of a fully used device that the work takes: the integral of the utilisation."""
@@ -236,14 +232,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Profile:
-    """The measurements at M = ``num_microbatches`` and N = ``num_pipelines``.
+    """The measurements of one pipeline at M = ``num_microbatches``.
 
-    M should be large and N = 1, so that devices are not full: demand beyond a full device cannot be measured.
+    M should be large, so that devices are not full: demand beyond a full device cannot be measured.
 
     Attributes:
         num_microbatches: m, number of micro-batches of a batch at the profiled setting.
-        num_pipelines: n, number of pipelines at the profiled setting.
-        batch_size: number of samples of a batch of one pipeline.
+        batch_size: number of samples of a batch.
         stages: measurements of each stage, shape ``(K,)``.
         hops: measurements of each hop, shape ``(K-1,)``.
         device: description of the devices.
@@ -256,7 +251,6 @@ class Profile:
     """
 
     num_microbatches: int
-    num_pipelines: int
     batch_size: int
     stages: tuple[StageProfile, ...]
     hops: tuple[HopProfile, ...]
@@ -267,7 +261,7 @@ class Profile:
     trials: tuple[Trial, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("num_microbatches", "num_pipelines", "batch_size", "groups"):
+        for name in ("num_microbatches", "batch_size", "groups"):
             if getattr(self, name) < 1:
                 raise TuningError(f"a profile with {name}={getattr(self, name)}: it must be at least 1")
         if self.num_microbatches > self.batch_size:

@@ -22,21 +22,22 @@ class Load:
     """The times of the forward or backward of one micro-batch on one stage.
 
     Attributes:
-        alone_s: seconds while no other lane runs.
-        shared_s: seconds while the same actions of all N pipelines run together; in turns, the sum of their seconds.
+        curve: utilisation while no other lane runs.
         work_s: seconds of the device that the action takes from other lanes.
-        curve: scaled curve, from which the seconds are computed.
     """
 
-    alone_s: float
-    shared_s: float
-    work_s: float
     curve: Curve
+    work_s: float
+
+    @property
+    def alone_s(self) -> float:
+        """The seconds while no other lane runs."""
+        return self.curve.total_s
 
 
 @dataclass(frozen=True)
 class Loads:
-    """The times of all actions and messages at a setting, which are the costs of a simulation.
+    """The times of all actions and messages at a number of micro-batches, which are the costs of a simulation.
 
     Attributes:
         forward: load of a forward on each stage, shape ``(K,)``.
@@ -44,7 +45,6 @@ class Loads:
         values_s: seconds for which activations of a micro-batch occupy the link of each hop, shape ``(K-1,)``.
         gradients_s: seconds for which gradients of a micro-batch occupy the link of each hop, shape ``(K-1,)``.
         latency_s: latencies of each hop in seconds, for activations and gradients, shape ``(K-1, 2)``.
-        update_s: seconds of optimizer steps and averaging at the end of an iteration.
     """
 
     forward: tuple[Load, ...]
@@ -52,7 +52,6 @@ class Loads:
     values_s: tuple[float, ...]
     gradients_s: tuple[float, ...]
     latency_s: tuple[tuple[float, float], ...]
-    update_s: float
 
     @property
     def num_stages(self) -> int:
@@ -76,35 +75,28 @@ class Loads:
         return self.gradients_s[hop], self.latency_s[hop][1]
 
 
-def loads_at(profile: Profile, setting: Setting) -> Loads:
-    """Scale a profile to a setting.
+def loads_at(profile: Profile, num_microbatches: int) -> Loads:
+    """Scale a profile to a number of micro-batches m.
 
     A micro-batch m/M times as large has m/M times the utilisation, and takes longer only where this exceeds 1. Its
     messages have m/M times the bytes.
     """
-    size = profile.num_microbatches / setting.num_microbatches
+    size = profile.num_microbatches / num_microbatches
     return Loads(
-        tuple(_load(profile, setting, stage, "forward") for stage in profile.stages),
-        tuple(_load(profile, setting, stage, "backward") for stage in profile.stages),
+        tuple(_load(profile, num_microbatches, stage, "forward") for stage in profile.stages),
+        tuple(_load(profile, num_microbatches, stage, "backward") for stage in profile.stages),
         tuple(size * hop.forward_bytes * hop.forward.per_byte for hop in profile.hops),
         tuple(size * hop.backward_bytes * hop.backward.per_byte for hop in profile.hops),
         tuple((hop.forward.latency, hop.backward.latency) for hop in profile.hops),
-        update_s(profile, setting.num_pipelines),
     )
 
 
-def _load(profile: Profile, setting: Setting, stage: StageProfile, direction: str) -> Load:
+def _load(profile: Profile, num_microbatches: int, stage: StageProfile, direction: str) -> Load:
     curve: Curve = getattr(stage, direction)
-    # side by side, the profile's utilisation is that of its n pipelines together
-    together = 1 if profile.device.in_turns else profile.num_pipelines
-    alone = profile.num_microbatches / setting.num_microbatches / together
-    factor = _correction(profile, stage, direction, setting.num_microbatches)
-    scaled = curve.stretched(alone)
+    factor = _correction(profile, stage, direction, num_microbatches)
+    scaled = curve.stretched(profile.num_microbatches / num_microbatches)
     scaled = Curve(tuple(factor * s for s in scaled.seconds), scaled.utilisation)
-    if profile.device.in_turns:
-        return Load(scaled.total_s, setting.num_pipelines * scaled.total_s, scaled.total_s, scaled)
-    shared_s = factor * curve.stretched_s(alone * setting.num_pipelines)
-    return Load(scaled.total_s, shared_s, scaled.work_s, scaled)
+    return Load(scaled, scaled.total_s if profile.device.in_turns else scaled.work_s)
 
 
 def _correction(profile: Profile, stage: StageProfile, direction: str, num_microbatches: int) -> float:
@@ -114,7 +106,7 @@ def _correction(profile: Profile, stage: StageProfile, direction: str, num_micro
     curve: Curve = getattr(stage, direction)
     known = {float(profile.num_microbatches): 1.0}
     for other in stage.others:
-        predicted = curve.stretched_s(profile.num_microbatches / other.num_microbatches)
+        predicted = curve.stretched(profile.num_microbatches / other.num_microbatches).total_s
         measured = other.forward_s if direction == "forward" else other.backward_s
         if predicted > 0 and other.num_microbatches != profile.num_microbatches:
             known[float(other.num_microbatches)] = measured / predicted

@@ -11,7 +11,7 @@ from typing import Literal
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.planning.plan import format_seconds
-from lightning_avgpipe.tuning.predictors import Corrected, Prediction, Predictor, calibrated
+from lightning_avgpipe.tuning.predictors import Prediction, Predictor
 from lightning_avgpipe.tuning.profile import Profile, Setting, from_json, to_json
 from lightning_avgpipe.tuning.scaling import memory_at
 from lightning_avgpipe.utils.names import table
@@ -28,7 +28,7 @@ ROLLING_SAMPLES: Mapping[int, float] = {1: 1.0, 2: 1.0, 4: 1.14}
 
 SamplesFactor = float | Mapping[int, float] | None
 
-_FORMAT = 1
+_FORMAT = 2
 _ROUNDING = 1e-9  # relative: times that differ by less differ only in the order of their additions
 
 
@@ -67,7 +67,6 @@ class Result:
 
     Attributes:
         profile: profile from which everything is predicted.
-        predictor: name of the predictor.
         memory_limit: bytes that no stage may exceed; None for no limit.
         candidates: all settings that were considered. Those that cannot be the fastest with their number of pipelines
             may have only a lower bound of the time.
@@ -76,7 +75,6 @@ class Result:
     """
 
     profile: Profile
-    predictor: str
     memory_limit: float | None
     candidates: tuple[Candidate, ...]
     choice: Candidate
@@ -195,20 +193,18 @@ def search(
     profile: Profile,
     settings: Sequence[Setting],
     memory_limit: float | None = None,
-    predictor: Predictor | None = None,
     samples_factor: SamplesFactor = 1.0,
 ) -> Result:
     """Choose the setting with the shortest predicted time per batch, times samples to a goal, among those that fit.
 
-    Of settings that are equally fast, the one whose fullest stage needs less memory is taken. A slow predictor gives
-    lower bounds first. Then it predicts, in the order of these bounds, only the settings that fit and may be the
-    fastest with their N.
+    Of settings that are equally fast, the one whose fullest stage needs less memory is taken. Lower bounds of the times
+    come first. Then, in the order of these bounds, only those settings are predicted that fit and may be the fastest
+    with their N.
 
     Args:
         profile: profile of one setting.
         settings: settings to consider, as ``candidates`` returns them.
         memory_limit: bytes that no stage may exceed; None for no limit.
-        predictor: predictor of times, which is calibrated by the trials of the profile; default: ``Corrected()``.
         samples_factor: factor of samples that N models need, see ``samples_at``.
     Raises:
         TuningError: there is no setting, or none fits. The message says how much memory is missing on which stage, and
@@ -216,22 +212,22 @@ def search(
     """
     if not settings:
         raise TuningError("no settings to choose from; give at least one")
-    predictor = calibrated(predictor or Corrected(), profile)
     limit = math.inf if memory_limit is None else memory_limit
-    found = _predicted(profile, settings, limit, predictor, samples_factor)
+    found = _predicted(profile, settings, limit, samples_factor)
     fitting = [candidate for candidate in found if candidate.fits(limit)]
     if not fitting:
         raise TuningError(_nothing_fits(profile, found, limit))
     choice = _fastest(fitting)
     reason = _reason(choice, found, fitting, limit)
-    return Result(profile, predictor.name, None if limit == math.inf else limit, found, choice, reason)
+    return Result(profile, None if limit == math.inf else limit, found, choice, reason)
 
 
 def _predicted(
-    profile: Profile, settings: Sequence[Setting], limit: float, predictor: Predictor, factor: SamplesFactor
+    profile: Profile, settings: Sequence[Setting], limit: float, factor: SamplesFactor
 ) -> tuple[Candidate, ...]:
+    predictor = Predictor(profile)
     samples = [samples_at(factor, setting.num_pipelines, setting.rolling) for setting in settings]
-    found = list(map(Candidate, settings, predictor.bounds(profile, settings), samples))
+    found = list(map(Candidate, settings, map(predictor.bound, settings), samples))
     best: dict[tuple[int, bool], float] = {}  # seconds per batch, of settings that need the same factor of samples
     for i in sorted(range(len(found)), key=lambda i: (found[i].prediction.at_least, found[i].prediction.per_batch_s)):
         candidate, kind = found[i], (found[i].setting.num_pipelines, found[i].setting.rolling)
@@ -239,7 +235,7 @@ def _predicted(
         if not candidate.fits(limit) or candidate.prediction.per_batch_s > known * (1 + _ROUNDING):
             continue
         if candidate.prediction.at_least:
-            candidate = found[i] = replace(candidate, prediction=predictor.predict(profile, candidate.setting))
+            candidate = found[i] = replace(candidate, prediction=predictor.predict(candidate.setting))
         best[kind] = min(known, candidate.prediction.per_batch_s)
     return tuple(found)
 

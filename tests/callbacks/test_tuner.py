@@ -6,7 +6,7 @@ import copy
 import logging
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_avgpipe import Averaging, AvgPipeTuner
-from lightning_avgpipe.callbacks import tuner as tuner_module
 from lightning_avgpipe.engine.stage import Stage
 from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.schedule import FORWARD, Action
 from lightning_avgpipe.strategy import profiler
-from lightning_avgpipe.tuning.predictors import Corrected, Prediction
-from lightning_avgpipe.tuning.profile import Profile, Setting
+from lightning_avgpipe.tuning.predictors import Prediction, Predictor
+from lightning_avgpipe.tuning.profile import Setting
+from lightning_avgpipe.tuning.scaling import memory_at
 from lightning_avgpipe.tuning.search import Result
 from lightning_avgpipe.utils.device import DevicePort
 from tests import processes
@@ -38,30 +38,22 @@ from tests.strategy.test_rolling import Changing, Clears, Measured
 from tests.trainers import pipeline, trainer
 
 
-class Liking:
-    """A predictor that likes some settings, in this order, and the others less."""
+def like(*settings: Setting) -> None:
+    """Let the tuner like some settings, in this order, and the others less, whatever the machine measures."""
 
-    name = "corrected"
-
-    def __init__(self, *liked: Setting) -> None:
-        self._liked = liked
-
-    def predict(self, profile: Profile, setting: Setting) -> Prediction:
-        memory = Corrected().predict(profile, setting).memory
-        per_batch_s = 1.0 + self._liked.index(setting) if setting in self._liked else 100.0 - setting.num_pipelines
+    def predict(self: Predictor, setting: Setting) -> Prediction:
+        memory = tuple(needed.total for needed in memory_at(self._profile, setting))
+        per_batch_s = 1.0 + settings.index(setting) if setting in settings else 100.0 - setting.num_pipelines
         return Prediction(per_batch_s * setting.num_pipelines, per_batch_s, memory)
 
-    def bounds(self, profile: Profile, settings: Sequence[Setting]) -> list[Prediction]:
-        return [self.predict(profile, setting) for setting in settings]
+    Predictor.predict = Predictor.bound = predict  # type: ignore[method-assign]
 
 
 @pytest.fixture
 def liking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes the choice independent of the machine."""
-
-    def like(*settings: Setting) -> None:
-        monkeypatch.setitem(tuner_module.PREDICTORS, "corrected", Liking(*settings))
-
+    for name in ("predict", "bound"):
+        monkeypatch.setattr(Predictor, name, getattr(Predictor, name))  # put back at the end
     return like
 
 
@@ -385,7 +377,7 @@ def test_the_profile_tells_times_sizes_and_memory_and_lies_beside_the_checkpoint
     tuner = AvgPipeTuner(2, [1, 2, 4, 8], profile_batches=12)
     _, runner = mlp(tuner, {"costs": "measured"}, callbacks=[saving], enable_checkpointing=True, logger=logger)
     profile = tuner.result.profile
-    assert (profile.num_microbatches, profile.num_pipelines, profile.batch_size) == (8, 1, 8)
+    assert (profile.num_microbatches, profile.batch_size) == (8, 8)
     assert profile.device.in_turns and profile.devices == (0, 0)
     for stage, plan in zip(profile.stages, runner.strategy.plan.stages, strict=True):
         assert [other.num_microbatches for other in stage.others] == [4, 2, 1]
@@ -414,7 +406,7 @@ def test_the_profile_tells_times_sizes_and_memory_and_lies_beside_the_checkpoint
 def tuned(rank: int, folder: Path) -> dict[str, Any]:
     """Tune with a stage that is short of memory; resume; and train by hand."""
     found: dict[str, Any] = {}
-    tuner_module.PREDICTORS["corrected"] = Liking(Setting(2, 2, 1), Setting(4, 2, 1))
+    like(Setting(2, 2, 1), Setting(4, 2, 1))
     tuner = AvgPipeTuner(2, [2, 4, 8], profile_batches=8, refine=1, dirpath=folder)
     saving = ModelCheckpoint(folder, filename="half", every_n_train_steps=1, save_top_k=1)
     with ScarceStage(0, 2):
@@ -430,7 +422,7 @@ def tuned(rank: int, folder: Path) -> dict[str, Any]:
     found["reused"] = again.result
     model, runner = mlp(None, by, devices=2, ckpt_path=saving.best_model_path, max_epochs=2)
     found["resumed by hand"] = (weights_of(model), runner.global_step)
-    tuner_module.PREDICTORS["corrected"] = Liking(Setting(4, 2, 1, rolling=True))
+    like(Setting(4, 2, 1, rolling=True))
     for rolling, tuning in (("auto", AvgPipeTuner(2, [4], profile_batches=4, dirpath=folder)), (True, None)):
         model, runner = mlp(
             tuning, {"averaging": Averaging(rolling=rolling), **({} if tuning else by)}, devices=2, max_epochs=2
@@ -469,7 +461,6 @@ def test_two_processes_tune_recover_from_lack_of_memory_and_train_as_by_hand(tmp
         ({"microbatch_candidates": [4, 0]}, r"microbatch_candidates=\[4, 0\]"),
         ({"microbatch_candidates": 8}, "microbatch_candidates=8"),
         ({"memory_limit": "much"}, "memory_limit='much'"),
-        ({"predictor": "oracle"}, "predictor='oracle': must be one of 'corrected', "),
         ({"profile_batches": 3}, "profile_batches=3: must be an integer from 4"),
         ({"dirpath": 3}, "dirpath=3: must be the path of a directory"),
         ({"refine": -1}, "refine=-1: must be an integer from 0"),

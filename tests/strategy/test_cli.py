@@ -89,7 +89,6 @@ TUNER = ["--config", str(CONFIGS / "tuner.yaml")]
         ("strategy.timeout=soon", r'"timeout"'),
         ("strategy.microbatches=8", r"'microbatches' is not accepted"),
         ("callbacks.max_num_pipelines=0", "max_num_pipelines"),
-        ("callbacks.predictor=oracle", "predictor"),
     ],
 )
 def test_wrong_values_are_refused_while_parsing(

@@ -1,4 +1,4 @@
-"""Predictors: what they must return at the profiled setting, in the limits, and against each other."""
+"""The predictor: what it must return at the profiled setting, in the limits, and against what was measured."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tuning import Choice, choices
+from benchmarks.tuning import Choice, choices, printed_per_batch_s
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.planning import Link
 from lightning_avgpipe.schedule import StageCosts, build, simulate
-from lightning_avgpipe.tuning.predictors import Corrected, Paper, Predictor, Simulator, calibrated
+from lightning_avgpipe.tuning.predictors import Predictor
 from lightning_avgpipe.tuning.profile import (
     Curve,
     Device,
@@ -34,7 +34,6 @@ from tests.profiles import random_profile
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "predictions.json").read_text())
 CLOSE = 1e-9
-BOTH = [Corrected(), Simulator()]
 
 
 def balanced(
@@ -45,10 +44,10 @@ def balanced(
     stage = StageProfile(Curve.constant(1.0, utilisation), Curve.constant(2.0, utilisation), memory)
     link = Link(send_s / 100, latency_s)
     hops = (HopProfile(100, 100, link, link),) * (num_stages - 1)
-    return Profile(8, 1, 8, (stage,) * num_stages, hops, Device("made up", 10_000, in_turns))
+    return Profile(8, 8, (stage,) * num_stages, hops, Device("made up", 10_000, in_turns))
 
 
-@pytest.mark.parametrize("text", ["{}", '{"format": 9, "Profile": {}}', '{"format": 1, "Profile": {"stages": []}}'])
+@pytest.mark.parametrize("text", ["{}", '{"format": 9, "Profile": {}}', '{"format": 2, "Profile": {"stages": []}}'])
 def test_what_is_no_profile_is_refused(text: str) -> None:
     with pytest.raises(TuningError, match="not a Profile that can be read"):
         Profile.from_json(text)
@@ -58,10 +57,12 @@ def test_what_is_no_profile_is_refused(text: str) -> None:
 def test_profiles_survive_json_and_predictions_of_recorded_ones_are_golden(case: dict) -> None:
     profile = Profile.from_json(json.dumps(case["profile"]))
     assert profile == random_profile(case["seed"]) == Profile.from_json(profile.to_json())
-    for predictor in (Paper(), Corrected(), Simulator()):
-        for m, n, advance, expected in case[predictor.name]:
-            found = predictor.predict(profile, Setting(m, n, advance)).iteration_s
-            assert found == pytest.approx(expected, rel=1e-9), (predictor.name, m, n, advance)
+    for m, n, advance, expected in case["simulator"]:
+        found = Predictor(profile).predict(Setting(m, n, advance)).iteration_s
+        assert found == pytest.approx(expected, rel=1e-9), (m, n, advance)
+    for m, n, advance, expected in case["paper"]:
+        found = n * printed_per_batch_s(profile, Setting(m, n, advance))
+        assert found == pytest.approx(expected, rel=1e-9), (m, n, advance)
 
 
 @pytest.mark.parametrize("utilisation", [0.01, 0.4, 1.0])
@@ -70,66 +71,52 @@ def test_with_one_pipeline_it_is_the_simulator_of_schedules(utilisation: float, 
     name, advance = schedule
     profile = balanced(utilisation)
     expected = simulate(build(name, 3, 8, advance), StageCosts.uniform(3, 1, 2, 0.25, 0.125)).iteration_s
-    assert Simulator().predict(profile, Setting(8, 1, advance, name)).iteration_s == pytest.approx(expected, rel=CLOSE)
-
-
-@pytest.mark.parametrize("schedule", [("afab", 0), ("advance_forward", 1), ("advance_forward", 7)])
-@pytest.mark.parametrize("in_turns", [False, True])
-def test_closed_form_and_simulator_agree_on_balanced_stages_with_enough_advance(
-    schedule: tuple[str, int], in_turns: bool
-) -> None:
-    for utilisation, m in itertools.product((0.01, 0.5, 1.0), (4, 8)):
-        setting = Setting(m, 1, schedule[1], schedule[0])
-        found = [p.predict(balanced(utilisation, in_turns=in_turns), setting).iteration_s for p in BOTH]
-        assert found[0] == pytest.approx(found[1], rel=CLOSE), setting
+    assert Predictor(profile).predict(Setting(8, 1, advance, name)).iteration_s == pytest.approx(expected, rel=CLOSE)
 
 
 def test_a_full_device_takes_n_times_as_long_for_n_pipelines_and_an_empty_one_no_longer() -> None:
-    for predictor, n in itertools.product(BOTH, (1, 2, 3)):
+    for n in (1, 2, 3):
         setting = Setting(8, n, schedule="afab")
-        full = predictor.predict(balanced(1.0, num_stages=1), setting)
+        full = Predictor(balanced(1.0, num_stages=1)).predict(setting)
         assert full.iteration_s == pytest.approx(n * 8 * 3, rel=CLOSE)
         assert full.per_batch_s == pytest.approx(8 * 3, rel=CLOSE)
-        empty = predictor.predict(balanced(1e-6, 3, send_s=0.0), setting)
+        empty = Predictor(balanced(1e-6, 3, send_s=0.0)).predict(setting)
         assert empty.iteration_s == pytest.approx(10 * 3 + 4 * 0.125, rel=CLOSE)
         assert empty.per_batch_s == pytest.approx(empty.iteration_s / n)
 
 
 def test_memory_counts_pipelines_stashes_and_one_reference() -> None:
-    predicted = Corrected().predict(balanced(0.5), Setting(4, 1, schedule="1f1b")).memory
+    predicted = Predictor(balanced(0.5)).predict(Setting(4, 1, schedule="1f1b")).memory
     assert predicted == tuple(1000 + 300 + stash * 200 + 30 for stash in (3, 2, 1))
-    predicted = Simulator().predict(balanced(0.5), Setting(8, 2, schedule="afab")).memory
+    predicted = Predictor(balanced(0.5)).predict(Setting(8, 2, schedule="afab")).memory
     assert predicted == (1000 + 200 + 2 * 300 + 2 * 800 + 2 * 15,) * 3
 
 
-@pytest.mark.parametrize("predictor", BOTH)
-def test_rolling_pipelines_take_as_long_as_one_alone_until_a_device_is_full(predictor: Predictor) -> None:
-    profile = balanced(1.0, send_s=2.0, in_turns=True)
-    alone_s = predictor.predict(profile, Setting(4)).iteration_s
+def test_rolling_pipelines_take_as_long_as_one_alone_until_a_device_is_full() -> None:
+    predictor = Predictor(balanced(1.0, send_s=2.0, in_turns=True))
+    alone_s = predictor.predict(Setting(4)).iteration_s
     work_s = 4 * 2 * 3.0  # of a batch of micro-batches twice the size
     for n in (2, 3, 4, 8):
-        drained, rolling = (predictor.predict(profile, Setting(4, n, rolling=rolls)) for rolls in (False, True))
-        least_s = max(alone_s, n * work_s)
-        assert least_s <= rolling.iteration_s <= least_s * (1.0 if isinstance(predictor, Corrected) else 1.16)
+        drained, rolling = (predictor.predict(Setting(4, n, rolling=rolls)) for rolls in (False, True))
+        assert rolling.iteration_s == max(alone_s, n * work_s)
         assert rolling.iteration_s < drained.iteration_s
-    link_bound = balanced(1.0, send_s=40.0, in_turns=True)
-    assert 8 * 4 * 40 <= predictor.predict(link_bound, Setting(8, 4, rolling=True)).iteration_s <= 1.06 * 8 * 4 * 40
+    link_bound = Predictor(balanced(1.0, send_s=40.0, in_turns=True))
+    assert link_bound.predict(Setting(8, 4, rolling=True)).iteration_s == 8 * 4 * 40
 
 
 def test_rolling_pipelines_keep_where_each_began() -> None:
-    profile = balanced(1.0)
+    predictor = Predictor(balanced(1.0))
     for n in (2, 4):
-        drained, rolling = (Simulator().predict(profile, Setting(8, n, rolling=rolls)) for rolls in (False, True))
+        drained, rolling = (predictor.predict(Setting(8, n, rolling=rolls)) for rolls in (False, True))
         added = {more - less for more, less in zip(rolling.memory, drained.memory, strict=True)}
         assert added == {(n + 1) * 200}
 
 
-@pytest.mark.parametrize("predictor", BOTH)
-def test_sums_over_tied_parameters_take_time_for_each_pipeline_unless_others_compute(predictor: Predictor) -> None:
+def test_sums_over_tied_parameters_take_time_for_each_pipeline_unless_others_compute() -> None:
     for send_s, n, rolls, added in ((0.0, 1, False, 3), (0.0, 2, False, 6), (9.0, 2, True, 3), (0.0, 8, True, 0)):
         plain = balanced(1.0, send_s=send_s, in_turns=True)
         tied = dataclasses.replace(plain, tied_s=3.0)
-        found = [predictor.predict(given, Setting(4, n, rolling=rolls)).iteration_s for given in (plain, tied)]
+        found = [Predictor(given).predict(Setting(4, n, rolling=rolls)).iteration_s for given in (plain, tied)]
         assert found[1] - found[0] == pytest.approx(added)
 
 
@@ -149,24 +136,22 @@ def choices_of(row: dict[str, Any]) -> dict[str, Choice]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['workload']}-{row['megabits']}")
-def test_recorded_runs_are_ranked_as_they_were_measured_and_the_default_chooses_nearly_the_best(
+def test_recorded_runs_are_ranked_as_they_were_measured_and_the_choice_is_nearly_the_best(
     row: dict[str, Any],
 ) -> None:
     found = choices_of(row)
-    for name in ("corrected", "simulator"):
-        assert found[name].rank_correlation > found["paper"].rank_correlation
-        assert found[name].rank_correlation > 0.8
-    default = search(profile_of(row), [Setting(m, n, h) for m, n, h, _ in row["measured"]])
-    assert found[default.predictor].setting == default.choice.setting
-    assert found[default.predictor].regret <= 0.03
+    assert found["simulator"].rank_correlation > max(0.8, found["paper"].rank_correlation)
+    chosen = search(profile_of(row), [Setting(m, n, h) for m, n, h, _ in row["measured"]]).choice.setting
+    assert found["simulator"].setting == chosen
+    assert found["simulator"].regret <= 0.03
 
 
 def test_rules_of_thumb_and_the_printed_formula_choose_worse() -> None:
     mean = {
         by: statistics.mean(choices_of(row)[by].regret for row in ROWS)
-        for by in ("corrected", "simulator", "paper", "max-num", "max-size")
+        for by in ("simulator", "paper", "max-num", "max-size")
     }
-    assert max(mean["corrected"], mean["simulator"]) < min(mean["paper"], mean["max-num"], mean["max-size"]) - 0.05
+    assert mean["simulator"] < min(mean["paper"], mean["max-num"], mean["max-size"]) - 0.05
 
 
 # -- nothing is lost by bounds ----------------------------------------------------------------------------------------
@@ -185,13 +170,12 @@ def random_settings(in_turns: bool) -> Iterator[tuple[Profile, Setting]]:
 
 @pytest.mark.parametrize("in_turns", [False, True])
 def test_no_simulation_is_below_its_bound(in_turns: bool) -> None:
-    simulator = Simulator()
     for profile, setting in random_settings(in_turns):
+        predictor = Predictor(profile)
         small = dataclasses.replace(setting, num_microbatches=8)
         for schedule in ("afab", "advance_forward"):
             setting = dataclasses.replace(small, schedule=schedule)
-            (bound,) = simulator.bounds(profile, [setting])
-            found = simulator.predict(profile, setting)
+            bound, found = predictor.bound(setting), predictor.predict(setting)
             assert bound.iteration_s <= found.iteration_s * (1 + EXACT), (profile, setting)
             assert bound.memory == found.memory
             if not bound.at_least:
@@ -203,9 +187,9 @@ def test_a_search_by_bounds_chooses_what_playing_everything_chooses(in_turns: bo
     for seed in (1, 2, 5):
         profile = random_profile(seed, in_turns)
         settings = candidates(profile, 4, [4, 8, 16])
-        played = [Simulator().predict(profile, setting) for setting in settings]
+        played = list(map(Predictor(profile).predict, settings))
         limit = sorted(max(p.memory) for p in played)[len(played) * 3 // 4]
-        result = search(profile, settings, limit, Simulator())
+        result = search(profile, settings, limit)
         assert any(candidate.prediction.at_least for candidate in result.candidates)
         for candidate, prediction in zip(result.candidates, played, strict=True):
             if candidate.prediction.at_least:
@@ -227,37 +211,34 @@ def test_a_search_by_bounds_chooses_what_playing_everything_chooses(in_turns: bo
 RANDOM = random_profile(1)
 
 
-def slowed(predictor: Predictor, ratios: dict[int, float]) -> Profile:
-    """With trials that took so many times what a predictor says, by number of micro-batches."""
+def slowed(ratios: dict[int, float]) -> Profile:
+    """With trials that took so many times what is simulated, by number of micro-batches."""
     trials = []
     for m, ratio in ratios.items():
-        expected = predictor.predict(RANDOM, Setting(m)).iteration_s - update_s(RANDOM, 1)
+        expected = Predictor(RANDOM).predict(Setting(m)).iteration_s - update_s(RANDOM, 1)
         trials.append(Trial(Setting(m), ratio * expected))
     return dataclasses.replace(RANDOM, trials=tuple(trials))
 
 
-@pytest.mark.parametrize("predictor", [Corrected(), Simulator()], ids=lambda p: p.name)
-def test_at_the_sizes_of_trials_what_they_took_is_predicted(predictor: Predictor) -> None:
-    profile = slowed(predictor, {16: 1.3, 4: 1.1})
-    known = calibrated(predictor, profile)
+def test_at_the_sizes_of_trials_what_they_took_is_predicted() -> None:
+    profile = slowed({16: 1.3, 4: 1.1})
     for trial in profile.trials:
-        found = known.predict(profile, trial.setting).iteration_s
+        found = Predictor(profile).predict(trial.setting).iteration_s
         assert found == pytest.approx(trial.span_s + update_s(RANDOM, 1), rel=CLOSE)
-    assert known.name == predictor.name
 
 
 def test_the_search_leaves_a_size_at_which_stages_wait_for_each_other() -> None:
     settings = candidates(RANDOM, 1)
     fastest = search(RANDOM, settings).choice.setting.num_microbatches
     others = sorted({setting.num_microbatches for setting in settings} - {fastest})
-    profile = slowed(Corrected(), {fastest: 10.0, **dict.fromkeys(others, 1.0)})
+    profile = slowed({fastest: 10.0, **dict.fromkeys(others, 1.0)})
     result = search(profile, settings)
     assert result.choice.setting.num_microbatches != fastest
     assert result.best(num_microbatches=fastest).prediction.per_batch_s > result.choice.prediction.per_batch_s  # type: ignore[union-attr]
 
 
 def test_trials_survive_json_and_those_that_cannot_be_are_refused() -> None:
-    profile = slowed(Corrected(), {16: 1.3, 4: 1.1})
+    profile = slowed({16: 1.3, 4: 1.1})
     assert Profile.from_json(profile.to_json()) == profile
     for trial in (Trial(Setting(4, 2), 1.0), Trial(Setting(4), math.inf), Trial(Setting(4), -1.0)):
         with pytest.raises(TuningError, match="of one pipeline, its time finite and not negative"):
