@@ -10,9 +10,9 @@ costs; the best setting is the one with the shortest median over the rounds.
 
 From the profile the tuner's predictor, a simulator, chooses; so do the equations of AvgPipe's paper as printed, and
 two rules of thumb, with 1F1B: ``max-num``, as many pipelines as the memory allows at the default number of
-micro-batches, and ``max-size``, micro-batches as large as the memory allows and then as many pipelines. Regret is how much
-longer than the best setting's the measured time per batch of the choice is; rank correlation (Spearman) is that of
-all predictions with the measurements. The memory is a share of what the hungriest setting needs, so that not
+micro-batches, and ``max-size``, micro-batches as large as the memory allows and then as many pipelines. Regret is
+how much longer than the best setting's the measured time per batch of the choice is; rank correlation (Spearman) is
+that of all predictions with the measurements. The memory is a share of what the hungriest setting needs, so that not
 everything fits.
 """
 

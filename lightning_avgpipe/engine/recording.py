@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import re
 import tempfile
 import threading
@@ -25,11 +24,8 @@ from lightning_avgpipe.errors import PeerError
 from lightning_avgpipe.schedule import FORWARD, Action, Activity, Kind, Span, Timeline, Transfer, peak_stash
 from lightning_avgpipe.utils.device import DeviceClock, Moment, host_now, port_of
 
-_log = logging.getLogger(__name__)
-
 _Message = tuple[Edge, int]  # edge and micro-batch
 
-_SAMPLE_S = 0.02  # pause between two samples of the utilisation
 # the names that stages give to their forwards for torch's profiler: micro-batch, stage
 _FORWARDS = re.compile(rf"avgpipe::{FORWARD}(\d+) of stage (\d+)")
 
@@ -233,30 +229,3 @@ def tracing_kernels(device: torch.device) -> Iterator[KernelTrace]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         trace.read(path)
-
-
-@contextlib.contextmanager
-def sampling_device(device: torch.device) -> Iterator[list[float]]:
-    """Sample the utilisation of a CUDA device, 0..1, by NVML within this context.
-
-    The list is complete at the end, and empty if NVML is not available (``pip install nvidia-ml-py``). The measure is
-    coarse: the driver averages over up to a second, and any kernel makes the whole device busy.
-    """
-    samples: list[float] = []
-    ended = threading.Event()
-
-    def sample() -> None:
-        try:
-            while not ended.wait(_SAMPLE_S):
-                samples.append(port_of(device).utilization())
-        except Exception as error:  # NVML's own errors have names only where it is installed
-            _log.info("NVML does not say how busy %s is: %s", device, error)
-            samples.clear()
-
-    thread = threading.Thread(target=sample, name="avgpipe utilisation", daemon=True)
-    thread.start()
-    try:
-        yield samples
-    finally:
-        ended.set()
-        thread.join()

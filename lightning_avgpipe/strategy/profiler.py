@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from tqdm.auto import tqdm
 
-from lightning_avgpipe.engine.recording import KernelTrace, Recording, sampling_device, tracing_kernels
+from lightning_avgpipe.engine.recording import KernelTrace, Recording, tracing_kernels
 from lightning_avgpipe.errors import MemoryShortage, TuningError
 from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.memory import ModelBytes, limit_of, model_bytes
@@ -35,7 +35,6 @@ from lightning_avgpipe.utils.lightning import rank_zero_info, rank_zero_warn
 _LONGEST_S = 120.0  # time after which no further round begins
 _FEWEST = 2  # least number of rounds
 _PIECES = 16  # of a curve by kernels
-_SAMPLED_S = 2.0  # time for sampling the device's utilisation; the driver averages over up to a second
 
 
 class Profiler:
@@ -203,13 +202,16 @@ class Profiler:
         return curves
 
     def _kernel_curves(self, setting: Setting, seconds: dict[tuple[int, Kind], float]) -> dict[tuple[int, Kind], Curve]:
-        """Return utilisation curves by the kernels of one more iteration; where these cannot be traced, by samples."""
+        """Return utilisation curves by the kernels of one more iteration; without a trace the device counts as full."""
         with tracing_kernels(self._cluster.device) as trace:
             run = self._rehearsal.run(setting)
         shift = _clock_shift(run, trace)
-        if any(self._cluster.world.exchange_objects(shift is None)):
-            return self._sampled_curves(setting, seconds)
-        assert shift is not None
+        if shift is None:
+            rank_zero_warn(
+                "AvgPipeTuner: torch.profiler shows no kernels of the device, so it counts as full while an action "
+                "runs, and parallel pipelines seem to gain less than they may"
+            )
+            return {key: Curve.constant(length, 1.0) for key, length in seconds.items()}
         middle = setting.num_microbatches // 2
         curves: dict[tuple[int, Kind], Curve] = {}
         for span in run.spans:
@@ -218,25 +220,6 @@ class Profiler:
                 factor = seconds[span.stage, span.action.kind] / curve.total_s if curve.total_s else 0.0
                 curves[span.stage, span.action.kind] = replace(curve, seconds=tuple(factor * s for s in curve.seconds))
         return curves
-
-    def _sampled_curves(
-        self, setting: Setting, seconds: dict[tuple[int, Kind], float]
-    ) -> dict[tuple[int, Kind], Curve]:
-        """Return constant curves, by samples during further iterations; without samples the device counts as full."""
-        began, runs, more = time.monotonic(), [], True
-        with sampling_device(self._cluster.device) as samples:
-            while more:
-                runs.append(self._rehearsal.run(setting))
-                more = self._cluster.world.broadcast(time.monotonic() - began < _SAMPLED_S)
-        if not samples:
-            rank_zero_warn(
-                "AvgPipeTuner: neither torch.profiler nor NVML (pip install nvidia-ml-py) shows what the device does, "
-                "so it counts as full while an action runs, and parallel pipelines seem to gain less than they may"
-            )
-        # the device is idle while its process waits
-        acting = sum(map(_within_s, runs)) / sum(run.span_s for run in runs)
-        used = min(1.0, statistics.fmean(samples) / acting) if samples and acting else 1.0
-        return {key: Curve.constant(length, used) for key, length in seconds.items()}
 
     def _memory(self, setting: Setting, tick: Callable[[], object]) -> tuple[dict[int, StageMemory], float]:
         """Return the memory of each stage of this process, and the seconds of the optimizers' steps."""

@@ -219,14 +219,6 @@ class DevicePort:
         computed = torch.get_num_threads() == 1 and (own_s > took_s / 2 or _waits() == waits)
         return result, own_s if computed else took_s
 
-    def utilization(self) -> float:
-        """Return the recent utilisation of the device, 0..1.
-
-        Raises:
-            Exception: any exception, if the device does not report its utilisation.
-        """
-        raise NotImplementedError(f"{self.device} does not tell how busy it is")
-
 
 class AcceleratorPort(DevicePort):
     """The port of a device with streams and an allocator, which uses torch's module for it, such as ``torch.cuda``."""
@@ -278,9 +270,6 @@ class AcceleratorPort(DevicePort):
         begin = self.moment()
         result = work()
         return result, seconds_between(begin, self.moment())
-
-    def utilization(self) -> float:
-        return float(self._torch.utilization(self.device)) / 100
 
 
 class DeviceMemory:

@@ -126,7 +126,6 @@ def _module() -> types.ModuleType:
         "stream": lambda stream: contextlib.nullcontext() if stream is None else stream,
         "get_device_name": lambda device=None: "simulated device",
         "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=2**34, name="simulated device"),
-        "utilization": lambda device=None: 50,
         "mem_get_info": lambda device=None: (2**34 - backend.allocated(_index(device)), 2**34),
         "memory_allocated": lambda device=None: backend.allocated(_index(device)),
         "memory_reserved": lambda device=None: backend.allocated(_index(device)),
