@@ -3,10 +3,10 @@
 Importing this package imports them all. A system imports the core, and registers itself where the core lets it: kinds
 of actions (``schedule/kinds.py``) and checks of schedules (``schedule/rules.py``), named schedules
 (``schedule/recipes.py``), weight policies (``schedule/policies.py``), parts of stages (``engine/stage.py``) and of
-steps (``engine/pipeline.py``), lines of plans (``training/plan_maker.py``), sources of plans
-(``planning/planner.py``), and rules on options (``strategy/combinations.py``). Freezing is a callback and survival the
-value of an option (``strategy/system.py``). What a system needs of the strategy's options it imports only when it is
-used, because the options are made of what is registered.
+steps (``engine/pipeline.py``), sources of plans (``planning/planner.py``), and rules on options
+(``strategy/combinations.py``). Freezing is a callback and survival the value of an option (``strategy/system.py``).
+What a system needs of the strategy's options it imports only when it is used, because the options are made of what is
+registered.
 """
 
 import importlib

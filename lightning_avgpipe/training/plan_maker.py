@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -29,7 +28,6 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.planning.divisible import Step
 from lightning_avgpipe.planning.memory import state_copies
 from lightning_avgpipe.planning.planner import Conditions, Planner
-from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.schedule import Schedule
 from lightning_avgpipe.training.holdings import Holdings
 from lightning_avgpipe.utils.forked import ForkError, in_child, why_no_fork
@@ -37,12 +35,6 @@ from lightning_avgpipe.utils.torch_compat import untraced
 from lightning_avgpipe.weights.ownership import FEW_BYTES
 
 _log = logging.getLogger(__name__)
-
-# Lines for a plan on what its stages do otherwise than a schedule wants, from the plan, the schedule, the module, the
-# step with the arguments of one micro-batch, the device, and what is repeated.
-REMARKS: list[
-    Callable[[Plan, Schedule, nn.Module, Callable[..., Any], Sequence[Any], torch.device, Recompute], Iterable[str]]
-] = []
 
 
 @dataclass(frozen=True)
@@ -156,12 +148,10 @@ class PlanMaker:
             asks = not planner.source.replicates and group.broadcast(planner.measures)
             links = self._cluster.links(self._cluster.stage_map) if asks else ()
             conditions = replace(self._conditions(schedule, num_pipelines), links=links)
-            units, device = () if before is None else before.graph.units, self._cluster.device
+            units = () if before is None else before.graph.units
 
             def make(step: Step) -> Plan:
-                made = planner.plan(step, conditions, units)
-                parts = made, schedule, self._module, step.run, step.args, device, planner.recompute
-                return replace(made, remarks=tuple(line for look in REMARKS for line in look(*parts)))
+                return planner.plan(step, conditions, units)
 
             attempt = make if examples.trains else _or_reason(make, CaptureError, PartitionError)
             return self._on_first(examples, attempt)  # type: ignore[no-any-return]

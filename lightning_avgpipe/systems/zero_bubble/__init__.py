@@ -1,7 +1,6 @@
 """Zero bubble: schedules that split backwards in two, so that the gradients of weights fill idle time.
 
-``schedules`` has the kinds of actions and the orders, ``halves`` runs them, and ``whole_backwards`` finds out with the
-plan which stages cannot split theirs.
+``schedules`` has the kinds of actions and the orders, and ``halves`` runs them.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from lightning_avgpipe.schedule.kinds import FORWARD
 from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.systems.zero_bubble.halves import Halves
 from lightning_avgpipe.systems.zero_bubble.schedules import INPUT_GRADIENT, RECIPES, WEIGHT_GRADIENT, halved
-from lightning_avgpipe.systems.zero_bubble.whole_backwards import remarks
-from lightning_avgpipe.training import plan_maker
 
 if TYPE_CHECKING:
     from lightning_avgpipe.strategy.options import Options
@@ -35,5 +32,4 @@ def _compiled(given: Options) -> None:
 kinds.register((FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT))
 recipes.RECIPES.update(RECIPES)
 stage.PARTS.append(Halves)
-plan_maker.REMARKS.append(remarks)
 combinations.RULES.append(_compiled)

@@ -139,16 +139,6 @@ def input_half(
     return rest
 
 
-def why_whole(roots: Sequence[Tensor], entries: Sequence[Tensor]) -> str:
-    """Return why the graph between roots and entries cannot be split, as far as the graph shows it; "" if it can be."""
-    if not _begins_anywhere():
-        return _TENSORS_ONLY
-    return _undivided(
-        *_graph([get_gradient_edge(root).node for root in roots]),
-        {get_gradient_edge(entry).node for entry in entries},
-    )
-
-
 def _undivided(order: Sequence[Node], children: Mapping[Node, Sequence[Node]], gates: set[Node]) -> str:
     if any(isinstance(node, BackwardCFunction) and not _enters(children[node], gates) for node in order):
         return "a function of Python (autograd.Function, a compiled module)"
