@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_avgpipe.schedule import InTurns, SideBySide, build
 from lightning_avgpipe.schedule.simulator import simulate
 from lightning_avgpipe.tuning.profile import Profile, Setting
-from lightning_avgpipe.tuning.scaling import Loads, interpolated, loads_at, memory_at, update_s
+from lightning_avgpipe.tuning.scaling import interpolated, loads_at, memory_at, update_s
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,7 @@ class Predictor:
         if setting.rolling or (setting.num_pipelines == 1 and apart):
             return self.predict(setting)
         alone_s = self._simulated_s(replace(setting, num_pipelines=1), profile.devices if apart else stages)
-        loads = loads_at(profile, setting.num_microbatches)
-        seconds = max(alone_s, least_s(setting.num_microbatches, setting.num_pipelines, loads, profile.devices))
+        seconds = max(alone_s, self._busiest_s(setting, updates=False))
         return self._prediction(setting, seconds + update_s(profile, setting.num_pipelines), at_least=True)
 
     def _simulated_s(self, setting: Setting, devices: tuple[int, ...]) -> float:
@@ -95,17 +93,27 @@ class Predictor:
 
         Gradients of tied parameters are summed, beside messages on the same links, while other pipelines compute.
         """
+        profile = self._profile
+        alone_s = self._simulated_s(replace(setting, num_pipelines=1), profile.devices) + update_s(profile, 1)
+        alone_s += max(stage.averaging_s for stage in profile.stages)
+        return max(alone_s, self._busiest_s(setting, updates=True))
+
+    def _busiest_s(self, setting: Setting, updates: bool) -> float:
+        """Return the seconds that the busiest device or link works for a batch of each pipeline.
+
+        Args:
+            setting: setting with the numbers of micro-batches and of pipelines.
+            updates: whether optimizer steps, averaging, and sums of gradients of tied parameters count as well.
+        """
         profile, m, n = self._profile, setting.num_microbatches, setting.num_pipelines
-        loads, per_device = loads_at(profile, m), dict[int, float]()
+        loads, work_s = loads_at(profile, m), dict[int, float]()
         for device, stage, forward, backward in zip(
             profile.devices, profile.stages, loads.forward, loads.backward, strict=True
         ):
-            work_s = m * (forward.work_s + backward.work_s) + stage.step_s + stage.averaging_s
-            per_device[device] = per_device.get(device, 0.0) + n * work_s
-        alone_s = self._simulated_s(replace(setting, num_pipelines=1), profile.devices) + update_s(profile, 1)
-        alone_s += max(stage.averaging_s for stage in profile.stages)
-        sending_s = n * (m * max((*loads.values_s, *loads.gradients_s), default=0.0) + profile.tied_s)
-        return max(alone_s, max(per_device.values()), sending_s)
+            batch_s = m * (forward.work_s + backward.work_s) + updates * (stage.step_s + stage.averaging_s)
+            work_s[device] = work_s.get(device, 0.0) + n * batch_s
+        sending_s = n * (m * max((*loads.values_s, *loads.gradients_s), default=0.0) + updates * profile.tied_s)
+        return max(sending_s, *work_s.values())
 
     def _prediction(self, setting: Setting, seconds: float, at_least: bool = False) -> Prediction:
         if self._ratios:
@@ -114,29 +122,3 @@ class Predictor:
             seconds = ratio * (seconds - update) + update
         memory = tuple(needed.total for needed in memory_at(self._profile, setting))
         return Prediction(seconds, seconds / setting.num_pipelines, memory, at_least)
-
-
-def least_s(num_microbatches: int, num_pipelines: int, loads: Loads, devices: Sequence[int]) -> float:
-    """Return a lower bound for the seconds of an iteration with any order of actions.
-
-    ::
-
-        stage 0 | F_                      B_
-        stage 1 |    F_                B_           a device waits for its first value, does the work of all pipelines,
-        stage 2 |       F_ N M (f+b) B_             and its last gradient travels back; likewise for links
-
-    Args:
-        num_microbatches: M, number of micro-batches of a batch.
-        num_pipelines: N, number of parallel pipelines.
-        loads: times of one micro-batch on each stage and hop.
-        devices: device of each stage, shape ``(K,)``.
-    """
-    count, before = num_microbatches * num_pipelines, 0.0  # before: to stage k and back
-    work: dict[int, float] = {}
-    for k, (f, b, device) in enumerate(zip(loads.forward, loads.backward, devices, strict=True)):
-        work[device] = work.get(device, before) + count * (f.work_s + b.work_s)
-        before += f.alone_s + b.alone_s
-        if k < len(loads.latency_s):
-            before += loads.values_s[k] + loads.gradients_s[k] + sum(loads.latency_s[k])
-    messages = max((*loads.values_s, *loads.gradients_s), default=0.0)
-    return max(*work.values(), before + (count - 1) * messages)
