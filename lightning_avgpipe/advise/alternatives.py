@@ -11,7 +11,7 @@ import numpy as np
 from lightning_avgpipe.planning.costs import UnitCosts, all_reduce_s
 from lightning_avgpipe.planning.ranges import evenest, least_bottleneck
 from lightning_avgpipe.schedule import StageCosts, build, simulate
-from lightning_avgpipe.tuning.search import SamplesFactor, samples_at
+from lightning_avgpipe.tuning.search import samples_at
 
 _BYTES_PER_S = 1e6 / 8  # of a megabit per second
 _ADVANCES = (1, 2, 3)
@@ -32,9 +32,7 @@ class Alternative:
     strategy: str
 
 
-def alternatives(
-    units: UnitCosts, num_microbatches: int, devices: int, megabits: float, samples_factor: SamplesFactor = None
-) -> list[Alternative]:
+def alternatives(units: UnitCosts, num_microbatches: int, devices: int, megabits: float) -> list[Alternative]:
     """Return all ways to train that are considered, the fastest first.
 
     ddp splits a batch over all devices, and overlaps its all-reduce with the backward. A pipeline has K stages and a
@@ -46,15 +44,13 @@ def alternatives(
         num_microbatches: M, number of micro-batches of a batch.
         devices: D, number of devices.
         megabits: rate of a link in megabits per second.
-        samples_factor: factor of samples that parallel models need, as for
-            :class:`lightning_avgpipe.callbacks.AvgPipeTuner`.
     """
     rate = megabits * _BYTES_PER_S
     found = [Alternative(_ddp_s(units, num_microbatches, devices, rate), '"ddp"')]
     for stages in range(2, min(devices, units.num_units) + 1):
         copies = devices // stages
         if devices % stages == 0 and num_microbatches % copies == 0:
-            found += _pipelines(units, num_microbatches // copies, stages, copies, rate, samples_factor)
+            found += _pipelines(units, num_microbatches // copies, stages, copies, rate)
     return sorted(found, key=lambda way: way.batch_s)
 
 
@@ -64,9 +60,7 @@ def _ddp_s(units: UnitCosts, num_microbatches: int, devices: int, rate: float) -
     return part * float(units.busy_s[-1]) + max(0.0, reduce_s - part * sum(units.backward_s))
 
 
-def _pipelines(
-    units: UnitCosts, num_microbatches: int, stages: int, copies: int, rate: float, samples_factor: SamplesFactor
-) -> Iterator[Alternative]:
+def _pipelines(units: UnitCosts, num_microbatches: int, stages: int, copies: int, rate: float) -> Iterator[Alternative]:
     bounds = _even(units, stages)
     costs = _stage_costs(units, bounds, rate)
     heaviest = max(sum(units.parameter_bytes[a:b]) for a, b in bounds)
@@ -84,8 +78,9 @@ def _pipelines(
         seconds, schedule_of = min(timed)
         if models > 1 or seconds < timed[0][0]:
             several = f", num_pipelines={models}" if models > 1 else ""
-            factor = samples_at(samples_factor, models)
-            yield Alternative(seconds * factor, f"AvgPipeStrategy({options}{several}, schedule={schedule_of})")
+            yield Alternative(
+                seconds * samples_at(None, models), f"AvgPipeStrategy({options}{several}, schedule={schedule_of})"
+            )
 
 
 def _even(units: UnitCosts, stages: int) -> list[tuple[int, int]]:

@@ -41,16 +41,14 @@ class WeightPolicy:
         """Return how many copies of its weights each stage holds at most, including the current weights."""
         return [1] * num_stages
 
-    def simulate(
-        self, costs: StageCosts, num_microbatches: int, iterations: int, repeats: bool | None = None
-    ) -> Timeline:
+    def simulate(self, costs: StageCosts, num_microbatches: int, iterations: int, repeats: bool = True) -> Timeline:
         """Predict when each action runs. Updates take no time.
 
         Args:
             costs: seconds per action and message.
             num_microbatches: M, number of micro-batches of an update.
             iterations: number of updates from one drain to the next.
-            repeats: whether repeated forwards take further time; None: if the policy repeats them.
+            repeats: whether forwards that the policy repeats take further time; else backwards include it.
         Raises:
             ScheduleError: ``iterations`` is below 1, or the policy needs more micro-batches.
         """

@@ -170,9 +170,7 @@ class VersionPolicy(WeightPolicy):
             most = max(most, 1 + len(kept) + buffer)
         return most + (self.delta == "increment")
 
-    def simulate(
-        self, costs: StageCosts, num_microbatches: int, iterations: int, repeats: bool | None = None
-    ) -> Timeline:
+    def simulate(self, costs: StageCosts, num_microbatches: int, iterations: int, repeats: bool = True) -> Timeline:
         """Predict when each action runs, see :meth:`WeightPolicy.simulate`.
 
         A backward that uses other weights than its forward did repeats the forward, except on the last stage, whose
@@ -181,7 +179,7 @@ class VersionPolicy(WeightPolicy):
         self.check(costs.num_stages, num_microbatches)
         if iterations < 2:
             return super().simulate(costs, num_microbatches, iterations)
-        if self.repeats if repeats is None else repeats:
+        if repeats and self.repeats:
             again = (*costs.forward_s[:-1], 0.0)
             costs = replace(costs, backward_s=tuple(b + f for b, f in zip(costs.backward_s, again, strict=True)))
         timeline = simulate(build("1f1b", costs.num_stages, iterations * num_microbatches), costs)
