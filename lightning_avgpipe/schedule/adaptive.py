@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_avgpipe.errors import ScheduleError
-from lightning_avgpipe.schedule.builders import warm_up
 
 DROPPED, WINDOW = 2, 8  # iterations after a change that are ignored, and iterations that are measured then
 LONGEST = 8 * WINDOW  # largest number of measured iterations, where noise would hide a gain
@@ -118,8 +117,8 @@ class AdaptiveAdvance:
     Args:
         start: first advance, as the profile suggests. It is lowered until it fits the memory.
         predicted_peak: ``(shape, h) -> bytes`` of each stage, at its peak.
-        memory_limit: bytes that no stage may exceed; None for no limit.
-        warm_up: ``(shape, h) -> warm-up`` of each stage; default: the warm-up of equal stages.
+        memory_limit: bytes that no stage may exceed.
+        warm_up: ``(shape, h) -> warm-up`` of each stage.
 
     Raises:
         ScheduleError: ``start`` is negative.
@@ -130,15 +129,15 @@ class AdaptiveAdvance:
         self,
         start: int,
         predicted_peak: Callable[[IterationShape, int], Sequence[float]],
-        memory_limit: float | None = None,
-        warm_up: Callable[[IterationShape, int], Sequence[int]] | None = None,
+        memory_limit: float,
+        warm_up: Callable[[IterationShape, int], Sequence[int]],
     ) -> None:
         if start < 0:
             raise ScheduleError(f"start={start}: an advance is an integer of at least 0; 0 is 1F1B")
         self._start = start
         self._predicted_peak = predicted_peak
-        self._limit = math.inf if memory_limit is None else memory_limit
-        self._warm_up = warm_up or _even_warm_up
+        self._limit = memory_limit
+        self._warm_up = warm_up
         self._states: dict[IterationShape, State] = {}
         self._loaded: dict[IterationShape, State] = {}  # states of shapes that have not been used since loading
 
@@ -250,10 +249,6 @@ def _watched(state: State, best: Measured) -> tuple[State, Decision | None]:
         return replace(state, times_s=()), None
     reason = f"{_described(now)} instead of {best.median_s:.4g} s: measuring anew"
     return State(state.advance, ignored=0), Decision(state.advance, reason)
-
-
-def _even_warm_up(shape: IterationShape, advance: int) -> Sequence[int]:
-    return warm_up("advance_forward", shape.num_stages, shape.num_microbatches, advance)
 
 
 def _described(measured: Measured) -> str:

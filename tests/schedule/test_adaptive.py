@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,10 +25,18 @@ def is_chosen(state: State) -> bool:
     return state.best is not None
 
 
+def even(shape: IterationShape, advance: int) -> Sequence[int]:
+    """The warm-up of equal stages."""
+    return warm_up("advance_forward", shape.num_stages, shape.num_microbatches, advance)
+
+
 def stash(shape: IterationShape, advance: int) -> Sequence[float]:
     """A byte for each stashed micro-batch."""
-    ahead = warm_up("advance_forward", shape.num_stages, shape.num_microbatches, advance)
-    return [min(shape.num_microbatches, w + 1) for w in ahead]
+    return [min(shape.num_microbatches, w + 1) for w in even(shape, advance)]
+
+
+def adaptive(start: int = 0, predicted_peak: Any = stash, memory_limit: float = math.inf) -> AdaptiveAdvance:
+    return AdaptiveAdvance(start, predicted_peak, memory_limit, even)
 
 
 def run(
@@ -46,7 +56,7 @@ def steady(times: Sequence[float]) -> Callable[[int], float]:
 
 
 def test_it_steps_by_one_after_ten_iterations_and_goes_back_once() -> None:
-    controller = AdaptiveAdvance(0, stash)
+    controller = adaptive()
     window = DROPPED + WINDOW
     used = run(controller, steady([10, 8, 6, 6]), 5 * window)
     assert used == [0] * window + [1] * window + [2] * window + [3] * window + [2] * window
@@ -56,7 +66,7 @@ def test_it_steps_by_one_after_ten_iterations_and_goes_back_once() -> None:
 
 
 def test_the_first_two_iterations_after_a_change_do_not_count() -> None:
-    controller = AdaptiveAdvance(0, stash)
+    controller = adaptive()
     for seconds in [100, 100, *[10] * WINDOW, 100, 100, *[5] * WINDOW]:
         controller.observe(SHAPE, seconds)
     assert controller.advance(SHAPE) == 2
@@ -69,7 +79,7 @@ def test_memory_is_checked_on_every_stage_before_a_step() -> None:
         asked.append(advance)
         return [1.0, 1.0 + advance, 1.0, 1.0]
 
-    controller = AdaptiveAdvance(0, predicted, memory_limit=3.0)
+    controller = adaptive(0, predicted, 3.0)
     assert max(run(controller, lambda advance: 10.0 / (1 + advance), 100)) == 2
     assert max(asked) == 3
     state = controller.state(SHAPE)
@@ -78,9 +88,9 @@ def test_memory_is_checked_on_every_stage_before_a_step() -> None:
 
 
 def test_a_first_advance_that_does_not_fit_is_lowered_and_none_at_all_is_an_error() -> None:
-    assert AdaptiveAdvance(5, stash, memory_limit=7).advance(SHAPE) == 1
+    assert adaptive(5, memory_limit=7).advance(SHAPE) == 1
     with pytest.raises(ScheduleError, match="advance 0 would need 4 bytes on stage 0, the limit is 3, even with no"):
-        AdaptiveAdvance(5, stash, memory_limit=3).advance(SHAPE)
+        adaptive(5, memory_limit=3).advance(SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +104,7 @@ def test_a_first_advance_that_does_not_fit_is_lowered_and_none_at_all_is_an_erro
     ids=["M", "N", "K", "length"],
 )
 def test_another_shape_begins_anew_and_a_known_one_goes_on(other: IterationShape) -> None:
-    controller = AdaptiveAdvance(0, stash)
+    controller = adaptive()
     run(controller, steady([10, 8, 8]), 100)
     assert controller.state(other).ignored == DROPPED and not is_chosen(controller.state(other))
     assert controller.advance(other) == 0
@@ -106,7 +116,7 @@ def test_another_shape_begins_anew_and_a_known_one_goes_on(other: IterationShape
 
 @pytest.mark.parametrize("factor", [0.85, 1.15])
 def test_a_drift_of_more_than_ten_per_cent_begins_anew_where_it_stands(factor: float) -> None:
-    controller = AdaptiveAdvance(0, stash)
+    controller = adaptive()
     run(controller, steady([10, 8, 8]), 100)
     assert set(run(controller, steady([10, 8 * (1 + 0.09)]), 5 * WINDOW)) == {1}
     assert is_chosen(controller.state(SHAPE))
@@ -117,7 +127,7 @@ def test_a_drift_of_more_than_ten_per_cent_begins_anew_where_it_stands(factor: f
 
 
 def test_single_slow_iterations_are_no_drift() -> None:
-    controller = AdaptiveAdvance(0, stash)
+    controller = adaptive()
     run(controller, steady([10, 10]), 40)
     for i in range(200):
         controller.observe(SHAPE, 50.0 if i % 3 == 0 else 10.0)
@@ -127,18 +137,18 @@ def test_single_slow_iterations_are_no_drift() -> None:
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_time_that_is_none_is_refused(seconds: float) -> None:
     with pytest.raises(ScheduleError, match="must be positive and finite"):
-        AdaptiveAdvance(0, stash).observe(SHAPE, seconds)
+        adaptive().observe(SHAPE, seconds)
 
 
 def test_it_goes_on_from_any_state_that_was_saved() -> None:
     other = IterationShape(16, 1, 4, 3)
-    controller = AdaptiveAdvance(0, stash)
+    controller = adaptive()
     rng = random.Random(0)
     kinds = set()
     for i in range(100):
         shape = SHAPE if i % 3 else other
         saved = json.loads(json.dumps(controller.state_dict()))
-        resumed = AdaptiveAdvance(0, stash)
+        resumed = adaptive()
         resumed.load_state_dict(saved)
         assert resumed.state(shape) == controller.state(shape)
         kinds.add((controller.state(shape).ignored > 0, is_chosen(controller.state(shape))))
@@ -147,7 +157,7 @@ def test_it_goes_on_from_any_state_that_was_saved() -> None:
 
 
 def test_a_state_of_an_earlier_form_starts_anew() -> None:
-    controller = AdaptiveAdvance(0, stash)
+    controller = adaptive()
     setting = {"num_microbatches": 32, "num_pipelines": 1, "num_stages": 4, "length_bucket": 0}
     controller.load_state_dict(
         {"states": [{"setting": setting, "kind": "Settling", "state": {"advance": 2, "left": 1}}]}
@@ -174,7 +184,7 @@ def test_it_finds_the_best_within_noise_in_99_of_100_runs(noise: float) -> None:
     """No advance is faster by more than 2.5%: two standard errors of two medians of 8 at 2% noise."""
     rng, found = random.Random(0), 0
     for shape, times in map(random_times, range(400)):
-        controller = AdaptiveAdvance(0, stash)
+        controller = adaptive()
         for _ in range(1000):
             # now and then an iteration takes much longer
             slow = rng.uniform(1.2, 3) if rng.random() < 0.03 else 1.0
@@ -194,7 +204,7 @@ def test_recorded_times_of_real_processes_lead_to_the_fastest_advance(offset: in
     """Times of four processes on slow links, from any of them on: which iterations count must not matter."""
     times = [itertools.cycle([*seconds[offset:], *seconds[:offset]]) for seconds in RECORDED["seconds"]]
     shape = IterationShape(RECORDED["microbatches"], 1, RECORDED["stages"])
-    controller = AdaptiveAdvance(0, stash)
+    controller = adaptive()
     run(controller, lambda advance: next(times[advance]), 400, shape)
     medians = [statistics.median(seconds) for seconds in RECORDED["seconds"]]
     assert medians[controller.advance(shape)] <= 1.01 * min(medians)

@@ -269,12 +269,6 @@ class WeightStore:
             micro_batch += 1
         return {use for use in found if use.version <= here.version}
 
-    def held(self, stage: int) -> int:
-        """Return the number of copies of a stage's weights that are in memory between two actions."""
-        here = self._stages[stage]
-        shared = Use(here.version) in here.leaves
-        return 1 + len(here.leaves) - shared + bool(here.before)
-
 
 # -- predictions -------------------------------------------------------------------------------------------------------
 
