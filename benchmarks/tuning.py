@@ -178,10 +178,10 @@ def _printed_communication_s(profile: Profile, stage: int) -> float:
     seconds = 0.0
     if stage < profile.num_stages - 1:
         hop = profile.hops[stage]
-        seconds += hop.forward_bytes * hop.forward.per_byte + hop.forward.latency
+        seconds += hop.forward_bytes * hop.link.per_byte + hop.link.latency
     if stage > 0:
         hop = profile.hops[stage - 1]
-        seconds += hop.backward_bytes * hop.backward.per_byte + hop.backward.latency
+        seconds += hop.backward_bytes * hop.link.per_byte + hop.link.latency
     return profile.num_microbatches * seconds
 
 

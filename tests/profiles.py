@@ -7,7 +7,7 @@ import operator
 import random
 
 from lightning_avgpipe.planning import Link
-from lightning_avgpipe.tuning.profile import Curve, Device, HopProfile, Profile, StageMemory, StageProfile
+from lightning_avgpipe.tuning.profile import Curve, HopProfile, Profile, StageMemory, StageProfile
 
 
 def random_profile(seed: int, in_turns: bool = False) -> Profile:
@@ -35,6 +35,5 @@ def random_profile(seed: int, in_turns: bool = False) -> Profile:
     for _ in range(num_stages - 1):
         size = 1e5 * rng.uniform(0.5, 1.5)
         link = Link(transfer * 1e-3 * fullness / 1e5, rng.uniform(0, 1e-4))
-        hops.append(HopProfile(size, size, link, link))
-    device = Device("synthetic", 8 * 2**30, in_turns)
-    return Profile(64, 64, tuple(stages), tuple(hops), device)
+        hops.append(HopProfile(size, size, link))
+    return Profile(64, 64, tuple(stages), tuple(hops), in_turns)

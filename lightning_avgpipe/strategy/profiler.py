@@ -14,12 +14,11 @@ from tqdm.auto import tqdm
 from lightning_avgpipe.engine.recording import KernelTrace, Recording, tracing_kernels
 from lightning_avgpipe.errors import MemoryShortage, TuningError
 from lightning_avgpipe.planning import Plan
-from lightning_avgpipe.planning.memory import ModelBytes, limit_of, model_bytes
+from lightning_avgpipe.planning.memory import ModelBytes, model_bytes
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Kind
 from lightning_avgpipe.strategy.rehearsal import Rehearsal
 from lightning_avgpipe.tuning.profile import (
     Curve,
-    Device,
     HopProfile,
     OtherSize,
     Profile,
@@ -90,7 +89,7 @@ class Profiler:
             self._rehearsal.batch_size,
             tuple(by_stage[k] for k in range(self._cluster.stage_map.num_stages)),
             hops,
-            _device(self._cluster.device, not self._rehearsal.pipeline_run.deployment.parallel.have_streams),
+            not self._rehearsal.pipeline_run.deployment.parallel.have_streams,
             tuple(self._cluster.stage_map.owner(k) for k in range(self._cluster.stage_map.num_stages)),
             self._cluster.stage_map.num_teams,
             max(seconds for _, seconds in found),
@@ -286,7 +285,7 @@ class Profiler:
         plan = self._plan
         size = self._rehearsal.captured / num_microbatches
         return tuple(
-            HopProfile(size * stage.wire_bytes, size * stage.gradient_bytes, link, link)
+            HopProfile(size * stage.wire_bytes, size * stage.gradient_bytes, link)
             for stage, link in zip(plan.stages, self._cluster.links(self._cluster.stage_map), strict=False)
         )
 
@@ -309,7 +308,3 @@ def _clock_shift(run: Recording, trace: KernelTrace) -> float | None:
         if span.action.kind is FORWARD and (span.stage, span.action.micro_batch) in trace.forwards_s
     ]
     return statistics.median(shifts) if shifts and trace.kernels else None
-
-
-def _device(device: torch.device, in_turns: bool) -> Device:
-    return Device(port_of(device).name, int(limit_of(1.0, device, 1)), in_turns)

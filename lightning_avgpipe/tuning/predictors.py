@@ -84,7 +84,7 @@ class Predictor:
         key = m, n, setting.warm_up(profile.num_stages), devices  # a warm-up decides the rows of a schedule
         if key not in self._simulated:
             schedule = build(setting.schedule, profile.num_stages, m, setting.advance)
-            sharing = InTurns if profile.device.in_turns else SideBySide
+            sharing = InTurns if profile.in_turns else SideBySide
             self._simulated[key] = simulate([schedule] * n, loads_at(profile, m), devices, sharing).iteration_s
         return self._simulated[key]
 
@@ -107,12 +107,10 @@ class Predictor:
         """
         profile, m, n = self._profile, setting.num_microbatches, setting.num_pipelines
         loads, work_s = loads_at(profile, m), dict[int, float]()
-        for device, stage, forward, backward in zip(
-            profile.devices, profile.stages, loads.forward, loads.backward, strict=True
-        ):
-            batch_s = m * (forward.work_s + backward.work_s) + updates * (stage.step_s + stage.averaging_s)
+        for k, (device, stage) in enumerate(zip(profile.devices, profile.stages, strict=True)):
+            batch_s = m * loads.work_s(k) + updates * (stage.step_s + stage.averaging_s)
             work_s[device] = work_s.get(device, 0.0) + n * batch_s
-        sending_s = n * (m * max((*loads.values_s, *loads.gradients_s), default=0.0) + updates * profile.tied_s)
+        sending_s = n * (m * loads.longest_send_s + updates * profile.tied_s)
         return max(sending_s, *work_s.values())
 
     def _prediction(self, setting: Setting, seconds: float, at_least: bool = False) -> Prediction:

@@ -194,27 +194,11 @@ class StageProfile:
 
 @dataclass(frozen=True)
 class HopProfile:
-    """The measurements of one hop: bytes of the messages of one micro-batch, and the link in each direction."""
+    """The measurements of one hop: bytes of the messages of one micro-batch, and the link, alike in both directions."""
 
     forward_bytes: float
     backward_bytes: float
-    forward: Link = field(default_factory=Link)
-    backward: Link = field(default_factory=Link)
-
-
-@dataclass(frozen=True)
-class Device:
-    """A description of the devices of a profile, which are all of one kind.
-
-    Attributes:
-        name: name of the device model, which also shows whether a profile is from another kind of device.
-        memory: bytes of memory of a device.
-        in_turns: whether lanes run one action at a time, as in the executor, instead of side by side.
-    """
-
-    name: str
-    memory: int
-    in_turns: bool = False
+    link: Link = field(default_factory=Link)
 
 
 @dataclass(frozen=True)
@@ -241,7 +225,7 @@ class Profile:
         batch_size: number of samples of a batch.
         stages: measurements of each stage, shape ``(K,)``.
         hops: measurements of each hop, shape ``(K-1,)``.
-        device: description of the devices.
+        in_turns: whether a device runs one action at a time, as in the executor, instead of all lanes side by side.
         devices: number of the device of each stage, shape ``(K,)``; empty: stage k on device k.
         groups: number of process groups whose models are averaged, including this one.
         tied_s: seconds in which stages that use the same parameters sum their gradients, per pipeline.
@@ -254,7 +238,7 @@ class Profile:
     batch_size: int
     stages: tuple[StageProfile, ...]
     hops: tuple[HopProfile, ...]
-    device: Device
+    in_turns: bool
     devices: tuple[int, ...] = ()
     groups: int = 1
     tied_s: float = 0.0
@@ -285,8 +269,8 @@ class Profile:
             if not all(0 <= s < math.inf for s in times) or any(o.num_microbatches < 1 for o in stage.others):
                 raise TuningError(f"stage {k} of the profile: times must be finite and not negative, sizes at least 1")
         for hop, found in enumerate(self.hops):
-            links = (found.forward.per_byte, found.forward.latency, found.backward.per_byte, found.backward.latency)
-            if not all(0 <= x < math.inf for x in (found.forward_bytes, found.backward_bytes, *links)):
+            numbers = (found.forward_bytes, found.backward_bytes, found.link.per_byte, found.link.latency)
+            if not all(0 <= x < math.inf for x in numbers):
                 raise TuningError(f"hop {hop} of the profile: {found}: must be finite and not negative")
 
     @property

@@ -4,63 +4,31 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightning_avgpipe.schedule import BACKWARD, FORWARD, Kind
+from lightning_avgpipe.schedule import BACKWARD, FORWARD, Kind, StageCosts
 from lightning_avgpipe.schedule.costs import Pieces
-from lightning_avgpipe.schedule.kinds import Direction
 from lightning_avgpipe.tuning.profile import Curve, Profile, Setting, StageProfile
 
 _PIECES = 8  # largest number of pieces of a curve; more take time and change little
 
 
 @dataclass(frozen=True)
-class Load:
-    """The times of the forward or backward of one micro-batch on one stage.
+class Loads(StageCosts):
+    """The times of all actions and messages at a number of micro-batches, on devices that may serve lanes side by side.
 
     Attributes:
-        curve: utilisation while no other lane runs.
-        work_s: seconds of the device that the action takes from other lanes.
+        curves: utilisation of the device by an action of each stage while no other lane runs, shape ``(K,)``.
     """
 
-    curve: Curve
-    work_s: float
-
-    @property
-    def alone_s(self) -> float:
-        """The seconds while no other lane runs."""
-        return self.curve.total_s
-
-
-@dataclass(frozen=True)
-class Loads:
-    """The times of all actions and messages at a number of micro-batches, which are the costs of a simulation.
-
-    Attributes:
-        forward: load of a forward on each stage, shape ``(K,)``.
-        backward: load of a backward on each stage, shape ``(K,)``.
-        values_s: seconds for which activations of a micro-batch occupy the link of each hop, shape ``(K-1,)``.
-        gradients_s: seconds for which gradients of a micro-batch occupy the link of each hop, shape ``(K-1,)``.
-        latency_s: latencies of each hop in seconds, for activations and gradients, shape ``(K-1, 2)``.
-    """
-
-    forward: tuple[Load, ...]
-    backward: tuple[Load, ...]
-    values_s: tuple[float, ...]
-    gradients_s: tuple[float, ...]
-    latency_s: tuple[tuple[float, float], ...]
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages K."""
-        return len(self.forward)
+    curves: Mapping[Kind, Sequence[Curve]] = field(default_factory=dict)
 
     def pieces(self, kind: Kind, stage: int, replica: int = 0) -> Pieces:
         """Return the parts of an action: seconds and utilisation. A long curve becomes few parts of the same work."""
-        curve = {FORWARD: self.forward, BACKWARD: self.backward}[kind][stage].curve
+        curve = self.curves[kind][stage]
         if len(curve.seconds) <= _PIECES or curve.total_s == 0:
             return tuple(zip(curve.seconds, curve.utilisation, strict=True))
         ends = list(itertools.accumulate(curve.seconds, initial=0.0))
@@ -68,11 +36,14 @@ class Loads:
         shorter = Curve.of_parts(parts, 0.0, curve.total_s, _PIECES)
         return tuple(zip(shorter.seconds, shorter.utilisation, strict=True))
 
-    def message_s(self, direction: Direction, hop: int, sender: int = 0, receiver: int = 0) -> tuple[float, float]:
-        """Return the seconds for which a message occupies its link, and the seconds from then until it arrives."""
-        if direction == "forward":
-            return self.values_s[hop], self.latency_s[hop][0]
-        return self.gradients_s[hop], self.latency_s[hop][1]
+    def work_s(self, stage: int) -> float:
+        """Return the seconds of the device that a forward and a backward of a stage take from other lanes."""
+        return self.curves[FORWARD][stage].work_s + self.curves[BACKWARD][stage].work_s
+
+    @property
+    def longest_send_s(self) -> float:
+        """The seconds for which the slowest message of a micro-batch occupies its link."""
+        return max((*self.send_forward_s, *self.send_backward_s), default=0.0)
 
 
 def loads_at(profile: Profile, num_microbatches: int) -> Loads:
@@ -82,21 +53,25 @@ def loads_at(profile: Profile, num_microbatches: int) -> Loads:
     messages have m/M times the bytes.
     """
     size = profile.num_microbatches / num_microbatches
+    forward = [_scaled(profile, num_microbatches, stage, "forward") for stage in profile.stages]
+    backward = [_scaled(profile, num_microbatches, stage, "backward") for stage in profile.stages]
     return Loads(
-        tuple(_load(profile, num_microbatches, stage, "forward") for stage in profile.stages),
-        tuple(_load(profile, num_microbatches, stage, "backward") for stage in profile.stages),
-        tuple(size * hop.forward_bytes * hop.forward.per_byte for hop in profile.hops),
-        tuple(size * hop.backward_bytes * hop.backward.per_byte for hop in profile.hops),
-        tuple((hop.forward.latency, hop.backward.latency) for hop in profile.hops),
+        [curve.total_s for curve in forward],
+        [curve.total_s for curve in backward],
+        [size * hop.forward_bytes * hop.link.per_byte for hop in profile.hops],
+        [size * hop.backward_bytes * hop.link.per_byte for hop in profile.hops],
+        [hop.link.latency for hop in profile.hops],
+        curves={FORWARD: forward, BACKWARD: backward},
     )
 
 
-def _load(profile: Profile, num_microbatches: int, stage: StageProfile, direction: str) -> Load:
+def _scaled(profile: Profile, num_microbatches: int, stage: StageProfile, direction: str) -> Curve:
     curve: Curve = getattr(stage, direction)
-    factor = _correction(profile, stage, direction, num_microbatches)
     scaled = curve.stretched(profile.num_microbatches / num_microbatches)
-    scaled = Curve(tuple(factor * s for s in scaled.seconds), scaled.utilisation)
-    return Load(scaled, scaled.total_s if profile.device.in_turns else scaled.work_s)
+    factor = _correction(profile, stage, direction, num_microbatches)
+    if profile.in_turns:  # nothing else runs meanwhile
+        return Curve.constant(factor * scaled.total_s, 1.0)
+    return Curve(tuple(factor * s for s in scaled.seconds), scaled.utilisation)
 
 
 def _correction(profile: Profile, stage: StageProfile, direction: str, num_microbatches: int) -> float:

@@ -359,7 +359,7 @@ def test_the_profile_tells_times_sizes_and_memory_and_lies_beside_the_checkpoint
     _, runner = mlp(tuner, {"costs": "measured"}, callbacks=[saving], enable_checkpointing=True, logger=logger)
     profile = tuner.result.profile
     assert (profile.num_microbatches, profile.batch_size) == (8, 8)
-    assert profile.device.in_turns and profile.devices == (0, 0)
+    assert profile.in_turns and profile.devices == (0, 0)
     for stage, plan in zip(profile.stages, runner.strategy.plan.stages, strict=True):
         assert [other.num_microbatches for other in stage.others] == [4, 2, 1]
         for curve in (stage.forward, stage.backward):
@@ -425,7 +425,7 @@ def test_two_processes_tune_recover_from_lack_of_memory_and_train_as_by_hand(tmp
         assert found["resumed"][1] > found["tuned"][1]
         assert found["rolling auto"][1]
         assert_equal(found["rolling auto"], found["rolling True"])
-    assert found["result"].profile.hops[0].forward.per_byte > 0
+    assert found["result"].profile.hops[0].link.per_byte > 0
     assert found["result"].profile.devices == (1, 0)
     assert not (tmp_path / "again").exists()
 

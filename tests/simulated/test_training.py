@@ -373,7 +373,7 @@ def tuned(strategy: dict[str, Any]) -> tuple[bool, list[str]]:
     with device.reported() as report:
         fit(True, MLP, strategy, {"callbacks": [tuner]}, 16)
     assert tuner.result is not None
-    return tuner.result.profile.device.in_turns, list(report.errors)
+    return tuner.result.profile.in_turns, list(report.errors)
 
 
 @pytest.mark.parametrize("streams", [True, False])

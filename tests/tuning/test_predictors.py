@@ -20,7 +20,6 @@ from lightning_avgpipe.schedule import StageCosts, build, simulate
 from lightning_avgpipe.tuning.predictors import Predictor
 from lightning_avgpipe.tuning.profile import (
     Curve,
-    Device,
     HopProfile,
     Profile,
     Setting,
@@ -43,8 +42,8 @@ def balanced(
     memory = StageMemory(context=1000, model=300, reference=200, activations=800, transient=80, boundary=40)
     stage = StageProfile(Curve.constant(1.0, utilisation), Curve.constant(2.0, utilisation), memory)
     link = Link(send_s / 100, latency_s)
-    hops = (HopProfile(100, 100, link, link),) * (num_stages - 1)
-    return Profile(8, 8, (stage,) * num_stages, hops, Device("made up", 10_000, in_turns))
+    hops = (HopProfile(100, 100, link),) * (num_stages - 1)
+    return Profile(8, 8, (stage,) * num_stages, hops, in_turns)
 
 
 @pytest.mark.parametrize("text", ["{}", '{"format": 9, "Profile": {}}', '{"format": 2, "Profile": {"stages": []}}'])

@@ -10,7 +10,7 @@ import pytest
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.schedule.picture import pixels
 from lightning_avgpipe.tuning.picture import draw
-from lightning_avgpipe.tuning.profile import Curve, Device, HopProfile, Profile, Setting, StageMemory, StageProfile
+from lightning_avgpipe.tuning.profile import Curve, HopProfile, Profile, Setting, StageMemory, StageProfile
 from lightning_avgpipe.tuning.search import (
     MEASURED_SAMPLES,
     ROLLING_SAMPLES,
@@ -203,7 +203,6 @@ def test_the_fastest_of_those_that_were_tried_is_taken() -> None:
 
 def test_settings_that_only_stash_more_are_not_tried_beside_each_other() -> None:
     stage = StageProfile(Curve.constant(1.0, 1.0), Curve.constant(1.0, 1.0), StageMemory(0, 10, 10, 10))
-    device = Device("one", 1000, in_turns=True)
-    profile = Profile(16, 16, (stage, stage), (HopProfile(0.0, 0.0),), device)  # an advance gains nothing
+    profile = Profile(16, 16, (stage, stage), (HopProfile(0.0, 0.0),), in_turns=True)  # an advance gains nothing
     tried = [candidate.setting for candidate in best(search(profile, candidates(profile, 1)), 3)]
     assert tried == [Setting(16), Setting(8), Setting(4)]
