@@ -10,6 +10,9 @@ from lightning_avgpipe.schedule.simulator import simulate
 from lightning_avgpipe.tuning.profile import Profile, Setting
 from lightning_avgpipe.tuning.scaling import interpolated, loads_at, memory_at, update_s
 
+_ROLLING = 8  # number of simulated iterations
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -31,7 +34,8 @@ class Prediction:
 class Predictor:
     """Predicts settings from a profile by simulating every action and message of an iteration.
 
-    Rolling iterations take as long as one pipeline alone, or as the busiest device or link needs for all N.
+    Of rolling iterations several are simulated, and those in the middle count. A pipeline waits for its own update. On
+    a device that is never idle the updates of all N pipelines take time.
 
     The simulation uses the median times of actions, but real times vary. A stage waits for each action that is late,
     and the more micro-batches there are, the more often it waits. So times are multiplied by a ratio, at least 1, of
@@ -49,7 +53,7 @@ class Predictor:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._simulated: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], float] = {}
+        self._simulated: dict[tuple[int, int, bool, tuple[int, ...], tuple[int, ...]], float] = {}
         alone = {trial.setting: self._simulated_s(trial.setting, profile.devices) for trial in profile.trials}
         ratios = {
             math.log(trial.setting.num_microbatches): max(1.0, trial.span_s / alone[trial.setting])
@@ -60,10 +64,8 @@ class Predictor:
 
     def predict(self, setting: Setting) -> Prediction:
         """Predict a setting."""
-        if setting.rolling:
-            return self._prediction(setting, self._rolling_s(setting))
         seconds = self._simulated_s(setting, self._profile.devices)
-        return self._prediction(setting, seconds + update_s(self._profile, setting.num_pipelines))
+        return self._prediction(setting, self._updated_s(setting, seconds))
 
     def bound(self, setting: Setting) -> Prediction:
         """Return quickly either the prediction of a setting or, with ``at_least``, lower bounds of its times.
@@ -72,31 +74,35 @@ class Predictor:
         """
         profile, stages = self._profile, tuple(range(self._profile.num_stages))
         apart = len(set(profile.devices)) == len(stages)
-        if setting.rolling or (setting.num_pipelines == 1 and apart):
+        if setting.num_pipelines == 1 and apart:
             return self.predict(setting)
-        alone_s = self._simulated_s(replace(setting, num_pipelines=1), profile.devices if apart else stages)
+        one = replace(setting, num_pipelines=1, rolling=False)
+        alone_s = self._simulated_s(one, profile.devices if apart else stages)
         seconds = max(alone_s, self._busiest_s(setting, updates=False))
-        return self._prediction(setting, seconds + update_s(profile, setting.num_pipelines), at_least=True)
+        return self._prediction(setting, self._updated_s(setting, seconds), at_least=True)
+
+    def _updated_s(self, setting: Setting, seconds: float) -> float:
+        """Return the seconds of an iteration with its updates, from those of its actions and messages."""
+        if not setting.rolling:
+            return seconds + update_s(self._profile, setting.num_pipelines)
+        busy_s = self._busiest_s(setting, updates=True)
+        if seconds <= self._busiest_s(setting, updates=False) * (1 + _ROUNDING):
+            return busy_s  # a device or link is never idle
+        own_s = update_s(self._profile, 1) + max(stage.averaging_s for stage in self._profile.stages)
+        return max(seconds + own_s, busy_s)
 
     def _simulated_s(self, setting: Setting, devices: tuple[int, ...]) -> float:
-        """Return the simulated seconds until the last action of all pipelines has ended, which begin at once."""
+        """Return the simulated seconds of an iteration: until the last action has ended; rolling, the steady mean."""
         profile, m, n = self._profile, setting.num_microbatches, setting.num_pipelines
-        key = m, n, setting.warm_up(profile.num_stages), devices  # a warm-up decides the rows of a schedule
+        # a warm-up decides the rows of a schedule
+        key = m, n, setting.rolling, setting.warm_up(profile.num_stages), devices
         if key not in self._simulated:
             schedule = build(setting.schedule, profile.num_stages, m, setting.advance)
             sharing = InTurns if profile.in_turns else SideBySide
-            self._simulated[key] = simulate([schedule] * n, loads_at(profile, m), devices, sharing).iteration_s
+            count = _ROLLING if setting.rolling else 1
+            timeline = simulate([schedule] * n, loads_at(profile, m), devices, sharing, count)
+            self._simulated[key] = timeline.steady_s if setting.rolling else timeline.iteration_s
         return self._simulated[key]
-
-    def _rolling_s(self, setting: Setting) -> float:
-        """Return the seconds of a rolling iteration: of one pipeline alone, or of a device's or link's work for all.
-
-        Gradients of tied parameters are summed, beside messages on the same links, while other pipelines compute.
-        """
-        profile = self._profile
-        alone_s = self._simulated_s(replace(setting, num_pipelines=1), profile.devices) + update_s(profile, 1)
-        alone_s += max(stage.averaging_s for stage in profile.stages)
-        return max(alone_s, self._busiest_s(setting, updates=True))
 
     def _busiest_s(self, setting: Setting, updates: bool) -> float:
         """Return the seconds that the busiest device or link works for a batch of each pipeline.

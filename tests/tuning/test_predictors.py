@@ -97,10 +97,20 @@ def test_rolling_pipelines_take_as_long_as_one_alone_until_a_device_is_full() ->
     work_s = 4 * 2 * 3.0  # of a batch of micro-batches twice the size
     for n in (2, 3, 4, 8):
         drained, rolling = (predictor.predict(Setting(4, n, rolling=rolls)) for rolls in (False, True))
-        assert rolling.iteration_s == max(alone_s, n * work_s)
+        least_s = max(alone_s, n * work_s)
+        assert least_s <= rolling.iteration_s <= 1.16 * least_s
         assert rolling.iteration_s < drained.iteration_s
     link_bound = Predictor(balanced(1.0, send_s=40.0, in_turns=True))
-    assert link_bound.predict(Setting(8, 4, rolling=True)).iteration_s == 8 * 4 * 40
+    assert 8 * 4 * 40 <= link_bound.predict(Setting(8, 4, rolling=True)).iteration_s <= 1.06 * 8 * 4 * 40
+
+
+def test_rolling_pipelines_on_slow_links_gain_from_an_advance() -> None:
+    """Two pipelines of six stages have enough work for all devices, but without an advance they wait for messages."""
+    predictor = Predictor(balanced(1.0, num_stages=6, send_s=0.6, in_turns=True))
+    without, one = (predictor.predict(Setting(8, 2, h, rolling=True)).iteration_s for h in (0, 1))
+    work_s = 2 * 8 * 3.0
+    assert without > 1.2 * work_s
+    assert work_s <= one < 1.1 * work_s
 
 
 def test_rolling_pipelines_keep_where_each_began() -> None:
@@ -172,8 +182,8 @@ def test_no_simulation_is_below_its_bound(in_turns: bool) -> None:
     for profile, setting in random_settings(in_turns):
         predictor = Predictor(profile)
         small = dataclasses.replace(setting, num_microbatches=8)
-        for schedule in ("afab", "advance_forward"):
-            setting = dataclasses.replace(small, schedule=schedule)
+        for schedule, rolling in itertools.product(("afab", "advance_forward"), {False, setting.num_pipelines > 1}):
+            setting = dataclasses.replace(small, schedule=schedule, rolling=rolling)
             bound, found = predictor.bound(setting), predictor.predict(setting)
             assert bound.iteration_s <= found.iteration_s * (1 + EXACT), (profile, setting)
             assert bound.memory == found.memory
@@ -185,7 +195,7 @@ def test_no_simulation_is_below_its_bound(in_turns: bool) -> None:
 def test_a_search_by_bounds_chooses_what_playing_everything_chooses(in_turns: bool) -> None:
     for seed in (1, 2, 5):
         profile = random_profile(seed, in_turns)
-        settings = candidates(profile, 4, [4, 8, 16])
+        settings = candidates(profile, 4, [4, 8, 16], rolling="auto")
         played = list(map(Predictor(profile).predict, settings))
         limit = sorted(max(p.memory) for p in played)[len(played) * 3 // 4]
         result = search(profile, settings, limit)
