@@ -1,12 +1,13 @@
-"""What does a stage cost above its kernels, with so many blocks in front of it?
+"""Measure what a stage costs above its kernels, when 5 or 50 blocks come before it.
 
-The same micro-batch, forward and backward, of a stage in the middle and of the last one, two blocks each,
+Forward and backward of one micro-batch of a middle stage and of the last one, two blocks each, in three ways:
 
 - by hand: the blocks as a module, with torch alone;
-- followed: the Python of the user's step runs, and what earlier stages do is left out;
-- repeated: the operations that were written down when the step was followed (``static_step``).
+- followed: the Python of the user's step runs, without the work of earlier stages;
+- repeated: the operations run that were written down when the step was followed (``static_step``).
 
-All three take turns, round by round, in one process with one thread; CPU time of the thread, medians over rounds.
+The ways take turns, round by round, in one process with one thread. Printed is the CPU time of the thread: medians over
+the rounds.
 
     python benchmarks/depth.py                     # half a minute
 """

@@ -1,19 +1,21 @@
-"""How fast is the engine? The same model, batch and two processes for each of
+"""Compare the speed of the engine with torch.distributed.pipelining and with the simulator.
+
+The same model and batch run in two processes in each of
 
 - this engine, with the schedules afab, 1f1b and advance_forward, from the model's unchanged training_step;
 - torch.distributed.pipelining (ScheduleGPipe, Schedule1F1B), from stage modules that are written by hand;
-- the simulator, which is given this run's own times of those hand-written stages, measured anew in every round with
-  both processes at work, and of the links: a bound.
+- the simulator, which gives a bound: it knows the times of the hand-written stages, measured anew in every round with
+  both processes at work, and the times of the links.
 
-And in one process: a stage beside the hand-written one, forward and backward of a micro-batch, once followed and once
-as the mean over an iteration of 8, of which one is followed and 7 are repeated; with ``--parts compiled`` also with its
-units compiled, where a C++ compiler works for minutes first.
+In one process, a stage is also compared with the hand-written one: forward and backward of a micro-batch, first
+followed, then as the mean over 8 micro-batches, of which one is followed and 7 are repeated. ``--parts compiled`` does
+so with compiled units, for which a C++ compiler works for minutes first.
 
     python benchmarks/engine.py                          # two to four minutes on two cores; limited links need root
     python benchmarks/engine.py --parts replay
 
-All sides take turns in the same processes, round by round, and a ratio is the median of the ratios of the rounds: what
-disturbs the machine for longer than a round disturbs all sides alike. One thread per process.
+All sides take turns in the same processes, round by round. A ratio is the median of the ratios of the rounds, so that
+what disturbs the machine for longer than a round disturbs all sides alike. One thread per process.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Every schedule at work, beside the simulator, and beside torch.distributed.pipelining where it has the same.
+"""Measure every schedule on free links, and compare it with the simulator and with torch.distributed.pipelining.
 
     python benchmarks/schedules.py --parts every         # calls this
 
-One process for each device, free links. A process has two of 2 D equal blocks: as one stage, or as two where a
-schedule wants several. A block either sleeps for as long in a forward as in each half of a backward, so that six
-processes run on two cores and what is measured is the schedule and the engine; or it computes, which needs a core for
-each process. The simulator is given the medians of the actions and messages of the same iteration.
+Each of D processes has two of 2 D equal blocks, as one stage, or as two where a schedule needs several. A block either
+computes, which needs a core for each process, or it sleeps, equally long in a forward and in each half of a backward.
+Then six processes run on two cores, and the times are those of the schedule and the engine. The simulator is given the
+medians of the actions and messages of the same iteration. Torch is measured where it has the schedule.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Fine-tune a Llama with LoRA in two processes: a pipeline, beside torch's FSDP2 and DDP, on limited links.
+"""Fine-tune a Llama with LoRA in two processes, and compare a pipeline with torch's FSDP2 and DDP on limited links.
 
-The model is random and small (34 M parameters), the arithmetic and the messages are real, one thread per process. DDP
-holds the whole model in each process, and sends gradients of adapters only. FSDP2 (``fully_shard`` of each layer) holds
-a half of each weight, and gathers the other half in each forward and backward. The pipeline holds a half of the layers,
-and sends the values between them. All three train the same model with the same batches, which their losses show. They
-take turns, each in processes of its own.
+The model is random and small (34 M parameters). Arithmetic and messages are real, with one thread per process.
 
-On real devices FSDP2 waits longer: a device computes a hundred times as fast as a core, and these links are the same.
+- DDP holds the whole model in each process, and sends gradients of adapters only.
+- FSDP2 (``fully_shard`` of each layer) holds a half of each weight, and gathers the other half in each forward and
+  backward.
+- The pipeline holds a half of the layers, and sends the values between them.
+
+All three train the same model with the same batches, as their losses show. They take turns, each in processes of its
+own. On real devices FSDP2 waits longer: a device computes a hundred times as fast as a core, on the same links.
 
     python benchmarks/finetune.py                 # some minutes; limited links need root
 """

@@ -1,11 +1,11 @@
-"""Fine-tuning with layers that freeze: what each part of PipeTransformer gives, in two processes.
+"""Measure what each part of PipeTransformer gives when a model is fine-tuned and its layers freeze, in two processes.
 
     python benchmarks/freezing.py             # examples/finetune.py, several seeds
     python benchmarks/freezing.py --quick     # fewer pictures, one seed
 
-Each variant is a run of its own, in turn. Seconds are those of ``trainer.fit`` from the
-first batch on, with all planning; CPU seconds are those of both processes, which other work on the machine disturbs
-less. The accuracy is that of the validation at the end. Variants that freeze must end with the same weights.
+The variants take turns, each in a run of its own. Seconds are those of ``trainer.fit`` from the first batch on, with
+all planning. CPU seconds are those of both processes; other work on the machine disturbs them less. The accuracy is
+that of the validation at the end. Variants that freeze must end with the same weights.
 """
 
 from __future__ import annotations

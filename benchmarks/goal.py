@@ -1,4 +1,4 @@
-"""Train until a goal: when a curve reaches it, and a callback that ends a Trainer's run there."""
+"""Train until a goal: when a curve reaches it, and a callback that then ends a Trainer's run."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""How much memory a process takes to load its stages of a model from files, and how long that takes.
+"""Measure the memory and time that a process takes to load its stages of a model from files.
 
-Writes a random Llama to files in bfloat16, and validates it in two (or more) processes on the CPU, in the dtype that is
-asked for: read by transformers, so that every process begins with the whole model, and by
-``lightning_avgpipe.from_pretrained``. Prints MiB above what the process held before the model was built, without pages
-of mapped files; ``share`` is what the process holds in the end, ``largest`` its largest tensor. ``build`` and ``fill``
-are seconds, and ``once`` are those in which one process reads and keeps all of the files.
+Writes a random Llama to files in bfloat16, and validates it on the CPU in two processes or more, in the given dtype.
+It is read in two ways: by transformers, where every process begins with the whole model, and by
+``lightning_avgpipe.from_pretrained``.
+
+Prints MiB above what the process held before the model was built, without pages of mapped files. ``share`` is what the
+process holds in the end, ``largest`` its largest tensor. ``build`` and ``fill`` are seconds. ``once`` are the seconds
+in which one process reads and keeps all of the files.
 
     python benchmarks/loading.py --megabytes 1000 --processes 2 --dtype float32
 """

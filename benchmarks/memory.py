@@ -1,9 +1,9 @@
-"""Resident memory of each process before the plan is made, after it, and at its peak.
+"""Measure the resident memory of each process before the plan is made, after it, and at its peak.
 
-Validates a stack of linear layers for a few batches in two processes on the CPU: built in ``__init__``, so that every
-process starts with the whole module, and built on the meta device in ``configure_model``, so that none ever holds it.
-Prints MiB above what the process held before the module was built; ``share`` is the size of the parameters that the
-process owns when the plan is made.
+A stack of linear layers is validated for a few batches in two processes on the CPU. It is built either in ``__init__``,
+so that every process starts with the whole module, or on the meta device in ``configure_model``, so that none ever
+holds it. Prints MiB above what the process held before the module was built. ``share`` is the size of the parameters
+that the process owns when the plan is made.
 
     python benchmarks/memory.py
 """

@@ -1,4 +1,4 @@
-"""Models of several benchmarks: a language model as a user writes it, and by hand as two stages; blocks that sleep."""
+"""Models that benchmarks share: a language model as a user writes it, its two stages by hand, and blocks that sleep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rate-limited links between processes of one machine: network namespaces, where root may make them."""
+"""Limit the rate of links between processes of one machine, with network namespaces, which need root."""
 
 from __future__ import annotations
 

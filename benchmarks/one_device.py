@@ -1,12 +1,12 @@
-"""What does it cost to divide a model on one device? Lightning's accumulation, and one stage and several, in turns.
+"""Measure what it costs to divide a model on one device: Lightning's accumulation, one stage, and several.
 
     python benchmarks/one_device.py --accelerator gpu --precision bf16-true
     python benchmarks/one_device.py --quick                     # on a CPU, with tiny sizes
 
-The same LightningModule accumulates the same micro-batches. Printed are milliseconds per micro-batch, from the end of
-one step to that of a later one: medians of the rounds, and the ratio to Lightning's in the same round; and whether the
-weights are the same, bit for bit. ``host`` is the share of the time after which Python has queued all work: where it is
-1, the device waits for the host.
+The same LightningModule trains on the same micro-batches in each way, in turns. Printed are milliseconds per
+micro-batch, from the end of one step to that of a later one (medians of the rounds), the ratio to Lightning's in the
+same round, and whether the weights are the same, bit for bit. ``host`` is the share of the time after which Python has
+queued all work: if it is 1, the device waits for the host.
 """
 
 from __future__ import annotations

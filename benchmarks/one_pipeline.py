@@ -1,4 +1,4 @@
-"""One pipeline in each of the processes: of this engine, and of torch.distributed.pipelining beside it."""
+"""Run one pipeline over the processes, with this engine or with torch.distributed.pipelining."""
 
 from __future__ import annotations
 

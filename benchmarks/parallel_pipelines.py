@@ -1,14 +1,14 @@
-"""Do parallel pipelines fill each other's bubbles? Batches per second of N = 1, 2, 3 pipelines.
+"""Measure whether parallel pipelines fill each other's bubbles: batches per second with N = 1, 2, 3 pipelines.
 
     python benchmarks/parallel_pipelines.py                     # as root, for links of a limited rate
 
-Two stages in two processes, joined by a link of a limited rate in each direction. Measured are seconds per batch of a
-Trainer's run, with Lightning's own work, as ``trained.py`` measures them, for N pipelines with and without
-``rolling=True``, all of which take turns in the same processes. Compute is a sleep that releases the core, so that time
-shows the schedule.
+Two stages run in two processes, with a link of a limited rate in each direction. Measured are seconds per batch of a
+Trainer's run, with Lightning's own work (see ``trained.py``), with and without ``rolling=True``. All numbers of
+pipelines take turns in the same processes. Compute is a sleep that releases the core, so the time is that of the
+schedule.
 
-Beside them stand what the simulator says, in which Lightning and optimizers take no time, and the limits of N pipelines
-where one is idle for a share b of the time: with a barrier N / (N - (N-1) b), rolling 1 / (1-b), but at most N.
+Also printed are the simulator's times, in which Lightning and optimizers take no time, and the limits for N pipelines,
+if one is idle for a share b of the time: N / (N - (N-1) b) with a barrier, and 1 / (1-b), but at most N, if they roll.
 """
 
 from __future__ import annotations

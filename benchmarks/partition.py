@@ -1,12 +1,12 @@
-"""How well are measured partitions balanced? Four uneven models, divided into 2, 3 and 4 stages in four ways:
+"""Measure how well planned stages are balanced: four uneven models, divided into 2, 3 and 4 stages in four ways.
 
 - plan: by this package, from costs that it measures once;
 - layers: an equal number of layers (submodules that a person would list) in each stage;
 - parameters: layers, so that the largest number of parameters in a stage is as small as it can be;
-- best: of all splits between any two calls of the smallest submodules, the one with the fastest slowest stage.
+- best: of all splits between any two calls of the smallest submodules, the one whose slowest stage is fastest.
 
-All are judged by the same costs, which are the medians of further measurements that the plan has not seen, at the
-finest granularity: the time of the slowest stage, forward plus backward of one micro-batch.
+All are judged by the time of the slowest stage, forward plus backward of one micro-batch. The costs for this are
+medians of further measurements, at the finest granularity, which the plan has not seen.
 
     python benchmarks/partition.py                  # two to three minutes on two cores
 """

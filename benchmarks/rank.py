@@ -1,4 +1,4 @@
-"""The program of each process that ``harness.launch`` starts: call a function, and leave behind what it returns."""
+"""The program of each process that ``harness.launch`` starts: it calls a function and stores the result."""
 
 from __future__ import annotations
 

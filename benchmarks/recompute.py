@@ -1,8 +1,9 @@
-"""Memory and time of recomputation: a transformer in two stages in this process, plain, per block and per stage.
+"""Measure memory and time of recomputation: a transformer in two stages of one process.
 
-Each way runs in a process of its own, in turns; medians over the rounds. Prints MiB of the tensors that graphs hold for
-backwards at most (the stash), the peak of the process's memory above that before the model was made (on CUDA of the
-device's), and the time of a batch beside the plain run's.
+Activations are kept (plain), or recomputed per block or per stage. The ways take turns, each in a process of its own;
+printed are medians over the rounds: the most MiB of tensors that graphs hold for backwards (the stash), the peak of the
+process's memory above that before the model was made (on CUDA, the device's), and the time of a batch over that of the
+plain run.
 
     python benchmarks/recompute.py --schedule afab
 """

@@ -1,11 +1,12 @@
-"""Two processes of one host: messages through shared memory, over the network, and by torch's own send and receive.
+"""Measure messages between two processes of one host: through shared memory, over the network, and as torch sends them.
 
-- Latency: a message to and fro. Half of the round trip, and the CPU time of both processes for a message.
-- 1F1B with short actions, beside torch.distributed.pipelining's, which is over gloo: all take turns in the same
+- Latency: half of the round trip of a message, and the CPU time of both processes for a message.
+- 1F1B with short actions, compared with torch.distributed.pipelining's, which uses gloo. All take turns in the same
   processes, round by round, and a ratio is the median of the ratios of the rounds. An action computes small matrix
   products for the given time.
 
-A pair of processes has mailboxes, and another one lines; each has torch beside it. One thread per process.
+One pair of processes uses shared memory (mailboxes), and another one the network (lines). Torch is measured in both,
+with one thread per process.
 
     python benchmarks/same_host.py                       # a minute
     python benchmarks/same_host.py --forward-ms 5

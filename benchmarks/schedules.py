@@ -1,14 +1,14 @@
-"""Schedules at work: every one of them, and iteration time and stash of some on real links.
+"""Measure iteration time and stash of schedules on limited links, and the time of every schedule on free ones.
 
     python benchmarks/schedules.py --picture docs/schedules.png     # as root, for links of a limited rate
     python benchmarks/schedules.py --quick               # two processes, few rounds
-    python benchmarks/schedules.py --parts every         # all schedules, beside torch's: see every_schedule.py
+    python benchmarks/schedules.py --parts every         # all schedules, and torch's: see every_schedule.py
 
-On links: AFAB, 1F1B, advance forward propagation and, from three stages on, broadcast forward. One process per stage
-runs the real engine. Its compute is a sleep in the forward and in the backward, calibrated so that an action lasts as
-long as asked: it releases the core, so that six stages run on two cores, and what is measured is the schedule and the
-transport, not the arithmetic. Messages are real and cross rate-limited links. The simulator is given the times that
-were asked for, not the measured ones.
+On limited links these are AFAB, 1F1B, advance forward propagation and, from three stages on, broadcast forward. Each
+stage is a process that runs the real engine and sends real messages. Its compute is a sleep in the forward and in the
+backward, calibrated so that an action lasts as long as asked. A sleep releases the core, so six stages run on two
+cores, and the times are those of the schedule and the transport. The simulator is given the times that were asked for,
+not the measured ones.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Two groups of two stages over a slow link that meet rarely and late, beside ddp and averaging after each step.
+"""Compare two groups of two stages that average over a slow link, rarely and late, with ddp and averaging each step.
 
-Four processes in network namespaces: 1 Gbit/s inside a group, less between the groups, in each direction of each pair
-of processes. The workload is the language model of ``workloads.py``, twice as wide (0.5 M parameters), with Adam.
-A step takes 32 samples: ddp 8 in each of four processes, each group 16 in its pipeline.
+Four processes run in network namespaces: 1 Gbit/s within a group, less between the groups, in each direction of each
+pair of processes. The workload is the language model of ``workloads.py``, twice as wide (0.5 M parameters), with Adam.
+A step takes 32 samples: 8 in each of four processes with ddp, or 16 in the pipeline of each group.
 
 Two cores stand for four devices: each computes, and then sleeps until that has taken four times its CPU time
-(``paper/slowed.py``). Links, messages and rounding are real. Samples to the goal are counted in runs of their own
-without limits: a group of one stage for each group, which trains with the same numbers, and one process for ddp.
+(``paper/slowed.py``). Links, messages and rounding are real. Samples to the goal are counted in separate runs without
+limits, which train with the same numbers: one stage for each group, and one process for ddp.
 
     python benchmarks/slow_links.py --json slow.json            # root, for namespaces; goes on with what the file has
 """

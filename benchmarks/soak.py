@@ -1,6 +1,6 @@
-"""Soak: threads, files, listening sockets and memory while many trainers, and many iterations, run in two processes.
+"""Count threads, files, listening sockets and memory while two processes run many trainers and many iterations.
 
-Each rank prints a line after each trainer, and several while the last one goes on::
+Each rank prints a line after each trainer, and several during the last one::
 
     python benchmarks/soak.py --trainers 10 --iterations 3000 --files 256
 """

@@ -1,12 +1,12 @@
-"""Plans for unequal links: SPP's beside PipeDream's, equal layers, straight pipelines and ddp; and how long they take.
+"""Compare plans for unequal links: SPP's, PipeDream's, equal layers, balanced pipelines and ddp; and time the planning.
 
     python benchmarks/spp.py                              # as root: a quarter of an hour on a quiet machine
     python benchmarks/spp.py --quick --parts networks --picture docs/replicas.png    # an iteration of SPP's plan there
-    python benchmarks/spp.py --parts replicas planning    # beside ddp on free links; planning times: no root needed
+    python benchmarks/spp.py --parts replicas planning    # and ddp on free links; planning times: no root needed
 
-Four processes train with a Trainer. What a unit computes is a sleep for each sample, so that four devices have room on
-two cores; messages, all-reduces and everything around them are real. All plans of a network take turns in the same
-processes. Predictions know the measured times of one unit and the rates of links, and nothing else.
+Four processes train with a Trainer. A unit sleeps for each sample in the place of computing, so that four devices have
+room on two cores. Messages, all-reduces and everything around them are real. All plans of a network take turns in the
+same processes. Predictions know only the measured times of one unit and the rates of links.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stages of a model in one process, each at work alone, and the time of a thread that they take beside other sides."""
+"""Run the stages of a model alone in one process, and measure the CPU time that they and other sides take."""
 
 from __future__ import annotations
 

@@ -1,18 +1,20 @@
-"""How many samples does elastic averaging need to reach a goal, beside ordinary training? For three small workloads,
-three optimizers, and N = 2 and 4 parallel models:
+"""Count the samples that elastic averaging needs to reach a goal, compared with ordinary training.
 
-- single: one model, batch size B; what all others are compared with;
+Three small workloads are trained with three optimizers, and with N = 2 and 4 parallel models:
+
+- single: one model, batch size B; all others are compared with it;
 - large: one model, batch size N B;
 - elastic: N models with batch size B each around a reference model, ``outer_lr`` 1, the square root of N, and N;
-- rolling: the same without a barrier (``--without-barrier``);
-- groups: and with each model in a group of its own, which meets the others an iteration late (``--without-barrier``);
+- rolling: elastic without a barrier (``--without-barrier``);
+- groups: rolling, with each model in a group of its own, which meets the others an iteration late
+  (``--without-barrier``);
 - independent: N models that never meet; the mean of their weights is judged.
 
-Each with the learning rate that is best for a single model. Judged is the reference model, or what takes its place, on
-validation samples; counted are samples, of all models together, until the loss is down to the goal. They are divided by
-the median of ``single``: 1.0 means that N models learn as much from a sample as one does, N that they take N times the
-epochs. What happens in an iteration does not depend on pipelines (the tests of the package say so), so the models take
-turns here in one process, and of the package only the averaging step is involved.
+Each has the learning rate that is best for a single model. The reference model, or what takes its place, is judged on
+validation samples. The samples of all models together are counted until the loss is down to the goal, and divided by
+the median of ``single``: 1.0 means that N models learn as much from a sample as one does, and N that they take N times
+the epochs. What happens in an iteration does not depend on pipelines (the tests of the package say so). So the models
+take turns in one process, and only the averaging step of the package is used.
 
     python benchmarks/statistical_efficiency.py --picture docs/statistical_efficiency.png   # about 40 minutes
     python benchmarks/statistical_efficiency.py --without-barrier rolling groups --workloads digits pairs --seeds 2

@@ -1,19 +1,19 @@
-"""How much sooner does elastic averaging reach a goal? Seconds per batch times samples, beside GPipe and 1F1B.
+"""Measure how much sooner elastic averaging reaches a goal than GPipe and 1F1B: seconds per batch times samples.
 
     python benchmarks/time_to_target.py --json target.json --picture docs/time_to_target.png   # as root
     python benchmarks/time_to_target.py --message-bytes 250000                    # a pipeline idle for less of the time
     python benchmarks/time_to_target.py --quick                                   # one training, one short round
 
-Two measurements, whose product is the time to the goal:
+The time to the goal is the product of two measurements:
 
 - seconds per batch of a Trainer with a process for each stage, links of a limited rate and sleeps in place of compute
   (``trained.py``), all sides in turns;
 - samples until the goal of three small trainings with three optimizers is reached (``statistical_efficiency.py``), as
-  multiples of what one model needs; GPipe and 1F1B train as one model does, bit for bit. Models that roll average by
-  the default rule without a barrier, the others with one; ``outer_lr`` is the default, the square root of N.
+  multiples of what one model needs. GPipe and 1F1B train as one model does, bit for bit. Models that roll average by
+  the default rule without a barrier, the others with one. ``outer_lr`` is the default, the square root of N.
 
-Memory is not part of it: N models hold N times the weights, optimizer states and stashed micro-batches. Each
-measurement is in the file of ``--json`` as soon as it is made, and a later run goes on from there.
+Memory is not compared: N models hold N times the weights, optimizer states and stashed micro-batches. Each measurement
+is in the file of ``--json`` as soon as it is made, and a later run goes on from there.
 """
 
 from __future__ import annotations

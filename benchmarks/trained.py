@@ -1,7 +1,7 @@
-"""Seconds per batch of a Trainer: a process for each stage, links of a limited rate, and sleeps in place of compute.
+"""Measure seconds per batch of a Trainer: a process for each stage, limited links, and sleeps in place of compute.
 
-What is measured is all that a user's run does, with Lightning around it, at the steps in the middle of an epoch. Other
-benchmarks launch this script; beside its numbers they put the simulator's.
+The time is that of a user's whole run, with Lightning, at the steps in the middle of an epoch. Other benchmarks launch
+this script, and compare its numbers with the simulator's.
 """
 
 from __future__ import annotations

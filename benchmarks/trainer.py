@@ -1,17 +1,17 @@
-"""What does a Trainer cost around the engine? A transformer in two processes, beside ddp and beside the simulator.
+"""Measure what a Trainer costs around the engine: a transformer in two processes, compared with ddp and the simulator.
 
     python benchmarks/trainer.py                        # some ten minutes on two cores
     python benchmarks/trainer.py --quick
 
-The same LightningModule and the same samples per batch for each of
+The same LightningModule has the same samples per batch with each of
 
 - ``ddp``, half of the batch in each process;
 - ``strategy="avgpipe"`` with M micro-batches, one pipeline and N, with a barrier and rolling.
 
-Printed are seconds per batch, from the end of one step to that of the next, as multiples of ddp's; and of pipelines
-with a barrier beside the simulator, which is given the times of the actions and messages of the very iterations that
-are compared with it, medians of each, and knows nothing of Lightning, optimizers and averaging. All sides take turns in
-the same processes, with one thread each; medians of the rounds.
+Printed are seconds per batch, from the end of one step to that of the next, and their ratio to ddp's. Pipelines with a
+barrier are also compared with the simulator. It is given the median times of the actions and messages of the same
+iterations, and knows nothing of Lightning, optimizers and averaging. All sides take turns in the same processes, with
+one thread each. Numbers are medians of the rounds.
 """
 
 from __future__ import annotations

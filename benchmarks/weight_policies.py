@@ -1,22 +1,28 @@
-"""What do old gradients cost, and what do they gain? Weight policies, and rolling parallel pipelines, beside a drain.
+"""Measure what old gradients cost in samples and gain in time: weight policies and rolling pipelines, and a drain.
 
     python benchmarks/weight_policies.py --json policies.json --picture docs/weight_policies.png --resume   # goes on
     python benchmarks/weight_policies.py --quick                                  # where it was: some twelve minutes
     python benchmarks/weight_policies.py --parts samples --microbatches 1 --optimizer adamw   # gradients 3 updates old
 
-Two measurements of a Trainer's run, both with four stages and as many micro-batches in a batch, or ``--microbatches``:
+Time to the goal is the product of two measurements of a Trainer's run. Both have four stages, and as many micro-batches
+in a batch, or ``--microbatches``:
 
 - time: seconds per batch with a process for each stage, links of a limited rate and sleeps in place of compute, as in
-  ``trained.py``, beside what the simulator says;
-- samples: how many a training needs until its loss on validation data is down to a goal, all stages in one process,
-  with the optimizer and its best learning rate of ``workloads.py``; medians of the seeds, as multiples of ``flush``.
-  What a run computes does not depend on processes and timing.
+  ``trained.py``; the simulator's time is printed as well;
+- samples: how many a training needs until its loss on validation data is down to a goal, with the optimizer and its
+  best learning rate of ``workloads.py``; medians of the seeds, as multiples of ``flush``. All stages are in one
+  process, since what a run computes does not depend on processes and timing.
 
-Time to the goal is the product. ``flush`` is 1F1B with a drain after each batch; ``advance`` the same weights in the
-order of advance forward propagation; ``pipeoptim, no repeat`` is ``PipeOptim(exact_backward=False)``; ``nesterov`` is
-``stash`` with the optimizer of AsyncPP, which looks ahead (``optimizer`` of ``statistical_efficiency.py``); of
-``rolling`` two models are trained, and their reference is judged. Each measurement is in the results file as soon as it
-is made.
+The sides are
+
+- ``flush``: 1F1B with a drain after each batch;
+- ``advance``: the same weights in the order of advance forward propagation;
+- ``pipeoptim, no repeat``: ``PipeOptim(exact_backward=False)``;
+- ``nesterov``: ``stash`` with the optimizer of AsyncPP, which looks ahead (``optimizer`` of
+  ``statistical_efficiency.py``);
+- ``rolling``: two models are trained, and their reference is judged.
+
+Each measurement is in the results file as soon as it is made.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What wire formats save on slow links: seconds of a batch with values as they are, as bf16, and as int8.
+"""Measure what wire formats gain on slow links: seconds of a batch in full precision, as bf16, and as int8.
 
-Two stages in two processes that a limited link joins in each direction. Each sleeps for as long as a device would
-compute, once in a forward and twice in a backward, so that the cores are free for the engine; what travels, and its
-compression, is real. All formats take turns in the same processes, round by round, and a ratio is the median of the
+Two stages run in two processes, with a limited link in each direction. Each sleeps for as long as a device would
+compute, once in a forward and twice in a backward, so that the cores are free for the engine. Messages and their
+compression are real. All formats take turns in the same processes, round by round, and a ratio is the median of the
 ratios of the rounds. One thread per process.
 
     python benchmarks/wire.py                            # half a minute; limited links need root

@@ -1,8 +1,7 @@
-"""How many samples a training needs to reach a goal when its values travel as bf16 or as int8, over as they are.
+"""Count the samples that a training needs to reach a goal when its values travel as bf16 or int8, over full precision.
 
-Three small workloads on real data, each in one process with what a hop between two stages does: a
-layer's outputs, and their gradients, are compressed and decompressed by the package's own code. Judged in full
-precision, as evaluation is.
+Three small workloads train on real data, each in one process. Where a hop between two stages would be, the package's
+own code compresses and decompresses a layer's outputs and their gradients. Evaluation is in full precision.
 
     python benchmarks/wire_samples.py                    # ten minutes on two cores
     python benchmarks/wire_samples.py --workloads digits --seeds 1

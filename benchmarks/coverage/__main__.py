@@ -4,10 +4,10 @@ Usage::
 
     python -m benchmarks.coverage [--source timm diffusers] [--stages 3] [--first] [--costs flops]
 
-Each architecture runs in a process of its own, with a time limit. What was found is appended to ``coverage.jsonl``, so
-that an interrupted run goes on where it was. ``--first`` tries each body with one head only. Sources that train with
+Each architecture runs in a process of its own, with a time limit. Results are appended to ``coverage.jsonl``, so that
+an interrupted run goes on where it was. ``--first`` tries each body with one head only. Sources that train with
 ``pytorch_lightning`` (lightly, darts, neuralforecast) are left out, unless a run is for them alone.
-``docs/coverage.md`` shows all as a table.
+``docs/coverage.md`` shows the results as tables.
 """
 
 from __future__ import annotations

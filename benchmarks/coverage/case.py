@@ -1,4 +1,4 @@
-"""What is tried: a module of a library, with data for it."""
+"""A case of coverage: a module of a library, with data for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script, or a library, gives to a Trainer of ``pytorch_lightning``: its module and its data."""
+"""Catch the module and the data that a script, or a library, gives to a Trainer of ``pytorch_lightning``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One module without stages and with them: losses, weights and buffers after a few steps."""
+"""Compare one module without stages and with them: losses, weights and buffers after a few steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases in processes of their own, a few at a time, each with a time limit."""
+"""Run cases in processes of their own, a few at a time, each with a time limit."""
 
 from __future__ import annotations
 

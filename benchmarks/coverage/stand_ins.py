@@ -1,4 +1,4 @@
-"""Operators of torchvision whose library does not load beside this torch, in Python: import this before all else."""
+"""Operators of torchvision in Python, if its library does not load with this torch: import this before all else."""
 
 from __future__ import annotations
 

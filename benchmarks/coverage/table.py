@@ -1,4 +1,4 @@
-"""What was found, as a page."""
+"""Write the results of coverage as a page."""
 
 from __future__ import annotations
 

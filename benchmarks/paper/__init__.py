@@ -1,1 +1,1 @@
-"""The workloads of AvgPipe's paper at a size for two cores, beside what else one could train them with."""
+"""The workloads of AvgPipe's paper at a size for two cores, trained with AvgPipe and with other systems."""

@@ -1,20 +1,20 @@
-"""AvgPipe's paper once more: its three workloads to a target, beside what else one could use.
+"""Repeat AvgPipe's paper: train its three workloads to a target, with AvgPipe and with other systems.
 
     python -m benchmarks.paper --json paper.json --pictures docs --resume    # as root: hours; goes on where it was
     python -m benchmarks.paper --devices 6 --minutes 30 --json six.json --resume   # six slowed devices, a piece of it
     python -m benchmarks.paper --quick --workloads awd_lstm                  # one link, one seed; needs no corpus
 
-Processes on rate-limited links (network namespaces, which need root) train the examples' models with real
-arithmetic: with Lightning's ddp, torch.distributed.pipelining, DeepSpeed's pipeline, and this engine as GPipe, 1F1B,
-PipeDream, PipeDream-2BW and AvgPipe. In each round, one for each seed, all of them take turns, each in processes of
-its own. Time to the target is time per epoch times epochs to the target, which are counted in one process, since they
-depend on no link (see ``learning.py``). The target is what plain training has reached after two thirds of its epochs.
+Processes on rate-limited links (network namespaces, which need root) train the examples' models with real arithmetic:
+with Lightning's ddp, torch.distributed.pipelining, DeepSpeed's pipeline, and this engine as GPipe, 1F1B, PipeDream,
+PipeDream-2BW and AvgPipe. There is a round for each seed. In it all systems take turns, each in processes of its own.
+Time to the target is time per epoch times epochs to the target. Epochs are counted in one process, since they depend on
+no link (see ``learning.py``). The target is what plain training has reached after two thirds of its epochs.
 
-With six devices each is slowed: what it computes takes six times as long as on a core of its own (``slowed.py``), so
-that a machine with two cores stands for six devices. Models have more layers, and batches more samples.
+With six devices each is slowed: what it computes takes six times as long as on a core of its own (``slowed.py``). So a
+machine with two cores stands for six devices. Models have more layers, and batches more samples.
 
 AvgPipe is what the tuner takes from its profile on the link, with ``rolling="auto"``, within the memory of the system
-that it is compared with, as in the paper's Figures 11 and 12; memory is counted in the same way for both (see
+that it is compared with, as in the paper's Figures 11 and 12. Memory is counted in the same way for both (see
 ``settings.py``), and measured.
 """
 

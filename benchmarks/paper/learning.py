@@ -1,8 +1,8 @@
-"""How well each way learns: its metric on validation data, epoch by epoch, trained in one process.
+"""Measure how well each system learns: its metric on validation data, epoch by epoch, trained in one process.
 
-What a run computes depends neither on links nor on where its stages are, so one training stands for all links; and ddp
-and all pipelines that drain compute the same gradients of a batch, up to dropout and rounding, so that one training
-stands for all of these.
+What a run computes depends neither on links nor on where its stages are, so one training stands for all links. Up to
+dropout and rounding, ddp and all pipelines that drain compute the same gradients of a batch, so one training stands for
+all of them.
 
 Plain training ends when it has what makes it the target, all others when they have reached that (``report.py``).
 """

@@ -1,4 +1,4 @@
-"""Say what was measured: a table beside the paper's claims, and a picture of the times to the target."""
+"""Report the measurements: a table with the paper's claims, and a picture of the times to the target."""
 
 from __future__ import annotations
 

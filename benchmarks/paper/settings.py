@@ -1,4 +1,4 @@
-"""Which setting of AvgPipe fits the memory of which other way to train, from the tuner's profile."""
+"""Find the setting of AvgPipe that fits the memory of another system, from the tuner's profile."""
 
 from __future__ import annotations
 
