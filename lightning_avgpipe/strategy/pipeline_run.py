@@ -87,14 +87,19 @@ class PipelineRun:
         return self.models.check
 
     @property
+    def is_set_up(self) -> bool:
+        """Whether :meth:`setup` has ended; hooks that make optimizers come before, and may let batches be read."""
+        return hasattr(self, "loop")
+
+    @property
     def plan(self) -> Plan | None:
         """The plan of the stages that training uses; None before the first batch."""
-        return self.loop.plan if hasattr(self, "loop") else None
+        return self.loop.plan if self.is_set_up else None
 
     @property
     def in_step(self) -> bool:
         """Whether the module's step runs now on a micro-batch, and no hook, such as one that makes optimizers."""
-        return hasattr(self, "models") and self.models.step_log.in_step
+        return self.is_set_up and self.models.step_log.in_step
 
     # -- set-up and teardown -----------------------------------------------------------------------------------------
 
@@ -205,6 +210,8 @@ class PipelineRun:
 
     def needs(self, batch: Any, rank: int) -> frozenset[str] | None:
         """Return the names of a batch's tensors that a process needs; None is all of them."""
+        if not self.is_set_up:  # data of unknown length are read once the number of steps is asked for
+            return None
         stage, splitter, stage_map = self.context.trainer.state.stage, self.loop.splitter, self.cluster.stage_map
         if self.configuration.options.links.send_batch == "all" or splitter.custom_split is not None or stage is None:
             return None
