@@ -123,7 +123,7 @@ class PlainTraining:
         self._trainer = trainer
         self._module = trainer.lightning_module
         self._mean, self._loss_weight, self._device = mean, loss_weight, device
-        self._logged = _Logged()
+        self._logged = _Logged(trainer.fit_loop.epoch_loop._results)
         self._first = True
         forget_compiled()  # so that the number of graphs tells whether a step runs compiled
         self._compiled_before = compiled_graphs()
@@ -344,9 +344,13 @@ def quiet(trainer: pl.Trainer, *hooks: str) -> AbstractContextManager[None]:
 
 
 class _Logged:
-    """A stand-in for Lightning's store of logged values, which gets what ``self.log`` passes on."""
+    """A stand-in for Lightning's store of logged values, which gets what ``self.log`` passes on.
 
-    def __init__(self) -> None:
+    The store gets it too, and answers what the step or a hook asks: ``trainer.callback_metrics`` and the like.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
         self.size: float = 1
         self.dataloader_idx = None
         self._of_metric = False
@@ -374,7 +378,11 @@ class _Logged:
                 metric.register_forward_hook(note)
         module.log = listen  # type: ignore[method-assign]
 
-    def log(self, fx: str, name: str, value: Any, *_: Any, **options: Any) -> None:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
+        self._store.log(fx, name, value, *args, **options)
         if fx != "training_step":  # a hook
             return
         if self._of_metric or options.get("batch_size") is not None:  # a weight of the user's own

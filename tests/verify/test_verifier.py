@@ -120,6 +120,22 @@ def test_an_optimizer_without_hooks_is_verified_except_for_the_weights_after_its
     assert "weights" not in said[0]
 
 
+class Asking(MLP):
+    """Its step and a hook of it read what has been logged, as a loss whose weights follow the validation does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        done = "val_loss" in self.trainer.callback_metrics
+        return super().training_step(batch, batch_idx) * (0.5 if done else 2.0)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        assert "val_loss" not in self.trainer.logged_metrics
+
+
+def test_a_step_that_reads_logged_metrics_is_verified(said: list[str]) -> None:
+    fit(Asking())
+    assert said[0].startswith("verified 2 optimizer steps: 6 losses")
+
+
 @pytest.mark.parametrize(
     ("model", "options", "runner"),
     [
