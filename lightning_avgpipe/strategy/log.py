@@ -370,6 +370,8 @@ def _reduce(values: list[Any], sizes: list[float], reduce_fx: Any) -> Any:
     if len(values) == 1 or not all(isinstance(value, (Tensor, int, float)) for value in values):
         return values[-1]
     stacked, name = torch.stack([as_tensor(value) for value in values]), reduction_name(reduce_fx)
+    if stacked.is_floating_point() and stacked.element_size() < 4:  # Lightning's sums have at least single precision
+        stacked = stacked.float()
     if name == "mean":
         weights = torch.tensor(sizes, dtype=torch.float64, device="cpu") / sum(sizes)
         shape = (-1, *([1] * (stacked.ndim - 1)))

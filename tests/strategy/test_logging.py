@@ -23,7 +23,7 @@ from torchmetrics.regression import PearsonCorrCoef
 from lightning_avgpipe.errors import AbsentValueError, ConfigurationError
 from tests import processes
 from tests.models import MLP, ConvNet, loader
-from tests.trainers import both, pipeline, trainer
+from tests.trainers import both, loaders, pipeline, trainer
 
 
 class Everything(ConvNet):
@@ -311,6 +311,21 @@ class KeepsMetrics(MLP):
         found = self(batch[0])
         self.log("mse", self.metric(found.detach(), batch[1]))
         return (found - batch[1]).square().mean()
+
+
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum"])
+def test_values_of_half_precision_are_reduced_in_single(reduce_fx: str) -> None:
+    class Halves(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            assert loss.dtype == torch.bfloat16
+            self.log("mine", loss.detach() * 3.0, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
+            return loss
+
+    one, stages = both(Halves, loaders(MLP, 40), max_epochs=1, precision="bf16-true")
+    expected = one.callback_metrics["mine"]
+    assert expected != expected.bfloat16()  # rounded values would be no such number
+    torch.testing.assert_close(stages.callback_metrics["mine"], expected, rtol=1e-6, atol=0.0)
 
 
 def test_checkpoints_hold_metrics_as_they_are(tmp_path: Path) -> None:
