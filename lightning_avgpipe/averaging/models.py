@@ -25,7 +25,7 @@ from lightning_avgpipe.averaging.averaging_step import wide
 from lightning_avgpipe.comm.collectives import TensorCollectives
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.tensors import is_strided
-from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
+from lightning_avgpipe.utils.torch_compat import share_gradient_hooks
 from lightning_avgpipe.weights.ownership import fill, vacate
 from lightning_avgpipe.weights.slots import Slot, slots_for
 
@@ -68,7 +68,7 @@ class Models:
         each: own tensors of each model.
         own: those of model 0: the module's own parameters and buffers.
         reference: tensors, by name, of all parameters that any process trains; those of other processes are on meta.
-        sums: sums of such an averaging, by name of the parameter.
+        sums: sums of averagings that have begun and let the models go on, by name of the parameter.
         shared: buffers of the reference over groups; None if there is one group.
         shown: what the module has in the place of model 0 while it shows the reference; None if it does not.
     """
@@ -201,9 +201,7 @@ class Models:
         own = self.own.parameters[name]
         contents = self.reference[name].detach().clone(memory_format=torch.preserve_format)
         leaf = nn.Parameter(contents, own.requires_grad)
-        for hooks in GRADIENT_HOOKS:  # a hook acts on the gradient of every model
-            if getattr(own, hooks, None):
-                setattr(leaf, hooks, getattr(own, hooks))
+        share_gradient_hooks(own, leaf)  # a hook acts on the gradient of every model
         return leaf
 
     def resize(self, size: int) -> None:

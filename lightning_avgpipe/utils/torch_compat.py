@@ -26,6 +26,13 @@ _COALESCED = torch.ops.aten._coalesced_.default  # sets the flag that each index
 untraced = torch._C.DisableTorchFunction  # the context in which torch functions are not followed
 
 
+def share_gradient_hooks(parameter: torch.Tensor, leaf: torch.Tensor) -> None:
+    """Let the hooks on a parameter's gradient act on the gradient of another leaf as well."""
+    for hooks in GRADIENT_HOOKS:
+        if getattr(parameter, hooks, None):
+            setattr(leaf, hooks, getattr(parameter, hooks))
+
+
 def compiled_graphs() -> int:
     """Return how many graphs ``torch.compile`` has compiled in this process, including those of libraries."""
     if "torch._dynamo" not in sys.modules:

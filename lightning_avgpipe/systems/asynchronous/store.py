@@ -40,7 +40,7 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 
 from lightning_avgpipe.errors import ConfigurationError, ScheduleError
 from lightning_avgpipe.systems.asynchronous.versions import Place, Use, VersionPolicy
-from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS
+from lightning_avgpipe.utils.torch_compat import share_gradient_hooks
 from lightning_avgpipe.weights.slots import Slot, slots_for, swapped
 
 Weights = dict[str, nn.Parameter]
@@ -182,9 +182,7 @@ class WeightStore:
         contents = self._contents(here, use)
         here.leaves[use] = made = {name: nn.Parameter(tensor) for name, tensor in contents.items()}
         for name, leaf in made.items():
-            for hooks in GRADIENT_HOOKS:
-                if getattr(here.parameters[name], hooks, None):
-                    setattr(leaf, hooks, getattr(here.parameters[name], hooks))
+            share_gradient_hooks(here.parameters[name], leaf)
         return made
 
     def _contents(self, here: _Stage, use: Use) -> dict[str, Tensor]:
