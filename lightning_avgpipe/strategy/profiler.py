@@ -33,7 +33,7 @@ from lightning_avgpipe.utils.lightning import rank_zero_info, rank_zero_warn
 
 _LONGEST_S = 120.0  # time after which no further round begins
 _FEWEST = 2  # least number of rounds
-_PIECES = 16  # of a curve by kernels
+_PIECES = 8  # of a curve by kernels; more take time and change little
 
 
 class Profiler:

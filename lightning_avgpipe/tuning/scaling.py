@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +11,6 @@ import numpy as np
 from lightning_avgpipe.schedule import BACKWARD, FORWARD, Kind, StageCosts
 from lightning_avgpipe.schedule.costs import Pieces
 from lightning_avgpipe.tuning.profile import Curve, Profile, Setting, StageProfile
-
-_PIECES = 8  # largest number of pieces of a curve; more take time and change little
 
 
 @dataclass(frozen=True)
@@ -27,14 +24,9 @@ class Loads(StageCosts):
     curves: Mapping[Kind, Sequence[Curve]] = field(default_factory=dict)
 
     def pieces(self, kind: Kind, stage: int, replica: int = 0) -> Pieces:
-        """Return the parts of an action: seconds and utilisation. A long curve becomes few parts of the same work."""
+        """Return the parts of an action: seconds and utilisation."""
         curve = self.curves[kind][stage]
-        if len(curve.seconds) <= _PIECES or curve.total_s == 0:
-            return tuple(zip(curve.seconds, curve.utilisation, strict=True))
-        ends = list(itertools.accumulate(curve.seconds, initial=0.0))
-        parts = zip(ends, ends[1:], curve.utilisation, strict=False)
-        shorter = Curve.of_parts(parts, 0.0, curve.total_s, _PIECES)
-        return tuple(zip(shorter.seconds, shorter.utilisation, strict=True))
+        return tuple(zip(curve.seconds, curve.utilisation, strict=True))
 
     def work_s(self, stage: int) -> float:
         """Return the seconds of the device that a forward and a backward of a stage take from other lanes."""
