@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from lightning_avgpipe.errors import ScheduleError
 from lightning_avgpipe.schedule.actions import Schedule
 from lightning_avgpipe.schedule.builders import check_sizes, from_warm_up
-from lightning_avgpipe.schedule.costs import StageCosts, least_possible_s
+from lightning_avgpipe.schedule.costs import StageCosts
 from lightning_avgpipe.schedule.kinds import Placement
 from lightning_avgpipe.schedule.recipes import RECIPES, build, devices_of
 from lightning_avgpipe.schedule.simulator import simulate
@@ -125,13 +125,8 @@ def first_advance(steps: Sequence[int], num_microbatches: int, costs: StageCosts
         num_microbatches: M, number of micro-batches of an iteration.
         costs: seconds per action and message.
     """
-    bound = least_possible_s(costs, num_microbatches)
-    best, best_s = 0, math.inf
+    seconds = []
     for advance in range(min(num_microbatches, max(steps, default=1))):
         schedule = from_warm_up(stepped_warm_up(steps, num_microbatches, advance), num_microbatches)
-        seconds = simulate(schedule, costs).iteration_s
-        if seconds < best_s * (1 - _ROUNDING):
-            best, best_s = advance, seconds
-        if best_s <= bound * (1 + _ROUNDING):
-            break
-    return best
+        seconds.append(simulate(schedule, costs).iteration_s)
+    return next(advance for advance, each in enumerate(seconds) if each <= min(seconds) * (1 + _ROUNDING))
