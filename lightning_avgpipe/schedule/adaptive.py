@@ -120,8 +120,6 @@ class AdaptiveAdvance:
         memory_limit: bytes that no stage may exceed.
         warm_up: ``(shape, h) -> warm-up`` of each stage.
 
-    Raises:
-        ScheduleError: ``start`` is negative.
     Source: Algorithm 1 of AvgPipe, Chen et al., PPoPP 2023, made robust against noise.
     """
 
@@ -132,8 +130,6 @@ class AdaptiveAdvance:
         memory_limit: float,
         warm_up: Callable[[IterationShape, int], Sequence[int]],
     ) -> None:
-        if start < 0:
-            raise ScheduleError(f"start={start}: an advance is an integer of at least 0; 0 is 1F1B")
         self._start = start
         self._predicted_peak = predicted_peak
         self._limit = memory_limit
@@ -167,10 +163,8 @@ class AdaptiveAdvance:
         Returns:
             The decision; None if there is none yet.
         Raises:
-            ScheduleError: the time is not positive and finite, or not even advance 0 fits the memory.
+            ScheduleError: not even advance 0 fits the memory.
         """
-        if not 0 < seconds < math.inf:
-            raise ScheduleError(f"seconds={seconds}: the time of an iteration must be positive and finite")
         state = self.state(shape)
         self._states[shape], decision = self._next(shape, state, seconds)
         return decision
@@ -234,11 +228,7 @@ class AdaptiveAdvance:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the states of all shapes. A shape whose advance no longer fits the memory starts anew when used."""
         self._states = {}
-        self._loaded = {
-            IterationShape(**entry["setting"]): _loaded(entry["state"])
-            for entry in state_dict["states"]
-            if "kind" not in entry  # an earlier form, which starts anew
-        }
+        self._loaded = {IterationShape(**entry["setting"]): _loaded(entry["state"]) for entry in state_dict["states"]}
 
 
 def _watched(state: State, best: Measured) -> tuple[State, Decision | None]:

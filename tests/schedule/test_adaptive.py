@@ -134,12 +134,6 @@ def test_single_slow_iterations_are_no_drift() -> None:
         assert is_chosen(controller.state(SHAPE))
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_time_that_is_none_is_refused(seconds: float) -> None:
-    with pytest.raises(ScheduleError, match="must be positive and finite"):
-        adaptive().observe(SHAPE, seconds)
-
-
 def test_it_goes_on_from_any_state_that_was_saved() -> None:
     other = IterationShape(16, 1, 4, 3)
     controller = adaptive()
@@ -154,15 +148,6 @@ def test_it_goes_on_from_any_state_that_was_saved() -> None:
         kinds.add((controller.state(shape).ignored > 0, is_chosen(controller.state(shape))))
         controller.observe(shape, steady([10, 8, 6, 6])(controller.advance(shape)) * rng.uniform(0.99, 1.01))
     assert kinds == {(True, False), (False, False), (True, True), (False, True)}
-
-
-def test_a_state_of_an_earlier_form_starts_anew() -> None:
-    controller = adaptive()
-    setting = {"num_microbatches": 32, "num_pipelines": 1, "num_stages": 4, "length_bucket": 0}
-    controller.load_state_dict(
-        {"states": [{"setting": setting, "kind": "Settling", "state": {"advance": 2, "left": 1}}]}
-    )
-    assert controller.state(SHAPE) == State(0)
 
 
 def random_times(seed: int) -> tuple[IterationShape, list[float]]:
