@@ -46,7 +46,7 @@ from benchmarks.harness import TIMEOUT, launch, quiet_trainer
 from benchmarks.models import LanguageModel, Size, loss_of
 from lightning_avgpipe import AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.tuning.predictors import Predictor
-from lightning_avgpipe.tuning.profile import Profile, Setting
+from lightning_avgpipe.tuning.profile import Profile, Setting, to_json
 from lightning_avgpipe.tuning.scaling import memory_at
 from lightning_avgpipe.tuning.search import candidates
 
@@ -372,7 +372,7 @@ def found_by(traversal: Traversal) -> dict[str, Any]:
         "traversal_s": statistics.median(traversal.rounds_s[1:]),  # the first one ends when the tuner's choice has run
         "settings": [{**asdict(s), "per_batch_s": measured[s], "rounds_s": rounds[s]} for s in measured],
         "choices": [asdict(choice) for choice in choices(profile, measured)],
-        "profile": json.loads(profile.to_json()),
+        "profile": json.loads(to_json(profile)),
     }
 
 

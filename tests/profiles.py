@@ -36,4 +36,4 @@ def random_profile(seed: int, in_turns: bool = False) -> Profile:
         size = 1e5 * rng.uniform(0.5, 1.5)
         link = Link(transfer * 1e-3 * fullness / 1e5, rng.uniform(0, 1e-4))
         hops.append(HopProfile(size, size, link))
-    return Profile(64, 64, tuple(stages), tuple(hops), in_turns)
+    return Profile(64, 64, tuple(stages), tuple(hops), in_turns, tuple(range(num_stages)))

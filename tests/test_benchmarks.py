@@ -25,7 +25,7 @@ from benchmarks.harness import launch
 from benchmarks.results import Results
 from lightning_avgpipe.schedule import StageCosts, build, simulate
 from lightning_avgpipe.tuning.predictors import Predictor
-from lightning_avgpipe.tuning.profile import Profile, Setting
+from lightning_avgpipe.tuning.profile import Profile, Setting, from_json
 from lightning_avgpipe.tuning.search import candidates
 from tests.commands import ROOT, run
 from tests.profiles import random_profile
@@ -171,7 +171,7 @@ def test_the_tuner_is_measured_beside_a_traversal(tmp_path: Path) -> None:
     # the traversal trains ten batches with each setting, and one iteration more
     assert row["traversal_s"] > sum(10 * s["per_batch_s"] for s in row["settings"])
     assert row["tuning_s"] > 0
-    assert Profile.from_json(json.dumps(row["profile"])).batch_size == 4
+    assert from_json(Profile, json.dumps(row["profile"])).batch_size == 4
     assert [choice["by"] for choice in row["choices"]][-2:] == ["max-num", "max-size"]
     assert min(choice["regret"] for choice in row["choices"]) >= 0
 

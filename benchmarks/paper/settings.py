@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.paper.workloads import Workload
-from lightning_avgpipe.tuning.profile import Profile, Setting
+from lightning_avgpipe.tuning.profile import Profile, Setting, from_json
 from lightning_avgpipe.tuning.scaling import memory_at
 from lightning_avgpipe.tuning.search import candidates, search
 
@@ -44,7 +44,7 @@ def fitting(system: str, profile: Profile, workload: Workload, most: int, rolls:
 
 def settings_within(found: Mapping[str, Any], workload: Workload) -> dict[str, Setting]:
     """Bound -> setting, from what ``timing.measure`` says of ``TUNING``."""
-    profile = Profile.from_json(found["profile"])
+    profile = from_json(Profile, found["profile"])
     return {
         system: fitting(system, profile, workload, found["most"], found["rolls"]) for system in (*BOUNDS, UNLIMITED)
     }

@@ -20,7 +20,7 @@ from benchmarks.paper.slowed import SlowDevice
 from benchmarks.paper.workloads import Workload, workloads
 from lightning_avgpipe import Averaging, AvgPipeStrategy, AvgPipeTuner
 from lightning_avgpipe.errors import AvgPipeError
-from lightning_avgpipe.tuning.profile import Setting
+from lightning_avgpipe.tuning.profile import Setting, to_json
 
 __all__ = ["OURS", "TUNING", "Case", "measure"]
 
@@ -133,7 +133,7 @@ def _fit(workload: Workload, case: Case, device: SlowDevice) -> dict[str, Any]:
     if tuners:
         found = tuners[0].result
         rolls = any(candidate.setting.rolling for candidate in found.candidates)
-        return {"profile": found.profile.to_json(), "rolls": rolls}
+        return {"profile": to_json(found.profile), "rolls": rolls}
     return {**clock.found(models), "memory": above.peak()}
 
 

@@ -18,7 +18,7 @@ from lightning_avgpipe.strategy.rehearsal import rehearsing
 from lightning_avgpipe.strategy.rolling import RollingOrder
 from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.tuning.picture import draw
-from lightning_avgpipe.tuning.profile import TUNED, Setting
+from lightning_avgpipe.tuning.profile import TUNED, Setting, from_json, to_json
 from lightning_avgpipe.tuning.search import Result, candidates, microbatch_counts, search
 from lightning_avgpipe.tuning.trials import best, per_batch_s, refined, trial_sizes
 from lightning_avgpipe.utils.allowed import (
@@ -212,14 +212,14 @@ class AvgPipeTuner(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the profile, the candidates and the choice, once there are any."""
-        return {} if self.result is None else {"result": self.result.to_json()}
+        return {} if self.result is None else {"result": to_json(self.result)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the choice of the run that was saved, and apply it if this run has as many stages."""
         if "result" not in state_dict:
             return
         try:
-            self.result = Result.from_json(state_dict["result"])
+            self.result = from_json(Result, state_dict["result"])
         except TuningError as error:
             rank_zero_warn(f"AvgPipeTuner chooses anew, since the checkpoint's choice cannot be read: {error}")
             return
@@ -276,8 +276,8 @@ class AvgPipeTuner(Callback):
                 fitting = [m for m in counts if m > profiler.too_few]
                 settings = candidates(profile, self.max_num_pipelines, fitting, schedule=schedule, rolling=rolling)
                 limit = run.context.memory_per_stage(self.memory_limit)
-                found = search(profile, settings, limit, self.samples_factor).to_json()
-            result = Result.from_json(cluster.world.broadcast(found))
+                found = to_json(search(profile, settings, limit, self.samples_factor))
+            result = from_json(Result, cluster.world.broadcast(found))
             if self.refine:
                 result = self._refined(profiler, strategy, result)
         self.result = result
@@ -312,7 +312,7 @@ class AvgPipeTuner(Callback):
     def _publish(self, trainer: pl.Trainer, result: Result) -> None:
         folder = self._folder(trainer)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{_NAME}.json").write_text(result.to_json())
+        (folder / f"{_NAME}.json").write_text(to_json(result))
         rank_zero_info(f"\n{result}\nsaved in {folder / f'{_NAME}.json'}")
         strategy = trainer.strategy
         assert isinstance(strategy, AvgPipeStrategy)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import types
 import typing
 from collections.abc import Iterable
@@ -39,8 +38,6 @@ class Setting:
         advance: h of ``"advance_forward"``.
         schedule: ``"advance_forward"``, ``"1f1b"`` or ``"afab"``.
         rolling: whether each pipeline begins its next batch without waiting for the others.
-    Raises:
-        TuningError: M or N is below 1, the advance is negative, or the schedule is none of these.
     """
 
     num_microbatches: int
@@ -48,12 +45,6 @@ class Setting:
     advance: int = 0
     schedule: str = "advance_forward"
     rolling: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_microbatches < 1 or self.num_pipelines < 1 or self.advance < 0:
-            raise TuningError(f"{self}: M and N must be at least 1, the advance at least 0")
-        if self.schedule not in TUNED:
-            raise TuningError(f"{self}: tune {', '.join(map(repr, TUNED))}")
 
     def warm_up(self, num_stages: int) -> tuple[int, ...]:
         """Return the forwards of each stage before its first pair, shape ``(num_stages,)``.
@@ -85,21 +76,10 @@ class Curve:
     Attributes:
         seconds: length of each piece in seconds.
         utilisation: utilisation of the device in each piece, 0..1; same shape.
-    Raises:
-        TuningError: the lengths differ, or a number is out of range.
     """
 
     seconds: tuple[float, ...]
     utilisation: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.seconds or len(self.seconds) != len(self.utilisation):
-            raise TuningError(
-                f"a curve has {len(self.seconds)} times and {len(self.utilisation)} utilisations; give one of each per "
-                "piece, at least one"
-            )
-        if not all(0 <= s < math.inf for s in self.seconds) or not all(0 <= u <= 1 for u in self.utilisation):
-            raise TuningError(f"{self}: times must be finite and not negative, utilisations between 0 and 1")
 
     @classmethod
     def constant(cls, seconds: float, utilisation: float) -> Curve:
@@ -226,12 +206,10 @@ class Profile:
         stages: measurements of each stage, shape ``(K,)``.
         hops: measurements of each hop, shape ``(K-1,)``.
         in_turns: whether a device runs one action at a time, as in the executor, instead of all lanes side by side.
-        devices: number of the device of each stage, shape ``(K,)``; empty: stage k on device k.
+        devices: number of the device of each stage, shape ``(K,)``.
         groups: number of process groups whose models are averaged, including this one.
         tied_s: seconds in which stages that use the same parameters sum their gradients, per pipeline.
         trials: measured iterations of one pipeline, at some numbers of micro-batches; empty: none were measured.
-    Raises:
-        TuningError: numbers that do not fit together.
     """
 
     num_microbatches: int
@@ -239,39 +217,10 @@ class Profile:
     stages: tuple[StageProfile, ...]
     hops: tuple[HopProfile, ...]
     in_turns: bool
-    devices: tuple[int, ...] = ()
+    devices: tuple[int, ...]
     groups: int = 1
     tied_s: float = 0.0
     trials: tuple[Trial, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("num_microbatches", "batch_size", "groups"):
-            if getattr(self, name) < 1:
-                raise TuningError(f"a profile with {name}={getattr(self, name)}: it must be at least 1")
-        if self.num_microbatches > self.batch_size:
-            raise TuningError(
-                f"a profile of {self.num_microbatches} micro-batches, but only {self.batch_size} samples in a batch"
-            )
-        if not self.stages or len(self.hops) != len(self.stages) - 1:
-            raise TuningError(f"a profile of {len(self.stages)} stages and {len(self.hops)} hops: needs one hop fewer")
-        if self.devices and len(self.devices) != len(self.stages):
-            raise TuningError(f"{len(self.devices)} devices for {len(self.stages)} stages; give one per stage, or none")
-        if not 0 <= self.tied_s < math.inf:
-            raise TuningError(f"a profile with tied_s={self.tied_s}: must be finite and not negative")
-        for trial in self.trials:
-            if trial.setting.num_pipelines != 1 or not 0 <= trial.span_s < math.inf:
-                raise TuningError(f"{trial} of the profile: must be of one pipeline, its time finite and not negative")
-        if not self.devices:
-            object.__setattr__(self, "devices", tuple(range(len(self.stages))))
-        for k, stage in enumerate(self.stages):
-            times = [stage.step_s, stage.averaging_s]
-            times += [s for other in stage.others for s in (other.forward_s, other.backward_s)]
-            if not all(0 <= s < math.inf for s in times) or any(o.num_microbatches < 1 for o in stage.others):
-                raise TuningError(f"stage {k} of the profile: times must be finite and not negative, sizes at least 1")
-        for hop, found in enumerate(self.hops):
-            numbers = (found.forward_bytes, found.backward_bytes, found.link.per_byte, found.link.latency)
-            if not all(0 <= x < math.inf for x in numbers):
-                raise TuningError(f"hop {hop} of the profile: {found}: must be finite and not negative")
 
     @property
     def num_stages(self) -> int:
@@ -282,22 +231,13 @@ class Profile:
         """Return whether so many pipelines are averaged, and so have a reference model."""
         return num_pipelines * self.groups > 1
 
-    def to_json(self) -> str:
-        """Return a text from which ``from_json`` makes an equal profile."""
-        return to_json(self, _FORMAT)
 
-    @classmethod
-    def from_json(cls, text: str) -> Profile:
-        """Make a profile from a text of ``to_json``; raise TuningError if it is not a profile of this version."""
-        return from_json(cls, text, _FORMAT)
+def to_json(value: Any) -> str:
+    """Return a dataclass of finite numbers, strings, tuples and such dataclasses as JSON; floats keep every bit."""
+    return json.dumps({"format": _FORMAT, type(value).__name__: dataclasses.asdict(value)}, allow_nan=False)
 
 
-def to_json(value: Any, version: int) -> str:
-    """Return a dataclass of numbers, strings, tuples and such dataclasses as JSON; floats keep every bit."""
-    return json.dumps({"format": version, type(value).__name__: dataclasses.asdict(value)}, allow_nan=False)
-
-
-def from_json(kind: type[T], text: str, version: int) -> T:
+def from_json(kind: type[T], text: str) -> T:
     """Make the dataclass that ``to_json`` wrote.
 
     Raises:
@@ -305,8 +245,8 @@ def from_json(kind: type[T], text: str, version: int) -> T:
     """
     try:
         found = json.loads(text)
-        if found["format"] != version:
-            raise ValueError(f"it has format {found['format']!r}, this version reads {version}")
+        if found["format"] != _FORMAT:
+            raise ValueError(f"it has format {found['format']!r}, this version reads {_FORMAT}")
         return typing.cast(T, _read(kind, found[kind.__name__], kind.__name__))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise TuningError(

@@ -12,7 +12,7 @@ from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.planning.plan import format_seconds
 from lightning_avgpipe.tuning.predictors import Prediction, Predictor
-from lightning_avgpipe.tuning.profile import Profile, Setting, from_json, to_json
+from lightning_avgpipe.tuning.profile import Profile, Setting
 from lightning_avgpipe.tuning.scaling import memory_at
 from lightning_avgpipe.utils.names import table
 
@@ -28,7 +28,6 @@ ROLLING_SAMPLES: Mapping[int, float] = {1: 1.0, 2: 1.0, 4: 1.14}
 
 SamplesFactor = float | Mapping[int, float] | None
 
-_FORMAT = 2
 _ROUNDING = 1e-9  # relative: times that differ by less differ only in the order of their additions
 
 
@@ -98,15 +97,6 @@ class Result:
             return _fastest(fitting)
         return min(found, key=lambda candidate: candidate.lacking(self.limit)[1], default=None)
 
-    def to_json(self) -> str:
-        """Return a text from which ``from_json`` makes an equal result."""
-        return to_json(self, _FORMAT)
-
-    @classmethod
-    def from_json(cls, text: str) -> Result:
-        """Make a result from a text of ``to_json``; raise TuningError if it is not a result of this version."""
-        return from_json(cls, text, _FORMAT)
-
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
             ("pipelines", "micro-batches", "schedule", "a batch", "samples", "fullest stage", "")
@@ -150,10 +140,8 @@ def candidates(
         schedule: name of the schedule.
         rolling: whether several pipelines roll; ``"auto"``: both are considered.
     Raises:
-        TuningError: there are no pipelines, or a batch cannot be split into M micro-batches.
+        TuningError: a batch cannot be split into M micro-batches.
     """
-    if max_num_pipelines < 1:
-        raise TuningError(f"max_num_pipelines={max_num_pipelines}: must be at least 1")
     counts = microbatch_counts(profile.batch_size, microbatch_candidates)
     usable = sorted(set(advances)) if schedule == "advance_forward" else [0]
     kinds = (False, True) if rolling == "auto" else (rolling,)
@@ -203,15 +191,13 @@ def search(
 
     Args:
         profile: profile of one setting.
-        settings: settings to consider, as ``candidates`` returns them.
+        settings: settings to consider, as ``candidates`` returns them; at least one.
         memory_limit: bytes that no stage may exceed; None for no limit.
         samples_factor: factor of samples that N models need, see ``samples_at``.
     Raises:
-        TuningError: there is no setting, or none fits. The message says how much memory is missing on which stage, and
+        TuningError: none fits. The message says how much memory is missing on which stage, and
             what would help.
     """
-    if not settings:
-        raise TuningError("no settings to choose from; give at least one")
     limit = math.inf if memory_limit is None else memory_limit
     found = _predicted(profile, settings, limit, samples_factor)
     fitting = [candidate for candidate in found if candidate.fits(limit)]

@@ -25,7 +25,7 @@ from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.schedule import FORWARD, Action
 from lightning_avgpipe.strategy import profiler
 from lightning_avgpipe.tuning.predictors import Prediction, Predictor
-from lightning_avgpipe.tuning.profile import Setting
+from lightning_avgpipe.tuning.profile import Setting, from_json
 from lightning_avgpipe.tuning.scaling import memory_at
 from lightning_avgpipe.tuning.search import Result
 from tests import processes
@@ -375,7 +375,7 @@ def test_the_profile_tells_times_sizes_and_memory_and_lies_beside_the_checkpoint
     assert profile.tied_s == 0
     assert [trial.setting for trial in profile.trials] == [Setting(m) for m in (8, 4, 2, 1)]
     assert all(trial.span_s > 0 for trial in profile.trials)
-    assert Result.from_json((tmp_path / "kept" / "avgpipe_tuning.json").read_text()) == tuner.result
+    assert from_json(Result, (tmp_path / "kept" / "avgpipe_tuning.json").read_text()) == tuner.result
     assert (tmp_path / "kept" / "avgpipe_tuning.png").stat().st_size > 1000
     events = b"".join(path.read_bytes() for path in Path(logger.log_dir).glob("events*"))
     assert events.count(b"avgpipe/tuning") == 1 and b"train_loss" in events

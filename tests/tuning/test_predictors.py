@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,8 @@ from lightning_avgpipe.tuning.profile import (
     StageMemory,
     StageProfile,
     Trial,
+    from_json,
+    to_json,
 )
 from lightning_avgpipe.tuning.scaling import update_s
 from lightning_avgpipe.tuning.search import candidates, search
@@ -43,19 +44,19 @@ def balanced(
     stage = StageProfile(Curve.constant(1.0, utilisation), Curve.constant(2.0, utilisation), memory)
     link = Link(send_s / 100, latency_s)
     hops = (HopProfile(100, 100, link),) * (num_stages - 1)
-    return Profile(8, 8, (stage,) * num_stages, hops, in_turns)
+    return Profile(8, 8, (stage,) * num_stages, hops, in_turns, tuple(range(num_stages)))
 
 
 @pytest.mark.parametrize("text", ["{}", '{"format": 9, "Profile": {}}', '{"format": 2, "Profile": {"stages": []}}'])
 def test_what_is_no_profile_is_refused(text: str) -> None:
     with pytest.raises(TuningError, match="not a Profile that can be read"):
-        Profile.from_json(text)
+        from_json(Profile, text)
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: f"seed{case['seed']}")
 def test_profiles_survive_json_and_predictions_of_recorded_ones_are_golden(case: dict) -> None:
-    profile = Profile.from_json(json.dumps(case["profile"]))
-    assert profile == random_profile(case["seed"]) == Profile.from_json(profile.to_json())
+    profile = from_json(Profile, json.dumps(case["profile"]))
+    assert profile == random_profile(case["seed"]) == from_json(Profile, to_json(profile))
     for m, n, advance, expected in case["simulator"]:
         found = Predictor(profile).predict(Setting(m, n, advance)).iteration_s
         assert found == pytest.approx(expected, rel=1e-9), (m, n, advance)
@@ -136,7 +137,7 @@ ROWS = json.loads((Path(__file__).parents[1] / "golden" / "tuning.json").read_te
 
 
 def profile_of(row: dict[str, Any]) -> Profile:
-    return Profile.from_json(json.dumps(row["profile"]))
+    return from_json(Profile, json.dumps(row["profile"]))
 
 
 def choices_of(row: dict[str, Any]) -> dict[str, Choice]:
@@ -244,11 +245,3 @@ def test_the_search_leaves_a_size_at_which_stages_wait_for_each_other() -> None:
     result = search(profile, settings)
     assert result.choice.setting.num_microbatches != fastest
     assert result.best(num_microbatches=fastest).prediction.per_batch_s > result.choice.prediction.per_batch_s  # type: ignore[union-attr]
-
-
-def test_trials_survive_json_and_those_that_cannot_be_are_refused() -> None:
-    profile = slowed({16: 1.3, 4: 1.1})
-    assert Profile.from_json(profile.to_json()) == profile
-    for trial in (Trial(Setting(4, 2), 1.0), Trial(Setting(4), math.inf), Trial(Setting(4), -1.0)):
-        with pytest.raises(TuningError, match="of one pipeline, its time finite and not negative"):
-            dataclasses.replace(RANDOM, trials=(trial,))

@@ -10,7 +10,16 @@ import pytest
 from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.schedule.picture import pixels
 from lightning_avgpipe.tuning.picture import draw
-from lightning_avgpipe.tuning.profile import Curve, HopProfile, Profile, Setting, StageMemory, StageProfile
+from lightning_avgpipe.tuning.profile import (
+    Curve,
+    HopProfile,
+    Profile,
+    Setting,
+    StageMemory,
+    StageProfile,
+    from_json,
+    to_json,
+)
 from lightning_avgpipe.tuning.search import (
     MEASURED_SAMPLES,
     ROLLING_SAMPLES,
@@ -69,7 +78,7 @@ def test_if_nothing_fits_it_is_said_what_is_missing_and_what_would_help() -> Non
 def test_results_survive_json_and_print_a_line_per_number_of_pipelines() -> None:
     for limit in (None, tight(0.3)):
         result = search(PROFILE, SETTINGS, limit)
-        assert Result.from_json(result.to_json()) == result
+        assert from_json(Result, to_json(result)) == result
         header, _, *rows, why = str(result).splitlines()
         assert header.split()[:2] == ["pipelines", "micro-batches"]
         assert [row.split()[0] for row in rows] == ["1", "2", "3", "4"]
@@ -203,6 +212,6 @@ def test_the_fastest_of_those_that_were_tried_is_taken() -> None:
 
 def test_settings_that_only_stash_more_are_not_tried_beside_each_other() -> None:
     stage = StageProfile(Curve.constant(1.0, 1.0), Curve.constant(1.0, 1.0), StageMemory(0, 10, 10, 10))
-    profile = Profile(16, 16, (stage, stage), (HopProfile(0.0, 0.0),), in_turns=True)  # an advance gains nothing
+    profile = Profile(16, 16, (stage, stage), (HopProfile(0.0, 0.0),), True, (0, 1))  # an advance gains nothing
     tried = [candidate.setting for candidate in best(search(profile, candidates(profile, 1)), 3)]
     assert tried == [Setting(16), Setting(8), Setting(4)]
