@@ -140,7 +140,8 @@ class Verifier:
             self._wanted -= self._left
             self._left = 0
             what = "hooks have changed something, or a scheduler that monitors a value has"
-            _log.info("steps from number %d on are not compared: %s", self._wanted + 1, what)
+            level = logging.WARNING if self._asked and self._subject.leads else logging.INFO
+            _log.log(level, "steps from number %d on are not compared: %s", self._wanted + 1, what)
             self._end()
 
     def _why_not(self, buffers: Sequence[Mapping[str, Any]]) -> str | None:

@@ -356,6 +356,12 @@ def test_hooks_that_change_something_end_the_comparison(logged: pytest.LogCaptur
     assert "verified 1 optimizer steps" in logged.text
 
 
+def test_whoever_asks_for_a_verification_is_warned_of_steps_that_are_not_compared(caplog: Any) -> None:
+    fit(CountingBetween(), verify=True)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("steps from number 2 on are not compared: hooks have changed something" in text for text in warned)
+
+
 class Monitoring(MLP):
     """A scheduler lowers the learning rate after each step, which no plain run of the steps alone can know."""
 
