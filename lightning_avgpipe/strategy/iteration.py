@@ -194,7 +194,8 @@ class IterationOrder:
         """
         loop, models = self.loop, self.loop.models
         loop.arrange(batches)
-        iteration, steps = loop.new_iteration(STEP, batches, rest), not loop.accumulates
+        models.add_to_sums()
+        iteration = loop.new_iteration(STEP, batches, rest)
         iteration.trains = not loop.passes
         clear = loop.clear_now()
         if clear is not None:
@@ -208,9 +209,10 @@ class IterationOrder:
         result = loop.result(iteration)
         loop.bring(loop.observed)
         if iteration.trains:
-            if steps:
+            sums = models.sums(steps=not loop.accumulates)
+            if sums:
                 loop.deployment.parallel.sum_copied_gradients()
-            fed = models.synchronise(len(iteration.works), steps)
+            fed = models.synchronise(len(iteration.works), sums)
         with iteration.precision():
             models.step_log.issue()
         if iteration.trains:

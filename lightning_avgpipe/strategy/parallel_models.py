@@ -16,6 +16,7 @@ from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.strategy import hooks
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.gradient_check import GradientCheck
 from lightning_avgpipe.strategy.iteration import IterationOrder
@@ -41,6 +42,8 @@ class ParallelModels:
         step_log: log of the run.
         skipped: numbers of the pipelines whose last batch had no loss, the same on every rank.
         fed: number of pipelines that have had a batch since gradients were cleared.
+        sums_each_batch: whether gradients are summed over stages and replicas after each batch of a step, since hooks
+            see them then; else after the last one.
     """
 
     def __init__(self, context: RunContext, deployment: Deployment, step_log: StepLog, observers: Observers) -> None:
@@ -51,6 +54,8 @@ class ParallelModels:
         self.step_log = step_log
         self._observers = observers
         self.fed = 0
+        self.sums_each_batch = hooks.has_any(context.trainer, ["on_after_backward"])
+        self._are_summed = False  # gradients, of a step of which further batches come
         has_replicas = context.configuration.options.has_replicas(context.cluster.stage_map.replicas)
         normalises = has_replicas and context.trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
         self.replicas = ReplicaSync(context.module, context.cluster, deployment.parallel, observers, normalises)
@@ -99,6 +104,18 @@ class ParallelModels:
             f"num_pipelines={num_pipelines}{groups}, but the checkpoint holds "
             f"{f'{saved} parallel models' if saved else 'one model'}: all pipelines start from its weights"
         )
+
+    def add_to_sums(self) -> None:
+        """Let the next batch of a step add to gradients that are summed already. Every process calls it."""
+        if self._are_summed:
+            self._are_summed = False
+            self._deployment.parallel.count_copied_gradients_once()
+            self.replicas.count_once(self._configuration.num_pipelines)
+
+    def sums(self, steps: bool) -> bool:
+        """Return whether gradients are summed after this batch; ``steps``: whether the optimizers step after it."""
+        self._are_summed = self.sums_each_batch and not steps
+        return steps or self.sums_each_batch
 
     def synchronise(self, count: int, steps: bool) -> int:
         """Let replicas agree which models had a batch, and which of these had a loss; see :meth:`ReplicaSync.agree`."""

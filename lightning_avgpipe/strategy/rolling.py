@@ -88,6 +88,7 @@ class RollingOrder(IterationOrder):
         loop, overlap = self.loop, self.overlap
         if not self.overlaps or loop.passes:
             return super().train(batches, rest)
+        loop.models.add_to_sums()
         if not overlap.coming:
             loop.arrange(batches)
         iteration = overlap.take(batches, rest)
@@ -306,7 +307,7 @@ class RollingOrder(IterationOrder):
     def _after(self, iteration: Iteration, n: int, steps: bool) -> None:
         """Sum the gradients of tied parameters, call the hooks of a backward, and check the gradients of pipeline n."""
         assert iteration.loss is not None
-        if steps:
+        if self.loop.models.sums(steps):
             copies = self.loop.deployment.parallel.begin_sum(n)
             with self._running():  # the other pipelines use the time
                 self._engine.run_until(copies.is_over)

@@ -172,6 +172,11 @@ class ParallelPipelines:
         """Begin to sum the gradients of copies of one model. Every process calls it."""
         return self.pipelines[number].steps["training_step"].copies.begin_sum()
 
+    def count_copied_gradients_once(self) -> None:
+        """Keep each sum of gradients of copies in one place, before a batch that adds to it."""
+        for pipeline in self.pipelines:
+            pipeline.steps["training_step"].copies.count_once()
+
     @property
     def summed_with_copies(self) -> Collection[str]:
         """The names of parameters whose sum over copies includes the gradients of all replicas of their stages."""

@@ -162,7 +162,7 @@ class ReplicaSync:
             count: number of pipelines that had a batch here.
             skipped: numbers of those whose batch had no loss here.
             num_pipelines: N.
-            steps: whether gradients are complete, and are summed over replicas now.
+            steps: whether gradients are summed over replicas now.
         Returns:
             The number of pipelines that had a batch on any replica, and the numbers of those whose batch had no loss.
         """
@@ -180,6 +180,13 @@ class ReplicaSync:
         fed, trained = votes.bool().tolist()
         replicas.copy([t for n in range(num_pipelines) for t in self._models.changed_by_steps(n)])
         return sum(fed), frozenset(n for n in range(sum(fed)) if not trained[n])
+
+    def count_once(self, num_pipelines: int) -> None:
+        """Keep the sums of gradients on the first replica, before a batch that adds to them."""
+        replicas = self._cluster.replicas
+        if replicas is not None and replicas.members.rank:
+            for parameter in self._summed(num_pipelines).values():
+                parameter.grad = None
 
     def check_trains(self, micro_batch: int) -> None:
         """Raise, where a micro-batch has no loss, if replicas normalise together: all would need its backward."""

@@ -155,6 +155,12 @@ class TiedParameters:
             found.running.finish()
         return found
 
+    def count_once(self) -> None:
+        """Keep the last sum in one place, so that the next one, over later batches too, has it once."""
+        for name, stages in self._copied.items():
+            if self._cluster.rank != self._cluster.stage_map.ranks(stages[0])[0]:
+                self._parameters[name].grad = None
+
     def _sum(
         self,
         found: GradientSum,

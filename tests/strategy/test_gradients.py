@@ -14,10 +14,11 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader
 
 from tests import processes
 from tests.driver import assert_same_parameters
-from tests.models import MLP, UNet, loader
+from tests.models import MLP, TiedTransformer, UNet, loader
 from tests.trainers import MICROBATCHES, both, loaders, pipeline, single, staged, trainer, twins
 
 
@@ -144,3 +145,52 @@ def test_outside_of_the_hooks_torch_and_lightning_are_as_they_were() -> None:
     before = torch.nn.utils.clip_grad._get_total_norm, grad_norm.__code__, dict(vars(grad_norm))
     staged(gradient_clip_val=1.0).fit(InHook(), loader(MLP, 8, 8))
     assert before == (torch.nn.utils.clip_grad._get_total_norm, grad_norm.__code__, vars(grad_norm))
+
+
+# -- hooks that see the gradients of a part of a step's batches --------------------------------------------------------
+
+
+class Shifting(TiedTransformer):
+    """Changes gradients after each of the batches that make a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def on_after_backward(self) -> None:
+        self.norms.append(float(grad_norm(self, 2)["grad_2.0_norm_total"]))
+        for parameter in self.parameters():
+            if parameter.grad is not None and not parameter.grad.is_meta:
+                parameter.grad.mul_(0.5).add_(0.01)
+
+
+def shifted(devices: int, strategy: dict[str, Any] | None = None) -> tuple[Shifting, dict[str, Tensor]]:
+    torch.manual_seed(3)
+    model, options = Shifting(), {"accumulate_grad_batches": 3, "max_epochs": 2, "use_distributed_sampler": False}
+    runner: Any = trainer(**options) if strategy is None else pipeline(2, devices, strategy, **options)
+    batches = list(loader(Shifting, 40, 8))
+    if devices == 4:  # each replica has a half of each batch
+        here = runner.strategy.group_number
+        batches = [[part[4 * here :][:4] for part in batch] for batch in batches]
+    runner.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return model, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def shifted_by_processes(rank: int, count: int) -> Any:
+    strategy = {"replicas": 2} if count == 4 else {}
+    model, weights = shifted(count, {"num_microbatches": 2, "verify": False, **strategy})
+    return model.norms, weights
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])  # of processes; four are two replicas
+def test_hooks_that_see_gradients_of_accumulated_batches_see_whole_ones(count: int, tmp_path: Path) -> None:
+    expected, weights = shifted(1)
+    if count == 1:
+        model, found = shifted(1, {"num_microbatches": 2, "verify": False})
+        results = [(model.norms, found)]
+    else:
+        results = processes.results(processes.run(count, shifted_by_processes, count, folder=tmp_path))
+    for norms, tensors in results:
+        assert norms == pytest.approx(expected.norms, rel=1e-4)
+        for name, value in weights.items():
+            torch.testing.assert_close(tensors[name], value, rtol=1e-4, atol=1e-6)
