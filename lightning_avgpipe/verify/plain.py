@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,14 @@ from lightning_avgpipe.engine.loss import LossWeight, counts, loss_in
 from lightning_avgpipe.engine.microbatch import MicroBatch, mean
 from lightning_avgpipe.state.untouched import random_state
 from lightning_avgpipe.utils.forked import in_child
-from lightning_avgpipe.utils.lightning import DummyLogger, PassThroughProfiler, SingleDeviceStrategy, pl
+from lightning_avgpipe.utils.lightning import (
+    Callback,
+    DummyLogger,
+    PassThroughProfiler,
+    ProgressBar,
+    SingleDeviceStrategy,
+    pl,
+)
 from lightning_avgpipe.utils.patching import all_replaced, noop
 from lightning_avgpipe.utils.tensors import reduced, reduction_name
 from lightning_avgpipe.utils.torch_compat import compiled_graphs, forget_compiled
@@ -339,8 +347,17 @@ def portable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quiet(trainer: pl.Trainer, *hooks: str) -> AbstractContextManager[None]:
-    """Return a context within which no callback is called, and none of some hooks of the module."""
-    return all_replaced([(trainer, "callbacks", []), *((trainer.lightning_module, hook, noop) for hook in hooks)])
+    """Return a context within which some hooks are not called, neither the module's nor those of callbacks.
+
+    Progress bars without such hooks stay: rich draws in a thread of its own, which asks the trainer for its bar.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    bars = [c for c in callbacks if isinstance(c, ProgressBar) and not any(map(partial(_has, c), hooks))]
+    return all_replaced([(trainer, "callbacks", bars), *((trainer.lightning_module, hook, noop) for hook in hooks)])
+
+
+def _has(callback: Callback, hook: str) -> bool:
+    return getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
 class _Logged:

@@ -31,6 +31,7 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler
 from torch import nn
 from torch.utils.tensorboard.summary import histogram
@@ -174,6 +175,23 @@ def test_a_progress_bar_shows_logged_values(bar: type[L.Callback], capsys: pytes
     shown = capsys.readouterr()
     assert "val_loss" in shown.out + shown.err
     assert runner.progress_bar_metrics.keys() >= {"val_loss"}
+
+
+class Watching(Precision):
+    """Looks for the trainer's progress bar at every backward, as a thread of rich may at any time."""
+
+    def __init__(self) -> None:
+        self.bars: list[Any] = []
+
+    def pre_backward(self, tensor: torch.Tensor, module: L.LightningModule) -> torch.Tensor:
+        self.bars.append(module.trainer.progress_bar_callback)
+        return super().pre_backward(tensor, module)
+
+
+def test_the_trainer_has_its_progress_bar_with_every_micro_batch() -> None:
+    bar, watching = RichProgressBar(), Watching()
+    pipeline(2, callbacks=[bar], plugins=[watching], enable_progress_bar=True).fit(MLP(), loader(MLP, 8, 8))
+    assert set(watching.bars) == {bar}
 
 
 @pytest.mark.parametrize("profiler", [AdvancedProfiler, pytest.param(PyTorchProfiler, marks=pytest.mark.slow)])
