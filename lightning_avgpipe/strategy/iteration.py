@@ -209,7 +209,7 @@ class IterationOrder:
         result = loop.result(iteration)
         loop.bring(loop.observed)
         if iteration.trains:
-            sums = models.sums(steps=not loop.accumulates)
+            sums = models.decide_to_sum(steps=not loop.accumulates)
             if sums:
                 loop.deployment.parallel.sum_copied_gradients()
             fed = models.synchronise(len(iteration.works), sums)

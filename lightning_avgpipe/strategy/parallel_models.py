@@ -42,8 +42,6 @@ class ParallelModels:
         step_log: log of the run.
         skipped: numbers of the pipelines whose last batch had no loss, the same on every rank.
         fed: number of pipelines that have had a batch since gradients were cleared.
-        sums_each_batch: whether gradients are summed over stages and replicas after each batch of a step, since hooks
-            see them then; else after the last one.
     """
 
     def __init__(self, context: RunContext, deployment: Deployment, step_log: StepLog, observers: Observers) -> None:
@@ -54,7 +52,8 @@ class ParallelModels:
         self.step_log = step_log
         self._observers = observers
         self.fed = 0
-        self.sums_each_batch = hooks.has_any(context.trainer, ["on_after_backward"])
+        # hooks see gradients after each batch of a step; without such hooks the last batch is early enough for sums
+        self._sums_each_batch = hooks.has_any(context.trainer, ["on_after_backward"])
         self._are_summed = False  # gradients, of a step of which further batches come
         has_replicas = context.configuration.options.has_replicas(context.cluster.stage_map.replicas)
         normalises = has_replicas and context.trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
@@ -112,14 +111,18 @@ class ParallelModels:
             self._deployment.parallel.count_copied_gradients_once()
             self.replicas.count_once(self._configuration.num_pipelines)
 
-    def sums(self, steps: bool) -> bool:
-        """Return whether gradients are summed after this batch; ``steps``: whether the optimizers step after it."""
-        self._are_summed = self.sums_each_batch and not steps
-        return steps or self.sums_each_batch
+    def decide_to_sum(self, steps: bool) -> bool:
+        """Decide whether gradients are summed after this batch, which :meth:`add_to_sums` will need to know.
 
-    def synchronise(self, count: int, steps: bool) -> int:
+        Args:
+            steps: whether the optimizers step after it.
+        """
+        self._are_summed = self._sums_each_batch and not steps
+        return steps or self._sums_each_batch
+
+    def synchronise(self, count: int, sums: bool) -> int:
         """Let replicas agree which models had a batch, and which of these had a loss; see :meth:`ReplicaSync.agree`."""
-        count, self.skipped = self.replicas.agree(count, self.skipped, self._configuration.num_pipelines, steps)
+        count, self.skipped = self.replicas.agree(count, self.skipped, self._configuration.num_pipelines, sums)
         self.fed = max(self.fed, count)
         return count
 

@@ -307,7 +307,7 @@ class RollingOrder(IterationOrder):
     def _after(self, iteration: Iteration, n: int, steps: bool) -> None:
         """Sum the gradients of tied parameters, call the hooks of a backward, and check the gradients of pipeline n."""
         assert iteration.loss is not None
-        if self.loop.models.sums(steps):
+        if self.loop.models.decide_to_sum(steps):
             copies = self.loop.deployment.parallel.begin_sum(n)
             with self._running():  # the other pipelines use the time
                 self._engine.run_until(copies.is_over)

@@ -155,14 +155,14 @@ class ReplicaSync:
         self._statistics: list[Observer] = []
         self._checked: set[tuple[str, int]] = set()
 
-    def agree(self, count: int, skipped: frozenset[int], num_pipelines: int, steps: bool) -> tuple[int, frozenset[int]]:
+    def agree(self, count: int, skipped: frozenset[int], num_pipelines: int, sums: bool) -> tuple[int, frozenset[int]]:
         """Agree which models had a batch, and which of these had no loss. Every process calls it.
 
         Args:
             count: number of pipelines that had a batch here.
             skipped: numbers of those whose batch had no loss here.
             num_pipelines: N.
-            steps: whether gradients are summed over replicas now.
+            sums: whether gradients are summed over replicas now.
         Returns:
             The number of pipelines that had a batch on any replica, and the numbers of those whose batch had no loss.
         """
@@ -172,7 +172,7 @@ class ReplicaSync:
         votes = torch.zeros(2, num_pipelines, dtype=torch.int32, device="cpu")
         votes[0, :count] = 1
         votes[1, [n for n in range(count) if n not in skipped]] = 1
-        if steps:
+        if sums:
             with self._observers.activity("averaging"):
                 votes = self._sums().finish(self._summed(num_pipelines), votes)
         else:
