@@ -1,4 +1,7 @@
-"""Advise on a training script: ``python -m lightning_avgpipe advise --devices 2 4 8 train.py fit --config x.yaml``."""
+"""Advise on a training script: ``python -m lightning_avgpipe advise --devices 2 4 8 train.py fit --config x.yaml``.
+
+With ``--meta`` the advice is the memory of each device, for a model that fits none of those at hand.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,14 @@ from lightning_avgpipe.utils.script import add_script, at_least_one, before_scri
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script until its first batch has trained, and print the predictions from its measured units.
+    """Run the script until its first batch has trained, or is there, and print the advice.
 
     Returns:
         0 if there is advice, otherwise 1.
     """
     options = _parser().parse_args(before_script(sys.argv[1:] if arguments is None else arguments))
-    advice, code = report_of(options, "advise", devices=options.devices, megabits=options.megabits)
+    asked = {"devices": options.devices, "megabits": options.megabits, "meta": options.meta}
+    advice, code = report_of(options, "advise", **asked)
     if advice is not None:
         print(advice)
         return 0
@@ -42,6 +46,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--megabits", type=_rate, nargs="+", default=[100, 1000, 10000],
         help="per second, of each link between two of them (default: 100 1000 10000)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--meta", action="store_true",
+        help="train nothing, and predict the memory of each device; of a model on the meta device no weights are made",
     )  # fmt: skip
     add_script(parser, "AvgPipeStrategy or strategy='avgpipe', on several stages")
     return parser

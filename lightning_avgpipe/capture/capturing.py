@@ -127,7 +127,7 @@ def _recorded(step: str, recorder: StepRecorder, module: nn.Module, holders: Map
     return CallGraph(
         step=step,
         nodes=tuple(replace(node, drawn=tuple(filter(drawing.__contains__, node.drawn))) for node in draft.nodes),
-        values=tuple(draft.values),
+        values=tuple(replace(value, is_saved=value.storage in draft.saved) for value in draft.values),
         kept=frozenset(draft.kept),
         units=recorder.units.found(),
         resident=frozenset(draft.resident),

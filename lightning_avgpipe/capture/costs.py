@@ -35,7 +35,8 @@ class Costs:
             operations.
         backward: cost of each node's backward, in the same unit.
         stash_bytes: bytes that each node keeps from its forward to its backward: tensors that its operations save, and
-            those of its outputs that any node saves. Parameters and the batch do not count.
+            those of its outputs that any node saves. Parameters and the batch do not count. They are of the captured
+            run, also if times are measured.
         links: one link for each pair of neighbouring stages, or one for all; empty: links are free.
         measured: whether the costs are seconds that were measured on this machine.
         kept: number of nodes, from the first, that are not executed because their outputs are kept; their forwards cost
@@ -53,14 +54,10 @@ class Costs:
 
     @classmethod
     def from_flops(cls, graph: CallGraph) -> Costs:
-        """Make costs of counted operations: a backward costs two forwards, a byte on a link 20 operations.
-
-        The stash is that of the values between the nodes, since the activations inside of a unit are not known.
-        """
+        """Make costs of counted operations: a backward costs two forwards, a byte on a link 20 operations."""
         forward = tuple(node.flops for node in graph.nodes)
         backward = tuple(2.0 * flops for flops in forward)
-        kept = (v.index for v in graph.values if v.requires_grad)
-        return cls(forward, backward, value_bytes(graph, kept), (Link(20.0),))
+        return cls(forward, backward, stash_bytes(graph), (Link(20.0),))
 
     @cached_property
     def node(self) -> tuple[float, ...]:
@@ -92,6 +89,12 @@ class Costs:
         if self.wire != "auto":
             return self.wire
         return least_that_hides(values, per_byte, slowest) if self.measured else None
+
+
+def stash_bytes(graph: CallGraph) -> tuple[int, ...]:
+    """Return the bytes that each node keeps for backwards, see :attr:`Costs.stash_bytes`."""
+    values = value_bytes(graph, (value.index for value in graph.values if value.is_saved))
+    return tuple(node.saved_bytes + nbytes for node, nbytes in zip(graph.nodes, values, strict=True))
 
 
 def value_bytes(graph: CallGraph, kept: Iterable[int]) -> tuple[int, ...]:

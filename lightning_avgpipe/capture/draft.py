@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,7 @@ class Draft:
         resident: units that are nodes whatever their arguments are.
         readers: units that find values in objects only, not in their arguments.
         pinned: ranges where no cut may lie, see :attr:`CallGraph.pinned`.
+        saved: storages of values, as their numbers, that nodes save for their backwards.
     """
 
     def __init__(self, module: nn.Module, known: KnownTensors, owned: Container[int], readers: Collection[str]) -> None:
@@ -55,6 +56,7 @@ class Draft:
         self.kept: set[int] = set()
         self.resident, self.readers = set(readers), set(readers)
         self.pinned: list[Pin] = []
+        self.saved: set[int] = set()
         self._storages: dict[int, int] = {}
         self._held: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
         self._sized: set[int] = set()  # values whose length depends on numbers
@@ -80,11 +82,26 @@ class Draft:
         found = (self._known.value_of(t) for t in tensors)
         return tuple(dict.fromkeys(value for value in found if value is not None))
 
-    def add(self, node: Node, given: Sequence[Tensor], taken: Sequence[Tensor], versions: Sequence[int]) -> None:
-        """Add a node that returned ``given`` and may have written into the tensors ``taken`` of these ``versions``."""
+    def add(
+        self, node: Node, given: Sequence[Tensor], taken: Sequence[Tensor], versions: Sequence[int],
+        saved: Mapping[int, int],
+    ) -> None:  # fmt: skip
+        """Add a node that returned ``given`` and may have written into the tensors ``taken`` of these ``versions``.
+
+        Args:
+            saved: addresses of the storages that it saves for its backward, with their bytes.
+        """
         writes = self._written(taken, versions, node.name)
         outputs = outputs_of(given, taken, self._known, lambda tensor: self._new(tensor, node.name))
-        self.nodes.append(replace(node, outputs=outputs, writes=writes))
+        self.saved.update(self._storages[address] for address in saved if address in self._storages)
+        internal = sum(nbytes for address, nbytes in saved.items() if address not in self._storages)
+        self.nodes.append(replace(node, outputs=outputs, writes=writes, saved_bytes=internal))
+
+    def saves_inputs(self, begin: int) -> None:
+        """Note that the nodes from this position on are repeated in the backward, from the values that they take."""
+        taken = {value for node in self.nodes[begin:] for value in node.inputs}
+        made = {value for node in self.nodes[begin:] for value in made_by(node)}
+        self.saved.update(self.values[value].storage for value in taken - made)
 
     def _written(
         self, taken: Sequence[Tensor], versions: Sequence[int], name: str

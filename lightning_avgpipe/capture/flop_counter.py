@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from lightning_avgpipe.utils import tree
 
 _ATEN = torch.ops.aten
+_ATTENTION_ON_CPU = _ATEN._scaled_dot_product_flash_attention_for_cpu
 # Operations without products, which torch would take apart to look for some.
 _WITHOUT_PRODUCTS = (
     _ATEN.native_batch_norm, _ATEN.cudnn_batch_norm, _ATEN._batch_norm_with_update, _ATEN.native_layer_norm,
@@ -48,7 +49,7 @@ class _NoModules(contextlib.nullcontext[None]):
 
 
 def _others() -> dict[Any, Callable[..., int]]:
-    """Return further counters; of imported libraries that of the product with a matrix in 4 bits of bitsandbytes."""
+    """Return further counters: of attention on a CPU, and, if it is imported, of bitsandbytes' product in 4 bits."""
     product = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
 
     def count(left: Sequence[int], packed: Sequence[int], shape: Sequence[int], *_: Any, **__: Any) -> int:
@@ -56,6 +57,7 @@ def _others() -> dict[Any, Callable[..., int]]:
 
     names = [op for packet in _WITHOUT_PRODUCTS for op in (packet, *(getattr(packet, o) for o in packet.overloads()))]
     counters: dict[Any, Callable[..., int]] = dict.fromkeys(names, lambda *_, **__: 0)
+    counters[_ATTENTION_ON_CPU] = lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
     return counters if product is None else {**counters, product: count}
 
 

@@ -42,6 +42,7 @@ class Value:
         requires_grad: whether a backward returns a gradient for it.
         storage: values with the same number share memory.
         is_strided: whether it is a dense tensor; sparse and nested tensors are not sent between stages.
+        is_saved: whether a node saves it, or what it shares memory with, for its backward.
     """
 
     index: int
@@ -52,6 +53,7 @@ class Value:
     requires_grad: bool
     storage: int
     is_strided: bool = True
+    is_saved: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Node:
         draws: whether the node draws random numbers.
         drawn: paths of the modules called inside of the node that draw random numbers, one per call.
         flops: forward floating-point operations, an estimate.
+        saved_bytes: bytes that the node saves for its backward besides values.
         writes_objects: whether the node writes into objects among its arguments, or returns objects that hold tensors.
             The tensors in these objects then follow the tensors in its arguments, and its outputs are those of a
             :class:`~lightning_avgpipe.state.parcel.Parcel`.
@@ -98,6 +101,7 @@ class Node:
     draws: bool = False
     drawn: tuple[str, ...] = ()
     flops: float = 0.0
+    saved_bytes: int = 0
     writes_objects: bool = False
     exports: bool = False
     lasting: tuple[int, ...] = ()

@@ -6,7 +6,7 @@ The step is run a few times. Before a node runs as usual, it is run alone on det
     alone       F B  F B  F B      F B  F B  F B      (as block0)          F B  F B  F B
                 ^    ^                                ^
                 |    samples                          equal calls share their samples
-                warm-up, counts what is saved
+                warm-up
 
 Every run of the step adds samples, so a disturbance of the machine does not hit one node only; the median counts. The
 step's own tensors keep nothing for a backward: besides the values between nodes, one unit's activations are alive at a
@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from lightning_avgpipe.capture.costs import Costs, value_bytes
+from lightning_avgpipe.capture.costs import Costs, stash_bytes
 from lightning_avgpipe.capture.graph import CallGraph, Node
 from lightning_avgpipe.capture.operation import Operation
 from lightning_avgpipe.capture.recorder import owned_tensors
@@ -42,7 +42,7 @@ from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of, visiting
 from lightning_avgpipe.utils.output import heard
 from lightning_avgpipe.utils.tensors import tensor_arguments
-from lightning_avgpipe.utils.torch_compat import SavedHooks, is_transforming, storage_id
+from lightning_avgpipe.utils.torch_compat import SavedHooks, is_transforming
 
 _ROUNDS = 5  # runs of the step
 _PATIENCE_S = 2.0  # a longer measurement shows its progress
@@ -95,25 +95,21 @@ def measure(
     device = device or torch.device("cpu")
     begin = time.perf_counter()
     trial = NodeTrial(graph, module, device, samples, begin + budget_s - samples.spent_s)
-    saved: SavedTensors | None = None
     with _progress(graph) as bar:
         for _ in range(_ROUNDS):
             round_begin = time.perf_counter()
             batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
-            counted = None if saved else SavedTensors(len(graph.nodes), [*tensors_of(module), *tree.tensors(batch)])
-            _run_once(_Timer(trial, counted, bar), run, batch, module, graph)
-            saved = saved or counted
+            _run_once(_Timer(trial, bar), run, batch, module, graph)
             now = time.perf_counter()
             if now + (now - round_begin) > trial.deadline or samples.complete.issuperset(trial.kinds):
                 break
     samples.complete.update(trial.kinds)
     samples.spent_s += time.perf_counter() - begin
     medians = [samples.median(kind) for kind in trial.kinds]
-    assert saved is not None
     return Costs(
         tuple(sample.forward_s for sample in medians),
         tuple(sample.backward_s for sample in medians),
-        tuple(a + b for a, b in zip(saved.internal, value_bytes(graph, saved.values), strict=True)),
+        stash_bytes(graph),
         measured=True,
     )
 
@@ -133,20 +129,18 @@ class _Timer(StepTracer):
 
     Args:
         trial: runs nodes alone and measures them.
-        saved: record of the saved tensors, which are the same in every run; None: they are known already.
         bar: progress bar.
     """
 
     rehearses = True
 
-    def __init__(self, trial: NodeTrial, saved: SavedTensors | None, bar: tqdm) -> None:
+    def __init__(self, trial: NodeTrial, bar: tqdm) -> None:
         self._graph, self._module, self._device = graph, module, device = trial.graph, trial.module, trial.device
         units = {id(module.get_submodule(path)): path for path in graph.units}
         away = {id(t) for path in graph.called for t in tensors_of(module.get_submodule(path))}
         super().__init__(units, owned_tensors(module, graph.glue_states), device, away)
         self._trial = trial
         self._calls: Counter[Hashable] = Counter()  # calls that have been measured in this run
-        self._saved = saved
         self._bar = bar
         self._position = 0
 
@@ -224,33 +218,23 @@ class _Timer(StepTracer):
         trains = any(t.requires_grad for t in given)
         factor = REGION_BACKWARD if is_region else 1.0
         self._trial.add(node, Sample(seconds, factor * seconds if trains else 0.0))
-        if is_region and trains and self._saved is not None:
-            self._saved.values.update(node.inputs)
         return result, given
 
     def _remember(self, node: Node, given: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         for leaf, value in zip(given, node.outputs, strict=True):
             if value >= 0 and leaf not in self.known:
-                self._learn(leaf, value)
+                self.known.learn(leaf, value)
         for target, value in node.written(tensors):
             if target not in self.known:
-                self._learn(target, value)
-
-    def _learn(self, tensor: Tensor, value: int) -> None:
-        self.known.learn(tensor, value)
-        if self._saved is not None:
-            self._saved.learn(tensor, value)
+                self.known.learn(target, value)
 
     def _measure(self, operation: Operation, node: Node) -> None:
         """Measure a node a few times, or once if there is no time for more, unless it has been measured enough."""
         trial, kind = self._trial, self._trial.kinds[node.index]
-        timed = kind not in trial.samples.complete and self._calls[kind] < _CALLS
-        if not timed and self._saved is None:
+        if kind in trial.samples.complete or self._calls[kind] >= _CALLS:
             return
         sums, begin = [torch.zeros_like(p) for p in _trained(operation.module)], time.perf_counter()
-        warm_up = trial.run(operation, node, sums, self._saved)
-        if not timed:
-            return
+        warm_up = trial.run(operation, node, sums)
         self._calls[kind] += 1
         took = time.perf_counter() - begin
         share = max(0.0, trial.deadline - time.perf_counter()) / (len(trial.kinds) - node.index)
@@ -285,6 +269,10 @@ def _kinds(graph: CallGraph, module: nn.Module) -> list[Hashable]:
 
 def _drop(tensor: Tensor) -> None:
     return None
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _dropped(packed: None) -> Tensor:
@@ -328,70 +316,6 @@ class Samples:
         self.found, self.complete, self.spent_s = other.found, other.complete, other.spent_s
 
 
-class SavedTensors:
-    """The tensors that nodes save in one run of a step: values by index, everything else in bytes.
-
-    Args:
-        num_nodes: number of nodes in the step.
-        resident: tensors that are in memory in any case, such as weights.
-
-    Attributes:
-        internal: for each node the bytes that only this node saves.
-        values: indices of the values that any node saves.
-    """
-
-    def __init__(self, num_nodes: int, resident: Iterable[Tensor]) -> None:
-        self.internal = [0] * num_nodes
-        self.values: set[int] = set()
-        self._resident = {storage_id(tensor) for tensor in resident}
-        self._homes: dict[int, tuple[Tensor, int]] = {}  # storage -> (tensor that keeps it alive, value)
-
-    def learn(self, tensor: Tensor, value: int) -> None:
-        """Note that a tensor of the step is this value."""
-        self._homes.setdefault(storage_id(tensor), (tensor.detach(), value))
-
-    def count(
-        self,
-        node: Node,
-        module: nn.Module | None,
-        kept: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        copies: Sequence[tuple[Tensor, Tensor]],
-    ) -> None:
-        """Note what the forward of a node has saved.
-
-        Args:
-            node: node that ran.
-            module: the called module, if the node is a call.
-            kept: the saved tensors.
-            outputs: tensors that the node returned.
-            copies: ``(original, copy)`` of each tensor that the node was given.
-        """
-        own = {storage_id(t): value for t, value in zip(outputs, node.outputs, strict=True) if value >= 0}
-        for original, copy in copies:
-            if (home := self._homes.get(storage_id(original))) is not None:
-                own[storage_id(copy)] = home[1]
-        visitors = {storage_id(t) for t in tensors_of(module)} if module is not None else set()
-        inside: dict[int, int] = {}
-        for tensor in kept:
-            storage = storage_id(tensor)
-            if storage in visitors or storage in self._resident:
-                continue
-            value = own.get(storage)
-            if value is not None:
-                self.values.add(value)
-            else:
-                inside[storage] = _nbytes(tensor)
-        self.internal[node.index] = sum(inside.values())
-
-
-def _nbytes(tensor: Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage().nbytes())
-    except (RuntimeError, NotImplementedError):
-        return tensor.numel() * tensor.element_size()
-
-
 class NodeTrial:
     """A runner that executes nodes alone and measures them.
 
@@ -426,16 +350,13 @@ class NodeTrial:
         """Return the result of ``work``, and its seconds."""
         return port_of(self.device).timed(work)
 
-    def run(
-        self, operation: Operation, node: Node, sums: Sequence[Tensor], counted: SavedTensors | None = None
-    ) -> Sample:
+    def run(self, operation: Operation, node: Node, sums: Sequence[Tensor]) -> Sample:
         """Run and measure the forward and backward of a node.
 
         Args:
             operation: operation that the step has come to.
             node: node of the operation.
             sums: tensors to which the gradients of the module's trained parameters are added.
-            counted: record in which the tensors are noted that the forward saves.
         """
         copies, module = _Copies(clones=bool(node.writes)), operation.module
         args, kwargs = tree.map_tensors(copies, (operation.args, operation.kwargs))
@@ -445,19 +366,10 @@ class NodeTrial:
             objects.replace_tensors(copies)  # tensors that units collect in objects belong to the graph of other nodes
             _, written = operation._replace(args=args, kwargs=kwargs).with_objects(node)
             torch.clear_autocast_cache()  # in training each micro-batch casts the weights again
-            saved: list[Tensor] = []
-
-            def save(tensor: Tensor) -> Tensor:
-                if counted is not None:
-                    saved.append(tensor)
-                return tensor
-
             # hooks of our own, so that those of a checkpointed region around this node do not act
-            with SavedHooks(save, lambda tensor: tensor):
+            with SavedHooks(_kept, _kept):
                 result, forward_s = self.timed(lambda: operation.run(*args, **kwargs))
             given = self.given(result, written)
-            if counted is not None:
-                counted.count(node, module, saved, given, copies.pairs())
             outputs = list({id(t): t for t in given if t.requires_grad}.values())
             sources = copies.leaves() + _trained(module)
             if not outputs or not sources or not torch.is_grad_enabled():
@@ -515,10 +427,6 @@ class _Copies:
             self._copies[id(tensor)] = (tensor, leaf, leaf.clone() if self._clones else leaf)
             self._given.add(id(self._copies[id(tensor)][2]))
         return self._copies[id(tensor)][2]
-
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return ``(original, copy given to the node)`` of all copied tensors."""
-        return [(original, given) for original, _, given in self._copies.values()]
 
     def leaves(self) -> list[Tensor]:
         """Return the leaves that require gradients."""

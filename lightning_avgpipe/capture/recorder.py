@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from lightning_avgpipe.capture.graph import Node
 from lightning_avgpipe.capture.hidden import HiddenTensors
 from lightning_avgpipe.capture.named_state import NamedState, StateCopies
 from lightning_avgpipe.capture.operation import HOOKING
+from lightning_avgpipe.capture.saved import SavedTensors
 from lightning_avgpipe.capture.tracer import METADATA, STAGE_QUESTIONS, StepTracer, function_name
 from lightning_avgpipe.capture.units import Units, tensors_of
 from lightning_avgpipe.errors import AbsentValueError, CaptureError
@@ -119,6 +120,8 @@ class StepRecorder(StepTracer):
         self.calls = Calls(module, device, position)
         self.batch = BatchUse(device)
         self.hidden = HiddenTensors(module, self.draft, self.state, self.calls, preview.exports)
+        self._saved = SavedTensors([*tensors_of(module), *batch])
+        self._regions = 0  # checkpointed regions around this point of the step
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
@@ -161,7 +164,7 @@ class StepRecorder(StepTracer):
         objects = Snapshot((args, kwargs), modules, generators=generators)
         tensors = [*visible, *objects.tensors]
         versions = [version_of(t) for t in tensors]
-        with self.state.visiting(tensors_of(module)):
+        with self.state.visiting(tensors_of(module)), self._saving(tensors_of(module)) as saved:
             result, own = self._executed(self.state.of(path), run, args, kwargs, path)
         used = provenance.used
         states = self.state.states([*module.parameters(), *module.buffers(), *used], own.changes, in_unit=True)
@@ -188,7 +191,7 @@ class StepRecorder(StepTracer):
         node, given = draft.with_objects(node, result, objects, self.effects.objects.objects, exports, writes)
         self.effects.ran(path, own.objects_changed, set(map(id, objects.owners)))
         self.hidden.wrote(node, [self.state.buffer(name) for name in own.changes], changed)
-        draft.add(node, given, tensors if node.writes_objects else visible, versions)
+        draft.add(node, given, tensors if node.writes_objects else visible, versions, saved)
         return result
 
     def _ran_freely(self, module: nn.Module, taken: Sequence[Tensor], result: Any, own: _UnitEffects) -> Any:
@@ -231,7 +234,7 @@ class StepRecorder(StepTracer):
                 before.extend(self.state.of(path))
                 yield
 
-        with self.calls.within_region(visited):
+        with self.calls.within_region(visited), self._saving() as saved:
             result, own = self._executed(before, run, args, kwargs)
         used, given = self.hidden.provenance.used, tree.tensors(result)
         draft.pinned += self.hidden.find(used, "a checkpointed region", False)
@@ -246,7 +249,7 @@ class StepRecorder(StepTracer):
         if made.changed():
             what = f"{node} draws random numbers from a generator that the step makes"
             draft.pin(node.index + 1, ANYWHERE, what)
-        draft.add(node, given, tensors, versions)
+        draft.add(node, given, tensors, versions, saved)
         return result
 
     def _made_generators(self, args: Any, kwargs: Any) -> Snapshot:
@@ -257,7 +260,10 @@ class StepRecorder(StepTracer):
 
     def region(self, generator: Iterator[Any]) -> Iterator[Any]:
         begin = self.draft.position()
+        self._regions += 1
         yield from generator
+        self._regions -= 1
+        self.draft.saves_inputs(begin)
         reason = f"it lies in a region of torch.utils.checkpoint at {source_line()}"
         self.draft.pin(begin + 1, self.draft.position() - 1, reason)
 
@@ -273,7 +279,7 @@ class StepRecorder(StepTracer):
         free = not inputs and not any(id(t) in self._owned for t in tensors)
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
         random_before = watch.generator_states()
-        result, changed = self._executed_glue(func, args, kwargs, tensors)
+        result, changed, saved = self._executed_glue(func, args, kwargs, tensors)
         self.state.by_glue.update(changed)
         if passive:
             self.batch.passed_on(tensors, tree.tensors(result))
@@ -296,14 +302,17 @@ class StepRecorder(StepTracer):
             Node(index, "glue", name, source_line(), inputs, parameters=parameters, states=states,
                  changes=tuple(changed), entry=entry, draws=draws, flops=_elements(result),
                  reads_numbers=draft.reads_numbers(name, inputs, result)),
-            tree.tensors(result), tensors, versions,
+            tree.tensors(result), tensors, versions, saved,
         )  # fmt: skip
         draft.note_length(name, args, inputs)
         return result
 
-    def _executed_glue(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[str]]:
-        """Run a glue function; return its result and the names of the state that it changes."""
-        with self.state.visiting([t for t in tensors if id(t) in self._away]):
+    def _executed_glue(
+        self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]
+    ) -> tuple[Any, list[str], dict[int, int]]:
+        """Run a glue function; return its result, the names of the state that it changes, and what it saves."""
+        away = [t for t in tensors if id(t) in self._away]
+        with self.state.visiting(away), self._saving(away) as saved:
             if function_name(func) in HOOKING:
                 self._pin_hook(function_name(func), args[0])
             before = self.state.of_tensors(self.state.seen(tensors))
@@ -311,7 +320,11 @@ class StepRecorder(StepTracer):
             result = func(*args, **kwargs)
             if self.state.changes.strange:
                 self._pin_strange(function_name(func))
-            return result, self.state.changed(before)
+            return result, self.state.changed(before), saved
+
+    def _saving(self, visitors: Sequence[Tensor] = ()) -> AbstractContextManager[dict[int, int]]:
+        """Note what a node saves, see :meth:`SavedTensors.noted`; within a checkpointed region it saves nothing."""
+        return nullcontext({}) if self._regions else self._saved.noted(visitors)
 
     def _pin_mode(self) -> None:
         """Forbid cuts after a node that a mode sees, since stages that skip the node would show the mode nothing."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -109,6 +109,7 @@ class StoredModel:
     _groups: Mapping[str, _Group]
     _skeleton: nn.Module
     _load: _Load
+    _quantized: dict[Any, nn.Parameter] = field(default_factory=dict)  # examples, by the shapes in the files
 
     @property
     def keys(self) -> Collection[str]:
@@ -131,20 +132,32 @@ class StoredModel:
         group, quantized = self._groups[key], is_quantized(parameter)
         if example and parameter.nbytes > _READ_BYTES and not quantized:
             return noise(parameter.shape, parameter.dtype, device)
+        if not quantized:
+            return self._loaded(group, key, device, example).detach().to(device, parameter.dtype)
+        shapes = tuple(self.files.tensors[name].shape for name in group.sources)
+        loaded = self._quantized.get(shapes) if example else None
+        if loaded is None:
+            loaded = self._loaded(group, key, device, example)
+            if example:
+                self._quantized[shapes] = loaded
+        return take_quantized(parameter, loaded)
+
+    def _loaded(self, group: _Group, key: str, device: torch.device, example: bool) -> nn.Parameter:
+        """Return a parameter of a group as transformers loads it."""
         small = [name for name in group.sources if not example or self.files.tensors[name].nbytes <= _READ_BYTES]
         slices: dict[str, Any] = {name: replace(self.files.tensors[name], device=device) for name in group.sources}
         targets = {name: self._skeleton.get_parameter(name) for name in group.targets}
         try:
             with self.files.slices(small) as read, _alone(self._skeleton, targets):
                 self._load(self._skeleton, slices | read, device)
-            loaded = self._skeleton.get_parameter(key)
+            return self._skeleton.get_parameter(key)
         finally:
             for name, before in targets.items():
                 _put(self._skeleton, name, before)
-        return take_quantized(parameter, loaded) if quantized else loaded.detach().to(device, parameter.dtype)
 
     def forget(self, parameter: nn.Parameter) -> None:
-        """Remove the quantization state that reading an example has left in a parameter."""
+        """Remove the quantization state that reading an example has left in a parameter, and the examples."""
+        self._quantized.clear()
         forget_quantized(parameter)
 
 

@@ -59,6 +59,11 @@ class StagePlan:
     wire: Format | None = None
 
     @property
+    def span(self) -> str:
+        """The names of the first and the last unit, for messages."""
+        return first_to_last(self.units)
+
+    @property
     def boundary_bytes(self) -> int:
         """The bytes that are sent to the next stage for the micro-batch that was captured."""
         return sum(value.nbytes for value in self.sends)
@@ -170,7 +175,6 @@ class Plan:
         rows: list[tuple[str, ...]] = [("stage", "rank", "units", "parameters", "time", "memory", "sends to the next")]
         rows += [self._row(stage) for stage in self.stages]
         hidden = {1} if not self.devices else set()
-        hidden |= {5} if not self.measured else set()  # without measuring, the estimate of memory is too low
         shown = [i for i in range(len(rows[0])) if i not in hidden]
         lines = [*table([[row[i] for i in shown] for row in rows]), *self._copies(), *self._batch(), *self._saved()]
         lines += self.remarks
@@ -182,7 +186,7 @@ class Plan:
     def brief(self) -> str:
         """The units of each stage, in one line."""
         ranks = [f" (rank {', '.join(map(str, ranks))})" for ranks in self.devices] or [""] * self.num_stages
-        return "; ".join(f"stage {s.index}{ranks[s.index]}: {first_to_last(s.units)}" for s in self.stages)
+        return "; ".join(f"stage {s.index}{ranks[s.index]}: {s.span}" for s in self.stages)
 
     def _batch(self) -> list[str]:
         parts = [
@@ -223,7 +227,7 @@ class Plan:
         return (
             str(stage.index),
             ", ".join(map(str, self.devices[stage.index])) if self.devices else "",
-            first_to_last(stage.units),
+            stage.span,
             _count(stage.num_parameters),
             f"{shown} ({stage.share:.0%})" if self.measured else f"{stage.share:.0%}",
             nbytes(stage.memory.total),

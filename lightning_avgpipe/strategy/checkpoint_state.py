@@ -16,6 +16,7 @@ from lightning_avgpipe.averaging.optimizers import unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import AbsentValueError, ConfigurationError
 from lightning_avgpipe.loading.saving import save
+from lightning_avgpipe.strategy import commands
 from lightning_avgpipe.strategy.connection import Connection
 from lightning_avgpipe.strategy.options import Configuration
 from lightning_avgpipe.training.deployment import Deployment
@@ -200,7 +201,7 @@ class CheckpointState:
         loaded, self.loaded = self.loaded, None
         if not on_meta(self.module):
             return None
-        origin = Origin(self.module, seed, cluster.device, loaded)
+        origin = Origin(self.module, seed, cluster.device, loaded, commands.wants_plans_only())
         origin.fill_buffers()
         return origin
 

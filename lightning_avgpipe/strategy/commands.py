@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_avgpipe.advise.alternatives import advice
+from lightning_avgpipe.advise.memory import SCHEDULE, memory_table
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.planning import Plan
+from lightning_avgpipe.schedule import build
+from lightning_avgpipe.training.deployment import Deployment
+from lightning_avgpipe.training.plan_maker import Examples
 from lightning_avgpipe.utils.lightning import Callback, _TunerExitException, pl, rank_zero_info
 from lightning_avgpipe.utils.script import asked_by
 from lightning_avgpipe.verify import Subject, Verifier
@@ -36,6 +40,8 @@ def begin_script(trainer: pl.Trainer) -> None:
             for callback in trainer.callbacks  # type: ignore[attr-defined]
             if all(kind.__name__ != "SaveConfigCallback" for kind in type(callback).__mro__)
         ]
+    if wants_plans_only():
+        trainer.num_sanity_val_steps = 0  # which need the weights
 
 
 def nothing_to_verify(verify: Verify) -> None:
@@ -74,15 +80,27 @@ def _end(cluster: Cluster, report: str) -> Callable[[str], None]:
 
 
 def advise(trainer: pl.Trainer, cluster: Cluster) -> None:
-    """Let a run end after its first batch of training, with advice, if the command asks for it."""
+    """Let a run end with its first batch of training, with advice, if the command asks for it."""
     command = asked_by("advise")
     if command is not None:
-        advisor = _Advisor(command["devices"], command["megabits"], _end(cluster, command["report"]))
+        advisor = Advisor(command["devices"], command["megabits"], _end(cluster, command["report"]))
         trainer.callbacks.append(advisor)  # type: ignore[attr-defined]
 
 
-class _Advisor(Callback):
-    """A callback that gives advice after the first batch of training.
+def wants_plans_only() -> bool:
+    """Return whether a command asks for the memory of stages only, so that nothing trains."""
+    command = asked_by("advise")
+    return command is not None and bool(command["meta"])
+
+
+def advisor_of(trainer: pl.Trainer) -> Advisor | None:
+    """Return what is to be told the first batch of training before it trains; None if nothing is."""
+    found = (callback for callback in trainer.callbacks if isinstance(callback, Advisor))  # type: ignore[attr-defined]
+    return next(found, None) if wants_plans_only() else None
+
+
+class Advisor(Callback):
+    """A callback that gives advice after the first batch of training, or on memory before it.
 
     Args:
         devices: numbers of devices to predict for.
@@ -105,9 +123,26 @@ class _Advisor(Callback):
             found = advice(plan.units, plan.forecast.num_microbatches, self._devices, self._megabits)
         self._end(found)
 
+    def advise_on_memory(
+        self, deployment: Deployment, examples: Examples, num_microbatches: int, samples: int, models: int
+    ) -> None:
+        """Give the memory of stages, and end the run.
+
+        Args:
+            deployment: deployment without a plan.
+            examples: example arguments of the step.
+            num_microbatches: M, number of micro-batches of a batch.
+            samples: number of samples of a micro-batch.
+            models: N, number of parallel models.
+        """
+        schedules = [build(SCHEDULE, stages, num_microbatches) for stages in self._devices]
+        plans = deployment.sketches(examples, schedules, models)
+        self.done = True
+        self._end(memory_table(plans, num_microbatches, samples, models) if plans else "")
+
 
 def end_script(trainer: pl.Trainer, verifier: Verifier | None) -> None:
     """End the script after the run that a command wanted."""
     verified = asked_by("verify") is not None and verifier is not None and verifier.succeeded
-    if verified or any(isinstance(c, _Advisor) and c.done for c in trainer.callbacks):  # type: ignore[attr-defined]
+    if verified or any(isinstance(c, Advisor) and c.done for c in trainer.callbacks):  # type: ignore[attr-defined]
         raise SystemExit(0)

@@ -21,7 +21,7 @@ from lightning_avgpipe.planning.planner import SOURCES, Planner, PlanSource
 from lightning_avgpipe.planning.recompute_policy import chosen
 from lightning_avgpipe.planning.trained import TrainedParameters
 from lightning_avgpipe.schedule import Schedule
-from lightning_avgpipe.strategy import hooks
+from lightning_avgpipe.strategy import commands, hooks
 from lightning_avgpipe.strategy.batch_splitter import BatchSplitter
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.iteration import STEP, Iteration
@@ -46,7 +46,8 @@ def deploy(context: RunContext) -> Deployment:
     recompute = replace(recompute, stages=recompute.stages or policy.repeats)
     metrics = metrics_of(module)
     # on meta there are no contents, and nothing to time
-    counts = on_meta(module) or (options.system is not None and options.system.plans_alike)
+    absent = on_meta(module) or commands.wants_plans_only()
+    counts = absent or (options.system is not None and options.system.plans_alike)
     planner = Planner(
         Divisible(module, cluster.device, metrics),
         costing=Costing("flops" if counts else options.costs, options.cache),
@@ -215,10 +216,12 @@ class Preparation:
         decides = step == STEP or self._trainer.state.fn != TrainerFn.FITTING
         size, total = works[0][0].size, sum(part.size for part in works[0])
         args = [(part.data, *iteration.rest) for parts in works for part in parts]
+        examples = Examples(step, run, args, self._optional(iteration))
+        advisor = commands.advisor_of(self._trainer) if step == STEP else None
         try:
-            return self._deployment.prepare(
-                Examples(step, run, args, self._optional(iteration)), decides, schedule, trained
-            )
+            if advisor is not None:
+                advisor.advise_on_memory(self._deployment, examples, schedule.num_microbatches, size, trained)
+            return self._deployment.prepare(examples, decides, schedule, trained)
         except MicroBatchError as error:
             raise MicroBatchError(
                 f"{step} fails on {size} of the {total} samples of a batch: {error}"

@@ -192,7 +192,7 @@ class PipelineRun:
 
     def end_script(self) -> None:
         """End a script that runs to be verified, or for advice; called after teardown."""
-        if self.plan is not None:  # something has run
+        if self.is_set_up:
             commands.end_script(self.context.trainer, self.loop.verifier)
 
     def model_to_device(self, own: Own) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -132,6 +133,19 @@ class Deployment:
                     raise
                 self.undivided[examples.name] = str(error)
         return False
+
+    def sketches(self, examples: Examples, schedules: Sequence[Schedule], num_pipelines: int) -> list[Plan]:
+        """Return the plans that a step would have with these schedules and any memory. Every process calls it.
+
+        They are not carried out, and no plan has been. A schedule for which the step skips all examples has none.
+        """
+        maker, planner, found = self._maker, self._maker.planner, list[Plan]()
+        for schedule in schedules:
+            maker.change(num_stages=schedule.num_stages, split_points=None, memory_limit=math.inf)
+            plan = maker.final(examples, schedule, num_pipelines, found[-1] if found else None, False)
+            found += [plan] if isinstance(plan, Plan) else []
+        maker.planner = planner
+        return found
 
     def arrange(self, batches: Sequence[Any]) -> bool:
         """Decide whether to make a new plan. Every process calls it.

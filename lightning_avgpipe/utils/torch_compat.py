@@ -168,6 +168,11 @@ class SavedHooks(graph.saved_tensors_hooks):
             super().__exit__(*error)
 
 
+def innermost_hooks() -> SavedHooks | None:
+    """Return the hooks of this package that were entered last in this thread; None if there are none."""
+    return _active.hooks[-1] if _active.hooks else None
+
+
 @contextlib.contextmanager
 def disabling_others(error_message: str) -> Iterator[None]:
     """Replace torch's ``disable_saved_tensors_hooks``: remove this package's hooks; other hooks stay an error."""

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_avgpipe.capture.zeros import zeros_like
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.names import around, joined
 from lightning_avgpipe.utils.random_streams import RandomKey, stream
@@ -35,14 +36,21 @@ class Origin:
         seed: seed of the run, the same on all ranks.
         device: device on which to initialise.
         loaded: entries of a checkpoint, which take precedence over initialisation; they may be mapped from a file.
+        only_examples: whether nobody will hold the contents, so that zeros will do.
     Raises:
         ConfigurationError: a module with contents on meta has no method that initialises it.
     """
 
     def __init__(
-        self, module: nn.Module, seed: int, device: torch.device, loaded: Mapping[str, Tensor] | None = None
+        self,
+        module: nn.Module,
+        seed: int,
+        device: torch.device,
+        loaded: Mapping[str, Tensor] | None = None,
+        only_examples: bool = False,
     ) -> None:
         self._module = module
+        self.only_examples = only_examples
         self._seed = seed
         self._device = device
         self._names = {id(p): name for name, p in module.named_parameters()}
@@ -62,12 +70,16 @@ class Origin:
         for name in names:
             if name in found:
                 continue
+            parameter = self._module.get_parameter(name)
+            if self.only_examples and type(parameter) is nn.Parameter:  # others are more than their contents
+                found[name] = zeros_like(parameter, self._device)
+                continue
             if name in self._loaded:
-                found[name] = self._read(name, self._module.get_parameter(name))
+                found[name] = self._read(name, parameter)
                 continue
             if name in self._notes:
                 note = self._notes[name]
-                found[name] = note.stored.read(note.key, self._module.get_parameter(name), self._device, example)
+                found[name] = note.stored.read(note.key, parameter, self._device, example)
                 continue
             path = name.rpartition(".")[0]
             for leaf, tensor in self._initialised(path)._parameters.items():

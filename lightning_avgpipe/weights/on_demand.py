@@ -11,21 +11,22 @@ from __future__ import annotations
 import gc
 import pickle
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_avgpipe.capture.tracer import DEVICE_QUESTIONS, METADATA
+from lightning_avgpipe.capture.zeros import LargeResultsAreZero
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.errors import CaptureError
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import joined
 from lightning_avgpipe.utils.tensors import lent
-from lightning_avgpipe.utils.torch_compat import version_of
+from lightning_avgpipe.utils.torch_compat import SavedHooks, version_of
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.ownership import fill, return_freed
 from lightning_avgpipe.weights.relocation import Lending
@@ -80,7 +81,8 @@ class OnDemandGather:
         if not absent:
             return run()
         lent = _Lent(absent, lambda name: self._fetch(name, lending), self._cluster.device)
-        with saved_tensors_hooks(lent.forget, _refuse), lent:
+        invented = self._origin is not None and self._origin.only_examples
+        with SavedHooks(lent.forget, _refuse), lent, LargeResultsAreZero() if invented else nullcontext():
             result = run()
         lent.clear()
         if self._origin is not None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_avgpipe.__main__ import COMMANDS, main
 from lightning_avgpipe.advise.alternatives import advice, alternatives
 from lightning_avgpipe.planning.costs import UnitCosts
+from lightning_avgpipe.planning.memory import nbytes
+from tests.models import Regression, loader
+from tests.trainers import pipeline
 
 
 def units(message_bytes: float, parameter_bytes: float) -> UnitCosts:
@@ -89,6 +98,54 @@ def test_a_script_is_asked_and_ends_after_its_first_batch(
     assert said in "".join(capfd.readouterr())
     trained = argument == "whole"
     assert Path("checkpoints").exists() == Path("trained").exists() == trained
+
+
+class Attending(Regression):
+    """Has values of more than a mebibyte, random numbers, and a layer that is computed again in its backward."""
+
+    def __init__(self, on_meta: bool) -> None:
+        super().__init__()
+        self.on_meta = on_meta
+
+    def configure_model(self) -> None:
+        with torch.device("meta" if self.on_meta else "cpu"):
+            self.embed = nn.Linear(8, 128)
+            self.layers = nn.ModuleList(nn.TransformerEncoderLayer(128, 4, 256, batch_first=True) for _ in range(4))
+            self.head = nn.Linear(128, 8)
+        self.layers.requires_grad_(False)
+
+    @staticmethod
+    def example(size: int) -> Any:
+        return torch.randn(size, 700, 8), torch.randn(size, 700, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers[:3]:
+            x = layer(x)
+        return self.head(checkpoint(self.layers[3], x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_memory_without_weights_is_that_of_the_plan_with_weights(
+    stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"strategy": {"num_microbatches": 2, "schedule": "1f1b"}, "max_steps": 1}
+    runner = pipeline(stages, **options)
+    runner.fit(Attending(False), loader(Attending, 4, 4))
+    expected = [stage.memory for stage in runner.strategy.plan.stages]
+
+    report, module = tmp_path / "report.txt", Attending(True)
+    asked = {"devices": [stages], "megabits": [100], "meta": True, "report": str(report)}
+    monkeypatch.setenv("AVGPIPE_ADVISE", json.dumps(asked))
+    with pytest.raises(SystemExit) as ended:
+        pipeline(2, **options).fit(module, loader(Attending, 4, 4))
+    assert ended.value.code == 0
+    assert all(p.is_meta for p in module.parameters())  # nobody has made them
+    lines = report.read_text().splitlines()
+    assert lines[0] == "memory of each device, for 2 micro-batches of 2 samples (1F1B):"
+    shown = [re.split(" {2,}", line)[-3:] for line in lines[3 : 3 + stages]]
+    needed = [(need.held, need.stash + need.boundary, need.total) for need in expected]
+    assert shown == [[*map(nbytes, row)] for row in needed]
 
 
 def test_commands_are_listed_and_an_unknown_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,10 +202,10 @@ def test_another_step_is_cut_where_the_parameters_are() -> None:
 def test_a_plan_is_a_table() -> None:
     plan = make_plan(chain(4), (1,), of_nodes((3.0, 1.0, 1.0, 1.0)), {f"u{i}.w": 1500 for i in range(4)})
     assert str(plan).splitlines() == [
-        "stage  units         parameters  time  sends to the next",
-        "-----------------------------------------------------------------",
-        "0      u0            1.5 K       50%   1 value, 4 B a micro-batch",
-        "1      u1 .. u3 (3)  4.5 K       50%   -",
+        "stage  units         parameters  time  memory  sends to the next",
+        "-------------------------------------------------------------------------",
+        "0      u0            1.5 K       50%   0 B     1 value, 4 B a micro-batch",
+        "1      u1 .. u3 (3)  4.5 K       50%   4 B     -",
     ]
     assert plan.brief == "stage 0: u0; stage 1: u1 .. u3 (3)"
     assert replace(plan, devices=((2, 3), (0, 1))).brief == "stage 0 (rank 2, 3): u0; stage 1 (rank 0, 1): u1 .. u3 (3)"

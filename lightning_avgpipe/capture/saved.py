@@ -1,0 +1,71 @@
+"""Note the memory that the nodes of a step save for their backwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_avgpipe.utils.tensors import is_lent
+from lightning_avgpipe.utils.torch_compat import SavedHooks, address, innermost_hooks
+
+
+class SavedTensors:
+    """The memory that nodes save in one run of a step, by the storages of the saved tensors.
+
+    Args:
+        resident: tensors that are in memory in any case, such as weights, buffers and the batch.
+    """
+
+    def __init__(self, resident: Iterable[Tensor]) -> None:
+        self._resident = {address(tensor) for tensor in resident}
+        self._noted: list[Any] = []  # no other storage gets the address of one to which there is a weak reference
+
+    @contextlib.contextmanager
+    def noted(self, visitors: Iterable[Tensor] = ()) -> Iterator[dict[int, int]]:
+        """Give the storages that are saved within this context, with their bytes, until it is entered again.
+
+        Args:
+            visitors: resident tensors that are on another device for the time of this context.
+        """
+        found: dict[int, int] = {}
+        resident = self._resident.union(map(address, visitors))
+        self._noted.clear()
+
+        def note(tensor: Tensor) -> None:
+            if not is_lent(tensor) and (storage := address(tensor)) not in resident and storage not in found:
+                found[storage] = _nbytes(tensor)
+                self._noted.append(_weak_storage(tensor))
+
+        with _NotingHooks(note):
+            yield found
+
+
+class _NotingHooks(SavedHooks):
+    """Hooks that note what is saved, and leave it to the hooks of ours around them, if there are any."""
+
+    def __init__(self, note: Any) -> None:
+        outer = innermost_hooks()
+
+        def pack(tensor: Tensor) -> Any:
+            note(tensor)
+            return tensor if outer is None else outer.pack_hook(tensor)
+
+        super().__init__(pack, (lambda tensor: tensor) if outer is None else outer.unpack_hook)
+
+
+def _weak_storage(tensor: Tensor) -> Any:
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (RuntimeError, NotImplementedError):  # sparse tensors and the like have none, and are known by identity
+        return tensor
+
+
+def _nbytes(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage().nbytes())
+    except (RuntimeError, NotImplementedError):
+        return tensor.numel() * tensor.element_size()
