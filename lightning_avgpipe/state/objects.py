@@ -218,7 +218,12 @@ def _put_context_variable(obj: contextvars.ContextVar[Any], state: ObjectState) 
 
 def _read_function(obj: types.FunctionType) -> ObjectState:
     items = *(obj.__closure__ or ()), *(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values()
-    return ObjectState(items, {name: held for name, held in vars(obj).items() if name != "__wrapped__"})
+    return ObjectState(items, {name: held for name, held in vars(obj).items() if not name.startswith("__")})
+
+
+def _put_function(obj: types.FunctionType, state: ObjectState) -> None:
+    # other names are Python's, or torch's, which keeps in them what it makes at the first call
+    _put_attributes(obj, state, {name for name in vars(obj) if name.startswith("__")})
 
 
 def _put_attributes(obj: Any, state: ObjectState, others: Set[str]) -> None:
@@ -248,7 +253,7 @@ _EXACT: dict[type, _Kind] = {
     types.CellType: _Kind(_read_cell, lambda obj, state: Variable(obj, "").put(state.attributes)),
     contextvars.ContextVar: _Kind(_read_context_variable, _put_context_variable),
     types.MethodType: _Kind(lambda obj: ObjectState((obj.__self__, obj.__func__), {}), _put_nothing),
-    types.FunctionType: _Kind(_read_function, lambda obj, state: _put_attributes(obj, state, {"__wrapped__"})),
+    types.FunctionType: _Kind(_read_function, _put_function),
 }
 _BY_BASE: tuple[tuple[Any, _Kind], ...] = (
     (nn.Module, _Kind(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from lightning_avgpipe.capture.capturing import capture
 
@@ -94,3 +96,23 @@ def test_who_reads_what_a_unit_changes_is_on_its_stage(
     box: Callable[[], Any], writer: Any, reader: Any, expected: list[str]
 ) -> None:
     assert legal(Counting(box(), writer, reader)) == expected
+
+
+class Calling(nn.Module):
+    """Layers that call one function which they hold."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = partial(function)  # as transformers keeps the function that checkpoints its layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
+
+
+def test_what_torch_keeps_in_a_function_at_its_first_call_forbids_no_cut() -> None:
+    first_call = _disable_dynamo(lambda x: x.tanh())  # like torch.utils.checkpoint.checkpoint, but never called before
+    module = nn.Module()
+    module.layers = nn.Sequential(*(Calling(first_call) for _ in range(5)))
+    module.training_step = lambda x: module.layers(x).mean()
+    assert legal(module) == ALL
