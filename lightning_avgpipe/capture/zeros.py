@@ -11,17 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of
+from lightning_avgpipe.utils.tensors import is_strided
 from lightning_avgpipe.utils.torch_compat import is_mutable
 
 _LARGE_BYTES = 1024**2  # what is smaller has its own numbers: it may decide what the step does
 
 
 def zeros_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return zeros with the shape, dtype and layout of a tensor, which take no memory on a host until they are written.
+    """Return zeros of the shape, dtype and strides of a tensor.
 
-    (``torch.zeros`` writes them.)
+    On a host they take no memory until somebody writes them, as ``torch.zeros`` does.
     """
-    if not port_of(device).is_host:
+    if not port_of(device).is_host or not tensor.numel():
         return torch.zeros_like(tensor, device=device, requires_grad=False)
     count = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     memory = torch.from_numpy(np.zeros(count * tensor.element_size(), np.uint8)).view(tensor.dtype)
@@ -44,7 +45,8 @@ class LargeResultsAreZero(TorchDispatchMode):
             shown = func(*on_meta[0], **{**on_meta[1], **({"device": "meta"} if "device" in kwargs else {})})
         except (RuntimeError, NotImplementedError):  # what it returns depends on numbers
             return func(*args, **kwargs)
-        if not any(result.nbytes >= _LARGE_BYTES for result in tree.tensors(shown)):
+        results = tree.tensors(shown)
+        if not all(map(is_strided, results)) or not any(result.nbytes >= _LARGE_BYTES for result in results):
             return func(*args, **kwargs)
         device = torch.device(kwargs.get("device") or given[0].device)
         return tree.map_tensors(lambda result: zeros_like(result, device), shown)

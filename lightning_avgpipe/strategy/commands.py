@@ -126,7 +126,7 @@ class Advisor(Callback):
     def advise_on_memory(
         self, deployment: Deployment, examples: Examples, num_microbatches: int, samples: int, models: int
     ) -> None:
-        """Give the memory of stages, and end the run.
+        """Give the memory of stages, and end the run, unless the step skips all examples.
 
         Args:
             deployment: deployment without a plan.
@@ -137,8 +137,9 @@ class Advisor(Callback):
         """
         schedules = [build(SCHEDULE, stages, num_microbatches) for stages in self._devices]
         plans = deployment.sketches(examples, schedules, models)
-        self.done = True
-        self._end(memory_table(plans, num_microbatches, samples, models) if plans else "")
+        if plans:
+            self.done = True
+            self._end(memory_table(plans, num_microbatches, samples, models))
 
 
 def end_script(trainer: pl.Trainer, verifier: Verifier | None) -> None:
