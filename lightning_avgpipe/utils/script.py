@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,7 @@ def _is_number(text: str) -> bool:
 
 
 def report_of(options: argparse.Namespace, command: str, **asked: Any) -> tuple[str | None, int]:
-    """Run the script to its end.
+    """Run the script to its end; to stop this process stops the script too.
 
     Args:
         options: parsed arguments of :func:`add_script`.
@@ -56,7 +57,12 @@ def report_of(options: argparse.Namespace, command: str, **asked: Any) -> tuple[
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.txt"
         environment = {**os.environ, _variable(command): json.dumps({**asked, "report": str(report)})}
-        code = subprocess.call([sys.executable, *script, *options.arguments], env=environment)
+        with subprocess.Popen([sys.executable, *script, *options.arguments], env=environment) as running:
+            before = signal.signal(signal.SIGTERM, lambda *_: running.terminate())
+            try:
+                code = running.wait()
+            finally:
+                signal.signal(signal.SIGTERM, before)
         return report.read_text() if report.exists() else None, code
 
 

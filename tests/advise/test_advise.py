@@ -16,6 +16,7 @@ from lightning_avgpipe.__main__ import COMMANDS, main
 from lightning_avgpipe.advise.alternatives import advice, alternatives
 from lightning_avgpipe.planning.costs import UnitCosts
 from lightning_avgpipe.planning.memory import nbytes
+from tests.commands import LIMIT_S, started
 from tests.models import Regression, loader
 from tests.trainers import pipeline
 
@@ -146,6 +147,14 @@ def test_memory_without_weights_is_that_of_the_plan_with_weights(
     shown = [re.split(" {2,}", line)[-3:] for line in lines[3 : 3 + stages]]
     needed = [(need.held, need.stash + need.boundary, need.total) for need in expected]
     assert shown == [[*map(nbytes, row)] for row in needed]
+
+
+def test_a_command_that_is_stopped_leaves_no_script_behind(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import signal; print('begun', flush=True); signal.pause()")
+    with started((("-m", "lightning_avgpipe", "advise", "train.py"), {}), folder=tmp_path) as (command,):
+        assert command.stdout is not None and command.stdout.readline() == "begun\n"
+        command.terminate()
+        assert command.wait(timeout=LIMIT_S) == 1
 
 
 def test_commands_are_listed_and_an_unknown_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
