@@ -28,9 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code:
         print(f"no advice: the script ended with exit status {code}; its error is above", file=sys.stderr)
     else:
+        measured = "" if options.meta else " and costs='measured', the default"
         print(
-            "no advice: the script ended without a plan whose costs were measured; it needs the strategy 'avgpipe', "
-            "num_stages above 1 and costs='measured', the default",
+            "no advice: the script ended without a plan to advise on; it needs 'avgpipe', num_stages above 1"
+            f"{measured}",
             file=sys.stderr,
         )
     return 1

@@ -9,7 +9,7 @@ from lightning_avgpipe.planning.memory import nbytes
 from lightning_avgpipe.utils.names import table
 
 SCHEDULE = "1f1b"
-"""The schedule for which memory is counted. Advance forward propagation is within it unless it is given an advance."""
+"""The schedule for which memory is counted. Advance forward propagation needs as much, but for what an advance adds."""
 
 
 def memory_table(plans: Sequence[Plan], num_microbatches: int, samples: int, models: int) -> str:

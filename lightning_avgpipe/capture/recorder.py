@@ -261,8 +261,10 @@ class StepRecorder(StepTracer):
     def region(self, generator: Iterator[Any]) -> Iterator[Any]:
         begin = self.draft.position()
         self._regions += 1
-        yield from generator
-        self._regions -= 1
+        try:
+            yield from generator
+        finally:
+            self._regions -= 1
         self.draft.saves_inputs(begin)
         reason = f"it lies in a region of torch.utils.checkpoint at {source_line()}"
         self.draft.pin(begin + 1, self.draft.position() - 1, reason)

@@ -20,7 +20,7 @@ _LARGE_BYTES = 1024**2  # what is smaller has its own numbers: it may decide wha
 def zeros_like(tensor: Tensor, device: torch.device) -> Tensor:
     """Return zeros of the shape, dtype and strides of a tensor.
 
-    On a host they take no memory until somebody writes them, as ``torch.zeros`` does.
+    On a host they take no memory until somebody writes into them; ``torch.zeros`` does so at once.
     """
     if not port_of(device).is_host or not tensor.numel():
         return torch.zeros_like(tensor, device=device, requires_grad=False)

@@ -44,7 +44,7 @@ def _is_number(text: str) -> bool:
 
 
 def report_of(options: argparse.Namespace, command: str, **asked: Any) -> tuple[str | None, int]:
-    """Run the script to its end; to stop this process stops the script too.
+    """Run the script to its end. A SIGTERM for this process is passed on to it.
 
     Args:
         options: parsed arguments of :func:`add_script`.

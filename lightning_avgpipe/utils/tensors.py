@@ -128,7 +128,7 @@ def lent(tensor: Tensor) -> Tensor:
 
 def is_lent(tensor: Tensor) -> bool:
     """Return whether a tensor, or what it is a view of, stands in the place of a parameter: nobody may keep it."""
-    return hasattr(tensor if tensor._base is None else tensor._base, "_avgpipe_lent")
+    return any(hasattr(one, "_avgpipe_lent") for one in (tensor, tensor._base))
 
 
 # -- reductions by their names, as ``self.log(reduce_fx=...)`` and ``torch.distributed`` accept them -------------------
