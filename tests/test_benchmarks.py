@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 from benchmarks import (
     depth,
+    finetune,
     network,
     spp,
     statistical_efficiency,
@@ -27,6 +30,7 @@ from lightning_avgpipe.schedule import StageCosts, build, simulate
 from lightning_avgpipe.tuning.predictors import Predictor
 from lightning_avgpipe.tuning.profile import Profile, Setting, from_json
 from lightning_avgpipe.tuning.search import candidates
+from tests import processes
 from tests.commands import ROOT, run
 from tests.profiles import random_profile
 
@@ -262,9 +266,23 @@ def test_a_divided_model_trains_on_one_device_as_an_undivided_one(tmp_path: Path
         assert is_equal
 
 
+def as_rank(rank: int, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """What a function of a benchmark returns in a process that its launcher would have started."""
+    os.environ["RANK"] = str(rank)
+    return function(*arguments)
+
+
 @pytest.mark.slow
-def test_a_llama_is_tuned_alike_by_ddp_fsdp_and_stages(tmp_path: Path) -> None:
+def test_a_llama_is_tuned_alike_by_ddp_fsdp_and_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
-    sides = measured(tmp_path, "finetune.py")["0"]  # which compares the losses
+
+    def forked(function: Callable[..., Any], arguments: Sequence[Any], world_size: int, megabits: object) -> list[Any]:
+        """The sides take turns in processes of their own, of which each would else import all libraries anew."""
+        return processes.results(processes.run(world_size, as_rank, function, arguments, folder=tmp_path))
+
+    monkeypatch.setattr(finetune, "launch", forked)
+    monkeypatch.setattr("sys.argv", ["finetune.py", "--quick", "--json", str(tmp_path / "found.json")])
+    finetune.main()  # which compares the losses
+    sides = json.loads((tmp_path / "found.json").read_text())["0"]
     whole, *halves = (sum(rank["held"] for rank in sides[side][0]) for side in ("ddp", "fsdp2", "avgpipe"))
     assert all(half == pytest.approx(whole / 2, rel=0.05) for half in halves)

@@ -159,7 +159,7 @@ def resumed(rank: int, folder: Path) -> Any:
 
 def in_four(rank: int) -> Any:
     """A stage with everything fits when most is frozen; micro-batches are as many as for four stages."""
-    return fit(rank, 4)[1].seen, fit(rank, 4, strategy={"num_microbatches": "auto", "memory_limit": 33_000})
+    return fit(rank, 4)[1].seen, fit(rank, 4, strategy={"num_microbatches": "auto", "memory_limit": 25_000})
 
 
 @pytest.mark.slow
