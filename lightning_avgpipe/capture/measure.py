@@ -15,12 +15,13 @@ time.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from lightning_avgpipe.capture.units import tensors_of
 from lightning_avgpipe.errors import CaptureError, StepChangedError
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.state.snapshot import Snapshot
-from lightning_avgpipe.state.untouched import random_state, untouched
+from lightning_avgpipe.state.untouched import Untouched, random_state
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of, visiting
 from lightning_avgpipe.utils.output import heard
@@ -95,11 +96,12 @@ def measure(
     device = device or torch.device("cpu")
     begin = time.perf_counter()
     trial = NodeTrial(graph, module, device, samples, begin + budget_s - samples.spent_s)
+    before = Untouched(module, graph.changed)
     with _progress(graph) as bar:
         for _ in range(_ROUNDS):
             round_begin = time.perf_counter()
             batch = tree.map_tensors(torch.clone, tuple(args))  # a step may change its batch
-            _run_once(_Timer(trial, bar), run, batch, module, graph)
+            _run_once(_Timer(trial, bar), run, batch, before)
             now = time.perf_counter()
             if now + (now - round_begin) > trial.deadline or samples.complete.issuperset(trial.kinds):
                 break
@@ -114,12 +116,9 @@ def measure(
     )
 
 
-def _run_once(
-    timer: _Timer, run: Callable[..., Any], batch: tuple[Any, ...], module: nn.Module, graph: CallGraph
-) -> None:
+def _run_once(timer: _Timer, run: Callable[..., Any], batch: tuple[Any, ...], before: Untouched) -> None:
     """Run the step once with a timer, without a trace in the module or the batch."""
-    following = timer.following(compiled=not graph.drawing)
-    with untouched(module, graph.changed), Snapshot(batch, opaque=True).restored(), timer.visiting(module), following:
+    with before.restored(), Snapshot(batch, opaque=True).restored(), timer.running():
         run(*batch)
     timer.check_finished()
 
@@ -151,6 +150,12 @@ class _Timer(StepTracer):
                 f"{self._graph.step} ended before {self._graph.nodes[self._position]}, which it called when it was "
                 "captured; a step must do the same for every batch"
             )
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Follow the step within this context, with its tensors on the device."""
+        with self.visiting(self._module), self.following(compiled=not self._graph.drawing):
+            yield
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
@@ -234,7 +239,8 @@ class _Timer(StepTracer):
         if kind in trial.samples.complete or self._calls[kind] >= _CALLS:
             return
         sums, begin = [torch.zeros_like(p) for p in _trained(operation.module)], time.perf_counter()
-        warm_up = trial.run(operation, node, sums)
+        before = None if operation.module is None else Untouched(operation.module, _changed_in(node))
+        warm_up = trial.run(operation, node, sums, before)
         self._calls[kind] += 1
         took = time.perf_counter() - begin
         share = max(0.0, trial.deadline - time.perf_counter()) / (len(trial.kinds) - node.index)
@@ -242,7 +248,7 @@ class _Timer(StepTracer):
             trial.add(node, warm_up)
             return
         for _ in range(_REPETITIONS):
-            trial.add(node, trial.run(operation, node, sums))
+            trial.add(node, trial.run(operation, node, sums, before))
             if time.perf_counter() - begin > min(share, _SHORT_S) + took:
                 break
 
@@ -350,19 +356,19 @@ class NodeTrial:
         """Return the result of ``work``, and its seconds."""
         return port_of(self.device).timed(work)
 
-    def run(self, operation: Operation, node: Node, sums: Sequence[Tensor]) -> Sample:
-        """Run and measure the forward and backward of a node.
+    def run(self, operation: Operation, node: Node, sums: Sequence[Tensor], before: Untouched | None) -> Sample:
+        """Run and measure the forward and backward of a node, without a trace.
 
         Args:
             operation: operation that the step has come to.
             node: node of the operation.
             sums: tensors to which the gradients of the module's trained parameters are added.
+            before: what the node's module may change; None: it is no call of a module.
         """
-        copies, module = _Copies(clones=bool(node.writes)), operation.module
+        copies = _Copies(clones=bool(node.writes))
         args, kwargs = tree.map_tensors(copies, (operation.args, operation.kwargs))
         objects = Snapshot((args, kwargs), opaque=True)
-        within = random_state() if module is None else untouched(module, _changed_in(node))
-        with within, objects.restored():
+        with random_state() if before is None else before.restored(), objects.restored():
             objects.replace_tensors(copies)  # tensors that units collect in objects belong to the graph of other nodes
             _, written = operation._replace(args=args, kwargs=kwargs).with_objects(node)
             torch.clear_autocast_cache()  # in training each micro-batch casts the weights again
@@ -371,7 +377,7 @@ class NodeTrial:
                 result, forward_s = self.timed(lambda: operation.run(*args, **kwargs))
             given = self.given(result, written)
             outputs = list({id(t): t for t in given if t.requires_grad}.values())
-            sources = copies.leaves() + _trained(module)
+            sources = copies.leaves() + _trained(operation.module)
             if not outputs or not sources or not torch.is_grad_enabled():
                 return Sample(forward_s, 0.0)
             try:

@@ -29,29 +29,43 @@ def random_state() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def untouched(module: nn.Module, changing: Collection[str] = ()) -> Iterator[None]:
-    """Restore all that a step of ``module`` changes after this context.
+class Untouched:
+    """All that a step of a module may change, as it is now, to be restored after each of several runs.
 
-    Restored are buffers, attributes of all submodules (counters, cached masks, lists of outputs, metric states), hooks
-    and random state, in place where they are tensors or containers. So are attributes of the user's classes, and global
-    and closure variables that their code names. Parameters get back their memory, and those in ``changing`` their
-    contents.
+    These are buffers, attributes of all submodules (counters, cached masks, lists of outputs, metric states), hooks and
+    random state, in place where they are tensors or containers. So are attributes of the user's classes, and global and
+    closure variables that their code names. Parameters get back their memory, and those in ``changing`` their contents.
 
     Args:
+        module: module whose step runs.
         changing: full names of the parameters whose contents the step changes.
     """
-    parameters, modules = dict(module.named_parameters()), list(module.modules())
-    with untraced():  # reading the data must not fetch absent weights
-        weights = [(p, p.detach(), p.detach().clone() if name in changing else None) for name, p in parameters.items()]
-    hooks = [Variable(vars(m), name) for m in modules for name in _HOOKS & vars(m).keys()]
-    variables = Snapshot([*outside(module).values(), *hooks], opaque=True)
-    with random_state(), attributes([*modules, *_own_classes(modules)], contents=True).restored(), variables.restored():
-        try:
-            yield
-        finally:
-            for parameter, memory, contents in weights:
-                put_back(parameter, memory, contents)
+
+    def __init__(self, module: nn.Module, changing: Collection[str] = ()) -> None:
+        modules = list(module.modules())
+        with untraced():  # reading the data must not fetch absent weights
+            self._weights = [
+                (p, p.detach(), p.detach().clone() if name in changing else None)
+                for name, p in module.named_parameters()
+            ]
+        hooks = [Variable(vars(m), name) for m in modules for name in _HOOKS & vars(m).keys()]
+        self._variables = Snapshot([*outside(module).values(), *hooks], opaque=True)
+        self._attributes = attributes([*modules, *_own_classes(modules)], contents=True)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore all of it after this context."""
+        with random_state(), self._attributes.restored(), self._variables.restored():
+            try:
+                yield
+            finally:
+                for parameter, memory, contents in self._weights:
+                    put_back(parameter, memory, contents)
+
+
+def untouched(module: nn.Module, changing: Collection[str] = ()) -> AbstractContextManager[None]:
+    """Restore all that a step of a module changes after this context; see :class:`Untouched`."""
+    return Untouched(module, changing).restored()
 
 
 def attributes(owners: Sequence[Any], contents: bool = False) -> Snapshot:
