@@ -3,47 +3,81 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_avgpipe.errors import ConfigurationError
+from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.weights.initialisation import note_of
+from lightning_avgpipe.weights.ownership import fill
 
 
 def keep_adapters() -> None:
     """Keep new adapters of peft on the host: moved to a layer on meta, they would lose their numbers."""
+    from peft import peft_model
     from peft.tuners import tuners_utils
+    from transformers.integrations.peft import PeftAdapterMixin
 
     base: Any = tuners_utils.BaseTuner
-    inject = base.inject_adapter
-    if hasattr(inject, "__wrapped__"):
+    model: Any = peft_model.PeftModel
+    mixin: Any = PeftAdapterMixin
+    if hasattr(base.inject_adapter, "__wrapped__"):
         return
+    load = _kept(model.load_adapter)
 
-    @functools.wraps(inject)
-    def keep(tuner: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(load)
+    def load_adapter(adapted: Any, *args: Any, **kwargs: Any) -> Any:
+        hook = adapted.register_load_state_dict_pre_hook(_take)
+        try:
+            return load(adapted, *args, **kwargs)
+        finally:
+            hook.remove()
+
+    base.inject_adapter, model.__init__ = _kept(base.inject_adapter), _kept(model.__init__)
+    model.add_adapter, model.load_adapter = _kept(model.add_adapter), load_adapter
+    mixin.load_adapter = _kept(mixin.load_adapter)  # transformers' own, which reads files to where the model is
+
+
+def _kept(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of peft that keeps what it makes on the host, for a model whose weights have not been read."""
+
+    @functools.wraps(method)
+    def keep(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        model: nn.Module = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, nn.Module)), owner)
         if not any(note_of(parameter) for parameter in model.parameters()):
-            return inject(tuner, model, adapter_name, *args, **kwargs)
+            return method(owner, *args, **kwargs)
         try:
             with _KeptOnHost():
-                injected = inject(tuner, model, adapter_name, *args, **kwargs)
+                result = method(owner, *args, **kwargs)
+        except AvgPipeError:  # of such a method within this one
+            raise
         except RuntimeError as error:  # of torch, which computes nothing with what is on meta
-            raise _without_numbers(f"adapter '{adapter_name}'") from error
-        for name, parameter in model.named_parameters():
+            raise _without_numbers("The adapter") from error
+        for name, parameter in owner.named_parameters():
             if parameter.is_meta and note_of(parameter) is None:
-                raise _without_numbers(f"'{name}' of adapter '{adapter_name}'")
-        return injected
+                raise _without_numbers(f"'{name}' of the adapter")
+        return result
 
-    base.inject_adapter = keep
+    return keep
 
 
 def _without_numbers(what: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{what} has no numbers: it is initialised by the weights of its layer, which are read when the stages are "
-        "known, or not at all. Use an initialisation without them (init_lora_weights=True or 'gaussian'), and leave "
-        "low_cpu_mem_usage out"
+        f"{what} has no numbers: peft computes it from weights of the model, which are read when the stages are known, "
+        "or puts it where they are. Use an initialisation without them (init_lora_weights=True or 'gaussian', no "
+        "use_dora, prompt_tuning_init='RANDOM'; modules_to_save in the place of trainable tokens), leave "
+        "low_cpu_mem_usage out, and read adapters with PeftModel.from_pretrained(model, folder, is_trainable=True)"
     )
+
+
+def _take(model: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: Any) -> None:
+    """Have weights that adapters train as a whole (modules_to_save) take what a file of adapters holds."""
+    for name, parameter in model.named_parameters():
+        value = state.get(prefix + name)
+        if note_of(parameter) and value is not None and value.shape == parameter.shape:
+            fill(parameter, value.to("cpu", parameter.dtype, copy=True))
 
 
 class _KeptOnHost(TorchFunctionMode):

@@ -70,7 +70,7 @@ def from_pretrained(kind: Any, path: str, *args: Any, initialised: Sequence[str]
             f"{', '.join(refused)}: the strategy decides which process holds what, and reads it from safetensors "
             f"files; leave {'it' if len(refused) == 1 else 'them'} out"
         )
-    after_import("peft.tuners.tuners_utils", keep_adapters)
+    after_import("peft.peft_model", keep_adapters)
     made: list[StoredModel] = []
     with _loader_replaced(made):
         model, found = kind.from_pretrained(path, *args, output_loading_info=True, **kwargs)
@@ -250,7 +250,8 @@ def _noted(model: Any, files: Files, config: Any, load: _Load) -> tuple[StoredMo
         report.unexpected_keys |= one.unexpected_keys
         report.mismatched_keys |= one.mismatched_keys
         report.conversion_errors |= one.conversion_errors
-    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    # those of 4 bits cannot be copied, and packed ones take their place; the user may give others another dtype
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters() if is_quantized(parameter)}
     stored = StoredModel(files, groups, copy.deepcopy(model, shared), load)
     for name in groups:
         parameter = as_quantized(model.get_parameter(name))

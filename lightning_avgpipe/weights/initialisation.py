@@ -10,6 +10,7 @@ Nothing is written into the module itself: its parts are initialised in shadows,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -228,7 +229,7 @@ def _blank(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 # -- notes at parameters on meta, which say where the contents lie until it is known which process reads them ----------
-# A note stays with the parameter object, whatever name or module the parameter gets afterwards.
+# A note stays with the parameter object, whatever name or module the parameter gets afterwards; a deep copy has it too.
 _NOTE = "_avgpipe_note"
 
 
@@ -269,6 +270,22 @@ class Note:
 def leave_note(parameter: nn.Parameter, note: Note) -> None:
     """Leave a note at a parameter."""
     setattr(parameter, _NOTE, note)
+    _have_copies_noted(type(parameter))
+
+
+@functools.cache
+def _have_copies_noted(kind: Any) -> None:
+    """Have deep copies of parameters of a class keep their notes: without, they would be initialised anew."""
+    copy = kind.__deepcopy__
+
+    @functools.wraps(copy)
+    def noted(parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
+        copied, note = copy(parameter, memo), note_of(parameter)
+        if note is not None:
+            setattr(copied, _NOTE, note)
+        return copied
+
+    kind.__deepcopy__ = noted
 
 
 def note_of(parameter: nn.Parameter) -> Note | None:

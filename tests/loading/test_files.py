@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -40,19 +41,24 @@ def read(folder: Path, **options: Any) -> Any:
 # -- what transformers does while it loads ----------------------------------------------------------------------------
 
 
-def assert_read_as_transformers_reads(folder: Path, kind: Any, **options: Any) -> None:
-    """Dtypes, ties and contents of all parameters and buffers."""
-    wanted, model = kind.from_pretrained(folder, **options), from_pretrained(kind, folder, **options)
+def assert_same_contents(model: Any, wanted: Any) -> None:
+    """Dtypes and contents of all parameters and buffers, where nobody has read them before."""
     names = [name for name, _ in wanted.named_parameters()]
     assert [name for name, _ in model.named_parameters()] == names
     origin = Origin(model, 0, torch.device("cpu"))
     origin.fill_buffers()
     for name in names:
-        found = origin.tensors([name])[name]
-        assert model.get_parameter(name).is_meta
-        assert found.dtype == model.get_parameter(name).dtype and torch.equal(found, wanted.get_parameter(name)), name
+        parameter, value = model.get_parameter(name), wanted.get_parameter(name)
+        found = origin.tensors([name])[name] if parameter.is_meta else parameter
+        assert found.dtype == parameter.dtype == value.dtype and torch.equal(found, value), name
     for (name, found), other in zip(model.named_buffers(), wanted.buffers(), strict=True):
         assert torch.equal(found, other), name
+
+
+def assert_read_as_transformers_reads(folder: Path, kind: Any, **options: Any) -> None:
+    model = from_pretrained(kind, folder, **options)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert_same_contents(model, kind.from_pretrained(folder, **options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -155,11 +161,75 @@ def test_options_that_place_a_model_are_refused(option: dict[str, Any], tmp_path
         read(saved(tmp_path), **option)
 
 
-def test_adapters_that_depend_on_absent_weights_are_refused(tmp_path: Path) -> None:
+def peft_config(name: str, **options: Any) -> Any:
+    """A configuration of peft's, for a language model."""
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa")
-    with pytest.raises(ConfigurationError, match=r"init_lora_weights=True"):
+    return getattr(peft, name)(task_type="CAUSAL_LM", **options)
+
+
+LORA: dict[str, Any] = {"name": "LoraConfig", "r": 2, "target_modules": ["q_proj"]}
+PROMPT: dict[str, Any] = {"name": "PromptTuningConfig", "num_virtual_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**LORA, "init_lora_weights": "pissa"}, {**LORA, "use_dora": True}, {**LORA, "trainable_token_indices": [3]},
+        {**PROMPT, "prompt_tuning_init": "SAMPLE_VOCAB"},
+        {"name": "AdaptionPromptConfig", "adapter_len": 2, "adapter_layers": 2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_adapters_that_depend_on_absent_weights_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    peft, config = pytest.importorskip("peft"), peft_config(**options)
+    with pytest.raises(ConfigurationError, match=r"has no numbers.*init_lora_weights=True"):
         peft.get_peft_model(read(saved(tmp_path)), config)
+
+
+SAVES = {**LORA, "modules_to_save": ["lm_head"]}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [SAVES, PROMPT, {"name": "PrefixTuningConfig", "num_virtual_tokens": 3}, {"name": "LNTuningConfig"}],
+    ids=str,
+)
+def test_adapters_are_those_of_a_model_that_has_been_read(options: dict[str, Any], tmp_path: Path) -> None:
+    """Prompts too, and copies of layers that are trained as a whole."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(7)
+        return peft.get_peft_model(model, peft_config(**options))
+
+    folder = saved(tmp_path)
+    assert_same_contents(adapted(read(folder)), adapted(transformers.LlamaForCausalLM.from_pretrained(folder)))
+
+
+def test_layers_that_adapters_train_as_a_whole_are_read_with_the_adapters(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    plain = transformers.LlamaForCausalLM.from_pretrained(saved(tmp_path / "model"))
+    plain = peft.get_peft_model(plain, peft_config(**SAVES))
+    for parameter in plain.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    plain.save_pretrained(tmp_path / "adapters")
+    model = peft.PeftModel.from_pretrained(read(tmp_path / "model"), tmp_path / "adapters")
+    assert_same_contents(model, plain)
+    with pytest.raises(ConfigurationError, match=r"PeftModel.from_pretrained"):
+        read(tmp_path / "model").load_adapter(tmp_path / "adapters")
+
+
+def test_a_copy_of_a_model_that_has_not_been_read_is_of_the_same_files(tmp_path: Path) -> None:
+    model = read(saved(tmp_path))
+    wanted = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert_same_contents(copy.deepcopy(model), wanted)
+
+
+def test_another_dtype_begins_with_the_one_that_was_read(tmp_path: Path) -> None:
+    model = read(saved(tmp_path), dtype=torch.bfloat16).float()
+    wanted = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).float()
+    assert_same_contents(model, wanted)
 
 
 def test_a_quantizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
