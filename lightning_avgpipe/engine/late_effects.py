@@ -99,7 +99,8 @@ class LateEffects:
 class LateAssignments(LateEffects):
     """The assignments of attributes by code between units that the captured step did not make.
 
-    One of a module that is not a submodule, but in a list, is described once.
+    One of a module that is not a submodule, but in a list, is described once. It needs to have had the attribute: the
+    first ones of a module that the step makes (a loss, a parametrization) are that stage's own.
     """
 
     def __init__(self, program: StageProgram, module: nn.Module, repeats: bool) -> None:
@@ -132,7 +133,7 @@ class LateAssignments(LateEffects):
         path, full = self._paths.get(id(module)), f"{type(module).__name__}.{name}"
         if path is not None:
             full = joined(path, name)
-        elif (id(module), name) in self._described:
+        elif name not in own or (id(module), name) in self._described:
             return
         if (path, name) in self._known:
             return

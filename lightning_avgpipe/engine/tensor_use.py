@@ -73,8 +73,9 @@ class Rewritten:
         copies: list[_Copy] = []
 
         def pack(tensor: Tensor) -> Tensor | _Copy:
-            # looked up each time, since a step may give a parameter other memory
-            mine = {address(register[name]) for register, name in self._registers if register[name] is not None}
+            # looked up each time, since a step may give a parameter other memory, or parametrize it for a while
+            held = (register.get(name) for register, name in self._registers)
+            mine = {address(tensor) for tensor in held if tensor is not None}
             if address(tensor) not in mine:
                 return tensor
             copies.append(_Copy(tensor.detach()))

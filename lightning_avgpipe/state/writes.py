@@ -48,10 +48,11 @@ class Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_mutable(func):
-            for tensor in targets(func, args, kwargs):
-                self._wrote(tensor, self._names.get(address(tensor), ()))
-        return func(*args, **kwargs)
+        with untraced():  # a function that torch's function modes do not see (Tensor.set_) would be followed here
+            if is_mutable(func):
+                for tensor in targets(func, args, kwargs):
+                    self._wrote(tensor, self._names.get(address(tensor), ()))
+            return func(*args, **kwargs)
 
     def _wrote(self, tensor: Tensor, names: Sequence[str]) -> None:
         self.written.update(names)

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import MeanMetric
@@ -685,6 +687,47 @@ def test_what_no_stage_misses_may_begin_late(make: Callable[[], Late]) -> None:
     module, expected = piped(make(), **LATE), by_hand(make())
     assert_same(module, expected)
     assert module.history == expected.history
+
+
+class Shifted(nn.Module):
+    """A parametrization: adds what the step has computed."""
+
+    def __init__(self, shift: Tensor) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.shift
+
+
+class Adds(Layers):
+    """Calls a layer with another weight."""
+
+    def changed(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.b.weight + 0.1 * self.a.weight, self.b.bias)
+
+    def through(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.changed(self.a(x)).relu()).relu())  # type: ignore[no-any-return]
+
+
+class Parametrizes(Adds):
+    """Does so by a module that it makes and lets go of, as peft does with the weights of experts."""
+
+    def changed(self, x: Tensor) -> Tensor:
+        register_parametrization(self.b, "weight", Shifted(0.1 * self.a.weight))
+        try:
+            return self.b(x)  # type: ignore[no-any-return]
+        finally:
+            remove_parametrizations(self.b, "weight", leave_parametrized=False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_step_may_make_modules_for_itself_and_parametrize_a_layer_meanwhile(device: str) -> None:
+    """Also if the layer has no contents yet; with ones that it has, as by hand."""
+    module = piped(Parametrizes().to(device), **LATE)
+    assert_same(module, piped(Adds().to(device), **LATE))
+    if device == "cpu":
+        assert_same(module, by_hand(Parametrizes()))
 
 
 def test_a_number_that_a_submodule_of_another_stage_counts_is_not_read_late() -> None:
