@@ -37,6 +37,7 @@ def keep_adapters() -> None:
 
     base.inject_adapter, model.__init__ = _kept(base.inject_adapter), _kept(model.__init__)
     model.add_adapter, model.load_adapter = _kept(model.add_adapter), load_adapter
+    base.merge_adapter, base.merge_and_unload = _unmerged(base.merge_adapter), _unmerged(base.merge_and_unload)
     mixin.load_adapter = _kept(mixin.load_adapter)  # transformers' own, which reads files to where the model is
 
 
@@ -61,6 +62,22 @@ def _kept(method: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return keep
+
+
+def _unmerged(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of peft that merges adapters, if it would not write them into weights that nobody has read."""
+
+    @functools.wraps(method)
+    def merge(tuner: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if any(note_of(parameter) for parameter in tuner.parameters()):
+            raise ConfigurationError(
+                f"{method.__name__}() writes into weights that are read only when the stages are known. Write the "
+                "merged model first (lightning_avgpipe.save_pretrained(model, folder, merge=True)), and read that "
+                "folder with from_pretrained"
+            )
+        return method(tuner, *args, **kwargs)
+
+    return merge
 
 
 def _without_numbers(what: str) -> ConfigurationError:

@@ -220,6 +220,14 @@ def test_layers_that_adapters_train_as_a_whole_are_read_with_the_adapters(tmp_pa
         read(tmp_path / "model").load_adapter(tmp_path / "adapters")
 
 
+@pytest.mark.parametrize("method", ["merge_and_unload", "merge_adapter"])
+def test_adapters_are_not_merged_into_weights_that_nobody_has_read(method: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(read(saved(tmp_path)), peft_config(**LORA))
+    with pytest.raises(ConfigurationError, match=r"Write the merged model first"):
+        getattr(adapted, method)()
+
+
 def test_a_copy_of_a_model_that_has_not_been_read_is_of_the_same_files(tmp_path: Path) -> None:
     model = read(saved(tmp_path))
     wanted = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
