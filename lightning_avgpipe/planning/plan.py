@@ -210,12 +210,13 @@ class Plan:
         return found
 
     def _copies(self) -> list[str]:
-        by_stages: dict[tuple[int, ...], list[str]] = {}
+        alike: dict[tuple[tuple[int, ...], bool], list[str]] = {}
         for name, stages in self.copied.items():
-            by_stages.setdefault(stages, []).append(name)
+            alike.setdefault((stages, name in self.graph.trained), []).append(name)
         return [
-            f"copied: {first_to_last(names)} on stages {', '.join(map(str, stages))}; their gradients are summed"
-            for stages, names in by_stages.items()
+            f"copied: {first_to_last(names)} on stages {', '.join(map(str, stages))}"
+            f"{'; their gradients are summed' if trained else ''}"
+            for (stages, trained), names in alike.items()
         ]
 
     def _row(self, stage: StagePlan) -> tuple[str, ...]:

@@ -85,6 +85,15 @@ def test_gradients_are_those_of_the_plain_module_to_the_same_bit_with_every_sche
         assert_same_parameters(plain, module)
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_plan_says_whose_gradients_are_summed(trained: bool) -> None:
+    model = TiedLanguageModel()
+    for name in Engine(model, 2, model.example(4), 2).plan.copied:
+        model.get_parameter(name).requires_grad_(trained)
+    plan = str(Engine(model, 2, model.example(4), 2).plan)
+    assert "copied: " in plan and ("; their gradients are summed" in plan) == trained
+
+
 def fit(model: Regression, devices: int, num_stages: int, **options: Any) -> dict[str, Any]:
     runner = pipeline(num_stages, devices, {"num_microbatches": 3}, max_steps=3, **options)
     runner.fit(model, loader(type(model), 24, 6), loader(type(model), 6, 6, seed=1))
