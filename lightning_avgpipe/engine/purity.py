@@ -66,10 +66,11 @@ _ALLOWED = frozenset((  # what only reads its arguments, or makes something new 
     "sqrt", "log", "exp", "floor", "ceil", "prod", "isclose", "tanh", "sin", "cos",
 ))
 # fmt: on
-# Methods that change their object, in a branch that was not taken; where they are called, they are seen.
+# Methods that change their object: those of modules, which lie in neutral files; and others, in a branch that was not
+# taken. Where the latter are called, they are seen.
 _CHANGING = frozenset(
-    ("train", "eval", "requires_grad_", "load_state_dict", "append", "extend", "setdefault", "setattr")
-)
+    ("train", "eval", "requires_grad_", "load_state_dict", "append", "extend", "setdefault", "setattr", "add_module")
+).union(name for name in dir(nn.Module) if name.startswith("register_"))
 # Methods that nothing in a step calls by an operator or a statement, or that make the object.
 _NOT_OF_STEPS = frozenset((
     "__init__", "__new__", "__post_init__", "__init_subclass__", "__setattr__", "__delattr__", "__del__", "__repr__",

@@ -194,6 +194,10 @@ def assigns(module: Leaves, batch_idx: int) -> None:
     module.last = batch_idx
 
 
+def registers(module: Leaves, batch_idx: int) -> None:
+    module.register_buffer("seen", torch.tensor(batch_idx))
+
+
 class Branches(Logged):
     """Does so later only, by a function that it names."""
 
@@ -301,6 +305,7 @@ def test_a_mode_that_a_step_begins_to_set_late_ends_training() -> None:
         lambda: Leaves(lambda module, batch_idx: time.monotonic()),
         lambda: Leaves(lambda module, batch_idx: _seen.append(batch_idx)),
         lambda: Leaves(assigns),
+        lambda: Leaves(registers),
         Branches,
         Timed,
         Decides,
