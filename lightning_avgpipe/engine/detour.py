@@ -136,11 +136,19 @@ class Detour:
     def _outputs(self, kind: str, leaves: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """Return indices for the tensors that a node returned, see :attr:`Node.outputs`."""
         outputs = outputs_of(leaves, tensors, self._known, self._new)
-        weights = {address(t) for t in tensors if kind == "glue" and id(t) in self._owned}
+        weights = {address(t) for t in tensors if kind == "glue" and self._is_kept_from_writes(t)}
         if weights:
             views = zip(outputs, leaves, strict=True)
             self._shared |= {value for value, leaf in views if value >= 0 and address(leaf) in weights}
         return outputs
+
+    def _is_kept_from_writes(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a weight or buffer that no node off the captured path may change.
+
+        On the last stage a node may if the step has changed the tensor there, and nowhere else, when it was captured.
+        """
+        name = self._owned.get(id(tensor))
+        return name is not None and not (self._program.is_last and name in self._program.changed_here)
 
     def _new(self, tensor: Tensor) -> int:
         """Return an index for a new value, which is this tensor."""
@@ -158,7 +166,7 @@ class Detour:
                 continue
             value = self._known.value_of(tensor)
             if value is None:
-                may_write = self._program.is_last and id(tensor) not in self._owned
+                may_write = self._program.is_last and not self._is_kept_from_writes(tensor)
             else:
                 may_write = value not in self._shared
             if not may_write:

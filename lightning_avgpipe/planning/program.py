@@ -71,6 +71,14 @@ class StageProgram:
         return changed.difference(self.graph.glue_states, *(node.states for node in self.nodes))
 
     @cached_property
+    def changed_here(self) -> frozenset[str]:
+        """The full names of buffers, and of weights that are not trained, that glue changes on this stage alone."""
+        here = {node.index for node in self.nodes}
+        changed = frozenset(name for node in self.nodes if node.kind == "glue" for name in node.changes)
+        others = (node for node in self.graph.nodes if node.index not in here)
+        return changed.difference(self.graph.trained, *(node.states for node in others))
+
+    @cached_property
     def called(self) -> frozenset[str]:
         """The names of the units that the stage calls."""
         return units_in(self.nodes)
