@@ -96,7 +96,7 @@ def _graph(
             effects.attributes.watched(), effects.objects.watched(), recorder.following(), watching(calls),
             watching_seeds(calls.note_seed),
         ):  # fmt: skip
-            result = run(*args)
+            result = recorder.handed_out(run(*args))
         _check_submodules(step, names, module)
         recorder.finish(result)
         if taken := iterators.advanced():
@@ -183,7 +183,7 @@ def _find_what_lasts(
             again.hidden.follow(recorder.hidden)
             try:
                 with again.state.changes, again.effects.attributes.watched(), again.following(), watching(again.calls):
-                    run(*args)
+                    again.handed_out(run(*args))
             except Exception:  # any error of the user's code is ignored here; training will show it
                 again = None
         recorder.draft.pinned += recorder.hidden.settle(None if again is None else again.hidden)

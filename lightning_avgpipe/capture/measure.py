@@ -119,7 +119,7 @@ def measure(
 def _run_once(timer: _Timer, run: Callable[..., Any], batch: tuple[Any, ...], before: Untouched) -> None:
     """Run the step once with a timer, without a trace in the module or the batch."""
     with before.restored(), Snapshot(batch, opaque=True).restored(), timer.running():
-        run(*batch)
+        timer.handed_out(run(*batch))
     timer.check_finished()
 
 

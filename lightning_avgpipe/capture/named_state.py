@@ -126,7 +126,8 @@ class NamedState:
             if name not in self._in_units and self.buffer(name) is not buffer:
                 self.by_glue.add(name)
                 first = next((node.index for node in nodes if name in node.states), 0)
-                yield first + 1, ANYWHERE, f"the step assigns a new tensor to the buffer '{name}'"
+                what = f"the step assigns a new tensor to the buffer '{name}', which the last stage alone can do"
+                yield first + 1, ANYWHERE, f"{what}; write into it instead (copy_)"
 
     def find_shared(self, nodes: Sequence[Node]) -> None:
         """Find buffers that a unit changes and that glue, another unit or another call of the unit uses too."""

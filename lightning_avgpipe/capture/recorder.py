@@ -427,6 +427,9 @@ class StepRecorder(StepTracer):
         self.draft.kept.update(self.draft.values_of(tensors))
         self.batch.kept(tensors)
 
+    def is_lasting(self, tensor: Tensor) -> bool:
+        return self.state.name_of(tensor) is not None  # which buffers the step changes, is known when it has ended
+
     # -- the whole step ------------------------------------------------------------------------------------------------
 
     def finish(self, result: Any) -> None:

@@ -26,6 +26,7 @@ from torch.utils import checkpoint
 
 from lightning_avgpipe.capture.units import tensors_of
 from lightning_avgpipe.errors import AvgPipeError, CaptureError
+from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import visiting
 from lightning_avgpipe.utils.output import muted
 from lightning_avgpipe.utils.patching import replaced
@@ -208,8 +209,23 @@ class StepTracer(TorchFunctionMode):
 
     def observe(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Let ``run(*args, **kwargs)`` look at values of the step."""
+        args, kwargs = self.handed_out((args, kwargs))
         with self.aside():
             return self.on_observe(run, args, kwargs)
+
+    def handed_out(self, values: Any) -> Any:
+        """Return what the step logs or returns, with copies of the parameters and buffers in it.
+
+        To hand one out is a use like any other, which only a function of torch shows. Without it nobody would know that
+        the last stage needs them, which may not have their numbers.
+        """
+        if not any(map(self.is_lasting, tree.tensors(values))):
+            return values
+        return tree.map_tensors(lambda tensor: tensor.clone() if self.is_lasting(tensor) else tensor, values)
+
+    def is_lasting(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter, or a buffer that the step changes."""
+        return id(tensor) in self._owned
 
     @classmethod
     def current(cls) -> StepTracer | None:

@@ -91,7 +91,7 @@ def replay(
         writer.checked(replayer.is_inside),
     ):
         try:
-            result = part.run(*args)
+            result = replayer.handed_out(part.run(*args))
         except _StageEnd:
             result = None
         except AbsentValueError as error:

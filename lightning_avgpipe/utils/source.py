@@ -31,9 +31,9 @@ _OF_LIBRARY = "a line of a library"
 def source_line() -> str:
     """Return the innermost line of user code that is being executed, such as ``file.py:12 in forward``.
 
-    Code of torch, of Python's standard library and of this package is skipped.
+    Code of torch, of Lightning, of Python's standard library and of this package is skipped.
     """
-    return _innermost(traceback.walk_stack(sys._getframe(1)))
+    return _innermost(traceback.walk_stack(sys._getframe(1)), _FRAMEWORKS)
 
 
 def lines_of_thread(thread: int, most: int) -> str:
@@ -63,8 +63,8 @@ def raising_line(error: BaseException) -> str:
     return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
-def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
-    return next(_lines_of_user(frames, _LIBRARIES), _OF_LIBRARY)
+def _innermost(frames: Iterable[tuple[FrameType, int]], libraries: tuple[str, ...] = _LIBRARIES) -> str:
+    return next(_lines_of_user(frames, libraries), _OF_LIBRARY)
 
 
 def _lines_of_user(frames: Iterable[tuple[FrameType, int]], libraries: tuple[str, ...]) -> Iterator[str]:

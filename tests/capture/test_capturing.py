@@ -106,6 +106,23 @@ def test_a_unit_that_is_given_other_weights_forbids_cuts() -> None:
     assert all("unit 'a' has tensors of the step as its weights" in (why or "") for why in obstacles[1:-1])
 
 
+def test_a_buffer_that_the_step_assigns_anew_is_used_on_the_last_stage_and_what_helps_is_said() -> None:
+    module = Two()
+    module.register_buffer("mean", torch.zeros(4))
+
+    def assigning(x: Tensor) -> Tensor:
+        module.mean = 0.9 * module.mean + 0.1 * x.mean(0)
+        return module.b(module.a(x - module.mean))
+
+    def writing(x: Tensor) -> Tensor:
+        module.mean.copy_(0.9 * module.mean + 0.1 * x.mean(0))  # type: ignore[operator]
+        return module.b(module.a(x - module.mean))
+
+    obstacles = graph_of(module, assigning, torch.randn(3, 4)).obstacles
+    assert all("buffer 'mean'" in (why or "") and "write into it instead" in (why or "") for why in obstacles[1:-1])
+    assert graph_of(module, writing, torch.randn(3, 4)).obstacles[-2] is None
+
+
 def test_no_cut_lies_in_a_checkpointed_region() -> None:
     module = Checkpointed(use_reentrant=False)
     graph = graph_of(module, module, torch.randn(3, 4))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision, MulticlassRecall
 from torchmetrics.regression import PearsonCorrCoef
@@ -23,6 +23,7 @@ from torchmetrics.regression import PearsonCorrCoef
 from lightning_avgpipe.errors import AbsentValueError, ConfigurationError
 from tests import processes
 from tests.models import MLP, ConvNet, loader
+from tests.strategy.steps import Layers, piped
 from tests.trainers import both, loaders, pipeline, trainer
 
 
@@ -359,3 +360,41 @@ def test_a_copy_of_a_metric_object_counts_for_itself() -> None:
     pipeline(2, max_epochs=1).fit(module, loader(MLP, 8, 4))
     assert [float(copied.compute()) for copied in module.copied] == [2.0, 2.0]
     assert not module.mean.update_called
+
+
+class HandsOut(Layers):
+    """Logs and returns weights and buffers as they are, of which the first stage uses or changes some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.9))
+        self.c = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))  # type: ignore[assignment]
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+        self.returned = list[list[float]]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count += 1
+        loss = self.loss((batch[0] * self.scale, batch[1]))
+        self.log("scale", self.scale)
+        self.log_dict({"count": self.count, "batches": self.c[1].num_batches_tracked})  # type: ignore[index]
+        return {"loss": loss, "count": self.count, "scale": self.scale}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.returned.append([float(outputs[name].mean()) for name in ("count", "scale")])
+
+
+def _handed_out(rank: int, folder: Path) -> tuple[dict[str, float], list[list[float]]]:
+    devices = processes.num_processes()
+    options = {"split_points": ["c"]} if devices == 2 else {}
+    module = piped(HandsOut(), devices, devices, {"log_every_n_steps": 1}, **options)
+    return {name: float(value) for name, value in module.trainer.callback_metrics.items()}, module.returned
+
+
+def test_weights_and_buffers_are_logged_and_returned_as_they_are_in_the_step(tmp_path: Path) -> None:
+    ((metrics, returned), (known, _)), one = processes.two_and_one(_handed_out, tmp_path)
+    assert (metrics, returned) == one and known == metrics
+    assert [count for count, _ in returned] == [2.5, 6.5, 10.5, 14.5]  # means over four micro-batches
+    assert metrics["count"] == metrics["batches"] == 14.5
+    assert metrics["scale"] == pytest.approx(returned[-1][1])
+    assert len({scale for _, scale in returned}) == 4
