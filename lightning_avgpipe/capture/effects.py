@@ -35,6 +35,7 @@ class Effects:
         assigned: after the step, the attributes that code between units assigns in every step.
         set_back: after the step, the attributes and variables that it has changed, or whose objects, and set back.
         of_units: after the step, the attributes that units assign in every step, or whose objects they change.
+        once: after the step, those that they assign or change in the first step only.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Effects:
         self.assigned: tuple[Key, ...] = ()
         self.set_back: set[Key] = set()
         self.of_units: set[Key] = set()
+        self.once: set[Key] = set()
         self._now = now
         self._next_look = 1  # position from which objects are compared that were not seen to change
 
@@ -115,7 +117,8 @@ class Effects:
     def repeated(self, again: Effects) -> None:
         """Compare with a repeated step: changes that it did not make again are made only once."""
         again.look()
-        self.of_units &= {*again.objects.of_units(), *again.attributes.of_units}
+        in_all = self.of_units & {*again.objects.of_units(), *again.attributes.of_units}
+        self.of_units, self.once = in_all, self.of_units - in_all
         self.assigned += tuple(sorted(self.objects.assigned & again.objects.assigned))
         made = self.attributes.created() - again.attributes.assigned()
         self.assigned = tuple(key for key in self.assigned if key not in made)

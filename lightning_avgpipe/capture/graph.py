@@ -206,6 +206,7 @@ class CallGraph:
             and sets back before the step ends.
         changed_by_units: ``(path, name)`` of the attributes and variables that units assign, or whose objects they
             change -> the last node that does; -1: unknown.
+        made_by_units: the same of those which units assign or change in the first step only.
         written_tensors: ``(path, name)`` of the attributes and variables whose tensors the step writes into.
         carried: full names of the attributes whose tensors go from one micro-batch to the next.
         mutated_between: ``(path, name)`` of the attributes and variables that lead to objects which code between units
@@ -244,6 +245,7 @@ class CallGraph:
     assigned_between: tuple[tuple[str, str], ...] = ()
     set_back: tuple[tuple[str, str], ...] = ()
     changed_by_units: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    made_by_units: Mapping[tuple[str, str], int] = field(default_factory=dict)
     written_tensors: tuple[tuple[str, str], ...] = ()
     carried: tuple[str, ...] = ()
     mutated_between: Mapping[tuple[str, str], int] = field(default_factory=dict)

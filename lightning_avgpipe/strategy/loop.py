@@ -201,6 +201,21 @@ class PipelineLoop:
                 self._of_units.bring(step)
             self._to_bring.clear()
 
+    def hand_over(self) -> None:
+        """Bring what submodules have changed and made to all processes, to which they come. Every process calls it."""
+        for step in sorted(self.deployment.pipeline.steps):
+            self._of_units.hand_over(step, step in self._to_bring)
+        self._to_bring.clear()
+
+    def end_sanity_check(self) -> None:
+        """Bring what a sanity check has left on a process to all, before training forks a plain run and makes stages.
+
+        Every process calls it before each iteration.
+        """
+        if self.plan is None and self.deployment.plan is not None:  # a provisional one
+            self.deployment.share()
+            self.hand_over()
+
     # -- parts of an iteration, from which orders compose theirs -------------------------------------------------------
 
     def arrange(self, batches: Sequence[Any]) -> None:

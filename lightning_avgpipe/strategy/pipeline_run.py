@@ -134,6 +134,7 @@ class PipelineRun:
                 self._undo.callback(verifier.close)
         self._adapt(fitting)
         self._undo.callback(give_back, context, deployment)
+        self._undo.callback(lambda: None if context.connection.failed else loop.hand_over())
         self._undo.callback(lambda: loop.order.put_back(together=not context.connection.failed))
 
     def _subject(self) -> Subject:
@@ -303,6 +304,7 @@ class PipelineOptimization(_AutomaticOptimization):
         cluster = self._loop.cluster
         cluster.control.expect()
         verifier = self._loop.verifier
+        self._loop.end_sanity_check()
         if verifier is not None and not self._loop.passes:  # before optimizers and their hooks count a step
             with self._loop.clearing_gradients(self._make_zero_grad_fn(batch_idx, optimizer)):
                 verifier.fork()

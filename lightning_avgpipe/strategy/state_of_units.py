@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
+from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.reads import Key
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.state.outside import variable
@@ -46,20 +47,45 @@ class StateOfUnits:
         A step that has no stages any more, since there is a new plan, has them again when it runs next. Of a step of
         training these are the buffers of each parallel model; else those of the model that the module shows.
         """
+        self._bring(step, lambda graph: graph.changed_by_units)
+
+    def hand_over(self, step: str, changed: bool) -> None:
+        """Bring what submodules have made in a step to all processes, to which they come next. Each of them calls it.
+
+        What cannot be sent stays there what it was, with which a submodule can begin.
+
+        Args:
+            step: name of the step function.
+            changed: whether to bring what the step changes each time, too.
+        """
+        of_units: Callable[[CallGraph], Mapping[Key, int]] = lambda graph: (  # noqa: E731
+            {**graph.made_by_units, **graph.changed_by_units} if changed else graph.made_by_units
+        )
+        self._bring(step, of_units, changed, lenient=True)
+
+    def _bring(
+        self,
+        step: str,
+        of_units: Callable[[CallGraph], Mapping[Key, int]],
+        buffers: bool = True,
+        lenient: bool = False,
+    ) -> None:
+        """Bring what a function takes from a step's graph, and the buffers that the step changes."""
         divided = self._cluster.group.world_size > 1 and step in self._deployment.pipeline.steps
-        owners = dict(self._owned(step)) if divided else {}
+        owners = dict(self._owned(step, of_units, buffers)) if divided else {}
         if not owners:
             return
         parallel, trains = self._deployment.parallel, step == STEP
         with parallel.showing_reference(False) if trains else contextlib.nullcontext():
-            self._exchange(owners, parallel.ensemble if trains else None)
+            self._exchange(owners, parallel.ensemble if trains else None, lenient)
 
-    def _exchange(self, owners: Mapping[Key, int], ensemble: Ensemble | None) -> None:
+    def _exchange(self, owners: Mapping[Key, int], ensemble: Ensemble | None, lenient: bool) -> None:
         """Send what this process owns to the others, and accept what they own.
 
         Args:
             owners: attribute, buffer or variable -> rank that has it.
             ensemble: parallel models, which have buffers of their own; None: those that the module has now.
+            lenient: whether what cannot be sent stays what it was; else it is an error where it is used.
         """
         packer, size = Packer(self._module), 1 if ensemble is None else ensemble.models.size
         buffers = {(path, name) for path, module in self._module.named_modules() for name in module._buffers}
@@ -83,22 +109,26 @@ class StateOfUnits:
                 for key, value in (item for models in others for item in models[n].items()):
                     if isinstance(value, tuple):
                         value = unpacked(packer, value, self._cluster.device)
+                    elif lenient:
+                        continue
                     accept(self._module, key, value)
         if shared is not None:
             for key, value in (item for models in others for item in models[size].items()):
                 if isinstance(value, tuple):
                     shared.buffers[joined(*key)] = unpacked(packer, value, self._cluster.device)
 
-    def _owned(self, step: str) -> Iterator[tuple[Key, int]]:
+    def _owned(
+        self, step: str, of_units: Callable[[CallGraph], Mapping[Key, int]], of_buffers: bool
+    ) -> Iterator[tuple[Key, int]]:
         """Yield the buffers, attributes and variables that submodules change in a step, with the rank that has them."""
         loaded, plan = self._deployment.pipeline.steps[step], self._deployment.plan
         graph, answers, stage_map = loaded.graph, self._deployment.holdings.answers, self._cluster.stage_map
         buffers = dict(self._module.named_buffers())
-        for name in sorted(graph.changed):
+        for name in sorted(graph.changed) if of_buffers else ():
             if name in buffers and name in answers:
                 path, _, leaf = name.rpartition(".")
                 yield (path, leaf), answers[name]
-        for (path, name), node in graph.changed_by_units.items():
+        for (path, name), node in of_units(graph).items():
             hosts = hosts_of(plan, path, stage_map) if path and plan is not None else set()
             if node >= 0 and len(hosts) <= 1:  # another submodule may have changed it, or code between those of its own
                 yield (path, name), stage_map.owner(bisect.bisect_right(loaded.cuts, node))

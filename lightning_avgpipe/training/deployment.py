@@ -269,6 +269,10 @@ class Deployment:
         with self.holdings.shared([] if ensemble is None else [ensemble.tensors_of_models]):
             yield
 
+    def share(self) -> None:
+        """Bring what the steps so far have registered and changed to every process. Every process calls it."""
+        self.holdings.share({name for step in self.pipeline.steps.values() for name in step.graph.changed})
+
     def restore(self) -> None:
         """Bring the whole module back to every process, unless it began on meta. Every process calls it.
 

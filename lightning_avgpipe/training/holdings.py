@@ -111,6 +111,31 @@ class Holdings:
                 self._owners = {name: (rank,), **self._owners}
                 self.answers.setdefault(name, rank)
 
+    @torch.no_grad()
+    def share(self, changed: Collection[str]) -> None:
+        """Bring what steps have registered or changed, each in the process that answers for it, to every process.
+
+        Every process calls it. A process takes over the contents of the weights that it holds only.
+
+        Args:
+            changed: full names of the parameters and buffers that steps change.
+        """
+        if self._cluster.group.world_size == 1:
+            return
+        self._take_in()
+        everybody = tuple(range(self._cluster.group.world_size))
+        buffers = [name for name, _ in self._module.named_buffers()]
+        self._owners = {**self._owners, **{name: (self.answers[name],) for name in buffers if name in changed}}
+        self._relocate({**self._owners, **dict.fromkeys(buffers, everybody)}, self._tensors())
+        weights = {
+            name: p for name, p in self._module.named_parameters()
+            if name in changed and self._owners[name] == everybody
+        }  # fmt: skip
+        owners = {name: (self.answers[name],) for name in weights}
+        relocation = Relocation(owners, dict.fromkeys(weights, everybody))
+        for name, arrival in relocation.carry_out(self._cluster.group, lambda name: weights[name].detach()).items():
+            weights[name].copy_(arrival.on(weights[name].device))
+
     def own_state_dict(self) -> dict[str, Any]:
         """Return the part of the module's state dict for which this process answers."""
         return own_state_dict(self._module, self._cluster, self.answers)

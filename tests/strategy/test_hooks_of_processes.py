@@ -482,6 +482,56 @@ def test_hooks_read_what_submodules_of_another_process_keep(in_two: Any) -> None
         assert found == metrics
 
 
+class Warming(nn.Module):
+    """Counts its calls and goes by their number. In the first one it fills a weight and registers a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.kept, self.is_filled = nn.Linear(8, 8), 0, list[float](), False
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.kept.append(x.detach().square().mean().item())
+        if not hasattr(self, "centre"):
+            self.register_buffer("centre", x.detach().mean(0))
+        if not self.is_filled:
+            self.scale.data.copy_(1 + x.detach().abs().mean(0))
+            self.is_filled = True
+        return (self.linear(x) - self.centre) * self.scale / self.calls**0.5
+
+
+class Unwatched(Layers):
+    """No hook reads what its second layer keeps, in a sanity check, training, validation and test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Warming()  # type: ignore[assignment]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.through(batch[0] + 1)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.through(batch[0])
+
+
+def kept(devices: int) -> tuple[dict[str, Tensor], list[tuple[int, list[float]]]]:
+    options = {} if devices == 1 else {"split_points": ["c"]}
+    module = piped(Unwatched(), devices, devices, **options)
+    found = [(module.b.calls, list(module.b.kept))]
+    module.trainer.test(module, data(), verbose=False)
+    module.through(torch.ones(1, 8))  # by a user, on each process
+    return module.state_dict(), [*found, (module.b.calls, module.b.kept)]
+
+
+def test_before_training_and_after_a_run_every_process_has_what_submodules_keep(in_two: Any) -> None:
+    state, expected = kept(1)
+    assert [calls for calls, _ in expected] == [40, 57]  # of two, four, four and four batches, and one
+    for found, kept_there in (rank["kept"] for rank in in_two):
+        assert_same(found, state)
+        assert kept_there == expected
+
+
 class Normalised(Layers):
     """Its hooks read the statistics of all models and of the reference: that of the epoch's end, and one within it."""
 
@@ -705,6 +755,7 @@ def all_of_it(rank: int) -> dict[str, Any]:
         "ended of two": ended_of_two(2),
         "monitored": monitored(2),
         "statistics": statistics(2),
+        "kept": kept(2),
         "steered": steered(2),
     }
 
