@@ -156,7 +156,8 @@ class StepRecorder(StepTracer):
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         draft, provenance, index = self.draft, self.hidden.provenance, self.draft.position()
         if any(id(p) not in self._owned for p in module.parameters()):
-            draft.pin(0, ANYWHERE, f"at {source_line()} unit '{path}' has tensors of the step as its weights")
+            what = f"at {source_line()} unit '{path}' has tensors of the step as its weights"
+            draft.pin(0, ANYWHERE, f"{what}; compute and use them in the forward of one submodule")
         self._pin_mode()
         exports, visible = path in self.hidden.exports, tree.tensors((args, kwargs))
         modules = [*module.modules()] if exports else []
@@ -349,7 +350,9 @@ class StepRecorder(StepTracer):
                 "stage alone can do; copy it in __init__, or in a hook such as on_train_batch_start",
             )  # fmt: skip
         if name in ("backward", "grad"):
-            self.draft.pin(0, ANYWHERE, f"the step calls {name}() itself at {source_line()}")
+            instead = "; call it in the forward of a submodule that computes what it differentiates"
+            what = f"the step calls {name}() itself at {source_line()}"
+            self.draft.pin(0, ANYWHERE, what + (instead if name == "grad" else ""))
         if name.endswith(".apply"):  # its backward may compare its inputs with parameters
             self._pin_handed_out(tensors, f"{name}()")
 

@@ -104,6 +104,7 @@ def test_a_unit_that_is_given_other_weights_forbids_cuts() -> None:
 
     obstacles = graph_of(module, step, torch.randn(3, 4)).obstacles
     assert all("unit 'a' has tensors of the step as its weights" in (why or "") for why in obstacles[1:-1])
+    assert all("use them in the forward of one submodule" in (why or "") for why in obstacles[1:-1])
 
 
 def test_a_buffer_that_the_step_assigns_anew_is_used_on_the_last_stage_and_what_helps_is_said() -> None:
