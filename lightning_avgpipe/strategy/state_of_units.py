@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
-from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.reads import Key
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.state.outside import variable
@@ -47,7 +47,7 @@ class StateOfUnits:
         A step that has no stages any more, since there is a new plan, has them again when it runs next. Of a step of
         training these are the buffers of each parallel model; else those of the model that the module shows.
         """
-        self._bring(step, lambda graph: graph.changed_by_units)
+        self._bring(step, changed=True)
 
     def hand_over(self, step: str, changed: bool) -> None:
         """Bring what submodules have made in a step to all processes, to which they come next. Each of them calls it.
@@ -58,26 +58,17 @@ class StateOfUnits:
             step: name of the step function.
             changed: whether to bring what the step changes each time, too.
         """
-        of_units: Callable[[CallGraph], Mapping[Key, int]] = lambda graph: (  # noqa: E731
-            {**graph.made_by_units, **graph.changed_by_units} if changed else graph.made_by_units
-        )
-        self._bring(step, of_units, changed, lenient=True)
+        self._bring(step, changed, made=True)
 
-    def _bring(
-        self,
-        step: str,
-        of_units: Callable[[CallGraph], Mapping[Key, int]],
-        buffers: bool = True,
-        lenient: bool = False,
-    ) -> None:
-        """Bring what a function takes from a step's graph, and the buffers that the step changes."""
+    def _bring(self, step: str, changed: bool, made: bool = False) -> None:
+        """Bring what submodules change in a step each time, and what they have made in its first run only."""
         divided = self._cluster.group.world_size > 1 and step in self._deployment.pipeline.steps
-        owners = dict(self._owned(step, of_units, buffers)) if divided else {}
+        owners = dict(self._owned(step, changed, made)) if divided else {}
         if not owners:
             return
         parallel, trains = self._deployment.parallel, step == STEP
         with parallel.showing_reference(False) if trains else contextlib.nullcontext():
-            self._exchange(owners, parallel.ensemble if trains else None, lenient)
+            self._exchange(owners, parallel.ensemble if trains else None, lenient=made)
 
     def _exchange(self, owners: Mapping[Key, int], ensemble: Ensemble | None, lenient: bool) -> None:
         """Send what this process owns to the others, and accept what they own.
@@ -117,18 +108,17 @@ class StateOfUnits:
                 if isinstance(value, tuple):
                     shared.buffers[joined(*key)] = unpacked(packer, value, self._cluster.device)
 
-    def _owned(
-        self, step: str, of_units: Callable[[CallGraph], Mapping[Key, int]], of_buffers: bool
-    ) -> Iterator[tuple[Key, int]]:
-        """Yield the buffers, attributes and variables that submodules change in a step, with the rank that has them."""
+    def _owned(self, step: str, changed: bool, made: bool) -> Iterator[tuple[Key, int]]:
+        """Yield the buffers, attributes and variables that submodules change or make, with the rank that has them."""
         loaded, plan = self._deployment.pipeline.steps[step], self._deployment.plan
         graph, answers, stage_map = loaded.graph, self._deployment.holdings.answers, self._cluster.stage_map
         buffers = dict(self._module.named_buffers())
-        for name in sorted(graph.changed) if of_buffers else ():
+        for name in sorted(graph.changed) if changed else ():
             if name in buffers and name in answers:
                 path, _, leaf = name.rpartition(".")
                 yield (path, leaf), answers[name]
-        for (path, name), node in of_units(graph).items():
+        of_units = (graph.made_by_units if made else {}, graph.changed_by_units if changed else {})
+        for (path, name), node in itertools.chain(*(one.items() for one in of_units)):
             hosts = hosts_of(plan, path, stage_map) if path and plan is not None else set()
             if node >= 0 and len(hosts) <= 1:  # another submodule may have changed it, or code between those of its own
                 yield (path, name), stage_map.owner(bisect.bisect_right(loaded.cuts, node))
