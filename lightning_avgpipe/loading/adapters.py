@@ -1,4 +1,4 @@
-"""Support for peft adapters around layers whose weights have not been read yet."""
+"""Support for changes of a model whose weights have not been read yet: adapters of peft, and another vocabulary."""
 
 from __future__ import annotations
 
@@ -41,8 +41,41 @@ def keep_adapters() -> None:
     mixin.load_adapter = _kept(mixin.load_adapter)  # transformers' own, which reads files to where the model is
 
 
-def _kept(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of peft that keeps what it makes on the host, for a model whose weights have not been read."""
+def refuse_resizing() -> None:
+    """Refuse another size of a vocabulary whose embedding has not been read, from which the new one is made."""
+    from transformers import PreTrainedModel
+
+    model: Any = PreTrainedModel
+    if not hasattr(model.resize_token_embeddings, "__wrapped__"):
+        model.resize_token_embeddings = _kept(model.resize_token_embeddings, _not_resized)
+
+
+def _without_numbers(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what or 'the adapter'} has no numbers: peft computes it from weights of the model, which are read when the "
+        "stages are known, or puts it where they are. Use an initialisation without them (init_lora_weights=True or "
+        "'gaussian', no use_dora, prompt_tuning_init='RANDOM'; modules_to_save in the place of trainable tokens), "
+        "leave low_cpu_mem_usage out; read adapters with PeftModel.from_pretrained(model, folder, is_trainable=True)"
+    )
+
+
+def _not_resized(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"resize_token_embeddings() makes {what or 'the new embedding'} from weights that are read only when the "
+        "stages are known. Do so on one process before, with transformers: read the model, resize it, and write it "
+        "with save_pretrained; then give that folder to lightning_avgpipe.from_pretrained"
+    )
+
+
+def _kept(
+    method: Callable[..., Any], refusal: Callable[[str], ConfigurationError] = _without_numbers
+) -> Callable[..., Any]:
+    """Return a method that keeps what it makes on the host, for a model whose weights have not been read.
+
+    Args:
+        method: method of a model of peft or transformers.
+        refusal: makes the error if something is made from those weights, given its name; "": it is not known.
+    """
 
     @functools.wraps(method)
     def keep(owner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,10 +88,10 @@ def _kept(method: Callable[..., Any]) -> Callable[..., Any]:
         except AvgPipeError:  # of such a method within this one
             raise
         except RuntimeError as error:  # of torch, which computes nothing with what is on meta
-            raise _without_numbers("The adapter") from error
+            raise refusal("") from error
         for name, parameter in owner.named_parameters():
             if parameter.is_meta and note_of(parameter) is None:
-                raise _without_numbers(f"'{name}' of the adapter")
+                raise refusal(f"'{name}'")
         return result
 
     return keep
@@ -78,15 +111,6 @@ def _unmerged(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(tuner, *args, **kwargs)
 
     return merge
-
-
-def _without_numbers(what: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{what} has no numbers: peft computes it from weights of the model, which are read when the stages are known, "
-        "or puts it where they are. Use an initialisation without them (init_lora_weights=True or 'gaussian', no "
-        "use_dora, prompt_tuning_init='RANDOM'; modules_to_save in the place of trainable tokens), leave "
-        "low_cpu_mem_usage out, and read adapters with PeftModel.from_pretrained(model, folder, is_trainable=True)"
-    )
 
 
 def _take(model: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: Any) -> None:

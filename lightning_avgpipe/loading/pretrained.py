@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_avgpipe.errors import ConfigurationError
-from lightning_avgpipe.loading.adapters import keep_adapters
+from lightning_avgpipe.loading.adapters import keep_adapters, refuse_resizing
 from lightning_avgpipe.loading.files import Files, noise
 from lightning_avgpipe.loading.quantized import (
     as_quantized,
@@ -71,6 +71,7 @@ def from_pretrained(kind: Any, path: str, *args: Any, initialised: Sequence[str]
             f"files; leave {'it' if len(refused) == 1 else 'them'} out"
         )
     after_import("peft.peft_model", keep_adapters)
+    after_import("transformers.modeling_utils", refuse_resizing)
     made: list[StoredModel] = []
     with _loader_replaced(made):
         model, found = kind.from_pretrained(path, *args, output_loading_info=True, **kwargs)

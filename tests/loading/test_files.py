@@ -220,6 +220,15 @@ def test_layers_that_adapters_train_as_a_whole_are_read_with_the_adapters(tmp_pa
         read(tmp_path / "model").load_adapter(tmp_path / "adapters")
 
 
+@pytest.mark.parametrize("options", [{}, {"mean_resizing": False}], ids=str)
+def test_a_vocabulary_that_nobody_has_read_gets_no_other_size(options: dict[str, Any], tmp_path: Path) -> None:
+    model = read(saved(tmp_path))
+    embedding = model.resize_token_embeddings(model.config.vocab_size)  # as scripts do for safety
+    assert embedding is model.resize_token_embeddings() is model.get_input_embeddings()
+    with pytest.raises(ConfigurationError, match=r"resize_token_embeddings\(\).*on one process before"):
+        model.resize_token_embeddings(model.config.vocab_size + 8, **options)
+
+
 @pytest.mark.parametrize("method", ["merge_and_unload", "merge_adapter"])
 def test_adapters_are_not_merged_into_weights_that_nobody_has_read(method: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
