@@ -34,7 +34,7 @@ from lightning_avgpipe.loading.quantized import (
 )
 from lightning_avgpipe.utils.names import is_within, listed
 from lightning_avgpipe.utils.patching import after_import, replaced
-from lightning_avgpipe.weights.initialisation import Note, leave_note
+from lightning_avgpipe.weights.initialisation import leave_note
 
 _READ_BYTES = 1024**2  # what is smaller is read whatever it is for
 
@@ -256,7 +256,7 @@ def _noted(model: Any, files: Files, config: Any, load: _Load) -> tuple[StoredMo
     stored = StoredModel(files, groups, copy.deepcopy(model, shared), load)
     for name in groups:
         parameter = as_quantized(model.get_parameter(name))
-        leave_note(parameter, Note(stored, name))
+        leave_note(parameter, stored, name)
         _put(model, name, parameter)
     return stored, report
 

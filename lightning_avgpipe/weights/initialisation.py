@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from lightning_avgpipe.capture.zeros import zeros_like
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.names import around, joined
 from lightning_avgpipe.utils.random_streams import RandomKey, stream
+from lightning_avgpipe.utils.torch_compat import version_of
 
 
 def on_meta(module: nn.Module) -> bool:
@@ -59,6 +60,7 @@ class Origin:
         self._loaded = {aliases.get(name, name): tensor for name, tensor in (loaded or {}).items()}
         self._notes = {name: note for name, p in module.named_parameters() if (note := note_of(p)) is not None}
         self._check()
+        self._check_unwritten()
 
     def tensors(self, names: Collection[str], example: bool = False) -> dict[str, Tensor]:
         """Return the contents of some parameters, on the device.
@@ -145,6 +147,19 @@ class Origin:
                 "Change the model on one process before, and write it with save_pretrained; or build what is new "
                 "outside of torch.device('meta')"
             )
+
+    def _check_unwritten(self) -> None:
+        """Raise if something was written into a parameter before a run began, which would be lost."""
+        for name, note in self._notes.items():
+            parameter = self._module.get_parameter(name)
+            if note.version not in (None, version_of(parameter)) and name not in self._loaded:
+                raise ConfigurationError(
+                    f"'{name}' was written into (load_state_dict, torch.nn.init) before its numbers are read from its "
+                    "file, which happens when the stages are known: what was written would be lost. Give a checkpoint "
+                    "to the trainer (ckpt_path=...), assign its tensors (load_state_dict(..., assign=True)), or change "
+                    "the model on one process before, and write it with save_pretrained"
+                )
+            setattr(parameter, _NOTE, replace(note, version=None))  # hooks of a run may write into it
 
     def _ways(self, path: str, module: nn.Module) -> list[Callable[[Any], object]]:
         """Return the functions that initialise a module, in order."""
@@ -261,15 +276,17 @@ class Note:
     Attributes:
         stored: store that has the contents.
         key: key of the parameter in the store.
+        version: version of the parameter as long as nobody has written into it; None: a run has begun with it.
     """
 
     stored: Stored
     key: str
+    version: int | None = None
 
 
-def leave_note(parameter: nn.Parameter, note: Note) -> None:
+def leave_note(parameter: nn.Parameter, stored: Stored, key: str) -> None:
     """Leave a note at a parameter."""
-    setattr(parameter, _NOTE, note)
+    setattr(parameter, _NOTE, Note(stored, key, version_of(parameter)))
     _have_copies_noted(type(parameter))
 
 
@@ -282,7 +299,10 @@ def _have_copies_noted(kind: Any) -> None:
     def noted(parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
         copied, note = copy(parameter, memo), note_of(parameter)
         if note is not None:
-            setattr(copied, _NOTE, note)
+            version = note.version
+            if version is not None:  # as often as the original was written into
+                version += version_of(copied) - version_of(parameter)
+            setattr(copied, _NOTE, replace(note, version=version))
         return copied
 
     kind.__deepcopy__ = noted

@@ -243,6 +243,34 @@ def test_a_copy_of_a_model_that_has_not_been_read_is_of_the_same_files(tmp_path:
     assert_same_contents(copy.deepcopy(model), wanted)
 
 
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda model: torch.nn.init.zeros_(model.lm_head.weight),
+        lambda model: model.load_state_dict({"lm_head.weight": torch.ones(64, 32)}, strict=False),
+    ],
+    ids=["init", "load_state_dict"],
+)
+@pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
+def test_what_is_written_before_weights_are_read_is_not_lost_without_a_word(
+    write: Callable[[Any], Any], copied: bool, tmp_path: Path
+) -> None:
+    model = read(saved(tmp_path))
+    Origin(copy.deepcopy(model), 0, torch.device("cpu"))
+    write(model)
+    with pytest.raises(ConfigurationError, match=r"'lm_head.weight' was written into .*ckpt_path"):
+        Origin(copy.deepcopy(model) if copied else model, 0, torch.device("cpu"))
+
+
+def test_weights_that_are_assigned_before_others_are_read_stay(tmp_path: Path) -> None:
+    model = read(saved(tmp_path))
+    model.load_state_dict({"lm_head.weight": torch.ones(64, 32)}, strict=False, assign=True)
+    wanted = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    torch.nn.init.ones_(wanted.lm_head.weight)
+    assert_same_contents(model, wanted)
+
+
 def test_another_dtype_begins_with_the_one_that_was_read(tmp_path: Path) -> None:
     model = read(saved(tmp_path), dtype=torch.bfloat16).float()
     wanted = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).float()
