@@ -177,6 +177,7 @@ class _Replayer(StepTracer):
                     return None
         self._position = position + 1
         self._runner.draws.skip(known.calls)
+        self._writer.skipped(self._program.graph.nodes[position])
         return self.values.stand_in(known.value, known.make)
 
     def on_assign(self, module: nn.Module, name: str) -> None:

@@ -63,6 +63,24 @@ def test_a_step_is_followed_as_often_as_was_asked_for(static: Any, runs: int, fo
     assert sorted(followed) == [0] * runs + [1] * runs
 
 
+class SharesDropout(MLP):
+    """Calls one layer that draws on both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.dropout(layer(x))
+        return x
+
+
+def test_a_layer_that_draws_on_several_stages_is_counted_and_not_followed(followed: list[int]) -> None:
+    trained(SharesDropout())
+    assert followed.count(1) == FIRST + BATCHES - 1
+
+
 # -- the same bits ----------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +164,7 @@ class Noisy(MLP):
         (Dropping, 3, {"static_step": True}),
         (Dropping, 2, {"recompute": True}),
         (Dropping, 2, {"num_pipelines": 2, "averaging": Averaging(rolling=True)}),
+        (Dropping, 2, {"num_pipelines": 2, "num_microbatches": 2}),
         (Dropping, 2, {"schedule": "zb_h1"}),
         (Dropping, 2, {"weight_policy": "2bw"}),
         (Dropping, 2, {"trainer": {"precision": "bf16-mixed"}}),
