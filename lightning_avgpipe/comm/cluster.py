@@ -140,10 +140,14 @@ class Cluster:
         self.is_open = True
 
     def close(self, failed: bool = False) -> None:
-        """Stop the channels and their threads.
+        """Stop the channels and their threads, when all processes have come to the end.
+
+        Rank 0 may hold the store. If it left while another group still shares its weights, that group would fail.
 
         Args:
             failed: whether the run failed: then peers are not waited for, and the connections are given up.
+        Raises:
+            PeerError: another process fails before it comes to the end.
         """
         if failed:
             # Rank 0 holds the store; and a connection that breaks before the others have read the reason would look
@@ -151,6 +155,7 @@ class Cluster:
             self.watch.await_readers()
             self._network.disconnect()
         elif self.is_open:
+            self.world.barrier("the end of the run")
             self.batches.close()
         begin, limit_s = time.monotonic(), _DISCONNECTED_S if failed else self._process.timeout_s
         self.transport.close(limit_s)

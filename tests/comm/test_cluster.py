@@ -112,6 +112,20 @@ def test_batches_do_not_wait_until_they_are_asked_for_and_no_receive_is_left() -
     assert channel.posted == 0 and not channel.ready()
 
 
+def test_no_process_leaves_before_all_have_come_to_the_end() -> None:
+    left = threading.Event()
+
+    def work(cluster: Cluster) -> bool:
+        cluster.group.barrier()
+        if cluster.world.rank:
+            return left.wait(0.2)
+        cluster.close()
+        left.set()
+        return True
+
+    assert results(run(TWO_GROUPS, work)) == [True, False, False, False]
+
+
 def test_threads_in_which_collectives_run_are_used_again() -> None:
     waits = alone(1).waits
     threads: set[threading.Thread] = set()
