@@ -202,7 +202,7 @@ class PipelineLoop:
             self._to_bring.clear()
 
     def hand_over(self) -> None:
-        """Bring what submodules have changed and made to all processes, to which they come. Every process calls it."""
+        """Bring what submodules have changed and made to all processes, since each may run them next. All call it."""
         for step in sorted(self.deployment.pipeline.steps):
             self._of_units.hand_over(step, step in self._to_bring)
         self._to_bring.clear()

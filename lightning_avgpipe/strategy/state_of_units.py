@@ -50,9 +50,9 @@ class StateOfUnits:
         self._bring(step, changed=True)
 
     def hand_over(self, step: str, changed: bool) -> None:
-        """Bring what submodules have made in a step to all processes, to which they come next. Each of them calls it.
+        """Bring what submodules have made in a step to all processes, since each may run them next. All call it.
 
-        What cannot be sent stays there what it was, with which a submodule can begin.
+        Other processes keep their own value of what cannot be sent.
 
         Args:
             step: name of the step function.
