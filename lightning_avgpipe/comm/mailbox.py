@@ -392,7 +392,7 @@ def meet(store: dist.Store, rank: int, peer: int, limit: timedelta, wanted: bool
             if rank < peer:
                 found = _answer(store, door, memory, token if memory is not None else "", limit)
             else:
-                found = _call(store, door, memory)
+                found = _call(store, door, memory, limit)
         if found is None:
             if memory is not None:
                 memory.close()
@@ -408,7 +408,7 @@ def _answer(
 ) -> tuple[socket.socket, int] | None:
     """Wait for the other process, and exchange memories; return the socket to it, and its memory."""
     store.set("token", token)
-    if store.get("found") != b"yes":
+    if _awaited(store, "found", limit) != b"yes":
         return None
     while True:
         door, _ = listener.accept()
@@ -421,9 +421,9 @@ def _answer(
     return door, files[0]
 
 
-def _call(store: dist.Store, door: Any, memory: Any) -> tuple[socket.socket, int] | None:
+def _call(store: dist.Store, door: Any, memory: Any, limit: timedelta) -> tuple[socket.socket, int] | None:
     """Look for the other process, and exchange memories; return the socket to it, and its memory."""
-    token = store.get("token").decode()
+    token = _awaited(store, "token", limit).decode()
     found = bool(token) and memory is not None and door.connect_ex(_address(token)) == 0
     store.set("found", "yes" if found else "no")
     if not found:
@@ -431,6 +431,12 @@ def _call(store: dist.Store, door: Any, memory: Any) -> tuple[socket.socket, int
     socket.send_fds(door, [token.encode()], [memory.fileno()])
     _, files, *_ = socket.recv_fds(door, 1, 1)
     return door.dup(), files[0]
+
+
+def _awaited(store: dist.Store, key: str, limit: timedelta) -> bytes:
+    """Return the value of a key that the other process sets within a limit, which may be more than the store's own."""
+    store.wait([key], limit)
+    return store.get(key)
 
 
 def _address(token: str) -> str:

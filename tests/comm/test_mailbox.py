@@ -39,10 +39,12 @@ CLONE_NEWNET = 0x40000000
 
 
 def both(
-    wanted: Sequence[bool] = (True, True), before: Callable[[int], None] = lambda rank: None
+    wanted: Sequence[bool] = (True, True),
+    before: Callable[[int], None] = lambda rank: None,
+    store: dist.Store | None = None,
 ) -> list[Mailbox | None]:
     """Both ends, which two threads connect."""
-    store = dist.HashStore()
+    store = dist.HashStore() if store is None else store
 
     def one(rank: int) -> Mailbox | None:
         before(rank)
@@ -102,6 +104,37 @@ def memory_bytes() -> int:
         if os.path.lexists(path) and "memfd:avgpipe" in os.readlink(path):
             found.append(os.stat(path).st_size)
     return max(found)
+
+
+class ImpatientStore(dist.HashStore):
+    """A store that answers at once by itself, or not at all. ``asked`` is set when somebody has asked for a key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Event()
+
+    def get(self, key: str) -> bytes:
+        known = self.check([key])
+        self.asked.set()
+        if not known:
+            raise dist.DistStoreError("wait timeout after 0ms")
+        return super().get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self.asked.set()
+        super().wait(keys, timeout)
+
+
+def test_an_end_waits_for_the_other_longer_than_the_store_would() -> None:
+    store = ImpatientStore()
+
+    def before(rank: int) -> None:
+        assert rank == 1 or store.asked.wait(LIMIT_S)
+
+    ends = both(before=before, store=store)
+    assert all(ends)
+    for end in ends:
+        end.close()
 
 
 def test_messages_arrive_as_they_are_whatever_their_structure_and_channel() -> None:
