@@ -6,10 +6,14 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_avgpipe.capture.tracer import METADATA
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
+from lightning_avgpipe.utils import tree
+from lightning_avgpipe.utils.torch_compat import version_of
 from lightning_avgpipe.weights.initialisation import note_of
 from lightning_avgpipe.weights.ownership import fill
 
@@ -52,10 +56,11 @@ def refuse_resizing() -> None:
 
 def _without_numbers(what: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{what or 'the adapter'} has no numbers: peft computes it from weights of the model, which are read when the "
-        "stages are known, or puts it where they are. Use an initialisation without them (init_lora_weights=True or "
-        "'gaussian', no use_dora, prompt_tuning_init='RANDOM'; modules_to_save in the place of trainable tokens), "
-        "leave low_cpu_mem_usage out; read adapters with PeftModel.from_pretrained(model, folder, is_trainable=True)"
+        f"{what or 'the adapter'} has no numbers: the weights of the model are read when the stages are known, and "
+        "peft changes them while it makes adapters (init_lora_weights='pissa'), computes with weights of 4 bits "
+        "(use_dora), or puts adapters where they are. Use init_lora_weights=True or 'gaussian', with 4 bits no "
+        "use_dora, and leave low_cpu_mem_usage out; read adapters with PeftModel.from_pretrained(model, folder, "
+        "is_trainable=True)"
     )
 
 
@@ -83,7 +88,7 @@ def _kept(
         if not any(note_of(parameter) for parameter in model.parameters()):
             return method(owner, *args, **kwargs)
         try:
-            with _KeptOnHost():
+            with _OnHost():
                 result = method(owner, *args, **kwargs)
         except AvgPipeError:  # of such a method within this one
             raise
@@ -121,11 +126,43 @@ def _take(model: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: Any) -
             fill(parameter, value.to("cpu", parameter.dtype, copy=True))
 
 
-class _KeptOnHost(TorchFunctionMode):
-    """A mode in which tensors with contents stay where they are when they are moved to meta."""
+_HOST = torch.device("cpu")
+_OF_FORM = METADATA | {
+    Tensor.requires_grad_, Tensor.requires_grad.__set__, Tensor.data.__get__, Tensor.data.__set__,  # type: ignore[attr-defined]
+}  # fmt: skip
+
+
+class _OnHost(TorchFunctionMode):
+    """A mode in which what is made is on the host.
+
+    Tensors with contents stay there when they are moved to meta. Functions that compute with a weight that has not been
+    read get what lies in its file for that time: peft computes with one layer after another.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs or {})
-        if func is Tensor.to and result.is_meta and not args[0].is_meta:
-            return args[0].to(result.dtype)
+        kwargs = kwargs or {}
+        if func is Tensor.to and not args[0].is_meta:
+            moved = func(*args, **kwargs)
+            return args[0].to(moved.dtype) if moved.is_meta else moved
+        if func in _OF_FORM or (func is Tensor.to and not _leaves_meta(*args[1:], **kwargs)):
+            return func(*args, **kwargs)
+        read: list[tuple[Tensor, int]] = []
+
+        def contents(tensor: Tensor) -> Tensor:
+            note = note_of(tensor)  # type: ignore[arg-type]
+            if note is None:
+                return tensor
+            found = note.stored.read(note.key, tensor, _HOST)  # type: ignore[arg-type]
+            read.append((found, version_of(found)))
+            return found
+
+        result = func(*tree.map_tensors(contents, args), **tree.map_tensors(contents, kwargs))
+        if any(version_of(tensor) != version for tensor, version in read):
+            raise _without_numbers("")  # it was written into
         return result
+
+
+def _leaves_meta(*args: Any, copy: bool = False, **kwargs: Any) -> bool:
+    """Return whether ``Tensor.to`` with these arguments moves a tensor from meta to another device."""
+    device = torch._C._nn._parse_to(*args, **kwargs)[0]
+    return device is not None and device.type != "meta"

@@ -174,8 +174,7 @@ PROMPT: dict[str, Any] = {"name": "PromptTuningConfig", "num_virtual_tokens": 3}
 @pytest.mark.parametrize(
     "options",
     [
-        {**LORA, "init_lora_weights": "pissa"}, {**LORA, "use_dora": True}, {**LORA, "trainable_token_indices": [3]},
-        {**PROMPT, "prompt_tuning_init": "SAMPLE_VOCAB"},
+        {**LORA, "init_lora_weights": "pissa"},
         {"name": "AdaptionPromptConfig", "adapter_len": 2, "adapter_layers": 2},
     ],
     ids=str,
@@ -191,11 +190,15 @@ SAVES = {**LORA, "modules_to_save": ["lm_head"]}
 
 @pytest.mark.parametrize(
     "options",
-    [SAVES, PROMPT, {"name": "PrefixTuningConfig", "num_virtual_tokens": 3}, {"name": "LNTuningConfig"}],
+    [
+        SAVES, PROMPT, {"name": "PrefixTuningConfig", "num_virtual_tokens": 3}, {"name": "LNTuningConfig"},
+        {**LORA, "use_dora": True}, {**LORA, "trainable_token_indices": [3]},
+        {**PROMPT, "prompt_tuning_init": "SAMPLE_VOCAB"},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_adapters_are_those_of_a_model_that_has_been_read(options: dict[str, Any], tmp_path: Path) -> None:
-    """Prompts too, and copies of layers that are trained as a whole."""
+    """Prompts too, copies of layers that are trained as a whole, and what is computed from weights."""
     peft = pytest.importorskip("peft")
 
     def adapted(model: Any) -> Any:
