@@ -20,11 +20,10 @@ from lightning_avgpipe.strategy.strategy import AvgPipeStrategy
 from lightning_avgpipe.tuning.picture import draw
 from lightning_avgpipe.tuning.profile import TUNED, Setting, from_json, to_json
 from lightning_avgpipe.tuning.search import Result, candidates, microbatch_counts, search
-from lightning_avgpipe.tuning.trials import best, per_batch_s, refined, trial_sizes
+from lightning_avgpipe.tuning.trials import trial_sizes
 from lightning_avgpipe.utils.allowed import (
     Allowed,
     Count,
-    Natural,
     check,
     directory,
     documented,
@@ -44,7 +43,6 @@ from lightning_avgpipe.utils.lightning import (
 )
 
 _FEWEST_BATCHES = 4
-_REFINED = 3  # timed iterations of each candidate that is tried
 _NAME = "avgpipe_tuning"
 _COUNT = ALLOWED["num_microbatches"]
 _FACTOR = number(0.01, 100, 1.2, least=True)
@@ -68,7 +66,6 @@ _ALLOWED = {
     ),
     "memory_limit": MEMORY,
     "profile_batches": whole(_FEWEST_BATCHES, 10_000, 20),
-    "refine": whole(0, 1000, 3),
     "samples_factor": optional(
         Allowed("a number from 0.01 to 100, or such numbers by number of pipelines", "{2: 1.2, 4: 1.7}", _are_factors),
         "what was measured",
@@ -102,7 +99,6 @@ class AvgPipeTuner(Callback):
             Without either: 90 % of the device's memory.
         profile_batches: largest number of iterations to profile with, at least 4. After two minutes no further round is
             begun.
-        refine: number of candidates, the best by prediction, that are run for a few iterations; the fastest is taken.
         samples_factor: number of samples that N models need to reach a goal, as a multiple of the number that one model
             needs: one factor for all N above 1, or factors by N. The setting with the least product of time per batch
             and factor is taken. None: as measured on small trainings, 1.2 for two and 1.7 for four models, for four 14
@@ -112,7 +108,6 @@ class AvgPipeTuner(Callback):
 
     Attributes:
         result: profile, candidates and choice; None before the first batch.
-        measured: setting -> seconds per batch, for each setting that ``refine`` has run.
 
     Raises:
         ConfigurationError: an argument that cannot work, another strategy, a strategy whose numbers are given by hand,
@@ -128,7 +123,6 @@ class AvgPipeTuner(Callback):
         microbatch_candidates: list[Count] | None = None,
         memory_limit: str | int | float | None = None,
         profile_batches: Count = 20,
-        refine: Natural = 0,
         samples_factor: float | dict[int, float] | None = None,
         dirpath: str | Path | None = None,
     ) -> None:
@@ -136,12 +130,10 @@ class AvgPipeTuner(Callback):
         self.microbatch_candidates = microbatch_candidates
         self.memory_limit = memory_limit
         self.profile_batches = profile_batches
-        self.refine = refine
         self.samples_factor = samples_factor
         self.dirpath = dirpath
         check(_ALLOWED, {name: getattr(self, name) for name in _ALLOWED}, "AvgPipeTuner")
         self.result: Result | None = None
-        self.measured: dict[Setting, float] = {}
         self._strategy: AvgPipeStrategy | None = None
         self._begun = False
         self._counted = False  # whether configure_optimizers has asked for the number of iterations
@@ -182,12 +174,6 @@ class AvgPipeTuner(Callback):
                 "AvgPipeTuner chooses num_pipelines, num_microbatches and advance, but the strategy was given "
                 f"{given}; remove that, or the callback"
             )
-        timed = f"AvgPipeTuner(refine={self.refine}) times iterations one by one"
-        if strategy.options.averaging.rolling is True and self.refine:
-            raise ConfigurationError(f"{timed}, but rolling ones overlap; use refine=0, or Averaging(rolling=False)")
-        if strategy.options.averaging.rolling == "auto" and self.refine:
-            strategy.rolls = False
-            checks.tell_why_not_rolling(timed)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note whether anything, such as ``configure_optimizers``, has asked for the number of iterations."""
@@ -278,8 +264,6 @@ class AvgPipeTuner(Callback):
                 limit = run.context.memory_per_stage(self.memory_limit)
                 found = to_json(search(profile, settings, limit, self.samples_factor))
             result = from_json(Result, cluster.world.broadcast(found))
-            if self.refine:
-                result = self._refined(profiler, strategy, result)
         self.result = result
         if cluster.world.rank == 0:
             self._publish(trainer, result)
@@ -291,12 +275,6 @@ class AvgPipeTuner(Callback):
         if self.microbatch_candidates is None:
             return [m for m in counts if fewest_samples(module) * m <= batch_size] or counts
         return counts
-
-    def _refined(self, profiler: Profiler, strategy: AvgPipeStrategy, result: Result) -> Result:
-        tried = [candidate.setting for candidate in best(result, self.refine)]
-        times = strategy.cluster.world.broadcast(profiler.times(tried, _REFINED))
-        self.measured = {setting: per_batch_s(result.profile, setting, seconds) for setting, seconds in times.items()}
-        return refined(result, self.measured)
 
     def _reusable(self, strategy: AvgPipeStrategy) -> bool:
         return self.result is not None and self.result.profile.num_stages == strategy.num_stages
@@ -321,8 +299,7 @@ class AvgPipeTuner(Callback):
             rank_zero_info(f"AvgPipeTuner: {models} models, each step reads {models} batches: 1/{models} of the steps")
         if not picture.is_available():
             return
-        measured = {(s.num_microbatches, s.num_pipelines): seconds for s, seconds in self.measured.items()}
-        figure = draw(result, measured)
+        figure = draw(result)
         picture.save(figure, folder / f"{_NAME}.png")
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -96,18 +95,6 @@ class Profiler:
             tuple(trials),
         )
 
-    def times(self, settings: Sequence[Setting], count: int) -> dict[Setting, float]:
-        """Return, on rank 0, the median seconds of an iteration on the slowest process, for each setting that fits.
-
-        Args:
-            settings: settings to try.
-            count: number of timed iterations of each setting, one in each round, after one that is not timed.
-        """
-        with contextlib.suppress(MemoryShortage):
-            runs = self._in_turns(settings, 1 + count, lambda: None)
-            return {setting: self._span_s(timed) for setting, timed in runs.items()}
-        return {}
-
     def _span_s(self, runs: Sequence[Recording]) -> float:
         spans = self._cluster.group.gather_objects([run.span_s for run in runs])
         return statistics.median(max(at) for at in zip(*spans, strict=True))
@@ -133,7 +120,8 @@ class Profiler:
                 try:
                     runs[setting].append(self._rehearsal.run(setting))
                 except MemoryShortage as shortage:
-                    runs = {other: timed for other, timed in runs.items() if not _needs_more(other, setting)}
+                    most = setting.num_microbatches
+                    runs = {other: timed for other, timed in runs.items() if other.num_microbatches > most}
                     if not runs:
                         raise
                     rank_zero_info(f"AvgPipeTuner: {setting} does not fit the memory ({shortage}); goes without it")
@@ -288,12 +276,6 @@ class Profiler:
             HopProfile(size * stage.wire_bytes, size * stage.gradient_bytes, link)
             for stage, link in zip(plan.stages, self._cluster.links(self._cluster.stage_map), strict=False)
         )
-
-
-def _needs_more(setting: Setting, other: Setting) -> bool:
-    """Return whether a setting needs at least as much memory as another one, whatever the model."""
-    fewer = setting.num_microbatches <= other.num_microbatches
-    return fewer and setting.num_pipelines >= other.num_pipelines and setting.advance >= other.advance
 
 
 def _within_s(run: Recording) -> float:

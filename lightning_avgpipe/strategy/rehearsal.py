@@ -119,7 +119,7 @@ class Rehearsal:
             self._step(setting, self._trials(setting))
 
     def run(self, setting: Setting) -> Recording:
-        """Run one iteration without an optimizer step, with a batch for every pipeline.
+        """Run one iteration of one pipeline, without an optimizer step.
 
         Raises:
             MemoryShortage: the iteration does not fit the memory of some process; all of them raise it.
@@ -230,18 +230,15 @@ class Rehearsal:
         return trials
 
     def _step(self, setting: Setting, trials: _Trials) -> None:
-        run, configuration = self.pipeline_run, self.pipeline_run.configuration
-        num_pipelines, m = setting.num_pipelines, setting.num_microbatches
-        configuration.options = replace(configuration.options, num_pipelines=num_pipelines, num_microbatches=m)
+        run, configuration, m = self.pipeline_run, self.pipeline_run.configuration, setting.num_microbatches
+        configuration.options = replace(configuration.options, num_pipelines=1, num_microbatches=m)
         run.loop.schedule_control = trials
-        copies = [copy.deepcopy(self._batch) for _ in range(num_pipelines)]  # a step may change its batch
-        batches = [run.context.distributor.seal(batch, n) for n, batch in enumerate(copies)]
+        batch = run.context.distributor.seal(copy.deepcopy(self._batch), 0)  # a step may change its batch
         self._module._current_fx_name = "on_train_batch_start"
-        self._module.on_train_batch_start(batches[0], 0)
+        self._module.on_train_batch_start(batch, 0)
         self._module._current_fx_name = "training_step"
-        kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batches[0], 0)
-        _, *rest = kwargs.values()
-        run.loop.order.train(batches, tuple(rest))
+        _, *rest = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values()
+        run.loop.order.train([batch], tuple(rest))
 
     def _clear_gradients(self) -> None:
         self.pipeline_run.models.clear_gradients()

@@ -6,8 +6,7 @@ Drawing needs matplotlib, which is imported only when something is drawn.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_avgpipe.schedule.picture import require_matplotlib
 from lightning_avgpipe.tuning.search import Candidate, Result
@@ -23,7 +22,7 @@ _GIB = 2**30
 _Cells = list[list[Candidate | None]]  # a row for each N, with a column for each M
 
 
-def draw(result: Result, measured: Mapping[tuple[int, int], float] | None = None) -> Figure:
+def draw(result: Result) -> Figure:
     """Draw two heat maps: predicted time per batch, and memory of the fullest stage relative to the limit.
 
     Each cell shows the best schedule for its M and N. Cells in which no schedule fits are hatched, and the choice has a
@@ -31,7 +30,6 @@ def draw(result: Result, measured: Mapping[tuple[int, int], float] | None = None
 
     Args:
         result: result of a search.
-        measured: measured seconds per batch by (M, N), drawn as discs in the colours of the map of times.
     Returns:
         A matplotlib figure without a window, which does not have to be closed.
     Raises:
@@ -46,12 +44,7 @@ def draw(result: Result, measured: Mapping[tuple[int, int], float] | None = None
     figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
     cells = [[result.best(m, n) for m in columns] for n in rows]
     left, right = figure.subplots(1, 2)
-    places = {
-        (columns.index(m), rows.index(n)): seconds
-        for (m, n), seconds in (measured or {}).items()
-        if m in columns and n in rows
-    }
-    _draw_times(left, cells, places, (measured or {}).values())
+    _draw_times(left, cells)
     _draw_memory(right, cells, result)
     chosen = result.choice.setting
     for axes in (left, right):
@@ -66,14 +59,10 @@ def draw(result: Result, measured: Mapping[tuple[int, int], float] | None = None
     return figure
 
 
-def _draw_times(axes: Axes, cells: _Cells, places: Mapping[tuple[int, int], float], measured: Iterable[float]) -> None:
-    """Draw the map of times, with discs at measured places; the range of colours includes the measured seconds."""
+def _draw_times(axes: Axes, cells: _Cells) -> None:
     times = [[math.nan if c is None else c.prediction.per_batch_s * 1e3 for c in row] for row in cells]
-    shown = [t for row in times for t in row if not math.isnan(t)] + [seconds * 1e3 for seconds in measured]
-    image = _map(axes, times, min(shown), max(shown), "viridis_r", "predicted ms per batch")
-    for place, seconds in places.items():
-        colour = image.cmap(image.norm(seconds * 1e3))
-        axes.scatter(*place, s=120, color=[colour], edgecolors="black", zorder=3)
+    shown = [t for row in times for t in row if not math.isnan(t)]
+    _map(axes, times, min(shown), max(shown), "viridis_r", "predicted ms per batch")
     _mark_bounds(axes, cells)
 
 
@@ -86,11 +75,10 @@ def _draw_memory(axes: Axes, cells: _Cells, result: Result) -> None:
     _map(axes, memory, 0.0, top, "magma_r", title)
 
 
-def _map(axes: Axes, values: list[list[float]], low: float, high: float, colours: str, title: str) -> Any:
+def _map(axes: Axes, values: list[list[float]], low: float, high: float, colours: str, title: str) -> None:
     image = axes.imshow(values, origin="lower", aspect="auto", cmap=colours, vmin=low, vmax=high)
     axes.figure.colorbar(image, ax=axes)
     axes.set_title(title, fontsize=10)
-    return image
 
 
 def _mark_bounds(axes: Axes, cells: _Cells) -> None:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 
-from lightning_avgpipe.planning.plan import format_seconds
 from lightning_avgpipe.schedule import Kind
-from lightning_avgpipe.tuning.profile import Profile, Setting
-from lightning_avgpipe.tuning.scaling import update_s
-from lightning_avgpipe.tuning.search import Candidate, Result, time_in_words
 
 # A profile is taken with at most so many micro-batches, or so many per stage if that is more: beyond, the fixed cost of
 # an action would dominate.
@@ -83,44 +77,3 @@ def durations(
         found.setdefault((stage, kind), []).append(seconds)
     factor = max(1.0, statistics.median(busy / within for busy, within in span_s)) if span_s else 1.0
     return {key: factor * statistics.median(seconds) for key, seconds in found.items()}
-
-
-def best(result: Result, count: int) -> tuple[Candidate, ...]:
-    """Return the predicted best candidates among those that fit, the chosen one first.
-
-    Of candidates that differ only in their advance and have the same predicted time, the one with the least memory is
-    taken.
-    """
-    fitting = [c for c in result.candidates if c.fits(result.limit) and c != result.choice]
-    fitting.sort(key=lambda c: (c.cost_s, max(c.prediction.memory), c.setting))
-    found = [result.choice]
-    for candidate in fitting:
-        if not any(_predicted_alike(candidate, other) for other in found):
-            found.append(candidate)
-    return tuple(found[:count])
-
-
-def _predicted_alike(one: Candidate, other: Candidate) -> bool:
-    same = replace(one.setting, advance=other.setting.advance) == other.setting
-    return same and math.isclose(one.cost_s, other.cost_s)
-
-
-def refined(result: Result, measured: Mapping[Setting, float]) -> Result:
-    """Choose by measured times instead of predictions.
-
-    Args:
-        result: result of the search.
-        measured: measured seconds per batch of some settings.
-    """
-    if not measured:
-        return result
-    by_setting = {c.setting: c for c in result.candidates}
-    setting = min(measured, key=lambda s: (measured[s] * by_setting[s].samples, s))
-    choice = by_setting[setting]
-    shortest = f"{format_seconds(measured[setting])} a batch, the shortest of {len(measured)} that were tried"
-    return replace(result, choice=choice, reason=f"{shortest} ({time_in_words(choice)} was expected)")
-
-
-def per_batch_s(profile: Profile, setting: Setting, iteration_s: float) -> float:
-    """Return the seconds of a batch, from the seconds of an iteration without optimizer steps and averaging."""
-    return (iteration_s + update_s(profile, setting.num_pipelines)) / setting.num_pipelines

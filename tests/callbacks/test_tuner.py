@@ -187,7 +187,7 @@ def test_training_goes_on_as_if_the_choice_had_been_given_by_hand(
     setting: Setting, data: Any, limit: int | None, liking: Callable[..., None], tmp_path: Path
 ) -> None:
     liking(setting)
-    tuner = AvgPipeTuner(3, [2, 4], profile_batches=6, refine=2, dirpath=tmp_path)
+    tuner = AvgPipeTuner(3, [2, 4], profile_batches=6, dirpath=tmp_path)
     options = {} if limit is None else {"limit_train_batches": limit}
     found = fitted([tuner], data, **options)
     expected = fitted([], data, by_hand(tuner.result.choice.setting), **options)
@@ -222,14 +222,12 @@ def test_the_tuner_chooses_whether_to_roll_where_that_is_open(rolls: bool, likin
 @pytest.mark.slow
 def test_what_cannot_roll_is_tuned_without(liking: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     liking(Setting(4, 2, 0, rolling=True), Setting(4, 2, 0))
-    ways = [
-        ({}, Measured, "the metric object 'mean'"),
-        ({}, Clears, "on_before_zero_grad"),
-        ({}, Changing, "changes 'calls'"),
-        ({"refine": 1}, MLP, "refine=1"),
-    ]
-    for options, module, why in ways:
-        tuner = AvgPipeTuner(2, [4], profile_batches=4, dirpath=tmp_path, **options)
+    for module, why in (
+        (Measured, "the metric object 'mean'"),
+        (Clears, "on_before_zero_grad"),
+        (Changing, "changes 'calls'"),
+    ):
+        tuner = AvgPipeTuner(2, [4], profile_batches=4, dirpath=tmp_path)
         caplog.clear()
         with caplog.at_level(logging.INFO):
             pipeline(2, strategy={"averaging": Averaging(rolling="auto")}, callbacks=[tuner], max_epochs=1).fit(
@@ -240,19 +238,10 @@ def test_what_cannot_roll_is_tuned_without(liking: Any, tmp_path: Path, caplog: 
         assert why in said
 
 
-@pytest.mark.parametrize(
-    ("module", "refine", "message"),
-    [
-        (Clears, 0, r"Averaging\(rolling=True\) and Clears\.on_before_zero_grad"),
-        (MLP, 2, r"AvgPipeTuner\(refine=2\) times iterations one by one"),
-    ],
-)
-def test_what_does_not_roll_is_refused_before_it_is_tuned(
-    module: Any, refine: int, message: str, tmp_path: Path
-) -> None:
-    tuner, rolling = AvgPipeTuner(2, refine=refine, dirpath=tmp_path), {"averaging": Averaging(rolling=True)}
-    with pytest.raises(ConfigurationError, match=message):
-        pipeline(2, strategy=rolling, callbacks=[tuner]).fit(module(), loader(MLP, 16, 8))
+def test_what_does_not_roll_is_refused_before_it_is_tuned(tmp_path: Path) -> None:
+    tuner, rolling = AvgPipeTuner(2, dirpath=tmp_path), {"averaging": Averaging(rolling=True)}
+    with pytest.raises(ConfigurationError, match=r"Averaging\(rolling=True\) and Clears\.on_before_zero_grad"):
+        pipeline(2, strategy=rolling, callbacks=[tuner]).fit(Clears(), loader(MLP, 16, 8))
     assert not [*tmp_path.iterdir()]
 
 
@@ -311,15 +300,6 @@ def test_what_does_not_fit_while_profiling_is_not_chosen(stage: int, error: Any,
         mlp(tuner)
     assert {c.setting.num_microbatches for c in tuner.result.candidates} == {4, 8}
     assert tuner.result.choice.setting == Setting(4)
-
-
-def test_what_does_not_fit_when_it_is_tried_is_not_chosen(liking: Any, tmp_path: Path) -> None:
-    liking(Setting(2), Setting(8))
-    tuner = AvgPipeTuner(1, [2, 8], profile_batches=4, refine=2, dirpath=tmp_path)  # so few that 2 is not profiled
-    with ScarceStage(1, 2):
-        mlp(tuner)
-    assert {c.setting.num_microbatches for c in tuner.result.candidates} == {2, 8}
-    assert set(tuner.measured) == {Setting(8)} and tuner.result.choice.setting == Setting(8)
 
 
 def test_profiling_goes_on_with_more_micro_batches_where_the_first_do_not_fit(liking: Any, tmp_path: Path) -> None:
@@ -390,7 +370,7 @@ def tuned(rank: int, folder: Path) -> dict[str, Any]:
     """Tune with a stage that is short of memory; resume; and train by hand."""
     found: dict[str, Any] = {}
     like(Setting(2, 2, 1), Setting(4, 2, 1))
-    tuner = AvgPipeTuner(2, [2, 4, 8], profile_batches=8, refine=1, dirpath=folder)
+    tuner = AvgPipeTuner(2, [2, 4, 8], profile_batches=8, dirpath=folder)
     saving = ModelCheckpoint(folder, filename="half", every_n_train_steps=1, save_top_k=1)
     with ScarceStage(0, 2):
         model, runner = mlp(tuner, devices=2, callbacks=[saving], enable_checkpointing=True)
@@ -446,7 +426,6 @@ def test_two_processes_tune_recover_from_lack_of_memory_and_train_as_by_hand(tmp
         ({"memory_limit": "much"}, "memory_limit='much'"),
         ({"profile_batches": 3}, "profile_batches=3: must be an integer from 4"),
         ({"dirpath": 3}, "dirpath=3: must be the path of a directory"),
-        ({"refine": -1}, "refine=-1: must be an integer from 0"),
         ({"samples_factor": 0}, "samples_factor=0: must be a number from 0.01 to 100, or such numbers by"),
         ({"samples_factor": {0: 1.0}}, r"samples_factor=\{0: 1.0\}: must be"),
         ({"samples_factor": {2: "x"}}, r"samples_factor=\{2: 'x'\}: must be"),

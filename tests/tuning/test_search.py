@@ -11,12 +11,7 @@ from lightning_avgpipe.errors import TuningError
 from lightning_avgpipe.schedule.picture import pixels
 from lightning_avgpipe.tuning.picture import draw
 from lightning_avgpipe.tuning.profile import (
-    Curve,
-    HopProfile,
-    Profile,
     Setting,
-    StageMemory,
-    StageProfile,
     from_json,
     to_json,
 )
@@ -29,7 +24,7 @@ from lightning_avgpipe.tuning.search import (
     samples_at,
     search,
 )
-from lightning_avgpipe.tuning.trials import best, refined, trial_sizes
+from lightning_avgpipe.tuning.trials import trial_sizes
 from tests.profiles import random_profile
 
 PROFILE = random_profile(1)
@@ -95,7 +90,7 @@ def test_where_it_is_open_each_number_of_pipelines_is_considered_with_and_withou
 def test_the_picture_hatches_what_does_not_fit_and_marks_the_choice() -> None:
     limit = tight(0.1)
     result = search(PROFILE, SETTINGS, limit)
-    figure = draw(result, measured={(8, 2): 0.1})
+    figure = draw(result)
     left, right, *_ = figure.axes
     columns, rows = [1, 2, 4, 8, 16, 32, 64], [1, 2, 3, 4]
     infeasible = {
@@ -115,7 +110,6 @@ def test_the_picture_hatches_what_does_not_fit_and_marks_the_choice() -> None:
         (x, y), *_ = star.get_offsets()
         setting = result.choice.setting
         assert (columns[int(x)], rows[int(y)]) == (setting.num_microbatches, setting.num_pipelines)
-    assert len(left.collections) == len(right.collections) + 1  # the measured point
     image = pixels(figure)
     x, y = left.transData.transform((columns.index(8), rows.index(2)))
     assert image[image.shape[0] - 1 - round(y), round(x)].tolist() != [255, 255, 255]
@@ -195,23 +189,3 @@ def test_profiles_are_made_with_many_micro_batches_and_the_fewest_and_some_in_be
     counts: list[int], num_stages: int, expected: tuple[int, tuple[int, ...]]
 ) -> None:
     assert trial_sizes(counts, num_stages) == expected
-
-
-def test_the_fastest_of_those_that_were_tried_is_taken() -> None:
-    profile = random_profile(1)
-    result = search(profile, candidates(profile, 3))
-    tried = best(result, 3)
-    assert tried[0] == result.choice and len(set(tried)) == 3
-    measured = {candidate.setting: seconds for candidate, seconds in zip(tried, (3.0, 1.0, 2.0), strict=True)}
-    chosen = refined(result, measured)
-    assert chosen.choice == tried[1]
-    assert chosen.reason.startswith("1.00 s a batch, the shortest of 3 that were tried")
-    assert str(chosen).count("chosen") == 1
-    assert refined(result, {}) == result
-
-
-def test_settings_that_only_stash_more_are_not_tried_beside_each_other() -> None:
-    stage = StageProfile(Curve.constant(1.0, 1.0), Curve.constant(1.0, 1.0), StageMemory(0, 10, 10, 10))
-    profile = Profile(16, 16, (stage, stage), (HopProfile(0.0, 0.0),), True, (0, 1))  # an advance gains nothing
-    tried = [candidate.setting for candidate in best(search(profile, candidates(profile, 1)), 3)]
-    assert tried == [Setting(16), Setting(8), Setting(4)]
