@@ -458,11 +458,10 @@ def _is_metric(module: nn.Module) -> bool:
 
 def _held_by(module: nn.Module, units: Iterable[str]) -> Iterator[Any]:
     """Yield what the attributes of units hold, and the variables that their code names."""
-    named = outside(module) if units else {}
-    for unit in units:
-        inner = module.get_submodule(unit)
-        yield from attributes_of(dict(inner.named_modules())).values()
-        yield from (named[name] for name in outside(inner) if name in named)
+    together = nn.ModuleList(map(module.get_submodule, units))
+    yield from attributes_of(dict(together.named_modules())).values()
+    if named := outside(module):
+        yield from (named[name] for name in outside(together) if name in named)
 
 
 def _only_grew(before: ObjectState, now: ObjectState) -> bool:
