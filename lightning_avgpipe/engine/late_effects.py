@@ -31,7 +31,8 @@ from lightning_avgpipe.utils.torch_compat import REGISTRIES, version_of
 
 _MISSING = object()
 _WRITES = re.compile(
-    r"\w*[a-z0-9]_|__setitem__|data\.__set__|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
+    r"(?!requires_grad_)\w*[a-z0-9]_|__setitem__|data\.__set__|"
+    r"__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
 )
 _OF_LIGHTNING = OF_EVERY_LIGHTNING_MODULE - {"_hparams"}
 _ADVICE = "Do so in a hook such as on_train_batch_start, or from the first step on (by nothing, if need be)"

@@ -120,6 +120,7 @@ class Steps(L.LightningModule):
         self.step = step
         self.a, self.b, self.c, self.d = Block(), second(), Block(), Block()
         self.ema: Any = torch.zeros(4)
+        self.register_buffer("zero", torch.tensor(0.0), persistent=False)
         self.hidden: Any = None
         self.noted, self.left = 0, list[int]()
 
@@ -188,6 +189,12 @@ def freezes_one_call_of_two(net: Any, x: Tensor) -> Tensor:
     return net.head(h + net.c(net.a(x)))
 
 
+def begins_a_sum_with_a_buffer(net: Any, x: Tensor) -> Tensor:
+    loss = net.zero
+    loss.requires_grad_()
+    return loss + net.head(net.b(net.a(x)))  # type: ignore[no-any-return]
+
+
 def reads_what_a_layer_has_left(net: Any, x: Tensor) -> Tensor:
     loss = net.head(net.b(net.a(x)))
     return loss * (1 + max(net.b.load))
@@ -237,6 +244,7 @@ def looks_at_a_gradient_of_the_last_stage(net: Any, x: Tensor) -> Tensor:
         (freezes_for_a_while, Block),
         (freezes_until_it_ends, Block),
         (freezes_one_call_of_two, Block),
+        (begins_a_sum_with_a_buffer, Block),
         (reads_what_a_layer_has_left, Leaves),
         (notes_that_it_leaves, Block),
         (puts_random_numbers_back, Block),
