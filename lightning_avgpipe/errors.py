@@ -21,16 +21,17 @@ class CaptureError(AvgPipeError):
     """A step function that cannot be traced, or that cannot be pipelined at all."""
 
 
-class SeedingError(CaptureError):
-    """Code of a step function that runs between units seeds torch's random number generators.
+class OnlyInUnitsError(CaptureError):
+    """Code of a step function that runs between units does what only the inside of a unit may do.
 
     Attributes:
-        module: path of the module whose code seeds, which may be made a unit; "" for the code of the step itself.
+        module: path of the module whose code does it, which may be made a unit; "" for the code of the step itself.
+        does: what it does, for messages.
     """
 
-    def __init__(self, message: str, module: str = "") -> None:
+    def __init__(self, message: str, module: str = "", does: str = "") -> None:
         super().__init__(message)
-        self.module = module
+        self.module, self.does = module, does
 
 
 class SkippedStepError(CaptureError):

@@ -18,7 +18,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_avgpipe.capture.flop_counter import Flops
 from lightning_avgpipe.capture.graph import FollowedCall
 from lightning_avgpipe.capture.tracer import CallWatcher, StepTracer
-from lightning_avgpipe.errors import SeedingError
+from lightning_avgpipe.capture.units import tensors_of
+from lightning_avgpipe.errors import OnlyInUnitsError
 from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import HostState, generators, seeds_of, stream_seed
 from lightning_avgpipe.utils.source import source_line
@@ -26,7 +27,7 @@ from lightning_avgpipe.utils.torch_compat import untraced
 
 
 def watching_seeds(note: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Watch ``torch.manual_seed``, ``torch.seed`` and ``torch.set_rng_state`` within this context.
+    """Watch ``torch.manual_seed``, ``torch.seed``, ``torch.get_rng_state`` and its counterpart within this context.
 
     The name under which the step has imported them does not matter: all look up torch's generator of the host in one
     place.
@@ -37,16 +38,19 @@ def watching_seeds(note: Callable[[str], None]) -> AbstractContextManager[None]:
     return replaced(torch.random, "default_generator", _WatchedGenerator(note))
 
 
+_STATE_FUNCTIONS = {"get_state": "get_rng_state", "set_state": "set_rng_state"}  # of generators, and of torch
+
+
 class _WatchedGenerator:
-    """A stand-in for torch's default generator that reports seeds, but not torch's own restores of the state."""
+    """A stand-in for torch's default generator that reports seeds and kept states, other than by torch's own code."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
 
     def __getattr__(self, name: str) -> Any:
         caller = sys._getframe(2).f_globals["__name__"]
-        if name in ("manual_seed", "seed") or (name == "set_state" and not caller.startswith("torch.")):
-            self._note({"set_state": "set_rng_state"}.get(name, name))
+        if name in ("manual_seed", "seed") or (name in _STATE_FUNCTIONS and not caller.startswith("torch.")):
+            self._note(_STATE_FUNCTIONS.get(name, name))
         return getattr(torch.default_generator, name)
 
 
@@ -90,7 +94,7 @@ class Calls(CallWatcher):
             mode.
         host_drawing: paths of modules that draw from the generators of Python or NumPy.
         unit: path of the running unit; None between units.
-        seeding: paths of modules that seed torch's generators themselves while a unit runs.
+        seeding: paths of modules that seed torch's generators themselves while a unit runs, or keep their state.
         from_entropy: whether one of them may seed with an unpredictable number (``torch.seed``).
         flops: counter of the running unit's operations.
         inner_flops: operations of the modules within units, by path.
@@ -98,7 +102,8 @@ class Calls(CallWatcher):
 
     def __init__(self, module: nn.Module, device: torch.device | None, position: Callable[[], int]) -> None:
         self._position = position
-        self._paths = {id(m): path for path, m in module.named_modules()}
+        self._modules = dict(module.named_modules())
+        self._paths = {id(m): path for path, m in self._modules.items()}
         self._stack = [_Call("", None, _NOTHING)]
         self._outermost: tuple[int, Callable[[nn.Module], AbstractContextManager[Any]]] | None = None
         self._device = device or torch.device("cpu")
@@ -188,15 +193,36 @@ class Calls(CallWatcher):
                 generator.manual_seed(seed)
             self._state = self.generator_states()
 
+    def check_calls_in(self, function: str, since: int) -> None:
+        """Check that a function called no modules with weights, which would belong to no stage.
+
+        A reversible network calls its layers in the forward and in the backward of an autograd function.
+
+        Args:
+            function: function that was called between units.
+            since: number of calls before it.
+        Raises:
+            OnlyInUnitsError: it did.
+        """
+        for path in self.calls[since:]:
+            if tensors_of(self._modules[path]):
+                raise self._only_in_units(
+                    f"{function} at {source_line()} calls '{path}' itself, so that no stage would have its weights; do "
+                    f"so in the forward of a submodule that has '{path}' below it",
+                    f"calls submodules in {function}",
+                )
+
     # -- seeds ---------------------------------------------------------------------------------------------------------
 
     def note_seed(self, function: str) -> None:
-        """Note that the step calls a function of torch that seeds.
+        """Note that the step calls a function of torch that seeds, or keeps a state to go back to in its backward.
 
         Raises:
-            SeedingError: the call is outside of units.
+            OnlyInUnitsError: the call is outside of units, and seeds.
         """
         if self.unit is None:
+            if function == "get_rng_state":
+                return
             raise self._refused(f"at {source_line()} (torch.{function})")
         self.seeding.add(self._stack[-1].path)
         self.drawing.add(self._stack[-1].path)
@@ -206,7 +232,7 @@ class Calls(CallWatcher):
         """Check that code outside of units has not seeded torch's generators by their own methods.
 
         Raises:
-            SeedingError: it has seeded one.
+            OnlyInUnitsError: it has seeded one.
         """
         if self._is_seeded():
             where = f"before it comes to {source_line()} (manual_seed of torch.default_generator, or the like)"
@@ -216,11 +242,15 @@ class Calls(CallWatcher):
         now = seeds_of(self._device)
         return now not in (self._seeds, (stream_seed(),) * len(now))
 
-    def _refused(self, where: str) -> SeedingError:
-        innermost = next((call.followed.path for call in reversed(self._stack) if call.followed is not None), "")
-        return SeedingError(
+    def _refused(self, where: str) -> OnlyInUnitsError:
+        return self._only_in_units(
             f"the step seeds torch's random numbers {where} between submodules, while stages draw from streams of each "
             "module and micro-batch; draw from a torch.Generator of your own, seed in the forward of a submodule what "
             "it draws, or seed before training",
-            innermost,
+            "seeds torch's random numbers",
         )
+
+    def _only_in_units(self, message: str, does: str) -> OnlyInUnitsError:
+        """Return the error that the innermost module that is followed, or the step, does what only units may do."""
+        innermost = next((call.followed.path for call in reversed(self._stack) if call.followed is not None), "")
+        return OnlyInUnitsError(message, innermost, does)

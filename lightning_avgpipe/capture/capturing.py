@@ -54,7 +54,7 @@ def capture(
 
     Raises:
         SkippedStepError: the step returned None in training.
-        SeedingError: code between units seeds torch's random numbers.
+        OnlyInUnitsError: code between units does what only the inside of a unit may do.
         CaptureError: the step returned no loss in training, is given nested tensors, or assigns submodules.
     """
     if any(tensor.is_nested for tensor in tree.tensors(args)):

@@ -193,7 +193,7 @@ class CallGraph:
         drawing: paths of the modules that draw from torch's generators themselves, not only through their children; ""
             stands for the step's own code.
         host_drawing: paths of the modules that draw from the generators of Python or NumPy.
-        seeding: paths of the modules in units that seed torch's generators themselves.
+        seeding: paths of the modules in units that seed torch's generators themselves, or keep their state.
         from_entropy: whether one of them may seed with an unpredictable number (``torch.seed``).
         leaves: the tensors of the batch.
         batch_writes: whether the step changes tensors of its batch in place.

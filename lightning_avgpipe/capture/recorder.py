@@ -281,8 +281,9 @@ class StepRecorder(StepTracer):
         self.effects.look()
         free = not inputs and not any(id(t) in self._owned for t in tensors)
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
-        random_before = watch.generator_states()
+        random_before, calls = watch.generator_states(), len(watch.calls)
         result, changed, saved = self._executed_glue(func, args, kwargs, tensors)
+        watch.check_calls_in(f"{name}()", calls)
         self.state.by_glue.update(changed)
         if passive:
             self.batch.passed_on(tensors, tree.tensors(result))

@@ -117,7 +117,11 @@ class CallWatcher:
         """Watch the end of a module's call, which may be by an error."""
 
     def opaque(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a custom autograd function that is called inside a unit."""
+        """Run a custom autograd function that is called inside a unit.
+
+        All that it draws comes from one stream: its backward may call modules again, from a random state that it has
+        kept.
+        """
         return run(*args, **kwargs)
 
     def repeatable(self, function: Callable[..., Any], calls_before: int) -> Callable[..., Any]:

@@ -356,7 +356,8 @@ class Draws(CallWatcher):
             self.drawing_function()
         self._scopes.append(_QUIET)
         try:
-            return run(*args, **kwargs)
+            with replaced(self, "only", ()):
+                return run(*args, **kwargs)
         finally:
             self._scopes.pop()
 

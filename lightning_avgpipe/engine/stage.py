@@ -113,7 +113,8 @@ class Stage:
         changes = dict.fromkeys(name for node in program.nodes for name in node.changes)
         changed = [name for name, _ in module.named_buffers() if name in changes]
         self._changed = registers_of(module, changed)  # buffers
-        self._seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
+        seeding = [module.get_submodule(path) for path in sorted(program.graph.seeding)]
+        self._seeding = list(dict.fromkeys(inner for outer in seeding for inner in outer.modules()))
         self._explained = naming_overwritten_buffers(program, module)
         self._kept_by_seeding: dict[int, Snapshot] = {}
         self._step = StageStep(program, module, device, foreign_tensors, execution, repeats)
@@ -415,7 +416,8 @@ class Stage:
     def _seeded(self, micro_batch: int) -> Iterator[None]:
         """Run a backward within this context that may seed torch's generators as its forward did (RevNets).
 
-        Modules that seed get back the attributes of the forward, such as the seed; generators are restored afterwards.
+        Modules that seed, and those below them, get back the attributes of the forward, such as the seed; generators
+        are restored afterwards.
         """
         with attributes(self._seeding).restored(), restored(generators(self._device)):
             self._kept_by_seeding[micro_batch].restore()

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.units import is_container
-from lightning_avgpipe.errors import PartitionError, SeedingError
+from lightning_avgpipe.errors import OnlyInUnitsError, PartitionError
 from lightning_avgpipe.utils.names import close_to, is_within, joined
 
 # Modules that use their children without calling them, or all of their parameters at once.
@@ -44,7 +44,8 @@ class Divisible:
     module: nn.Module
     device: torch.device | None = None
     observers: Collection[nn.Module] = ()
-    _seeding: set[str] = field(default_factory=set, init=False, compare=False)  # modules that must be units
+    # modules that must be units, for what their own code does
+    _units: dict[str, str] = field(default_factory=dict, init=False, compare=False)
     _changing: set[int] = field(default_factory=set, init=False, compare=False)  # ids of objects that steps change
 
     @property
@@ -60,17 +61,17 @@ class Divisible:
     def capture(self, step: Step, units: Sequence[str] | None = None) -> CallGraph:
         """Capture the call graph of a step at the granularity of these units; None: of the coarsest units.
 
-        A module whose own code seeds torch's random number generators becomes a unit, because its random numbers depend
-        on this.
+        A module whose own code does what only the inside of a unit may do, such as to seed torch's random number
+        generators, becomes a unit.
         """
         units = self.units() if units is None else units
         while True:
             try:
                 return capture(*step, self.module, units, self.device, self.observers, self._changing)
-            except SeedingError as error:
-                if not error.module or error.module in self._seeding:
+            except OnlyInUnitsError as error:
+                if not error.module or error.module in self._units:
                     raise
-                self._seeding.add(error.module)
+                self._units[error.module] = error.does
                 units = (*(unit for unit in units if not is_within(unit, error.module)), error.module)
 
     # -- units --------------------------------------------------------------------------------------------------------
@@ -109,8 +110,8 @@ class Divisible:
 
     def _why_whole(self, unit: str) -> str | None:
         module = self.module.get_submodule(unit)
-        if unit in self._seeding:
-            return "seeds torch's random numbers"
+        if unit in self._units:
+            return self._units[unit]
         if not any(True for _ in self._below(unit)) and not isinstance(module, nn.RNNBase):
             return "has no submodules"
         return next((reason for kind, reason in _ATOMS.items() if isinstance(module, kind)), None)

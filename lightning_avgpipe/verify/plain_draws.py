@@ -26,6 +26,7 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.tracer import CallWatcher, function_name, watching
 from lightning_avgpipe.capture.ways import may_draw
 from lightning_avgpipe.engine.randomness import DRAWING_FUNCTIONS
+from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.utils.random_streams import generators, host_stream, seeds_of
 
 _Call = tuple[str, int]  # path of a module, and the number of calls of it before this one
@@ -183,7 +184,8 @@ class _PlainDraws(CallWatcher, TorchFunctionMode):
         self._function()
         self._stack.append(_Frame(None))
         try:
-            return run(*args, **kwargs)
+            with replaced(self, "only", ()):
+                return run(*args, **kwargs)
         finally:
             self._stack.pop()
 

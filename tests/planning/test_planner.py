@@ -19,6 +19,7 @@ from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
 from tests.planning.known_costs import of_nodes
+from tests.zoo.own_models import ReversibleDropout
 
 
 class Block(nn.Module):
@@ -172,3 +173,11 @@ def test_a_step_that_runs_a_backward_is_counted_where_it_cannot_be_measured(capl
     step = Step("training_step", net.training_step, (torch.randn(4, 8), 0))
     assert not planner.plan(step, Conditions(build("1f1b", 2, 1))).measured
     assert "training_step: it runs a backward itself" in caplog.text
+
+
+def test_a_module_that_calls_its_layers_in_an_autograd_function_is_a_unit() -> None:
+    net = ReversibleDropout()
+    divisible, step = Divisible(net), Step("training_step", net.training_step, (net.example(4, 1), 0))
+    graph = divisible.capture(step, ["layers.0", "layers.1.linear", "layers.1.drop", "layers.2", "layers.3"])
+    assert [node.name for node in graph.nodes if node.kind == "call"] == [f"layers.{i}" for i in range(4)]
+    assert not divisible.opens("layers.1") and "_CallsAgain.apply()" in divisible.whole(graph.units)["layers.1"]

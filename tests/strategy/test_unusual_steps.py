@@ -332,6 +332,20 @@ def goes_back_to_a_random_state(net: Any, x: Tensor) -> Tensor:
     return net.head(net.b(h) + torch.rand(4))
 
 
+class CallsLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        return layer(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+def calls_a_layer_in_a_function(net: Any, x: Tensor) -> Tensor:
+    return net.head(CallsLayer.apply(net.a(x), net.b))  # type: ignore[no-any-return]
+
+
 def seeds_a_generator_that_all_share(net: Any, x: Tensor) -> Tensor:
     h = net.a(x)
     torch.default_generator.manual_seed(1)
@@ -385,6 +399,7 @@ LINE = r"test_unusual_steps\.py:\d+ in"
         ),
         (seeds, Block, rf"seeds torch's random numbers at {LINE} seeds"),
         (goes_back_to_a_random_state, Block, rf"random numbers at {LINE} goes_back.*\(torch.set_rng_state\)"),
+        (calls_a_layer_in_a_function, Block, rf"CallsLayer\.apply\(\) at {LINE} calls_a_layer\w* calls 'b' itself"),
         (seeds_a_generator_that_all_share, Block, rf"random numbers before it comes to {LINE} seeds_a_generator"),
         (freezes, Block, rf"sets requires_grad of 'b\.linear\.weight' at {LINE} freezes"),
         (

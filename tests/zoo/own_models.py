@@ -258,6 +258,43 @@ class CheckpointedReentrantDropout(CheckpointedReentrant):
     rate = 0.3
 
 
+class _CallsAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: Reversible) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        block.drop.state = torch.get_rng_state()
+        return block.drop(block.linear(x))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(ctx.block.drop.state)
+            ctx.block.drop(ctx.block.linear(x)).backward(gradients[0])
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    """Calls its layers in the backward once more, from the random state that it has kept, as reversible networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _CallsAgain.apply(x, self)  # type: ignore[no-any-return]
+
+
+class ReversibleDropout(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Reversible(), Reversible(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 class Hooked(Own):
     """Hooks see inputs, change them, change outputs, and collect them for the loss."""
 
@@ -500,4 +537,6 @@ MODELS: tuple[type[Regression], ...] = (
 )  # fmt: skip
 
 # Draw random numbers: equal to themselves however they are cut, not to a module alone.
-DRAWING: tuple[type[Regression], ...] = (Dropouts, CheckpointedDropout, CheckpointedReentrantDropout)
+DRAWING: tuple[type[Regression], ...] = (
+    Dropouts, CheckpointedDropout, CheckpointedReentrantDropout, ReversibleDropout,
+)  # fmt: skip

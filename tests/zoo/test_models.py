@@ -61,10 +61,10 @@ def test_two_processes_equal_one_bitwise(first: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "Dropouts" else pytest.mark.slow) for name in DRAWING]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name.startswith("Checkpointed") else ()) for name in DRAWING]
 )
 def test_dropout_does_not_depend_on_the_number_of_stages(name: str) -> None:
     make = partial(made, DRAWING[name])
     expected = in_stages(make, 1)
-    for num_stages in (2, 4):
-        assert_same(expected, in_stages(make, num_stages, verify=3))
+    for num_stages, schedule in ((2, "afab"), (4, "advance_forward")):
+        assert_same(expected, in_stages(make, num_stages, verify=3, schedule=schedule))
