@@ -88,7 +88,7 @@ def measure(
             measured at least once.
     Raises:
         StepChangedError: the step did something else than when it was captured.
-        UnmeasurableError: the step, or one of its units, runs a backward itself.
+        UnmeasurableError: the step, or one of its units, runs a backward itself, or a unit does not run alone.
     """
     if any(node.kind == "glue" and node.name in ("grad", "backward") for node in graph.nodes):
         raise UnmeasurableError(_BACKWARD)
@@ -373,8 +373,11 @@ class NodeTrial:
             _, written = operation._replace(args=args, kwargs=kwargs).with_objects(node)
             torch.clear_autocast_cache()  # in training each micro-batch casts the weights again
             # hooks of our own, so that those of a checkpointed region around this node do not act
-            with SavedHooks(_kept, _kept):
-                result, forward_s = self.timed(lambda: operation.run(*args, **kwargs))
+            try:
+                with SavedHooks(_kept, _kept):
+                    result, forward_s = self.timed(lambda: operation.run(*args, **kwargs))
+            except Exception as error:  # such as a derivative of what other units have computed: these are copies here
+                raise UnmeasurableError(f"'{node.name}' does not run alone ({error})") from error
             given = self.given(result, written)
             outputs = list({id(t): t for t in given if t.requires_grad}.values())
             sources = copies.leaves() + _trained(operation.module)

@@ -166,13 +166,44 @@ class Forces(nn.Linear):
             return torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)[0]
 
 
-def test_a_step_that_runs_a_backward_is_counted_where_it_cannot_be_measured(caplog: pytest.LogCaptureFixture) -> None:
+class Slope(nn.Module):
+    """Returns a derivative of what other units have computed, as layers for forces do."""
+
+    def forward(self, energy: Any, positions: Any) -> Any:
+        (slope,) = torch.autograd.grad(energy.sum(), positions, create_graph=True, allow_unused=True)
+        return -slope
+
+
+class Potential(Net):
+    """Has positions after its first block."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.slope = Slope()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        embedded, positions = self.blocks[0](batch), batch.clone().requires_grad_()
+        return self.slope(self.blocks[1](embedded * positions).square(), positions).square().sum()
+
+
+def with_forces() -> Net:
     net = Net()
     net.blocks[0].parts[1] = Forces(8, 8)
-    planner = Planner(Divisible(net), 2, ["blocks.2"], costing=Costing("measured"))
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(with_forces, "it runs a backward itself"), (Potential, "'slope' does not run alone")],
+)
+def test_a_step_that_runs_a_backward_is_counted_where_it_cannot_be_measured(
+    make: Callable[[], Net], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = make()
+    planner = Planner(Divisible(net), 2, ["blocks.0.parts.2"], costing=Costing("measured"))
     step = Step("training_step", net.training_step, (torch.randn(4, 8), 0))
     assert not planner.plan(step, Conditions(build("1f1b", 2, 1))).measured
-    assert "training_step: it runs a backward itself" in caplog.text
+    assert f"training_step: {reason}" in caplog.text
 
 
 def test_a_module_that_calls_its_layers_in_an_autograd_function_is_a_unit() -> None:
