@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.trainer.connectors import signal_connector
+from torch import Tensor
 
 from tests import faults, processes
 from tests.models import MLP, loader
@@ -80,3 +81,28 @@ def test_a_requeue_saves_the_same_batch_of_all_ranks_and_training_goes_on(tmp_pa
     assert 2 <= saved["global_step"] < 8
     assert saved["state_dict"].keys() == MLP().state_dict().keys()
     assert not any(value.is_meta for value in saved["state_dict"].values())
+
+
+class Interrupted(MLP):
+    """Gets a signal in the midst of its second step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.trainer.training and self.trainer.global_step == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().forward(x)
+
+
+def interrupted(rank: int, folder: Path) -> tuple[int, list[str]]:
+    called: list[str] = []
+    signal_connector.call = lambda command: called.append(command[1]) or 0  # type: ignore[attr-defined]
+    os.environ["SLURM_JOB_ID"] = "7"
+    runner = pipeline(2, max_epochs=1, plugins=[Requeueing()], default_root_dir=folder)
+    runner.fit(Interrupted(), loader(MLP, 32, 4))
+    return runner.global_step, called
+
+
+def test_a_requeue_in_the_midst_of_a_step_saves_behind_its_batch(tmp_path: Path) -> None:
+    assert processes.results(processes.run(1, interrupted, tmp_path, folder=tmp_path)) == [(8, ["requeue"])]
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
+    assert saved["global_step"] == 2
+    assert saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["completed"] == 2

@@ -252,6 +252,30 @@ def ending_together(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
             trainer.callbacks.remove(first)  # type: ignore[attr-defined]
 
 
+@contextlib.contextmanager
+def requeued_between_batches(trainer: pl.Trainer) -> Iterator[None]:
+    """Within this context, a run of one process, SLURM's signal to requeue is obeyed before the next batch.
+
+    Lightning would save at once, in the midst of a step that is followed, or with models that have stepped in part.
+
+    Args:
+        trainer: trainer of the run.
+    """
+    signals, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    requeue, advance = signals._slurm_sigusr_handler_fn, loop.advance
+    noted: list[tuple[Any, ...]] = []
+
+    def before_batch(*args: Any) -> None:
+        if noted:
+            requeue(*noted[0])
+            noted.clear()
+        advance(*args)
+
+    note = signals, "_slurm_sigusr_handler_fn", lambda *signal: noted.append(signal)
+    with all_replaced([note, (loop, "advance", before_batch)]):
+        yield
+
+
 class _FirstToKnow(Callback):
     """A callback that reports an exception before other callbacks react to it together with all processes."""
 

@@ -31,7 +31,13 @@ from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded
 from lightning_avgpipe.strategy.checkpoint_state import CheckpointState
 from lightning_avgpipe.strategy.checks import check_changes
 from lightning_avgpipe.strategy.combinations import Facts
-from lightning_avgpipe.strategy.connection import Connection, Peers, ending_together, saving_what_is_whole
+from lightning_avgpipe.strategy.connection import (
+    Connection,
+    Peers,
+    ending_together,
+    requeued_between_batches,
+    saving_what_is_whole,
+)
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.data import Distributor, check_alike, mirror, sharing
 from lightning_avgpipe.strategy.options import (
@@ -512,6 +518,8 @@ class AvgPipeStrategy(ParallelStrategy):
         self.set_world_ranks()
         if self.world_size > 1:
             self._undo.enter_context(ending_together(self.lightning_module.trainer, self._connection))
+        elif not self.passthrough and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._undo.enter_context(requeued_between_batches(self.lightning_module.trainer))
         self._connect()
 
     def _connect(self) -> None:
