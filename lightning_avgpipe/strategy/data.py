@@ -154,7 +154,8 @@ def mirror(dataloader: Any, cluster: Cluster, distributor: Callable[[], Distribu
             f"Links(reader='first') with a {type(dataloader).__name__} that saves its state: checkpoints are saved by "
             "rank 0, which would not know it; use Links(reader='last')"
         )
-    mirrored = _Reader(dataloader, distributor) if cluster.reads else _Follower(distributor, length)
+    kind, arguments = (_Reader, (dataloader, distributor)) if cluster.reads else (_Follower, (distributor, length))
+    mirrored: Any = type(type(dataloader).__name__, (kind,), {})(*arguments)  # messages name the user's dataloader
     # as attributes of its own: Python 3.12 does not ask __getattr__ whether an object follows a protocol
     vars(mirrored).update(expected_batches=expected)
     if not cluster.reads:  # user code asks how large the data is

@@ -487,6 +487,16 @@ def fit(rank: int, devices: int, rolling: Any) -> Any:
     return state(model), calls, metrics, state(drained)
 
 
+def fit_resumable(rank: int) -> None:
+    strategy = {"num_pipelines": 2, "averaging": Averaging(rolling=True)}
+    pipeline(2, 2, strategy).fit(Net(), ResumableLoader(Net, 48, 8))
+
+
+def test_each_process_names_the_dataloader_whose_position_is_saved(tmp_path: Path) -> None:
+    for outcome in processes.run(2, fit_resumable, folder=tmp_path):
+        assert outcome.error is not None and "the ResumableLoader saves its position" in outcome.error
+
+
 def fit_frozen(rank: int, devices: int) -> list[dict[str, Tensor]]:
     """The first stage has nothing to train in the first epoch."""
     found = []
