@@ -18,6 +18,7 @@ from lightning_avgpipe.errors import ConfigurationError, StepChangedError
 from lightning_avgpipe.state.objects import Variable
 from lightning_avgpipe.state.outside import outside, variable
 from lightning_avgpipe.state.snapshot import Snapshot
+from lightning_avgpipe.strategy.data import class_of
 from lightning_avgpipe.strategy.iteration import STEP, Iteration
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.lightning import ModelCheckpoint, _Stateful, pl
@@ -140,7 +141,7 @@ class Overlap:
         saving = [one for one in ([] if loader is None else loader.flattened) if isinstance(one, _Stateful)]
         if saving:
             return (
-                f"{self.option} reads ahead, but the {type(saving[0]).__name__} saves its position in checkpoints, "
+                f"{self.option} reads ahead, but the {class_of(saving[0]).__name__} saves its position in checkpoints, "
                 f"which would then be ahead of the training; use a dataloader without state_dict, or {self.instead}"
             )
         if what := changed_in_common(self._loop.deployment.pipeline.graph(STEP)):

@@ -154,10 +154,9 @@ def mirror(dataloader: Any, cluster: Cluster, distributor: Callable[[], Distribu
             f"Links(reader='first') with a {type(dataloader).__name__} that saves its state: checkpoints are saved by "
             "rank 0, which would not know it; use Links(reader='last')"
         )
-    kind, arguments = (_Reader, (dataloader, distributor)) if cluster.reads else (_Follower, (distributor, length))
-    mirrored: Any = type(type(dataloader).__name__, (kind,), {})(*arguments)  # messages name the user's dataloader
+    mirrored = _Reader(dataloader, distributor) if cluster.reads else _Follower(distributor, length)
     # as attributes of its own: Python 3.12 does not ask __getattr__ whether an object follows a protocol
-    vars(mirrored).update(expected_batches=expected)
+    vars(mirrored).update(expected_batches=expected, mirrored_class=type(dataloader))
     if not cluster.reads:  # user code asks how large the data is
         held = {name: getattr(dataloader, name, _End) for name in ("dataset", "batch_size")}
         vars(mirrored).update((name, value) for name, value in held.items() if value is not _End)
@@ -166,6 +165,11 @@ def mirror(dataloader: Any, cluster: Cluster, distributor: Callable[[], Distribu
     elif resumable:  # Lightning compares the number of such loaders with that in the checkpoint, on every rank
         vars(mirrored).update(state_dict=dict, load_state_dict=noop)
     return mirrored
+
+
+def class_of(dataloader: Any) -> type:
+    """Return the class of the user's dataloader, of which this may be a mirror."""
+    return getattr(dataloader, "mirrored_class", type(dataloader))  # type: ignore[no-any-return]
 
 
 class _Reader:
