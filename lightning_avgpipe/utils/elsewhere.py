@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_avgpipe.errors import AbsentValueError
+from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.source import source_line
 
 _BINARY = "add and divmod floordiv lshift matmul mod mul or pow rshift sub truediv xor"
@@ -41,6 +42,11 @@ class Elsewhere:
 
     def _used(self, *_: Any) -> Any:
         raise AbsentValueError(f"{source_line()} uses '{self._name}', {self._why}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Say of functions of torch too that they use it: what parses their arguments asks nothing else of it."""
+        next(leaf for leaf in tree.leaves((args, kwargs)) if isinstance(leaf, cls))._used()
 
     @property
     def __array__(self) -> Any:
