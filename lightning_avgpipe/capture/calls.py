@@ -6,13 +6,13 @@ import contextlib
 import ctypes
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_avgpipe.capture.flop_counter import Flops
@@ -193,19 +193,20 @@ class Calls(CallWatcher):
                 generator.manual_seed(seed)
             self._state = self.generator_states()
 
-    def check_calls_in(self, function: str, since: int) -> None:
-        """Check that a function called no modules with weights, which would belong to no stage.
+    def check_calls_in(self, function: str, since: int, given: Sequence[Tensor]) -> None:
+        """Check that a function called no modules with weights that it was not given, which would belong to no stage.
 
         A reversible network calls its layers in the forward and in the backward of an autograd function.
 
         Args:
             function: function that was called between units.
             since: number of calls before it.
+            given: tensors that it was given.
         Raises:
             OnlyInUnitsError: it did.
         """
         for path in self.calls[since:]:
-            if tensors_of(self._modules[path]):
+            if not set(map(id, given)).issuperset(map(id, tensors_of(self._modules[path]))):
                 raise self._only_in_units(
                     f"{function} at {source_line()} calls '{path}' itself, so that no stage would have its weights; do "
                     f"so in the forward of a submodule that has '{path}' below it",

@@ -283,7 +283,7 @@ class StepRecorder(StepTracer):
         passive = free and self.batch.is_passed_on(func, args, kwargs, tensors)
         random_before, calls = watch.generator_states(), len(watch.calls)
         result, changed, saved = self._executed_glue(func, args, kwargs, tensors)
-        watch.check_calls_in(f"{name}()", calls)
+        watch.check_calls_in(f"{name}()", calls, tensors)
         self.state.by_glue.update(changed)
         if passive:
             self.batch.passed_on(tensors, tree.tensors(result))

@@ -162,7 +162,10 @@ class _OnHost(TorchFunctionMode):
         return result
 
 
-def _leaves_meta(*args: Any, copy: bool = False, **kwargs: Any) -> bool:
+def _leaves_meta(*args: Any, **kwargs: Any) -> bool:
     """Return whether ``Tensor.to`` with these arguments moves a tensor from meta to another device."""
-    device = torch._C._nn._parse_to(*args, **kwargs)[0]
-    return device is not None and device.type != "meta"
+    try:
+        torch.empty(0, device="meta").to(*args, **kwargs)
+    except NotImplementedError:  # torch copies nothing out of meta
+        return True
+    return False
