@@ -86,6 +86,13 @@ _COALESCING: Any = Tensor._coalesced_
 
 _FREEZING = frozenset((Tensor.requires_grad.__set__, Tensor.requires_grad_))  # type: ignore[attr-defined]
 
+# Comparisons, and those with both sides exchanged.
+_EXCHANGED = {
+    getattr(Tensor, f"{around}{one}{around}"): getattr(Tensor, f"{around}{other}{around}")
+    for one, other in (("eq", "eq"), ("ne", "ne"), ("lt", "gt"), ("gt", "lt"), ("le", "ge"), ("ge", "le"))
+    for around in ("", "__")
+}
+
 # Functions that make a tensor with the description of another. (Random ones are nodes, on the stage of the other.)
 LIKE = _functions((), ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")) | {
     torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like
@@ -273,6 +280,8 @@ class StepTracer(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func in LIKE and self._is_parameter(args, kwargs):
             return self._like(func, args, kwargs or {})
+        if func in _EXCHANGED and len(args) == 2 and self._is_exchanged(*args):
+            func, args = _EXCHANGED[func], args[::-1]
         self._inside = True  # the mode itself is off the stack while it handles a function
         try:
             return self.on_glue(func, args, kwargs or {})
@@ -281,6 +290,16 @@ class StepTracer(TorchFunctionMode):
             raise
         finally:
             self._inside = False
+
+    def _is_exchanged(self, one: Any, other: Any) -> bool:
+        """Return whether the sides of a comparison are not in the order that all stages use: own tensors, then values.
+
+        Python asks a stand-in first if it is on the right, since its class is a subclass of the other's.
+        """
+        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+            return False
+        first, second = self.known.value_of(one), self.known.value_of(other)
+        return first is not None and (second is None or second < first)
 
     def note(self, error: AvgPipeError) -> None:
         """Remember an error of ours, which the user's code may catch (``except Exception``) and ignore."""

@@ -18,7 +18,7 @@ from lightning_avgpipe.utils.lightning import LIGHTNING
 from lightning_avgpipe.utils.random_streams import HostState, restored
 from lightning_avgpipe.utils.torch_compat import REGISTRIES, untraced
 
-_HOOKS = OF_EVERY_MODULE.difference(REGISTRIES, ("_non_persistent_buffers_set",))
+_HELD = OF_EVERY_MODULE.difference(REGISTRIES, ("_non_persistent_buffers_set",)) | {"_modules"}
 _LIBRARIES = ("torch", *LIGHTNING, "torchmetrics", "builtins", "abc", "typing")
 
 
@@ -32,9 +32,10 @@ def random_state() -> Iterator[None]:
 class Untouched:
     """All that a step of a module may change, as it is now, to be restored after each of several runs.
 
-    These are buffers, attributes of all submodules (counters, cached masks, lists of outputs, metric states), hooks and
-    random state, in place where they are tensors or containers. So are attributes of the user's classes, and global and
-    closure variables that their code names. Parameters get back their memory, and those in ``changing`` their contents.
+    These are buffers, attributes of all submodules (counters, cached masks, lists of outputs, metric states), hooks,
+    submodules, which a step may replace, and random state, in place where they are tensors or containers. So are
+    attributes of the user's classes, and global and closure variables that their code names. Parameters get back their
+    memory, and those in ``changing`` their contents.
 
     Args:
         module: module whose step runs.
@@ -48,8 +49,8 @@ class Untouched:
                 (p, p.detach(), p.detach().clone() if name in changing else None)
                 for name, p in module.named_parameters()
             ]
-        hooks = [Variable(vars(m), name) for m in modules for name in _HOOKS & vars(m).keys()]
-        self._variables = Snapshot([*outside(module).values(), *hooks], opaque=True)
+        held = [Variable(vars(m), name) for m in modules for name in _HELD & vars(m).keys()]
+        self._variables = Snapshot([*outside(module).values(), *held], opaque=True)
         self._attributes = attributes([*modules, *_own_classes(modules)], contents=True)
 
     @contextlib.contextmanager

@@ -177,25 +177,26 @@ class Counting(torch.nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(2))
         self.lists, self.note = [[1]], "as made"
+        self.inner = torch.nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         type(self).calls += 1
         type(self).added = 1
         self.mean = self.mean + 1
         self.lists[0].append(2)
-        self.note, self.new = "changed", 1
+        self.note, self.new, self.inner = "changed", 1, torch.nn.Dropout()
         self.register_forward_hook(lambda *_: None)
         return x
 
 
-def test_a_call_is_untouched_in_attributes_buffers_classes_and_hooks() -> None:
+def test_a_call_is_untouched_in_attributes_buffers_classes_hooks_and_submodules() -> None:
     module = Counting()
-    mean = module.mean
+    mean, inner = module.mean, module.inner
     with untouched(module):
         module(torch.ones(1))
         assert Counting.calls == 1 and module.lists == [[1, 2]] and module._forward_hooks
     assert Counting.calls == 0 and not hasattr(Counting, "added")
-    assert module.mean is mean and not mean.any()
+    assert module.mean is mean and not mean.any() and module.inner is inner
     assert (module.lists, module.note, hasattr(module, "new"), len(module._forward_hooks)) == (
         [[1]],
         "as made",
