@@ -27,7 +27,7 @@ from lightning_avgpipe.utils.torch_compat import untraced
 
 
 def watching_seeds(note: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Watch ``torch.manual_seed``, ``torch.seed``, ``torch.get_rng_state`` and its counterpart within this context.
+    """Watch the functions of torch that seed, return the random state or set it, within this context.
 
     The name under which the step has imported them does not matter: all look up torch's generator of the host in one
     place.
@@ -205,8 +205,9 @@ class Calls(CallWatcher):
         Raises:
             OnlyInUnitsError: it did.
         """
+        known = set(map(id, given))
         for path in self.calls[since:]:
-            if not set(map(id, given)).issuperset(map(id, tensors_of(self._modules[path]))):
+            if not known.issuperset(map(id, tensors_of(self._modules[path]))):
                 raise self._only_in_units(
                     f"{function} at {source_line()} calls '{path}' itself, so that no stage would have its weights; do "
                     f"so in the forward of a submodule that has '{path}' below it",

@@ -88,9 +88,9 @@ _FREEZING = frozenset((Tensor.requires_grad.__set__, Tensor.requires_grad_))  # 
 
 # Comparisons, and those with both sides exchanged.
 _EXCHANGED = {
-    getattr(Tensor, f"{around}{one}{around}"): getattr(Tensor, f"{around}{other}{around}")
+    getattr(Tensor, f"{underscores}{one}{underscores}"): getattr(Tensor, f"{underscores}{other}{underscores}")
     for one, other in (("eq", "eq"), ("ne", "ne"), ("lt", "gt"), ("gt", "lt"), ("le", "ge"), ("ge", "le"))
-    for around in ("", "__")
+    for underscores in ("", "__")
 }
 
 # Functions that make a tensor with the description of another. (Random ones are nodes, on the stage of the other.)

@@ -35,13 +35,14 @@ class Recompute:
         """Check that the chosen units can be repeated.
 
         Raises:
-            ConfigurationError: a named unit changes its inputs, or a repeated unit seeds random number generators.
+            ConfigurationError: a named unit changes its inputs, or a repeated unit seeds random number generators or
+                keeps their state.
         """
         for unit in sorted(graph.seeding):
             if self.stages or self.includes(unit):
                 raise ConfigurationError(
-                    f"recompute repeats '{unit}', which seeds torch's random numbers, perhaps otherwise the second "
-                    "time; do without recompute, or name units that do not"
+                    f"recompute repeats '{unit}', which seeds torch's random numbers or keeps their state, perhaps "
+                    "otherwise the second time; do without recompute, or name units that do not"
                 )
         for node in graph.nodes:
             if node.kind == "call" and node.writes and self.includes(node.name):
