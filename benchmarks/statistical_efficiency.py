@@ -8,6 +8,7 @@ Three small workloads are trained with three optimizers, and with N = 2 and 4 pa
 - rolling: elastic without a barrier (``--without-barrier``);
 - groups: rolling, with each model in a group of its own, which meets the others an iteration late
   (``--without-barrier``);
+- split: rolling models that divide each batch, with batch size B / N each and ``outer_lr`` 1 (``--without-barrier``);
 - independent: N models that never meet; the mean of their weights is judged.
 
 Each has the learning rate that is best for a single model. The reference model, or what takes its place, is judged on
@@ -18,6 +19,7 @@ take turns in one process, and only the averaging step of the package is used.
 
     python benchmarks/statistical_efficiency.py --picture docs/statistical_efficiency.png   # about 40 minutes
     python benchmarks/statistical_efficiency.py --without-barrier rolling groups --workloads digits pairs --seeds 2
+    python benchmarks/statistical_efficiency.py --without-barrier split
     python benchmarks/statistical_efficiency.py --tune   # the single model at other learning rates, see workloads.py
 
 With ``--json`` each training is in the file as soon as it is done, and a later run goes on from there.
@@ -52,7 +54,7 @@ OPTIMIZERS = ("sgd", "momentum", "adam")
 LIMIT = 40_000  # samples for a single model, at most
 EVALUATIONS = 8  # in an epoch; of the large data sets, more often
 EVERY = 1_000  # samples between evaluations, at most
-WITHOUT_BARRIER = ("rolling", "groups")
+WITHOUT_BARRIER = ("rolling", "groups", "split")
 PATIENCE = 5  # times the samples of the single model, after which a training is given up
 
 
@@ -137,7 +139,10 @@ def train(trial: Trial, limit: int) -> dict[str, Any]:
     alpha = 0.0 if trial.method == "independent" else 1.0 / trial.num_models
     rolls = trial.method in WITHOUT_BARRIER
     staggered = _without_barrier(trial, models, reference, alpha) if rolls else []
-    size = workload.batch_size * (trial.num_models if trial.method == "large" else 1)
+    count = trial.num_models
+    size = {"large": count * workload.batch_size, "split": workload.batch_size // count}.get(
+        trial.method, workload.batch_size
+    )
     source = batches(samples, size, trial.seed)
 
     def iterate(seen: int) -> int:
@@ -192,7 +197,7 @@ def _without_barrier(
     """Of all models, or of each group."""
     weights = [[p.detach() for p in model.parameters()] for model in models]
     centre = [p.detach() for p in reference.parameters()]
-    if trial.method == "rolling":
+    if trial.method != "groups":
         return [StaggeredAveraging(weights, centre, alpha, trial.outer_lr)]
     sums: dict[int, list[Tensor]] = {}
     centres = [centre, *([tensor.clone() for tensor in centre] for _ in weights[1:])]
@@ -246,12 +251,16 @@ def judge(workload: Workload, model: nn.Module, samples: Samples) -> float:
 def trials(workload: str, name: str, sizes: Sequence[int], seed: int, methods: Sequence[str]) -> Iterator[Trial]:
     """Everything but the single model, which decides how long the others may take.
 
-    With methods without a barrier: they, and the elastic ones that they are compared with.
+    With methods without a barrier: they, and the elastic ones that they are compared with. Models that divide batches
+    are compared with the single one.
     """
+    averaged = [method for method in methods if method != "split"]
     for size in sizes:
-        for method in ("elastic", *methods):
+        for method in ("elastic", *averaged) if averaged or not methods else ():
             for outer_lr in (1.0, math.sqrt(size), float(size)):
                 yield Trial(workload, name, method, size, outer_lr, 1.0, seed)
+        if "split" in methods:
+            yield Trial(workload, name, "split", size, 1.0, 1.0, seed)
         for method in () if methods else ("large", "independent"):
             yield Trial(workload, name, method, size, 1.0, 1.0, seed)
 

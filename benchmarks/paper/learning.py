@@ -31,10 +31,10 @@ CHECKS = 4  # in an epoch
 
 
 def algorithm_of(system: str) -> str:
-    """What a system computes: "synchronous", "pipedream", "2bw", or parallel models "N=2", "N=2 rolling" and so on."""
+    """What a system computes: "synchronous", "pipedream", "2bw", or parallel models "N=2", "N=2 rolling split" .."""
     if system.startswith("avgpipe"):
-        _, _, models, _, *rolling = system.split()
-        return SYNCHRONOUS if models == "N=1" else " ".join([models, *rolling])
+        _, _, models, _, *how = system.split()
+        return SYNCHRONOUS if models == "N=1" else " ".join([models, *how])
     return system if system in ("pipedream", "2bw") else SYNCHRONOUS
 
 
@@ -70,14 +70,17 @@ def train(
     """
     be_quiet()
     L.seed_everything(seed, verbose=False)
-    workload, models = workloads(devices)[name], int(algorithm.split()[0][2:]) if algorithm.startswith("N=") else 1
-    data = workload.data(folder, workload.batch_size, models)
+    workload, how = workloads(devices)[name], algorithm.split()
+    models = int(how[0][2:]) if algorithm.startswith("N=") else 1
+    averaging = Averaging(rolling="rolling" in how, split_batches="split" in how)
+    batches = 1 if averaging.split_batches else models  # of a step
+    data = workload.data(folder, workload.batch_size, batches)
     curve = _Curve(workload, epochs * REACHED_AFTER if target is None else epochs, target)
     strategy: Any = "auto"
     if algorithm != SYNCHRONOUS:
         strategy = AvgPipeStrategy(
             num_stages=devices, num_microbatches=MICROBATCHES, num_pipelines=models, costs="flops",
-            averaging=Averaging(rolling=algorithm.endswith(" rolling")), **workload.options, **OURS.get(algorithm, {}),
+            averaging=averaging, **workload.options, **OURS.get(algorithm, {}),
         )  # fmt: skip
     with tempfile.TemporaryDirectory() as made:
         trainer = quiet_trainer(
@@ -85,10 +88,10 @@ def train(
             gradient_clip_val=workload.clip, num_sanity_val_steps=0, callbacks=[curve], default_root_dir=made,
         )  # fmt: skip
         try:
-            trainer.fit(workload.module(models), data)
+            trainer.fit(workload.module(batches), data)
         except AvgPipeError as error:
             return {"refused": str(error).split("\n")[0]}
-    return {"curve": curve.points, "batches": int(trainer.num_training_batches) * models, "epochs": epochs}
+    return {"curve": curve.points, "batches": int(trainer.num_training_batches) * batches, "epochs": epochs}
 
 
 def begun_before(ends: float, *arguments: Any) -> dict[str, Any] | None:

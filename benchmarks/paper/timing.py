@@ -47,6 +47,8 @@ class Case:
         steps: number of steps that are timed.
         seed: seed of weights and data.
         setting: of AvgPipe; None: another system.
+        split: whether parallel models divide each batch; otherwise each has batches of its own.
+        num_microbatches: number of micro-batches of other systems.
     """
 
     workload: str
@@ -57,6 +59,8 @@ class Case:
     steps: int
     seed: int
     setting: Setting | None = None
+    split: bool = False
+    num_microbatches: int = MICROBATCHES
 
 
 def measure(case: Case, link: int, limit_s: float) -> dict[str, Any]:
@@ -89,11 +93,11 @@ class _Clock(Clock):
         super().on_train_batch_end()
         self._busy_s.append(self._device.busy_s)
 
-    def found(self, models: int) -> dict[str, Any]:
-        """Return seconds of a batch of one model, and the share of time for which the device computed."""
+    def found(self, batches: int) -> dict[str, Any]:
+        """Return seconds of a batch, given those of a step, and the share of time for which the device computed."""
         steps = self.seconds(_EDGE + 1, _EDGE)
         seconds, busy_s = sum(steps), self._busy_s[-_EDGE - 1] - self._busy_s[_EDGE]
-        found = {"batch_s": seconds / len(steps) / models}
+        found = {"batch_s": seconds / len(steps) / batches}
         return found if self._device.factor == 1 else {**found, "busy": busy_s / seconds}
 
 
@@ -106,7 +110,7 @@ def _strategy(workload: Workload, case: Case, device: SlowDevice) -> Any:
     common: dict[str, Any] = {**workload.options, "timeout": 120, "costs_cache": None, "verify": False}
     if case.system == TUNING:
         return AvgPipeStrategy(**common, averaging=Averaging(rolling="auto"))
-    common["num_microbatches"] = MICROBATCHES
+    common["num_microbatches"] = case.num_microbatches
     if (setting := case.setting) is not None:
         common |= {
             "num_microbatches": setting.num_microbatches, "num_pipelines": setting.num_pipelines,
@@ -118,8 +122,8 @@ def _strategy(workload: Workload, case: Case, device: SlowDevice) -> Any:
 def _fit(workload: Workload, case: Case, device: SlowDevice) -> dict[str, Any]:
     """Train with a Trainer."""
     models = 1 if case.setting is None else case.setting.num_pipelines
-    share = case.devices if case.system == "ddp" else 1
-    loader = _loader(workload, case.folder, workload.batch_size // share, models)
+    parts = case.devices if case.system == "ddp" else models if case.split else 1
+    loader = _loader(workload, case.folder, workload.batch_size // parts, models)
     above, clock = Resident(), _Clock(device)
     with tempfile.TemporaryDirectory() as made:
         # several models are looked at, but cost so much that one is taken, for which the data is
@@ -134,7 +138,7 @@ def _fit(workload: Workload, case: Case, device: SlowDevice) -> dict[str, Any]:
         found = tuners[0].result
         rolls = any(candidate.setting.rolling for candidate in found.candidates)
         return {"profile": to_json(found.profile), "rolls": rolls}
-    return {**clock.found(models), "memory": above.peak()}
+    return {**clock.found(1 if case.split else models), "memory": above.peak()}
 
 
 def _loader(workload: Workload, folder: Path, batch_size: int, models: int) -> Any:
@@ -148,7 +152,7 @@ def _run_peer(workload: Workload, case: Case, device: SlowDevice) -> dict[str, A
     loader = _loader(workload, case.folder, workload.batch_size, 1)
     above, clock = Resident(), _Clock(device)
     model = workload.module(1)
-    step = PEERS[case.system](workload, model, next(iter(loader)), MICROBATCHES, device)
+    step = PEERS[case.system](workload, model, next(iter(loader)), case.num_microbatches, device)
     for batch in islice(_again(loader), case.steps + 2 * _EDGE + 1):
         step(batch)
         clock.on_train_batch_end()

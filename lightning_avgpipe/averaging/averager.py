@@ -230,7 +230,7 @@ class Averager:
         if self._outer is not None:
             step.end_with(self._outer, alpha)
         else:
-            step.end(alpha, self._options.rate(step.count))
+            step.end(alpha, self._options.rate(step.count, self._models.size))
 
     def abandon(self) -> None:
         """Drop the averaging that has begun, without waiting for other groups, which have failed."""
@@ -252,7 +252,7 @@ class Averager:
         """
         if self._staggered is None and self._models.mine:  # a process may have frozen stages only
             total, tensors = self._models.total, self._models.tensors()
-            alpha, rate = self._options.dilution(total), self._options.rate(total)
+            alpha, rate = self._options.dilution(total), self._options.rate(total, self._models.size)
             self._staggered = StaggeredAveraging(*tensors, alpha, rate, self._averaging_group)
 
     def average_one(self, number: int) -> None:

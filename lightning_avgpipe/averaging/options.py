@@ -44,6 +44,7 @@ ALLOWED = {
     "delay": whole(0, 1_000_000, 2),
     "wire": optional(choice("bf16", "int8"), "full precision"),
     "rolling": flag("auto"),
+    "split_batches": flag(),
     "groups": optional(whole(1, 1024, 2), "processes_per_device"),
     "processes_per_device": whole(1, 64, 2),
     "streams": flag(),
@@ -62,8 +63,9 @@ class Averaging:
         alpha: fraction of its distance to the mean that a parallel model moves at each averaging, from 0 (none) to 1
             (all models become equal). None: 1/N.
         outer_lr: step of the reference at each averaging, as a multiple of the mean of the models' updates. ``"auto"``:
-            the square root of N, for learning rates that suit a single model. With 1, the mean, N models learn from N
-            batches about as much as one from a single batch of N times the size. With N, the sum, they may learn as
+            the square root of the number of batches in a step, for learning rates that suit a single model: that of N,
+            or 1 with ``split_batches``. With 1, the mean, N models learn from N batches about as much as one from a
+            single batch of N times the size. With N, the sum, they may learn as
             much as one from N batches one after the other, but only where a single model would bear a higher learning
             rate too. See ``benchmarks/statistical_efficiency.py``.
         outer_optimizer: function that makes the optimizer of the reference model from its parameters:
@@ -89,6 +91,11 @@ class Averaging:
             changed by a hook between two batches. With one pipeline nothing changes. ``"auto"``: rolling, unless the
             first batch shows something that rolling refuses; then a line in the log says why, and anything found later
             is an error. With :class:`AvgPipeTuner` also only where less time to a goal is predicted with it.
+        split_batches: whether the N pipelines of a group divide each batch among them, so that a step trains one batch,
+            as with a single model; else each reads batches of its own, and N batches make a step. A micro-batch then
+            has an (N M)th of a batch. Steps, schedulers and the batch that a model learns from together with the others
+            stay those of a single model, and so does about the number of samples to a goal. It saves time with
+            ``rolling`` only.
         groups: number of groups of processes, each with all stages and parallel models of its own: ``devices=8``,
             ``num_stages=4``, ``groups=2`` train two models (or twice ``num_pipelines``) with slow links between the
             groups. Each group trains on its own part of the data, by a distributed sampler as with ddp, and evaluates
@@ -128,6 +135,7 @@ class Averaging:
     delay: int = 0
     wire: Format | None = None
     rolling: bool | Literal["auto"] = False
+    split_batches: bool = False
     groups: Count | None = None
     processes_per_device: Count = 1
     streams: bool = True
@@ -165,9 +173,18 @@ class Averaging:
         """Return alpha for N models."""
         return 1.0 / num_models if self.alpha is None else self.alpha
 
-    def rate(self, num_models: int) -> float:
-        """Return outer_lr for N models. ``"auto"``: sqrt(N), which is between the mean of the updates and their sum."""
-        return math.sqrt(num_models) if self.outer_lr == "auto" else float(self.outer_lr)
+    def rate(self, num_models: int, num_pipelines: int) -> float:
+        """Return outer_lr for N models.
+
+        ``"auto"``: the square root of the number of batches, which is between the mean of the updates and their sum.
+
+        Args:
+            num_models: number of models of all groups.
+            num_pipelines: number of models of one group.
+        """
+        if self.outer_lr != "auto":
+            return float(self.outer_lr)
+        return math.sqrt(max(1.0, num_models / num_pipelines) if self.split_batches else num_models)
 
 
 def _try_outer(outer_optimizer: Any) -> None:

@@ -92,7 +92,8 @@ class AvgPipeTuner(Callback):
 
     Args:
         max_num_pipelines: largest number of parallel pipelines to consider. Each has a model of its own, so a number
-            above 1 may change the training: N models read N batches in a step, and make an Nth of the steps.
+            above 1 may change the training: N models read N batches in a step, and make an Nth of the steps, unless
+            they divide each batch (``Averaging(split_batches=True)``).
         microbatch_candidates: numbers of micro-batches to consider. None: the divisors of the batch size, or powers of
             two.
         memory_limit: memory that each stage may use, given as the strategy's option of this name, which is the default.
@@ -223,7 +224,7 @@ class AvgPipeTuner(Callback):
             self._apply(strategy)
             if self.result is not None and self.result.choice.setting != planned:
                 _run(strategy).deployment.replan(rolling=strategy.rolls)
-            if strategy.num_pipelines > 1:
+            if strategy.num_pipelines > 1 and not strategy.options.averaging.split_batches:
                 self._recount(trainer, strategy)
         return True
 
@@ -259,8 +260,9 @@ class AvgPipeTuner(Callback):
             counts = self._counts(module, rehearsal.batch_size)
             profile, rolling = profiler.profile(counts), _rolling(run)
             if profile is not None:
-                fitting = [m for m in counts if m > profiler.too_few]
-                settings = candidates(profile, self.max_num_pipelines, fitting, schedule=schedule, rolling=rolling)
+                split, most = strategy.options.averaging.split_batches, self.max_num_pipelines
+                considered = candidates(profile, most, counts, schedule=schedule, rolling=rolling, split=split)
+                settings = [setting for setting in considered if setting.parts > profiler.too_few]
                 limit = run.context.memory_per_stage(self.memory_limit)
                 found = to_json(search(profile, settings, limit, self.samples_factor))
             result = from_json(Result, cluster.world.broadcast(found))
@@ -295,8 +297,13 @@ class AvgPipeTuner(Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, AvgPipeStrategy)
         models = result.choice.setting.num_pipelines * strategy.num_groups // strategy.replicas
-        if models > 1:
-            rank_zero_info(f"AvgPipeTuner: {models} models, each step reads {models} batches: 1/{models} of the steps")
+        batches = result.choice.setting.batches * strategy.num_groups // strategy.replicas
+        if batches > 1:
+            rank_zero_info(
+                f"AvgPipeTuner: {models} models, each step reads {batches} batches: 1/{batches} of the steps"
+            )
+        elif models > 1:
+            rank_zero_info(f"AvgPipeTuner: {models} models, which divide each batch among them")
         if not picture.is_available():
             return
         figure = draw(result)

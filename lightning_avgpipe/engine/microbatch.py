@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -196,6 +196,18 @@ def _micro_batches(parts: Sequence[Any], sizes: Sequence[int]) -> list[MicroBatc
         MicroBatch(i, part, size, share / total)
         for i, (part, size, share) in enumerate(zip(parts, sizes, shares, strict=True))
     ]
+
+
+def divided(parts: Sequence[MicroBatch], count: int) -> list[list[MicroBatch]]:
+    """Divide the micro-batches of a batch into shares of about equal number, in order, each as if it were a batch.
+
+    Returns:
+        min(count, micro-batches) shares; the weights of each sum to 1.
+    """
+    few, more = divmod(len(parts), count)
+    rest = iter(parts)
+    shares = [list(islice(rest, few + (i < more))) for i in range(min(count, len(parts)))]
+    return [_micro_batches([part.data for part in share], [part.size for part in share]) for share in shares]
 
 
 # -- merging ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_avgpipe.engine.loss import LossWeight, uneven_targets, weighted
-from lightning_avgpipe.engine.microbatch import MicroBatch, fewest_samples, split, split_with, whole
+from lightning_avgpipe.engine.microbatch import MicroBatch, divided, fewest_samples, split, split_with, whole
 from lightning_avgpipe.engine.sample_layout import Seen
 from lightning_avgpipe.errors import BatchError
 from lightning_avgpipe.strategy.batches import Batches
@@ -88,22 +88,29 @@ class BatchSplitter:
             return lambda: works
         return weighing(works, options.num_pipelines, replicas)
 
-    def split(self, batch: Any, pipeline: int = 0, weighs: bool = True) -> list[MicroBatch]:
-        """Split the batch of one pipeline into micro-batches.
+    def split(self, batches: Sequence[Any], shares: int, weighs: bool) -> list[list[MicroBatch]]:
+        """Split the batches of an iteration into micro-batches.
 
         Args:
-            batch: as it was sent to the other processes.
-            pipeline: number n of the pipeline.
+            batches: as they were sent to the other processes.
+            shares: number of pipelines that divide each batch among them.
             weighs: whether micro-batches are weighed, where the loss is computed.
+        Returns:
+            The micro-batches of each pipeline; fewer pipelines if a batch has too few samples.
         Raises:
-            ConfigurationError: the batch has changed since it was sent.
-            BatchError: the batch cannot be split.
+            ConfigurationError: a batch has changed since it was sent.
+            BatchError: a batch cannot be split.
         """
-        self._distributor.check_seal(batch, pipeline)
-        parts = self.parts(batch)
+        works = []
+        for n, batch in enumerate(batches):
+            self._distributor.check_seal(batch, n)
+            works += divided(self.parts(batch, shares), shares)
+        return [self._weighed(parts) for parts in works] if weighs else works
+
+    def _weighed(self, parts: list[MicroBatch]) -> list[MicroBatch]:
         alone = len(parts) == 1 and self._cluster.stage_map.replicas == 1
         has_loss = self._cluster.stage_map.num_stages - 1 in self._cluster.stages
-        if not (weighs and has_loss) or alone:
+        if not has_loss or alone:
             return parts
         if self.loss_weight is not None:
             return weighted(parts, self.loss_weight)
@@ -123,10 +130,10 @@ class BatchSplitter:
         several = self._cluster.stage_map.replicas > 1
         return part.counted if several else part.weight * (sum(other.size for other in parts) or 1)
 
-    def parts(self, batch: Any) -> list[MicroBatch]:
-        """Split a batch into micro-batches that are not weighed."""
+    def parts(self, batch: Any, shares: int = 1) -> list[MicroBatch]:
+        """Split a batch into micro-batches that are not weighed, M for each of its shares."""
         options, trainer, module = self._configuration.options, self._trainer, self._trainer.lightning_module
-        count, index = self.count, self._batches.dataloader_idx
+        count, index = shares * self.count, self._batches.dataloader_idx
         if self.custom_split is not None and not self._keeps_whole:
             return split_with(self.custom_split, batch, count)
         expected = expected_now(trainer, index, changed=not self._distributor.early)

@@ -62,6 +62,11 @@ def options(given: Options) -> None:
             given, {"averaging.on_nonfinite": skips},
             lambda option, why: f"Averaging(delay={given.averaging.delay}) with {option}: {why}; {instead}",
         )  # fmt: skip
+    if given.averaging.split_batches and given.loss_reduction == "sum":
+        raise ConfigurationError(
+            "Averaging(split_batches=True) with loss_reduction='sum': each model would have a part of the sum only; "
+            "use loss_reduction='mean', or batches of their own"
+        )
     for rule in RULES:
         rule(given)
 
@@ -124,6 +129,12 @@ _IDLE = (
         },
         lambda given, run: run.num_models == 1,
         "without effect: there is one pipeline, and nothing to average",
+        "Use num_pipelines=2 or more",
+    ),
+    _Idle(
+        {"averaging.split_batches": False},
+        lambda given, run: given.num_pipelines == 1,
+        "without effect: there is one pipeline, and each batch is its own",
         "Use num_pipelines=2 or more",
     ),
     _Idle(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.alone import in_hook
 from lightning_avgpipe.comm.message import Message
-from lightning_avgpipe.engine.microbatch import MicroBatch
+from lightning_avgpipe.engine.microbatch import MicroBatch, merge
 from lightning_avgpipe.engine.observer import Observer, Work
 from lightning_avgpipe.engine.pipeline import Outcome
 from lightning_avgpipe.errors import StepChangedError
@@ -53,12 +53,12 @@ def counters_after(trainer: pl.Trainer, count: int) -> list[Replacement]:
 
 @dataclass(kw_only=True)
 class Iteration:
-    """A batch for each pipeline, while it is on its way through the stages.
+    """The batches of a step, one for each pipeline or one that all divide, on their way through the stages.
 
     Attributes:
         step: name of the step function.
         precision: context of the precision plugin for the step.
-        batches: batch of each pipeline, on the device.
+        batches: batches on the device.
         works: their micro-batches, by pipeline.
         weighed: waits for the micro-batches' weights over all replicas, and returns the micro-batches with them.
         rest: other arguments of the step.
@@ -99,6 +99,17 @@ class Iteration:
     first_loss: Tensor | None = None
     kept: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    @property
+    def shares(self) -> int:
+        """The number of pipelines that divide the first batch among them; 1 if each has a batch of its own."""
+        return len(self.works) if len(self.batches) == 1 else 1
+
+    @property
+    def first_batch(self) -> Any:
+        """What pipeline 0 trains, in one piece."""
+        first = self.works[0]
+        return self.batches[0] if self.shares == 1 else merge([p.data for p in first], [p.size for p in first])
 
     @property
     def changed(self) -> bool:

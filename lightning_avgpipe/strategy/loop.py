@@ -224,17 +224,18 @@ class PipelineLoop:
             self.schedule_control.begin_again()
 
     def new_iteration(self, step: str, batches: Sequence[Any], rest: tuple[Any, ...], ahead: int = 0) -> Iteration:
-        """Return an iteration of batches that are on the device, one for each pipeline.
+        """Return an iteration of batches that are on the device.
 
         Args:
             step: name of the step function.
-            batches: batches of the pipelines.
+            batches: batches of the pipelines; one batch, if they divide it among them.
             rest: other arguments of the step that runs now: ``batch_idx``, if the step takes it.
             ahead: number of iterations until this one.
         """
         training, configuration, stage_map = step == STEP, self.configuration, self.cluster.stage_map
         weighs = training or (step != "predict_step" and self.splitter.loss_weight is not None)
-        works = [self.splitter.split(one, n, weighs) for n, one in enumerate(batches)]
+        shares = configuration.num_pipelines // configuration.batches_per_step if training else 1
+        works = self.splitter.split(batches, shares, weighs)
         others, replica = self.deployment.parallel.averaging_group, self.cluster.group_number % stage_map.replicas
         team = 0 if others is None else others.number
         first = team * configuration.num_pipelines, replica * configuration.options.microbatches(stage_map.given_stages)
@@ -354,7 +355,7 @@ class PipelineLoop:
         if verifier is not None:
             assert iteration.finish is not None
             iteration.finish = verifier.begin(
-                works, iteration.rest, iteration.number, iteration.finish, iteration.batches[0]
+                works, iteration.rest, iteration.number, iteration.finish, iteration.first_batch
             )
         tasks = [self.task(iteration, n, known) for n in range(len(works))]
         ensemble = self.deployment.parallel.ensemble
@@ -422,13 +423,16 @@ class PipelineLoop:
         return frozenset(n for n, is_skipped in enumerate(skipped) if is_skipped)
 
     def result(self, iteration: Iteration) -> Any:
-        """Return the merged result of pipeline 0, None if all its micro-batches were skipped; note the loss.
+        """Return the merged result of the first batch, None if all its micro-batches were skipped; note the loss.
 
-        What the step has changed is to be brought to the other processes from then on.
+        Of a batch that pipelines divide, it is the result of those that have ended. What the step has changed is to be
+        brought to the other processes from then on.
         """
         self._to_bring.add(iteration.step)
-        nothing, results = torch.zeros((), device=self.cluster.device), iteration.outcomes[0].results
-        result = {"loss": nothing} if results is None else self._merged(results, iteration.works[0])
+        nothing, ended = torch.zeros((), device=self.cluster.device), iteration.outcomes[: iteration.shares]
+        results = [result for outcome in ended for result in outcome.results or ()]
+        parts = [part for share in iteration.works[: len(ended)] for part in share]
+        result = self._merged(results, parts) if results else {"loss": nothing}
         if result is None and self.cluster.stage_map.replicas > 1:  # other replicas may have a loss
             result = {"loss": nothing}
         iteration.loss = nothing if result is None else loss_in(result)

@@ -305,6 +305,11 @@ class Configuration:
         return self.options.num_pipelines
 
     @property
+    def batches_per_step(self) -> int:
+        """The number of batches that an iteration takes from the dataloader: one for each pipeline, or one for all."""
+        return 1 if self.options.averaging.split_batches else self.num_pipelines
+
+    @property
     def rolls(self) -> bool:
         """Whether parallel pipelines go on without waiting for each other."""
         return self.can_roll and (self.prefers_rolling or self.options.averaging.rolling is True)

@@ -538,13 +538,13 @@ class AvgPipeStrategy(ParallelStrategy):
         return isinstance(self._run, PipelineRun) and self._run.in_step
 
     def _divide_data(self, trainer: pl.Trainer, cluster: Cluster) -> None:
-        """Let each group read its part of the training data, in bundles of N batches.
+        """Let each group read its part of the training data, in bundles of the batches of a step.
 
         Called before ``setup`` or ``configure_optimizers`` of the module may ask for the number of iterations.
         """
         # partial functions, which can be pickled as a trainer can; data of unknown length ends in all groups at once
         any_ends = partial(self._connection.decide, unanimously=False) if cluster.stage_map.num_groups > 1 else None
-        count, look = partial(getattr, self._configuration, "num_pipelines"), partial(getattr, self, "tuner")
+        count, look = partial(getattr, self._configuration, "batches_per_step"), partial(getattr, self, "tuner")
         self._undo.enter_context(bundling(trainer, count, any_ends, look))
         self._undo.enter_context(sharing(trainer, self.num_groups))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_avgpipe.schedule import InTurns, SideBySide, build
 from lightning_avgpipe.schedule.simulator import simulate
@@ -19,7 +19,7 @@ class Prediction:
     """The predicted time and memory of a setting.
 
     Attributes:
-        iteration_s: seconds of an iteration: a batch of each pipeline, optimizer steps, averaging.
+        iteration_s: seconds of an iteration: all its batches, optimizer steps, averaging.
         per_batch_s: seconds of an iteration per batch, which the search minimises.
         memory: bytes of each stage at its peak, shape ``(K,)``.
         at_least: whether the times are only a lower bound of the predictor's times.
@@ -53,7 +53,7 @@ class Predictor:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._simulated: dict[tuple[int, int, bool, tuple[int, ...], tuple[int, ...]], float] = {}
+        self._simulated: dict[tuple[int, int, int, bool, tuple[int, ...], tuple[int, ...]], float] = {}
         alone = {trial.setting: self._simulated_s(trial.setting, profile.devices) for trial in profile.trials}
         ratios = {
             math.log(trial.setting.num_microbatches): max(1.0, trial.span_s / alone[trial.setting])
@@ -76,8 +76,7 @@ class Predictor:
         apart = len(set(profile.devices)) == len(stages)
         if setting.num_pipelines == 1 and apart:
             return self.predict(setting)
-        one = replace(setting, num_pipelines=1, rolling=False)
-        alone_s = self._simulated_s(one, profile.devices if apart else stages)
+        alone_s = self._simulated_s(setting, profile.devices if apart else stages, alone=True)
         seconds = max(alone_s, self._busiest_s(setting, updates=False))
         return self._prediction(setting, self._updated_s(setting, seconds), at_least=True)
 
@@ -91,17 +90,24 @@ class Predictor:
         own_s = update_s(self._profile, 1) + max(stage.averaging_s for stage in self._profile.stages)
         return max(seconds + own_s, busy_s)
 
-    def _simulated_s(self, setting: Setting, devices: tuple[int, ...]) -> float:
-        """Return the simulated seconds of an iteration: until the last action has ended; rolling, the steady mean."""
-        profile, m, n = self._profile, setting.num_microbatches, setting.num_pipelines
+    def _simulated_s(self, setting: Setting, devices: tuple[int, ...], alone: bool = False) -> float:
+        """Return the simulated seconds of an iteration: until the last action has ended; rolling, the steady mean.
+
+        Args:
+            setting: setting with the sizes and the order of micro-batches.
+            devices: number of the device of each stage.
+            alone: whether only one of the pipelines runs, once.
+        """
+        profile, m, n = self._profile, setting.num_microbatches, 1 if alone else setting.num_pipelines
+        rolls = setting.rolling and not alone
         # a warm-up decides the rows of a schedule
-        key = m, n, setting.rolling, setting.warm_up(profile.num_stages), devices
+        key = m, n, setting.parts, rolls, setting.warm_up(profile.num_stages), devices
         if key not in self._simulated:
             schedule = build(setting.schedule, profile.num_stages, m, setting.advance)
             sharing = InTurns if profile.in_turns else SideBySide
-            count = _ROLLING if setting.rolling else 1
-            timeline = simulate([schedule] * n, loads_at(profile, m), devices, sharing, count)
-            self._simulated[key] = timeline.steady_s if setting.rolling else timeline.iteration_s
+            count = _ROLLING if rolls else 1
+            timeline = simulate([schedule] * n, loads_at(profile, setting.parts), devices, sharing, count)
+            self._simulated[key] = timeline.steady_s if rolls else timeline.iteration_s
         return self._simulated[key]
 
     def _busiest_s(self, setting: Setting, updates: bool) -> float:
@@ -112,7 +118,7 @@ class Predictor:
             updates: whether optimizer steps, averaging, and sums of gradients of tied parameters count as well.
         """
         profile, m, n = self._profile, setting.num_microbatches, setting.num_pipelines
-        loads, work_s = loads_at(profile, m), dict[int, float]()
+        loads, work_s = loads_at(profile, setting.parts), dict[int, float]()
         for k, (device, stage) in enumerate(zip(profile.devices, profile.stages, strict=True)):
             batch_s = m * loads.work_s(k) + updates * (stage.step_s + stage.averaging_s)
             work_s[device] = work_s.get(device, 0.0) + n * batch_s
@@ -125,4 +131,4 @@ class Predictor:
             ratio = interpolated(self._ratios, math.log(setting.num_microbatches))
             seconds = ratio * (seconds - update) + update
         memory = tuple(needed.total for needed in memory_at(self._profile, setting))
-        return Prediction(seconds, seconds / setting.num_pipelines, memory, at_least)
+        return Prediction(seconds, seconds / setting.batches, memory, at_least)

@@ -33,11 +33,12 @@ class Setting:
     """A setting: the number of micro-batches M, the number of pipelines N, and the schedule.
 
     Attributes:
-        num_microbatches: M, per batch and pipeline.
+        num_microbatches: M, per iteration and pipeline.
         num_pipelines: N, number of parallel pipelines.
         advance: h of ``"advance_forward"``.
         schedule: ``"advance_forward"``, ``"1f1b"`` or ``"afab"``.
         rolling: whether each pipeline begins its next batch without waiting for the others.
+        split: whether the pipelines divide each batch among them.
     """
 
     num_microbatches: int
@@ -45,6 +46,17 @@ class Setting:
     advance: int = 0
     schedule: str = "advance_forward"
     rolling: bool = False
+    split: bool = False
+
+    @property
+    def parts(self) -> int:
+        """The number of micro-batches of a batch."""
+        return self.num_microbatches * (self.num_pipelines if self.split else 1)
+
+    @property
+    def batches(self) -> int:
+        """The number of batches of an iteration."""
+        return 1 if self.split else self.num_pipelines
 
     def warm_up(self, num_stages: int) -> tuple[int, ...]:
         """Return the forwards of each stage before its first pair, shape ``(num_stages,)``.
@@ -62,7 +74,7 @@ class Setting:
     def order(self) -> str:
         """The order of actions in words: the advance or the schedule, and whether iterations roll."""
         name = f"advance {self.advance}" if self.schedule == "advance_forward" else self.schedule
-        return name + ", rolling" * self.rolling
+        return name + ", rolling" * self.rolling + ", split batches" * self.split
 
     def __str__(self) -> str:
         pipelines = f"{self.num_pipelines} pipeline{'s' * (self.num_pipelines > 1)}"

@@ -39,7 +39,7 @@ class Loads(StageCosts):
 
 
 def loads_at(profile: Profile, num_microbatches: int) -> Loads:
-    """Scale a profile to a number of micro-batches m.
+    """Scale a profile to a number of micro-batches m of a batch.
 
     A micro-batch m/M times as large has m/M times the utilisation, and takes longer only where this exceeds 1. Its
     messages have m/M times the bytes.
@@ -123,12 +123,13 @@ class Needed:
 def memory_at(profile: Profile, setting: Setting) -> tuple[Needed, ...]:
     """Return the memory that each stage needs, shape ``(K,)``.
 
-    ``F_k = context + reference + N model + N S_k A / M + N (Q + I) / M``, with S_k stashed micro-batches, and the
-    activations A, transients Q and message buffers I of a full batch. With one parallel model there is no reference.
+    ``F_k = context + reference + N model + N S_k A / P + N (Q + I) / P``, with S_k stashed micro-batches, of which a
+    batch has P, and the activations A, transients Q and message buffers I of a full batch. With one parallel model
+    there is no reference.
     All N pipelines may be at their peak at once. Rolling iterations need N + 1 further copies of the reference: the
     start values of each model, and the reference before the iteration.
     """
-    n, m = setting.num_pipelines, setting.num_microbatches
+    n, parts = setting.num_pipelines, setting.parts
     needed = []
     references = (1 + (n + 1) * setting.rolling) if profile.averages(n) else 0
     for stage, stashed in zip(profile.stages, setting.stash(profile.num_stages), strict=True):
@@ -137,8 +138,8 @@ def memory_at(profile: Profile, setting: Setting) -> tuple[Needed, ...]:
             Needed(
                 fixed=memory.context + references * memory.reference,
                 models=n * memory.model,
-                stash=math.ceil(n * stashed * memory.activations / m),
-                working=math.ceil(n * (memory.transient + memory.boundary) / m),
+                stash=math.ceil(n * stashed * memory.activations / parts),
+                working=math.ceil(n * (memory.transient + memory.boundary) / parts),
             )
         )
     return tuple(needed)

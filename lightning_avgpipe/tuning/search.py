@@ -26,6 +26,10 @@ ROLLING_SAMPLES: Mapping[int, float] = {1: 1.0, 2: 1.0, 4: 1.14}
 """The additional factors of rolling pipelines by N: medians of six trainings of two seeds each, from
 ``python benchmarks/statistical_efficiency.py --without-barrier rolling``, see docs/parallel_pipelines.md."""
 
+SPLIT_SAMPLES: Mapping[int, float] = {1: 1.0, 2: 1.0, 4: 1.04}
+"""The factors of samples until a goal by N, where N models divide batches: medians of the factors of N models with
+``outer_lr=1``, over those of one model with N times the batch size, in the nine trainings of ``MEASURED_SAMPLES``."""
+
 SamplesFactor = float | Mapping[int, float] | None
 
 _ROUNDING = 1e-9  # relative: times that differ by less differ only in the order of their additions
@@ -128,6 +132,7 @@ def candidates(
     advances: Iterable[int] = ADVANCES,
     schedule: str = "advance_forward",
     rolling: bool | Literal["auto"] = False,
+    split: bool = False,
 ) -> tuple[Setting, ...]:
     """Return all settings to consider.
 
@@ -139,6 +144,7 @@ def candidates(
         advances: all h. Those that change nothing are left out, and only advance forward propagation uses them.
         schedule: name of the schedule.
         rolling: whether several pipelines roll; ``"auto"``: both are considered.
+        split: whether several pipelines divide each batch, into as many micro-batches as are considered for one.
     Raises:
         TuningError: a batch cannot be split into M micro-batches.
     """
@@ -151,8 +157,10 @@ def candidates(
         for h in usable:
             distinct.setdefault(Setting(m, 1, h, schedule).warm_up(profile.num_stages), h)
         found += [Setting(m, 1, h, schedule) for h in distinct.values()]
-        several = range(2, max_num_pipelines + 1)
-        found += [Setting(m, n, h, schedule, rolls) for n in several for h in distinct.values() for rolls in kinds]
+        several = [n for n in range(2, max_num_pipelines + 1) if not split or m * n in counts]
+        found += [
+            Setting(m, n, h, schedule, rolls, split) for n in several for h in distinct.values() for rolls in kinds
+        ]
     return tuple(found)
 
 
@@ -212,7 +220,7 @@ def _predicted(
     profile: Profile, settings: Sequence[Setting], limit: float, factor: SamplesFactor
 ) -> tuple[Candidate, ...]:
     predictor = Predictor(profile)
-    samples = [samples_at(factor, setting.num_pipelines, setting.rolling) for setting in settings]
+    samples = [samples_at(factor, setting.num_pipelines, setting.rolling, setting.split) for setting in settings]
     found = list(map(Candidate, settings, map(predictor.bound, settings), samples))
     best: dict[tuple[int, bool], float] = {}  # seconds per batch, of settings that need the same factor of samples
     for i in sorted(range(len(found)), key=lambda i: (found[i].prediction.at_least, found[i].prediction.per_batch_s)):
@@ -275,7 +283,7 @@ def _nothing_fits(profile: Profile, found: Sequence[Candidate], limit: float) ->
     )
 
 
-def samples_at(factor: SamplesFactor, num_pipelines: int, rolling: bool = False) -> float:
+def samples_at(factor: SamplesFactor, num_pipelines: int, rolling: bool = False, split: bool = False) -> float:
     """Return the samples until a goal, as a multiple of the samples that one pipeline needs.
 
     Args:
@@ -283,6 +291,7 @@ def samples_at(factor: SamplesFactor, num_pipelines: int, rolling: bool = False)
             extrapolated from the last two; None: the measured factors. A given factor also holds for rolling pipelines.
         num_pipelines: N, number of parallel pipelines.
         rolling: whether pipelines average one at a time.
+        split: whether pipelines divide each batch.
     """
     if num_pipelines == 1:
         return 1.0
@@ -290,7 +299,7 @@ def samples_at(factor: SamplesFactor, num_pipelines: int, rolling: bool = False)
         return float(factor)
     if factor is None:
         more = samples_at(ROLLING_SAMPLES, num_pipelines) if rolling else 1.0
-        return samples_at(MEASURED_SAMPLES, num_pipelines) * more
+        return samples_at(SPLIT_SAMPLES if split else MEASURED_SAMPLES, num_pipelines) * more
     known = sorted({1: 1.0, **factor}.items())
     if len(known) == 1:
         return 1.0

@@ -1,14 +1,12 @@
-"""Steps that do what stages must see through, at once or only later: trained as on one device, or refused by line."""
+"""Steps that do what stages must see through: trained as on one device, or refused by line."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,18 +20,14 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from torchmetrics import MeanMetric
 
-from lightning_avgpipe.errors import AbsentValueError, AvgPipeError, CaptureError, PartitionError, StepChangedError
+from lightning_avgpipe.errors import AvgPipeError, CaptureError, PartitionError, StepChangedError
 from tests.models import MLP, loader
 from tests.strategy.steps import (
-    NUM_MICROBATCHES,
     Layers,
     assert_same,
     by_hand,
-    errors_of_two_processes,
     piped,
-    states_of_two_processes,
 )
 from tests.trainers import pipeline
 from tests.zoo.comparison import check, in_stages
@@ -525,200 +519,6 @@ def test_a_model_that_was_trained_can_be_freed() -> None:
     assert left() is None
 
 
-STEPS, BEGIN = 4, 2
-
-
-class Scaled(nn.Module):
-    """A layer with an attribute, a counter, and an object that another one holds too."""
-
-    alpha = 1.0
-
-    def __init__(self, box: dict[str, float]) -> None:
-        super().__init__()
-        self.linear, self.box, self.calls, self.writes = nn.Linear(8, 8), box, 0, False
-        self.register_buffer("seen", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.writes and self.calls > 5:
-            self.box["factor"] *= 0.9
-        self.seen += x.detach().mean(0)
-        return self.linear(x) * self.alpha * self.box["factor"]
-
-
-class Late(Layers):
-    """Some statement before the first layer and one at the end, both only from some step on."""
-
-    def __init__(self, first: Callable[[Any, Any], Any], last: Callable[[Any, Any], Any]) -> None:
-        super().__init__()
-        self.box = {"factor": 1.0}
-        self.b, self.c = Scaled(self.box), Scaled(self.box)  # type: ignore[assignment]
-        self.first, self.last, self.number, self.history = first, last, 1.0, list[float]()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        begun = batch_idx >= BEGIN
-        if begun:
-            self.first(self, None)
-        loss = self.loss((batch[0] / self.number, batch[1]))
-        return loss if not begun or (found := self.last(self, loss)) is None else found
-
-
-def nothing(module: Any, loss: Any) -> None:
-    """Do nothing."""
-
-
-def alpha(module: Any, loss: Any) -> None:
-    module.b.alpha = 0.5 * module.b.alpha
-
-
-def number(module: Any, loss: Any) -> None:
-    module.number = 2.0 * module.number
-
-
-def factor(module: Any, loss: Any) -> None:
-    module.box["factor"] *= 0.9
-
-
-def history(module: Any, loss: Any) -> Any:
-    module.history.append(loss.item())
-    return loss / len(module.history)
-
-
-def notes(module: Any, loss: Any) -> None:
-    module.history.append(1.0)
-
-
-COUNT = 0
-
-
-def count(module: Any, loss: Any) -> None:
-    global COUNT
-    COUNT += 1
-
-
-def counted(function: Any) -> Any:
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
-        run.calls += 1
-        return function(*args)
-
-    run.calls = 0
-    return run
-
-
-decorated = counted(nothing)
-
-
-class Hidden(Late):
-    """Holds a layer that is not a submodule."""
-
-    def __init__(self, first: Any, last: Any) -> None:
-        super().__init__(first, last)
-        self.kept, self.plain, self.mask = [Scaled(self.box)], torch.ones(8), torch.ones(8)
-
-
-def hidden(module: Any, loss: Any) -> None:
-    module.kept[0].alpha *= 0.9
-
-
-def plain(module: Any, loss: Any) -> None:
-    module.plain = module.plain * 0.9
-
-
-def hook(module: Any, loss: Any) -> None:
-    module.b.register_forward_hook(lambda layer, args, result: None)
-
-
-class LateBetween(Hidden):
-    """The statement comes between layers, with an operation that the captured step did not have."""
-
-    def through(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        if self.trainer.global_step >= BEGIN:
-            x = x * 0.9
-            self.first(self, None)
-        return self.d(self.c(self.b(x)))  # type: ignore[no-any-return]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-
-def made_again(module: Any, loss: Any) -> None:
-    module.mask = torch.arange(8) > 2
-
-
-LATE: dict[str, Any] = {"split_points": ["c"], "costs": "flops"}
-
-
-BY_ONE_STAGE: list[tuple[Any, Any, str]] = [
-    (nothing, alpha, rf"assigns 'b.alpha' at {LINE} alpha, .* an earlier stage would not see"),
-    (alpha, nothing, rf"assigns 'b.alpha' at {LINE} alpha, .* each stage in this process"),
-    (nothing, number, rf"assigns 'number' at {LINE} number, .* an earlier stage would not see"),
-    (nothing, factor, r"changes an object in 'box', which submodules of other stages hold too"),
-    (factor, nothing, r"changes what 'box' holds, .* which each stage in this process would do again"),
-    (notes, history, r"changes what 'history' holds, .* which each stage in this process would do again"),
-    (nothing, lambda m, loss: loss / (1 + m.b.seen.mean()), r"reads the buffer 'b.seen' in mean\(\) at"),
-    (nothing, hook, r"registers a hook of 'b', .* an earlier stage would not see"),
-]
-BY_SEVERAL_STAGES: list[tuple[Any, str]] = [
-    (count, r"changes what 'global [\w.]*COUNT' holds"),
-    (decorated, "changes what 'first' holds"),
-    (notes, "changes what 'history' holds"),
-    (hook, "registers a hook of 'b'"),
-    (hidden, rf"assigns 'Scaled.alpha' at {LINE} hidden"),
-    (plain, rf"assigns 'plain' at {LINE} plain"),
-]
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        *((partial(Late, first, last), says) for first, last, says in BY_ONE_STAGE),
-        *(
-            (partial(kind, first, nothing), f"{says}, .* which each stage in this process would do again")
-            for kind in (Hidden, LateBetween)
-            for first, says in BY_SEVERAL_STAGES
-        ),
-    ],
-)
-def test_what_begins_late_and_not_all_stages_do_once_ends_training_with_its_name(make: Any, says: str) -> None:
-    with pytest.raises(StepChangedError, match=says):
-        piped(make(), **LATE)
-
-
-def test_a_tensor_that_each_stage_makes_alike_may_be_made_late_between_layers() -> None:
-    piped(LateBetween(made_again, nothing), **LATE)
-
-
-def frozen(module: Any, loss: Any) -> None:
-    module.b.alpha, module.number = 0.5, 2.0
-
-
-def measured(module: Any, loss: Any) -> None:
-    module.metric.update(1.0)
-
-
-def test_a_metric_may_hear_of_something_late() -> None:
-    module = Late(measured, nothing)
-    module.metric = MeanMetric()
-    piped(module, **LATE)
-    assert module.metric.weight == NUM_MICROBATCHES * (STEPS - BEGIN)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(partial(Late, frozen, nothing), id="what each stage does alike at the beginning"),
-        pytest.param(partial(Hidden, made_again, nothing), id="a tensor that each stage makes alike"),
-        pytest.param(partial(Late, nothing, history), id="what the last stage alone keeps"),
-    ],
-)
-def test_what_no_stage_misses_may_begin_late(make: Callable[[], Late]) -> None:
-    module, expected = piped(make(), **LATE), by_hand(make())
-    assert_same(module, expected)
-    assert module.history == expected.history
-
-
 class Shifted(nn.Module):
     """A parametrization: adds what the step has computed."""
 
@@ -754,76 +554,10 @@ class Parametrizes(Adds):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_step_may_make_modules_for_itself_and_parametrize_a_layer_meanwhile(device: str) -> None:
     """Also if the layer has no contents yet; with ones that it has, as by hand."""
-    module = piped(Parametrizes().to(device), **LATE)
-    assert_same(module, piped(Adds().to(device), **LATE))
+    module = piped(Parametrizes().to(device), split_points=["c"], costs="flops")
+    assert_same(module, piped(Adds().to(device), split_points=["c"], costs="flops"))
     if device == "cpu":
         assert_same(module, by_hand(Parametrizes()))
-
-
-def test_a_number_that_a_submodule_of_another_stage_counts_is_not_read_late() -> None:
-    with pytest.raises(AbsentValueError, match=r"uses 'b.calls', which a submodule of another stage changes"):
-        piped(Late(nothing, lambda module, loss: loss / module.b.calls), **LATE)
-
-
-def test_a_submodule_does_not_begin_to_change_what_others_hold() -> None:
-    module = Late(nothing, nothing)
-    module.b.writes = True  # type: ignore[assignment]
-    with pytest.raises(StepChangedError, match=r"changes an object in 'box', .*\(stage 0\)"):
-        piped(module, **LATE)
-
-
-class Warms(Layers):
-    """The end of the step begins late to change what the first layer, in another process, is given."""
-
-    def __init__(self, change: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.change, self.array, self.plain = change, np.ones(8), torch.ones(8)
-        self.register_buffer("bank", torch.ones(8))
-        self.register_buffer("scale", torch.ones(8))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = batch[0] / self.scale * float(self.array[0]) * self.plain
-        loss = (self.through(x) - batch[1] * self.bank).square().mean()  # which the end of the step alone reads
-        if batch_idx >= BEGIN:
-            self.change(self)
-        return loss
-
-
-def reassigned(module: Any) -> None:
-    module.scale = module.scale * 0.9
-
-
-def in_place(module: Any) -> None:
-    module.array *= 0.9
-
-
-def of_a_tensor(module: Any) -> None:
-    module.plain.mul_(0.9)
-
-
-def read_at_the_end(module: Any) -> None:
-    module.bank.mul_(0.9)
-
-
-LATER = "which it did not do when it was captured, and"
-
-
-@pytest.mark.slow
-def test_what_a_stage_of_another_process_would_not_see_ends_training(tmp_path: Path) -> None:
-    says = {
-        reassigned: f"changes the buffer 'scale', {LATER} an earlier",
-        in_place: f"changes what 'array' holds, {LATER} which an earlier",
-        of_a_tensor: f"changes what 'plain' holds, {LATER} which an earlier",
-    }
-    errors = errors_of_two_processes([(partial(Warms, change), LATE) for change in says], tmp_path)
-    for expected, (first, _) in zip(says.values(), errors, strict=True):
-        assert expected in first
-
-
-@pytest.mark.slow
-def test_what_the_last_process_alone_reads_it_may_begin_to_change(tmp_path: Path) -> None:
-    state, _ = states_of_two_processes(lambda: Warms(read_at_the_end), tmp_path, **LATE)
-    torch.testing.assert_close(state["bank"], torch.full((8,), 0.9 ** (NUM_MICROBATCHES * (STEPS - BEGIN))))
 
 
 DISTRIBUTION = SimpleNamespace(random_state=np.random.mtrand._rand)  # as those of SciPy have it

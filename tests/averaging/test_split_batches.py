@@ -1,0 +1,136 @@
+"""Parallel models that divide each batch among them: the numbers of smaller batches, and the steps of one model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_avgpipe import Averaging, AvgPipeTuner
+from lightning_avgpipe.errors import ConfigurationError
+from tests import processes
+from tests.averaging.models import Batches, Models, Net, assert_close, assert_equal, train
+from tests.models import MLP
+from tests.trainers import pipeline
+
+
+class Logs(Net):
+    def __init__(self) -> None:
+        super().__init__("adamw", warm_up=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return {"loss": loss, "inputs": batch[0]}
+
+
+class Sees(L.Callback):
+    """What hooks are given at the end of each batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, Any, int]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *rest: Any) -> None:
+        self.seen.append((outputs, *rest))
+
+
+def batches(sizes: list[int]) -> list[tuple[Tensor, ...]]:
+    torch.manual_seed(5)
+    return [MLP.example(size) for size in sizes]
+
+
+def halves(whole: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    return [part for batch in whole for part in zip(*(t.tensor_split(2) for t in batch), strict=True)]
+
+
+def fit(data: list[Any], num_stages: int = 2, **options: Any) -> tuple[Any, Models]:
+    torch.manual_seed(3)
+    model = Logs()
+    return model, train(model, Batches(data), num_stages, **options)
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+def test_a_batch_that_two_models_divide_is_two_batches_of_half_the_size(rolling: bool) -> None:
+    whole = batches([16] * 5)
+    given, other = (Averaging(rolling=rolling, **how) for how in ({"split_batches": True}, {"outer_lr": 1.0}))
+    model, models = fit(whole, averaging=given)
+    expected, small = fit(halves(whole), averaging=other)
+    assert models.trainer.global_step == small.trainer.global_step == 5
+    assert_equal(dict(model.named_parameters()), dict(expected.named_parameters()))
+    assert_equal(models.models, small.models)
+    assert models.trainer.callback_metrics == small.trainer.callback_metrics
+
+
+def test_models_that_become_equal_train_as_one_model_does_on_whole_batches() -> None:
+    data = batches([16, 16, 12])
+    torch.manual_seed(3)
+    split, one = (MLP("sgd") for _ in range(2))
+    one.load_state_dict(split.state_dict())
+    train(split, Batches(data), 2, averaging=Averaging(split_batches=True, alpha=1.0))
+    train(one, Batches(data), 2, num_pipelines=1, num_microbatches=4)
+    assert_close(split.state_dict(), one.state_dict())
+
+
+def test_hooks_are_given_whole_batches_and_their_results() -> None:
+    data, sees = batches([16, 16, 12]), Sees()
+    _, models = fit(data, averaging=Averaging(split_batches=True), trainer={"callbacks": [sees]})
+    assert models.trainer.num_training_batches == 3
+    for number, (outputs, batch, batch_idx) in enumerate(sees.seen):
+        assert batch_idx == number
+        assert torch.equal(batch[0], data[number][0])
+        assert torch.equal(outputs["inputs"], data[number][0])
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+def test_of_a_batch_with_too_few_samples_some_models_have_none(rolling: bool) -> None:
+    data = batches([8, 2, 3])  # batch normalisation needs two samples, so the second batch is one micro-batch
+    given = Averaging(split_batches=True, rolling=rolling)
+    model, models = fit(data, averaging=given, num_microbatches="auto")
+    assert models.trainer.global_step == 3
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def fit_rolling(devices: int) -> Any:
+    torch.manual_seed(3)
+    model = Logs()
+    strategy = {
+        "num_pipelines": 3, "num_microbatches": 2, "averaging": Averaging(split_batches=True, rolling=True),
+    }  # fmt: skip
+    runner = pipeline(2, devices, strategy, max_epochs=2)
+    runner.fit(model, Batches(batches([18, 18, 12])))
+    return dict(model.state_dict()), dict(runner.callback_metrics)
+
+
+def in_two(rank: int) -> Any:
+    return fit_rolling(2)
+
+
+def test_two_processes_divide_batches_as_one(tmp_path: Path) -> None:
+    expected = fit_rolling(1)
+    for found in processes.results(processes.run(2, in_two, folder=tmp_path)):
+        assert_equal(found, expected)
+
+
+def test_the_first_step_of_each_model_is_compared_with_a_plain_one() -> None:
+    fit(batches([16, 16]), averaging=Averaging(split_batches=True), verify=True)
+
+
+def test_the_tuner_divides_batches_and_keeps_the_number_of_steps(tmp_path: Path) -> None:
+    tuner = AvgPipeTuner(2, samples_factor=0.01, dirpath=tmp_path)
+    strategy = {"averaging": Averaging(split_batches=True, rolling="auto")}
+    runner = pipeline(2, 1, strategy, max_epochs=1, callbacks=[tuner])
+    runner.fit(MLP(), Batches(batches([16] * 3)))
+    assert tuner.result is not None
+    settings = [candidate.setting for candidate in tuner.result.candidates]
+    assert {setting.parts for setting in settings} == {1, 2, 4, 8, 16}
+    assert tuner.result.choice.setting.num_pipelines == 2
+    assert runner.global_step == 3
+
+
+def test_a_sum_of_losses_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"split_batches=True\) with loss_reduction='sum'"):
+        pipeline(2, 1, {"num_pipelines": 2, "averaging": Averaging(split_batches=True), "loss_reduction": "sum"})
