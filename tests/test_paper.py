@@ -67,7 +67,7 @@ def test_epochs_to_a_target_are_interpolated() -> None:
 def test_systems_that_compute_the_same_are_trained_once() -> None:
     systems = ("ddp", "torch 1f1b", "gpipe", "pipedream", "avgpipe M=4 N=1 h=1", "avgpipe M=4 N=2 h=0")
     assert [algorithm_of(s) for s in systems] == [*["synchronous"] * 3, "pipedream", "synchronous", "N=2"]
-    assert algorithm_of("avgpipe M=4 N=2 h=0 rolling") == "N=2 rolling"
+    assert algorithm_of("avgpipe M=4 N=2 h=0 rolling split") == "N=2 rolling split"
 
 
 @pytest.mark.parametrize("bound", ["gpipe", "1f1b", "pipedream", "ddp"])

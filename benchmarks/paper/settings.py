@@ -33,12 +33,15 @@ def memory_of(system: str, profile: Profile, workload: Workload) -> float:
 def fitting(system: str, profile: Profile, workload: Workload, most: int, rolls: bool = False) -> Setting:
     """Return what the tuner takes within the memory of a system, with at most so many parallel models, which may roll.
 
+    Models have batches of their own, or divide each batch, whichever is sooner at a goal.
+
     Raises:
         TuningError: not even one pipeline fits.
     """
     counts = [m for m in (1, 2, 4, 6, 8, 12, 16, 24, 32) if m <= workload.batch_size]
     limit = None if system == UNLIMITED else memory_of(system, profile, workload)
-    settings = candidates(profile, most, counts, rolling="auto" if rolls else False)
+    rolling: Any = "auto" if rolls else False
+    settings = [s for split in (False, True) for s in candidates(profile, most, counts, rolling=rolling, split=split)]
     return search(profile, settings, limit, samples_factor=None).choice.setting
 
 
@@ -52,5 +55,5 @@ def settings_within(found: Mapping[str, Any], workload: Workload) -> dict[str, S
 
 def label(setting: Setting) -> str:
     """Name of a setting in results."""
-    rolls = " rolling" * setting.rolling
-    return f"avgpipe M={setting.num_microbatches} N={setting.num_pipelines} h={setting.advance}{rolls}"
+    how = " rolling" * setting.rolling + " split" * setting.split
+    return f"avgpipe M={setting.num_microbatches} N={setting.num_pipelines} h={setting.advance}{how}"

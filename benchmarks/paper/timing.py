@@ -47,8 +47,6 @@ class Case:
         steps: number of steps that are timed.
         seed: seed of weights and data.
         setting: of AvgPipe; None: another system.
-        split: whether parallel models divide each batch; otherwise each has batches of its own.
-        num_microbatches: number of micro-batches of other systems.
     """
 
     workload: str
@@ -59,8 +57,6 @@ class Case:
     steps: int
     seed: int
     setting: Setting | None = None
-    split: bool = False
-    num_microbatches: int = MICROBATCHES
 
 
 def measure(case: Case, link: int, limit_s: float) -> dict[str, Any]:
@@ -110,20 +106,20 @@ def _strategy(workload: Workload, case: Case, device: SlowDevice) -> Any:
     common: dict[str, Any] = {**workload.options, "timeout": 120, "costs_cache": None, "verify": False}
     if case.system == TUNING:
         return AvgPipeStrategy(**common, averaging=Averaging(rolling="auto"))
-    common["num_microbatches"] = case.num_microbatches
+    common["num_microbatches"] = MICROBATCHES
     if (setting := case.setting) is not None:
         common |= {
             "num_microbatches": setting.num_microbatches, "num_pipelines": setting.num_pipelines,
-            "advance": setting.advance, "averaging": Averaging(rolling=setting.rolling),
+            "advance": setting.advance, "averaging": Averaging(rolling=setting.rolling, split_batches=setting.split),
         }  # fmt: skip
     return AvgPipeStrategy(**common, **OURS.get(case.system, {}))
 
 
 def _fit(workload: Workload, case: Case, device: SlowDevice) -> dict[str, Any]:
     """Train with a Trainer."""
-    models = 1 if case.setting is None else case.setting.num_pipelines
-    parts = case.devices if case.system == "ddp" else models if case.split else 1
-    loader = _loader(workload, case.folder, workload.batch_size // parts, models)
+    batches = 1 if case.setting is None else case.setting.batches
+    share = case.devices if case.system == "ddp" else 1
+    loader = _loader(workload, case.folder, workload.batch_size // share, batches)
     above, clock = Resident(), _Clock(device)
     with tempfile.TemporaryDirectory() as made:
         # several models are looked at, but cost so much that one is taken, for which the data is
@@ -133,12 +129,12 @@ def _fit(workload: Workload, case: Case, device: SlowDevice) -> dict[str, Any]:
             max_steps=1 if tuners else case.steps + 2 * _EDGE + 1, gradient_clip_val=workload.clip,
             callbacks=[clock, *tuners],
         )  # fmt: skip
-        trainer.fit(workload.module(models), loader)
+        trainer.fit(workload.module(batches), loader)
     if tuners:
         found = tuners[0].result
         rolls = any(candidate.setting.rolling for candidate in found.candidates)
         return {"profile": to_json(found.profile), "rolls": rolls}
-    return {**clock.found(1 if case.split else models), "memory": above.peak()}
+    return {**clock.found(batches), "memory": above.peak()}
 
 
 def _loader(workload: Workload, folder: Path, batch_size: int, models: int) -> Any:
@@ -152,7 +148,7 @@ def _run_peer(workload: Workload, case: Case, device: SlowDevice) -> dict[str, A
     loader = _loader(workload, case.folder, workload.batch_size, 1)
     above, clock = Resident(), _Clock(device)
     model = workload.module(1)
-    step = PEERS[case.system](workload, model, next(iter(loader)), case.num_microbatches, device)
+    step = PEERS[case.system](workload, model, next(iter(loader)), MICROBATCHES, device)
     for batch in islice(_again(loader), case.steps + 2 * _EDGE + 1):
         step(batch)
         clock.on_train_batch_end()

@@ -16,15 +16,15 @@ from lightning_avgpipe.tuning.search import samples_at
 _BYTES_PER_S = 1e6 / 8  # of a megabit per second
 _ADVANCES = (1, 2, 3)
 _MODELS = (2, 4)
+_ITERATIONS = 8  # that are simulated where models roll
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Alternative:
     """One way to train on some devices.
 
     Attributes:
-        batch_s: seconds of a batch. For N parallel models the time of an iteration is divided by N, and multiplied by
-            the factor of samples that they need.
+        batch_s: seconds of a batch, multiplied by the factor of samples that parallel models need.
         strategy: strategy as code for a Trainer, from ``"ddp"`` to ``AvgPipeStrategy(...)``.
     """
 
@@ -72,7 +72,7 @@ def _pipelines(units: UnitCosts, num_microbatches: int, stages: int, copies: int
         for name, h in settings:
             schedule = build(name, stages, num_microbatches, h)
             seconds = simulate([schedule] * models, costs).iteration_s / models + reduce_s
-            timed.append((seconds, f'"{name}"' + (f", advance={h}" if h else "")))
+            timed.append((seconds, _said(name, h)))
         if models == 1:
             yield Alternative(timed[0][0], f"AvgPipeStrategy({options}, schedule={timed[0][1]})")
         seconds, schedule_of = min(timed)
@@ -81,6 +81,24 @@ def _pipelines(units: UnitCosts, num_microbatches: int, stages: int, copies: int
             yield Alternative(
                 seconds * samples_at(None, models), f"AvgPipeStrategy({options}{several}, schedule={schedule_of})"
             )
+        if models > 1 and copies == 1 and num_microbatches % models == 0:
+            yield min(_dividing(models, num_microbatches // models, costs, *setting) for setting in settings)
+
+
+def _dividing(models: int, num_microbatches: int, costs: StageCosts, name: str, h: int) -> Alternative:
+    """Return models that roll and divide each batch."""
+    stages = costs.num_stages
+    timeline = simulate([build(name, stages, num_microbatches, h)] * models, costs, iterations=_ITERATIONS)
+    averaging = "Averaging(rolling=True, split_batches=True)"
+    return Alternative(
+        timeline.steady_s * samples_at(None, models, rolling=True, split=True),
+        f"AvgPipeStrategy(num_stages={stages}, num_pipelines={models}, averaging={averaging}, "
+        f"num_microbatches={num_microbatches}, schedule={_said(name, h)})",
+    )
+
+
+def _said(name: str, h: int) -> str:
+    return f'"{name}"' + (f", advance={h}" if h else "")
 
 
 def _even(units: UnitCosts, stages: int) -> list[tuple[int, int]]:

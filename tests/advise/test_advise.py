@@ -43,10 +43,18 @@ def test_on_a_slow_link_with_heavy_weights_ddp_is_last_and_parallel_models_pay_f
 ) -> None:
     found = alternatives(units(10_000, 50e6), 8, 4, 100)
     assert found[-1].strategy == '"ddp"'
-    with_factor = seconds(found, "num_pipelines=2")
-    monkeypatch.setattr("lightning_avgpipe.advise.alternatives.samples_at", lambda factor, models: 1.0)
-    without = seconds(alternatives(units(10_000, 50e6), 8, 4, 100), "num_pipelines=2")
+    with_factor = seconds(found, "num_pipelines=2, schedule")
+    monkeypatch.setattr("lightning_avgpipe.advise.alternatives.samples_at", lambda factor, models, **how: 1.0)
+    without = seconds(alternatives(units(10_000, 50e6), 8, 4, 100), "num_pipelines=2, schedule")
     assert with_factor == pytest.approx(1.2 * without)
+
+
+def test_models_that_divide_batches_and_roll_are_hardly_idle() -> None:
+    found = alternatives(units(0, 0), 8, 4, 1000)
+    least_s = 8 * 2 * 0.03  # the work of a stage
+    dividing_s = seconds(found, "num_pipelines=2, averaging=Averaging(rolling=True, split_batches=True)")
+    assert least_s <= dividing_s < 1.2 * least_s < seconds(found, 'num_stages=4, schedule="1f1b"')
+    assert not any("split" in way.strategy for way in alternatives(units(0, 0), 7, 4, 1000))
 
 
 def test_pipelines_have_copies_where_devices_and_micro_batches_divide() -> None:

@@ -122,6 +122,19 @@ def test_rolling_pipelines_keep_where_each_began() -> None:
         assert added == {(n + 1) * 200}
 
 
+@pytest.mark.parametrize("rolls", [False, True])
+def test_models_that_divide_batches_are_predicted_as_ones_with_batches_of_half_the_size(rolls: bool) -> None:
+    profile = balanced(0.5, in_turns=True)
+    memory = profile.stages[0].memory
+    halved = {name: getattr(memory, name) // 2 for name in ("activations", "transient", "boundary")}
+    stage = dataclasses.replace(profile.stages[0], memory=dataclasses.replace(memory, **halved))
+    half = dataclasses.replace(profile, num_microbatches=4, batch_size=4, stages=(stage,) * 3)
+    expected = Predictor(half).predict(Setting(4, 2, 1, rolling=rolls))
+    found = Predictor(profile).predict(Setting(4, 2, 1, rolling=rolls, split=True))
+    assert (found.iteration_s, found.memory) == (expected.iteration_s, expected.memory)
+    assert found.per_batch_s == found.iteration_s == 2 * expected.per_batch_s
+
+
 def test_sums_over_tied_parameters_take_time_for_each_pipeline_unless_others_compute() -> None:
     for send_s, n, rolls, added in ((0.0, 1, False, 3), (0.0, 2, False, 6), (9.0, 2, True, 3), (0.0, 8, True, 0)):
         plain = balanced(1.0, send_s=send_s, in_turns=True)
@@ -183,8 +196,9 @@ def test_no_simulation_is_below_its_bound(in_turns: bool) -> None:
     for profile, setting in random_settings(in_turns):
         predictor = Predictor(profile)
         small = dataclasses.replace(setting, num_microbatches=8)
-        for schedule, rolling in itertools.product(("afab", "advance_forward"), {False, setting.num_pipelines > 1}):
-            setting = dataclasses.replace(small, schedule=schedule, rolling=rolling)
+        several = {False, setting.num_pipelines > 1}
+        for schedule, rolling, split in itertools.product(("afab", "advance_forward"), several, several):
+            setting = dataclasses.replace(small, schedule=schedule, rolling=rolling, split=split)
             bound, found = predictor.bound(setting), predictor.predict(setting)
             assert bound.iteration_s <= found.iteration_s * (1 + EXACT), (profile, setting)
             assert bound.memory == found.memory

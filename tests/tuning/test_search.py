@@ -87,6 +87,14 @@ def test_where_it_is_open_each_number_of_pipelines_is_considered_with_and_withou
     assert {*both} == {*candidates(PROFILE, 3), *candidates(PROFILE, 3, rolling=True)}
 
 
+def test_models_that_divide_batches_have_micro_batches_of_the_sizes_that_one_has() -> None:
+    one, split = candidates(PROFILE, 1), candidates(PROFILE, 3, split=True)
+    assert {setting.parts for setting in split} == {setting.parts for setting in one}
+    assert {setting.num_pipelines for setting in split} == {1, 2}  # PROFILE's batch is no multiple of three
+    assert all(setting.split == (setting.num_pipelines > 1) for setting in split)
+    assert samples_at(None, 2, split=True) == 1.0 < samples_at(None, 4, rolling=True, split=True)
+
+
 def test_the_picture_hatches_what_does_not_fit_and_marks_the_choice() -> None:
     limit = tight(0.1)
     result = search(PROFILE, SETTINGS, limit)
