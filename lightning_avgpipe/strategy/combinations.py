@@ -138,6 +138,12 @@ _IDLE = (
         "Use num_pipelines=2 or more",
     ),
     _Idle(
+        {"averaging.split_batches": False},
+        lambda given, run: given.num_pipelines > 1 and given.averaging.rolling is False,
+        "saves no time while pipelines wait for each other at the end of each step",
+        "Use rolling=True with it",
+    ),
+    _Idle(
         {"averaging.wire": None},
         lambda given, run: run.num_models > 1 and run.num_groups == run.replicas,
         "without effect: there is one group of processes, and no update travels",

@@ -131,6 +131,13 @@ def test_the_tuner_divides_batches_and_keeps_the_number_of_steps(tmp_path: Path)
     assert runner.global_step == 3
 
 
+def test_models_that_wait_for_each_other_are_said_to_save_no_time() -> None:
+    with pytest.warns(UserWarning, match=r"split_batches=True\) saves no time .* Use rolling=True with it"):
+        fit(batches([8]), averaging=Averaging(split_batches=True))
+    with pytest.warns(UserWarning, match=r"split_batches=True\) without effect: there is one pipeline"):
+        fit(batches([8]), averaging=Averaging(split_batches=True), num_pipelines=1)
+
+
 def test_a_sum_of_losses_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"split_batches=True\) with loss_reduction='sum'"):
         pipeline(2, 1, {"num_pipelines": 2, "averaging": Averaging(split_batches=True), "loss_reduction": "sum"})
