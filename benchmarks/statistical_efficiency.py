@@ -8,7 +8,8 @@ Three small workloads are trained with three optimizers, and with N = 2 and 4 pa
 - rolling: elastic without a barrier (``--without-barrier``);
 - groups: rolling, with each model in a group of its own, which meets the others an iteration late
   (``--without-barrier``);
-- split: rolling models that divide each batch, with batch size B / N each and ``outer_lr`` 1 (``--without-barrier``);
+- split: rolling models that divide each batch, with batch size B / N each, ``outer_lr`` 1 and ``alpha`` 1
+  (``--without-barrier``);
 - independent: N models that never meet; the mean of their weights is judged.
 
 Each has the learning rate that is best for a single model. The reference model, or what takes its place, is judged on
@@ -136,7 +137,7 @@ def train(trial: Trial, limit: int) -> dict[str, Any]:
     models = [copy.deepcopy(reference) for _ in range(trial.num_models)] if together else [reference]
     lr = workload.rates[trial.optimizer] * trial.rate
     optimizers = [optimizer(trial.optimizer, model, lr) for model in models]
-    alpha = 0.0 if trial.method == "independent" else 1.0 / trial.num_models
+    alpha = {"independent": 0.0, "split": 1.0}.get(trial.method, 1.0 / trial.num_models)
     rolls = trial.method in WITHOUT_BARRIER
     staggered = _without_barrier(trial, models, reference, alpha) if rolls else []
     count = trial.num_models

@@ -29,7 +29,7 @@ from lightning_avgpipe.utils.allowed import (
 OuterOptimizer = Callable[[Iterable[Any]], Optimizer]
 
 ALLOWED = {
-    "alpha": optional(number(0, 1, 0.5, least=True), "1/N"),
+    "alpha": optional(number(0, 1, 0.5, least=True), "1/N or 1"),
     "outer_lr": number(0, 1000, 1.0, "auto"),
     "outer_optimizer": optional(
         Allowed(
@@ -61,7 +61,7 @@ class Averaging:
 
     Args:
         alpha: fraction of its distance to the mean that a parallel model moves at each averaging, from 0 (none) to 1
-            (all models become equal). None: 1/N.
+            (all models become equal). None: 1/N, or 1 with ``split_batches``.
         outer_lr: step of the reference at each averaging, as a multiple of the mean of the models' updates. ``"auto"``:
             the square root of the number of batches in a step, for learning rates that suit a single model: that of N,
             or 1 with ``split_batches``. With 1, the mean, N models learn from N batches about as much as one from a
@@ -93,9 +93,8 @@ class Averaging:
             is an error. With :class:`AvgPipeTuner` also only where less time to a goal is predicted with it.
         split_batches: whether the N pipelines of a group divide each batch among them, so that a step trains one batch,
             as with a single model; else each reads batches of its own, and N batches make a step. A micro-batch then
-            has an (N M)th of a batch. Steps, schedulers and the batch that a model learns from together with the others
-            stay those of a single model, and so does about the number of samples to a goal. It saves time with
-            ``rolling`` only.
+            has an (N M)th of a batch. The models become equal at each averaging. Steps and schedulers stay those of a
+            single model, and so does about the number of samples to a goal. It saves time with ``rolling`` only.
         groups: number of groups of processes, each with all stages and parallel models of its own: ``devices=8``,
             ``num_stages=4``, ``groups=2`` train two models (or twice ``num_pipelines``) with slow links between the
             groups. Each group trains on its own part of the data, by a distributed sampler as with ddp, and evaluates
@@ -171,7 +170,9 @@ class Averaging:
 
     def dilution(self, num_models: int) -> float:
         """Return alpha for N models."""
-        return 1.0 / num_models if self.alpha is None else self.alpha
+        if self.alpha is not None:
+            return self.alpha
+        return 1.0 if self.split_batches else 1.0 / num_models
 
     def rate(self, num_models: int, num_pipelines: int) -> float:
         """Return outer_lr for N models.

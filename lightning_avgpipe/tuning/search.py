@@ -27,8 +27,8 @@ ROLLING_SAMPLES: Mapping[int, float] = {1: 1.0, 2: 1.0, 4: 1.14}
 ``python benchmarks/statistical_efficiency.py --without-barrier rolling``, see docs/parallel_pipelines.md."""
 
 SPLIT_SAMPLES: Mapping[int, float] = {1: 1.0, 2: 1.0, 4: 1.04}
-"""The factors of samples until a goal by N, where N models divide batches: medians of the factors of N models with
-``outer_lr=1``, over those of one model with N times the batch size, in the nine trainings of ``MEASURED_SAMPLES``."""
+"""The factors of samples until a goal by N, where rolling pipelines divide batches: medians of nine trainings, from
+``python benchmarks/statistical_efficiency.py --without-barrier split``, see docs/parallel_pipelines.md."""
 
 SamplesFactor = float | Mapping[int, float] | None
 
@@ -297,9 +297,11 @@ def samples_at(factor: SamplesFactor, num_pipelines: int, rolling: bool = False,
         return 1.0
     if isinstance(factor, (int, float)):
         return float(factor)
+    if factor is None and split:
+        return samples_at(SPLIT_SAMPLES, num_pipelines)
     if factor is None:
         more = samples_at(ROLLING_SAMPLES, num_pipelines) if rolling else 1.0
-        return samples_at(SPLIT_SAMPLES if split else MEASURED_SAMPLES, num_pipelines) * more
+        return samples_at(MEASURED_SAMPLES, num_pipelines) * more
     known = sorted({1: 1.0, **factor}.items())
     if len(known) == 1:
         return 1.0

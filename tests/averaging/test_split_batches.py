@@ -56,7 +56,8 @@ def fit(data: list[Any], num_stages: int = 2, **options: Any) -> tuple[Any, Mode
 @pytest.mark.parametrize("rolling", [False, True])
 def test_a_batch_that_two_models_divide_is_two_batches_of_half_the_size(rolling: bool) -> None:
     whole = batches([16] * 5)
-    given, other = (Averaging(rolling=rolling, **how) for how in ({"split_batches": True}, {"outer_lr": 1.0}))
+    given = Averaging(rolling=rolling, split_batches=True)
+    other = Averaging(rolling=rolling, alpha=1.0, outer_lr=1.0)
     model, models = fit(whole, averaging=given)
     expected, small = fit(halves(whole), averaging=other)
     assert models.trainer.global_step == small.trainer.global_step == 5
@@ -65,12 +66,12 @@ def test_a_batch_that_two_models_divide_is_two_batches_of_half_the_size(rolling:
     assert models.trainer.callback_metrics == small.trainer.callback_metrics
 
 
-def test_models_that_become_equal_train_as_one_model_does_on_whole_batches() -> None:
+def test_without_momentum_they_train_as_one_model_does_on_whole_batches() -> None:
     data = batches([16, 16, 12])
     torch.manual_seed(3)
     split, one = (MLP("sgd") for _ in range(2))
     one.load_state_dict(split.state_dict())
-    train(split, Batches(data), 2, averaging=Averaging(split_batches=True, alpha=1.0))
+    train(split, Batches(data), 2, averaging=Averaging(split_batches=True))
     train(one, Batches(data), 2, num_pipelines=1, num_microbatches=4)
     assert_close(split.state_dict(), one.state_dict())
 
