@@ -8,13 +8,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_avgpipe import Averaging, AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
 from tests.averaging.models import Batches, Models, Net, assert_close, assert_equal, train
-from tests.models import MLP
+from tests.models import MLP, loader
 from tests.trainers import pipeline
 
 
@@ -95,25 +96,28 @@ def test_of_a_batch_with_too_few_samples_some_models_have_none(rolling: bool) ->
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
-def fit_rolling(devices: int) -> Any:
-    torch.manual_seed(3)
+def fit_rolling(folder: Path, devices: int, ckpt_path: Path | None = None) -> Any:
+    torch.manual_seed(3 if ckpt_path is None else 99)
     model = Logs()
     strategy = {
         "num_pipelines": 3, "num_microbatches": 2, "averaging": Averaging(split_batches=True, rolling=True),
     }  # fmt: skip
-    runner = pipeline(2, devices, strategy, max_epochs=2)
-    runner.fit(model, Batches(batches([18, 18, 12])))
-    return dict(model.state_dict()), dict(runner.callback_metrics)
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    runner = pipeline(2, devices, strategy, max_epochs=2, callbacks=[saving], enable_checkpointing=True)
+    runner.fit(model, loader(Net, 54, 18), ckpt_path=ckpt_path)
+    assert runner.global_step == 6
+    return dict(model.state_dict())
 
 
-def in_two(rank: int) -> Any:
-    return fit_rolling(2)
+def in_two(rank: int, folder: Path) -> Any:
+    return fit_rolling(folder / "two", 2), fit_rolling(folder / "again", 2, folder / "two" / "step=3.ckpt")
 
 
-def test_two_processes_divide_batches_as_one(tmp_path: Path) -> None:
-    expected = fit_rolling(1)
-    for found in processes.results(processes.run(2, in_two, folder=tmp_path)):
+def test_two_processes_divide_batches_as_one_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    expected = fit_rolling(tmp_path / "one", 1)
+    for found, resumed in processes.results(processes.run(2, in_two, tmp_path, folder=tmp_path)):
         assert_equal(found, expected)
+        assert_equal(resumed, expected)
 
 
 def test_the_first_step_of_each_model_is_compared_with_a_plain_one() -> None:
