@@ -105,9 +105,10 @@ class AvgPipeStrategy(ParallelStrategy):
             and uses the idle time of the others; elastic averaging holds the models together. An iteration reads N
             batches from the dataloader and counts as one batch in Lightning: 100 batches make 50 steps with N=2, and
             ``max_steps``, ``limit_train_batches``, ``accumulate_grad_batches``, schedulers "per step" and the progress
-            bar count those 50. Evaluation, prediction and checkpoints use the reference model. Hooks of training see
-            pipeline 0's model and batch; hooks that may change gradients are called for each model. A hook that changes
-            the weights of one model alone is refused, and so is a step that reaches another model's tensors.
+            bar count those 50, unless ``Averaging(split_batches=True)`` lets pipelines divide each batch. Evaluation,
+            prediction and checkpoints use the reference model. Hooks of training see pipeline 0's model and batch;
+            hooks that may change gradients are called for each model. A hook that changes the weights of one model
+            alone is refused, and so is a step that reaches another model's tensors.
         replicas: synchronous copies of the pipelines, as ddp has copies of a model: ``devices=8``, ``replicas=2`` are
             two pipelines of four stages. ``"auto"``: as many as there are devices for ``num_stages``, or as
             the ``planner`` chooses. Each replica trains on its own part of the data, by a distributed
