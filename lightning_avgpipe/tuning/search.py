@@ -26,7 +26,7 @@ ROLLING_SAMPLES: Mapping[int, float] = {1: 1.0, 2: 1.0, 4: 1.14}
 """The additional factors of rolling pipelines by N: medians of six trainings of two seeds each, from
 ``python benchmarks/statistical_efficiency.py --without-barrier rolling``, see docs/parallel_pipelines.md."""
 
-SPLIT_SAMPLES: Mapping[int, float] = {1: 1.0, 2: 1.0, 4: 1.04}
+SPLIT_SAMPLES: Mapping[int, float] = {1: 1.0, 2: 1.0, 4: 1.03}
 """The factors of samples until a goal by N, where rolling pipelines divide batches: medians of nine trainings, from
 ``python benchmarks/statistical_efficiency.py --without-barrier split``, see docs/parallel_pipelines.md."""
 
