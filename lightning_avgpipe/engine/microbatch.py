@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -24,7 +24,7 @@ class MicroBatch:
         index: index i, in the order of the samples.
         data: the batch that the step function gets.
         size: number of samples.
-        weight: ``size`` as a share of the batch; the weights of a batch sum to 1.
+        weight: ``size`` as a share of the batch; the weights of a batch sum to 1, and those of its N shares to N.
         count: weight in a mean, in any unit; None: its number of samples.
     """
 
@@ -199,15 +199,16 @@ def _micro_batches(parts: Sequence[Any], sizes: Sequence[int]) -> list[MicroBatc
 
 
 def divided(parts: Sequence[MicroBatch], count: int) -> list[list[MicroBatch]]:
-    """Divide the micro-batches of a batch into shares of about equal number, in order, each as if it were a batch.
+    """Divide the micro-batches of a batch into shares of about equal number, in order.
 
     Returns:
-        min(count, micro-batches) shares; the weights of each sum to 1.
+        min(count, micro-batches) shares. The mean over them of the weighted sum of each is the weighted sum of all.
     """
+    count = min(count, len(parts))
     few, more = divmod(len(parts), count)
     rest = iter(parts)
-    shares = [list(islice(rest, few + (i < more))) for i in range(min(count, len(parts)))]
-    return [_micro_batches([part.data for part in share], [part.size for part in share]) for share in shares]
+    shares = [islice(rest, few + (n < more)) for n in range(count)]
+    return [[replace(part, index=i, weight=count * part.weight) for i, part in enumerate(share)] for share in shares]
 
 
 # -- merging ---------------------------------------------------------------------------------------------------------

@@ -104,8 +104,9 @@ class BatchSplitter:
         works = []
         for n, batch in enumerate(batches):
             self._distributor.check_seal(batch, n)
-            works += divided(self.parts(batch, shares), shares)
-        return [self._weighed(parts) for parts in works] if weighs else works
+            parts = self.parts(batch, shares)
+            works += divided(self._weighed(parts) if weighs else parts, shares)
+        return works
 
     def _weighed(self, parts: list[MicroBatch]) -> list[MicroBatch]:
         alone = len(parts) == 1 and self._cluster.stage_map.replicas == 1

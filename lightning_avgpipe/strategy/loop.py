@@ -355,7 +355,7 @@ class PipelineLoop:
         if verifier is not None:
             assert iteration.finish is not None
             iteration.finish = verifier.begin(
-                works, iteration.rest, iteration.number, iteration.finish, iteration.first_batch
+                works, iteration.rest, iteration.number, iteration.finish, iteration.first_batch, iteration.shares > 1
             )
         tasks = [self.task(iteration, n, known) for n in range(len(works))]
         ensemble = self.deployment.parallel.ensemble

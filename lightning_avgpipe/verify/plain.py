@@ -59,6 +59,8 @@ class Batch:
         whole: the batch in one piece, if its loss is wanted.
         with_gradients: whether its gradients are wanted as well.
         evaluation: how often the optimizer has called its closure before, within the same step.
+        shares: number of pipelines that divide the batch among them.
+        total: what all their micro-batches count together in the mean; None: there are no others.
     """
 
     parts: Sequence[MicroBatch]
@@ -70,6 +72,8 @@ class Batch:
     whole: Any = None
     with_gradients: bool = False
     evaluation: int = 0
+    shares: int = 1
+    total: float | None = None
 
 
 @dataclass(frozen=True)
@@ -196,9 +200,9 @@ class PlainTraining:
         compared = None
         if whole is not None:
             loss, gradients = whole
-            shares = self._shares(batch.parts)  # the losses of the first call of the closure come first
-            mean = sum(share * loss for share, loss in zip(shares, traces.losses.values(), strict=False))
-            compared = OnePiece(loss, mean, len(shares), distance(gradients, traces.gradients))
+            weights = self._weights(batch)  # the losses of the first call of the closure come first
+            mean = sum(weight * loss for weight, loss in zip(weights, traces.losses.values(), strict=False))
+            compared = OnePiece(loss, mean, len(weights), distance(gradients, traces.gradients))
         return replace(traces, whole=compared, compiled=compiled_graphs() > self._compiled_before)
 
     def _in_one_piece(self, batch: Batch) -> tuple[float, dict[str, Fingerprint]] | None:
@@ -230,7 +234,7 @@ class PlainTraining:
 
     def _micro_batches(self, batch: Batch, zero_grad: Callable[[], None] | None, traces: Traces) -> Tensor:
         """Run forwards and backwards; return the loss of the batch."""
-        parts, shares, losses = batch.parts, self._shares(batch.parts), dict[int, Tensor]()
+        parts, shares, losses = batch.parts, self._weights(batch), dict[int, Tensor]()
         self._logged.clear()
         for i, (part, share) in enumerate(zip(parts, shares, strict=True)):
             samples = sum(p.size for p in parts) or 1
@@ -245,7 +249,7 @@ class PlainTraining:
             traces.losses[place(i, batch.evaluation)] = float(losses[i])
             if share or not self._mean:  # else the loss is a mean over nothing
                 with contextlib.nullcontext() if len(losses) == 1 else quiet(self._trainer, "on_before_backward"):
-                    self._backward(loss, share if len(parts) > 1 else 1.0)
+                    self._backward(loss, share)
         if not losses:
             raise ValueError("the step skips all micro-batches")
         found = list(losses.values())
@@ -272,19 +276,23 @@ class PlainTraining:
         if loss.requires_grad:
             loss.backward()
 
-    def _shares(self, parts: Sequence[MicroBatch]) -> list[float]:
+    def _weights(self, batch: Batch) -> list[float]:
         """Return the weight of each micro-batch in the mean.
 
         The pipeline's own weights are not used, since they are to be verified.
         """
-        sizes: list[float] = [part.size for part in parts]
-        if not sum(sizes):
-            sizes = [1] * len(parts)
-        weight = self._loss_weight
-        counted = sizes if weight is None else counts([part.data for part in parts], weight)
-        if not sum(counted):
-            counted = sizes
-        return [count / sum(counted) for count in counted]
+        counted = counted_in(batch.parts, self._loss_weight)
+        total = sum(counted) if batch.total is None else batch.total
+        return [batch.shares * (count / total) for count in counted]
+
+
+def counted_in(parts: Sequence[MicroBatch], loss_weight: LossWeight | None) -> list[float]:
+    """Return what each micro-batch counts in the mean over a batch."""
+    sizes: list[float] = [part.size for part in parts]
+    if not sum(sizes):
+        sizes = [1] * len(parts)
+    counted = sizes if loss_weight is None else counts([part.data for part in parts], loss_weight)
+    return counted if sum(counted) else sizes
 
 
 def place(number: int, evaluation: int) -> str:

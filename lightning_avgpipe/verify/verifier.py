@@ -25,7 +25,7 @@ from lightning_avgpipe.utils.patching import replaced
 from lightning_avgpipe.verify.between_steps import BetweenSteps
 from lightning_avgpipe.verify.comparison import Comparison, Doubt, PipelineResults
 from lightning_avgpipe.verify.fingerprint import fingerprint
-from lightning_avgpipe.verify.plain import Batch, PlainTraining, Traces, after_step, place
+from lightning_avgpipe.verify.plain import Batch, PlainTraining, Traces, after_step, counted_in, place
 from lightning_avgpipe.verify.plain_draws import Captured
 from lightning_avgpipe.verify.report import key_of
 from lightning_avgpipe.verify.runs import PlainRuns
@@ -174,7 +174,13 @@ class Verifier:
             forked.send(connection, plain.iterate(batches.__next__))
 
     def begin(
-        self, works: Sequence[Sequence[MicroBatch]], rest: Sequence[Any], iteration: int, finish: Finish, whole: Any
+        self,
+        works: Sequence[Sequence[MicroBatch]],
+        rest: Sequence[Any],
+        iteration: int,
+        finish: Finish,
+        whole: Any,
+        divided: bool,
     ) -> Finish:
         """Send the batches of an iteration to the children, once the stages are ready.
 
@@ -184,6 +190,7 @@ class Verifier:
             iteration: number of the iteration, on which random numbers depend.
             finish: function that the last stage calls with the result of a micro-batch.
             whole: the batch of the first pipeline, in one piece.
+            divided: whether the pipelines divide a batch among them.
         Returns:
             A function that does what ``finish`` does, and notes the losses.
         """
@@ -214,6 +221,12 @@ class Verifier:
             subject.step_log.listener = self._now[0].traces.logged.__setitem__
             captured = Captured.of(subject.plan.graph, subject.module)
             progress = fit_loop.epoch_loop.batch_progress.state_dict()
+            shared: tuple[Any, ...] = ()
+            if divided:
+                counted = [sum(counted_in(parts, subject.loss_weight())) for parts in works]
+                shared = len(works), sum(counted)
+                if len(works) * counted[0] != sum(counted):  # the first share has another weight than in one piece
+                    whole = None
             for n, (runs, parts) in enumerate(zip(self._runs, works, strict=False)):
                 key = subject.seed(), iteration, subject.first_pipeline + n
                 # cloned, since a view would be sent with all of its storage
@@ -221,7 +234,9 @@ class Verifier:
                 asked = whole if n == 0 and len(parts) > 1 and self._asks_for_whole() else None
                 # without an optimizer step there are no gradients to compare with
                 gradients = asked is not None and self._steps and subject.could_keep(len(parts))
-                message = Batch(own, rest, key, captured, self._steps, progress, asked, gradients, self._evaluation)
+                message = Batch(
+                    own, rest, key, captured, self._steps, progress, asked, gradients, self._evaluation, *shared
+                )
                 with contextlib.suppress(ForkError):  # why the child has ended is told where its traces are awaited
                     runs.send(message)
 
