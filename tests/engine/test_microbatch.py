@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_avgpipe.engine.microbatch import merge, split, split_with
+from lightning_avgpipe.engine.microbatch import divided, merge, split, split_with
 from lightning_avgpipe.engine.sample_layout import Expected, Seen
 from lightning_avgpipe.errors import BatchError
 
@@ -32,6 +32,19 @@ def test_sizes_are_those_of_tensor_split(count):
     assert all(torch.equal(part.data, chunk) for part, chunk in zip(parts, expected, strict=True))
     assert [part.size for part in parts] == [len(chunk) for chunk in expected]
     assert [part.weight for part in parts] == [len(chunk) / 7 for chunk in expected]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_shares_of_a_batch_are_its_micro_batches_in_order_and_count_by_their_samples(count):
+    parts = split(torch.arange(13), 6)
+    shares = divided(parts, count)
+    assert len(shares) == min(count, len(parts))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert [part.index for part in shares[-1]] == list(range(len(shares[-1])))
+    assert torch.equal(torch.cat([part.data for share in shares for part in share]), torch.arange(13))
+    for share in shares:
+        samples = sum(part.size for part in share)
+        assert sum(part.weight for part in share) == pytest.approx(len(shares) * samples / 13)
 
 
 # -- the user's splitter ---------------------------------------------------------------------------------------------
