@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_avgpipe import Averaging, AvgPipeTuner
 from lightning_avgpipe.errors import ConfigurationError
 from tests import processes
-from tests.averaging.models import Batches, Models, Net, assert_close, assert_equal, train
+from tests.averaging.models import Batches, Models, Net, assert_close, assert_equal, state, train
 from tests.models import MLP, loader
 from tests.trainers import pipeline
 
@@ -119,6 +119,23 @@ def test_two_processes_divide_batches_as_one_and_go_on_from_a_checkpoint(tmp_pat
     for found, resumed in processes.results(processes.run(2, in_two, tmp_path, folder=tmp_path)):
         assert_equal(found, expected)
         assert_equal(resumed, expected)
+
+
+def in_groups(rank: int) -> Any:
+    found = []
+    dividing = {"num_pipelines": 2, "averaging": Averaging(groups=2, split_batches=True, outer_lr=1.0)}
+    for strategy in ({"replicas": 2, "num_microbatches": 4}, {**dividing, "num_microbatches": 2}):
+        torch.manual_seed(3)
+        model = MLP("sgd")
+        pipeline(2, 4, strategy, max_epochs=1).fit(model, loader(MLP, 32, 8))
+        found.append(state(model))
+    return found
+
+
+@pytest.mark.slow
+def test_groups_whose_models_divide_batches_train_as_replicas(tmp_path: Path) -> None:
+    for expected, found in processes.results(processes.run(4, in_groups, folder=tmp_path)):
+        assert_close(found, expected)
 
 
 def test_the_first_step_of_each_model_is_compared_with_a_plain_one() -> None:
