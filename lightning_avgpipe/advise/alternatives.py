@@ -19,7 +19,7 @@ _MODELS = (2, 4)
 _ITERATIONS = 8  # that are simulated where models roll
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Alternative:
     """One way to train on some devices.
 
@@ -72,7 +72,7 @@ def _pipelines(units: UnitCosts, num_microbatches: int, stages: int, copies: int
         for name, h in settings:
             schedule = build(name, stages, num_microbatches, h)
             seconds = simulate([schedule] * models, costs).iteration_s / models + reduce_s
-            timed.append((seconds, _said(name, h)))
+            timed.append((seconds, _schedule(name, h)))
         if models == 1:
             yield Alternative(timed[0][0], f"AvgPipeStrategy({options}, schedule={timed[0][1]})")
         seconds, schedule_of = min(timed)
@@ -82,22 +82,24 @@ def _pipelines(units: UnitCosts, num_microbatches: int, stages: int, copies: int
                 seconds * samples_at(None, models), f"AvgPipeStrategy({options}{several}, schedule={schedule_of})"
             )
         if models > 1 and copies == 1 and num_microbatches % models == 0:
-            yield min(_dividing(models, num_microbatches // models, costs, *setting) for setting in settings)
+            ways = [_dividing(models, num_microbatches // models, costs, *setting) for setting in settings]
+            yield min(ways, key=lambda way: way.batch_s)
 
 
 def _dividing(models: int, num_microbatches: int, costs: StageCosts, name: str, h: int) -> Alternative:
-    """Return models that roll and divide each batch."""
+    """Return the way of parallel models that roll and divide each batch, with so many micro-batches each."""
     stages = costs.num_stages
     timeline = simulate([build(name, stages, num_microbatches, h)] * models, costs, iterations=_ITERATIONS)
     averaging = "Averaging(rolling=True, split_batches=True)"
     return Alternative(
         timeline.steady_s * samples_at(None, models, rolling=True, split=True),
         f"AvgPipeStrategy(num_stages={stages}, num_pipelines={models}, averaging={averaging}, "
-        f"num_microbatches={num_microbatches}, schedule={_said(name, h)})",
+        f"num_microbatches={num_microbatches}, schedule={_schedule(name, h)})",
     )
 
 
-def _said(name: str, h: int) -> str:
+def _schedule(name: str, h: int) -> str:
+    """Return the values of ``schedule`` and ``advance``, as code."""
     return f'"{name}"' + (f", advance={h}" if h else "")
 
 

@@ -219,26 +219,7 @@ class Verifier:
             self._now = [PipelineResults(Traces(), subject.held(n, attributes), self._steps) for n in range(len(works))]
         if subject.leads:
             subject.step_log.listener = self._now[0].traces.logged.__setitem__
-            captured = Captured.of(subject.plan.graph, subject.module)
-            progress = fit_loop.epoch_loop.batch_progress.state_dict()
-            shared: tuple[Any, ...] = ()
-            if divided:
-                counted = [sum(counted_in(parts, subject.loss_weight())) for parts in works]
-                shared = len(works), sum(counted)
-                if len(works) * counted[0] != sum(counted):  # the first share has another weight than in one piece
-                    whole = None
-            for n, (runs, parts) in enumerate(zip(self._runs, works, strict=False)):
-                key = subject.seed(), iteration, subject.first_pipeline + n
-                # cloned, since a view would be sent with all of its storage
-                own = [replace(part, data=tree.map_tensors(torch.clone, part.data)) for part in parts]
-                asked = whole if n == 0 and len(parts) > 1 and self._asks_for_whole() else None
-                # without an optimizer step there are no gradients to compare with
-                gradients = asked is not None and self._steps and subject.could_keep(len(parts))
-                message = Batch(
-                    own, rest, key, captured, self._steps, progress, asked, gradients, self._evaluation, *shared
-                )
-                with contextlib.suppress(ForkError):  # why the child has ended is told where its traces are awaited
-                    runs.send(message)
+            self._send(works, rest, iteration, whole, divided)
 
         def noted(n: int, i: int, result: Any) -> Tensor | None:
             loss = finish(n, i, result)  # raises if the result has no loss
@@ -247,6 +228,33 @@ class Verifier:
             return loss
 
         return noted
+
+    def _send(
+        self, works: Sequence[Sequence[MicroBatch]], rest: Sequence[Any], iteration: int, whole: Any, divided: bool
+    ) -> None:
+        """Send each child the micro-batches of its pipeline; for the arguments see :meth:`begin`."""
+        subject = self._subject
+        assert subject.plan is not None
+        captured = Captured.of(subject.plan.graph, subject.module)
+        progress = subject.trainer.fit_loop.epoch_loop.batch_progress.state_dict()
+        shares, total = 1, None
+        if divided:
+            counted = [sum(counted_in(parts, subject.loss_weight())) for parts in works]
+            shares, total = len(works), sum(counted)
+            if shares * counted[0] != total:  # the first share has another weight than in one piece
+                whole = None
+        for n, (runs, parts) in enumerate(zip(self._runs, works, strict=False)):
+            key = subject.seed(), iteration, subject.first_pipeline + n
+            # cloned, since a view would be sent with all of its storage
+            own = [replace(part, data=tree.map_tensors(torch.clone, part.data)) for part in parts]
+            asked = whole if n == 0 and len(parts) > 1 and self._asks_for_whole() else None
+            # without an optimizer step there are no gradients to compare with
+            gradients = asked is not None and self._steps and subject.could_keep(len(parts))
+            message = Batch(
+                own, rest, key, captured, self._steps, progress, asked, gradients, self._evaluation, shares, total
+            )
+            with contextlib.suppress(ForkError):  # why the child has ended is told where its traces are awaited
+                runs.send(message)
 
     def _is_known(self) -> bool:
         """Return whether the same training was equal in an earlier run. Every process calls it."""
