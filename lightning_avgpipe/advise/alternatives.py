@@ -134,6 +134,11 @@ def advice(units: UnitCosts, num_microbatches: int, devices: Sequence[int], mega
                 lines.append(
                     f"{count:7d} {rate:8g}  {way.batch_s * 1e3:6.1f} ms {ddp_s / way.batch_s:7.2f}x  {way.strategy}"
                 )
+    if units.num_units == 1:
+        lines.append(
+            "pipelines are not predicted: no cut leaves all uses of each parameter on one side, as with tied "
+            "embeddings; train with stages, whose plan says what is idle"
+        )
     return "\n".join(lines)
 
 

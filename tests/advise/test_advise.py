@@ -69,6 +69,11 @@ def test_the_table_has_the_fastest_of_each_kind() -> None:
     assert sum('"ddp"' in line for line in lines) == sum("num_pipelines" in line for line in lines) == 4
 
 
+def test_where_a_parameter_is_used_at_both_ends_it_is_said_that_no_pipeline_is_predicted() -> None:
+    one = UnitCosts((0.01,), (0.02,), (), (), (1e6,))
+    assert "pipelines are not predicted: no cut leaves" in advice(one, 8, (2,), (100,)).splitlines()[-1]
+
+
 SCRIPT = """
 import sys
 from pathlib import Path
