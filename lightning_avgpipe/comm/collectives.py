@@ -102,7 +102,12 @@ class Collectives:
 
     def barrier(self, what: str = "a barrier") -> None:
         """Wait for all members."""
-        self.together(what, lambda: self.process_group.allreduce([torch.zeros(1, device="cpu")]).wait())
+        if self.world_size > 1:
+            self.begin_barrier(what).finish()
+
+    def begin_barrier(self, what: str) -> Running:
+        """Begin to wait for all members; see :meth:`begin`."""
+        return self.begin(what, lambda: self.process_group.allreduce([torch.zeros(1, device="cpu")]).wait())
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a host tensor over the members, in place, and return the tensor."""

@@ -70,6 +70,10 @@ class ControlChannel:
             self._source.expect(1)
             self._expects = True
 
+    def has_news(self) -> bool:
+        """Return whether :meth:`publish` would not wait, or may wait for another group."""
+        return self._source is None or self._source.ready()
+
     def publish(self, item: T | None = None, requests: frozenset[str] | None = None) -> T:
         """Send an item from rank 0 to all processes of its group, and return this item on all of them.
 

@@ -345,6 +345,11 @@ class Engine:
         self._rolls = rolls
         self._begun: dict[int, tuple[Pipeline, Schedule, list[Lane]]] = {}
 
+    @property
+    def runs(self) -> bool:
+        """Whether pipelines are in an iteration."""
+        return bool(self._begun)
+
     def begin(self, pipelines: Sequence[Pipeline], schedules: Sequence[Schedule], tasks: Sequence[Task]) -> None:
         """Begin an iteration of these pipelines, whose models are ready for it; nothing runs yet.
 

@@ -242,6 +242,12 @@ class IterationOrder:
         """End the iteration for the pipelines 1.., one after the other; ``step`` steps the optimizers of one."""
         raise NotImplementedError
 
+    def run_until(self, over: Callable[[], bool]) -> None:
+        """Run what can run until something is over, for which this process would wait; here there is nothing."""
+
+    def meet(self, what: str) -> None:
+        """Wait until all processes come to this, while what can run runs; here they wait by what they do next."""
+
     def stepped(self) -> None:
         """Go on after the optimizers have stepped."""
 

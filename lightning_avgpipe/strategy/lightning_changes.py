@@ -25,7 +25,7 @@ from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, looki
 from lightning_avgpipe.strategy.metric_objects import local_metrics, metrics_of
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
-from lightning_avgpipe.training.stepping import norms_over_stages, without_gradients
+from lightning_avgpipe.training.stepping import NormsOverStages, without_gradients
 from lightning_avgpipe.utils.lightning import (
     BaseFinetuning,
     BasePredictionWriter,
@@ -205,11 +205,11 @@ def sharing_at_end(
     return replaced(trainer.fit_loop, "on_run_end", on_run_end)
 
 
-def clipping(trainer: pl.Trainer, cluster: Cluster) -> AbstractContextManager[None]:
+def clipping(trainer: pl.Trainer, norms: NormsOverStages) -> AbstractContextManager[None]:
     """Return a context within which gradients are clipped by norms over all stages, and such norms are logged."""
     module = trainer.lightning_module
     return all_replaced(
-        (owner, name, _with_norms(getattr(owner, name), module, cluster)) for owner, name in _clipping_hooks(trainer)
+        (owner, name, _with_norms(getattr(owner, name), module, norms)) for owner, name in _clipping_hooks(trainer)
     )
 
 
@@ -223,7 +223,7 @@ def _clipping_hooks(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
                 yield callback, name
 
 
-def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, cluster: Cluster) -> Callable[..., Any]:
+def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, norms: NormsOverStages) -> Callable[..., Any]:
     """Return a hook within which norms of gradients are taken over all stages."""
 
     @functools.wraps(hook)
@@ -233,7 +233,7 @@ def _with_norms(hook: Callable[..., Any], module: pl.LightningModule, cluster: C
         stepped = [p for optimizer in optimizers[:1] for p in parameters_in(optimizer)]
         known = {id(parameter) for parameter in stepped}
         parameters = [*stepped, *(p for p in module.parameters() if id(p) not in known)]
-        with norms_over_stages(parameters, cluster), reports_over_stages(cluster):
+        with norms.clipping(parameters), reports_over_stages(norms):
             return hook(*args, **kwargs)
 
     return run
@@ -251,11 +251,11 @@ _of_process = FunctionType(grad_norm.__code__, grad_norm.__globals__, grad_norm.
 
 
 @contextlib.contextmanager
-def reports_over_stages(cluster: Cluster) -> Iterator[None]:
+def reports_over_stages(norms: NormsOverStages) -> Iterator[None]:
     """Within this context ``grad_norm`` reports the gradients of all processes. Each must call it equally often."""
     code, attributes = grad_norm.__code__, dict(vars(grad_norm))
     grad_norm.__code__ = _redirected.__code__
-    grad_norm.over_stages = partial(_grad_norm_over_stages, cluster)  # type: ignore[attr-defined]
+    grad_norm.over_stages = partial(_grad_norm_over_stages, norms)  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -263,13 +263,13 @@ def reports_over_stages(cluster: Cluster) -> Iterator[None]:
 
 
 def _grad_norm_over_stages(
-    cluster: Cluster, module: nn.Module, norm_type: float | int | str, group_separator: str
+    over_stages: NormsOverStages, module: nn.Module, norm_type: float | int | str, group_separator: str
 ) -> dict[str, Tensor]:
     """Return what ``grad_norm`` returns, for the gradients of all processes, on the host. Every process calls it."""
-    prefix = "_".join(("grad", str(float(norm_type)), "norm"))
+    over_stages.taken, prefix = True, "_".join(("grad", str(float(norm_type)), "norm"))
     with without_gradients(p for p in module.parameters() if p.is_meta):
         own = {name: norm.cpu() for name, norm in _of_process(module, norm_type, group_separator).items()}
-    found = {name: norm for norms in cluster.group.exchange_objects(own) for name, norm in norms.items()}
+    found = {name: norm for norms in over_stages.cluster.group.exchange_objects(own) for name, norm in norms.items()}
     names = (f"{prefix}{group_separator}{name}" for name, _ in module.named_parameters())
     norms = {name: found[name] for name in names if name in found}
     if norms:

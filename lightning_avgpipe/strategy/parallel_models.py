@@ -23,6 +23,7 @@ from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog
 from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import ReplicaSync
+from lightning_avgpipe.training.stepping import NormsOverStages
 from lightning_avgpipe.utils.lightning import is_overridden, rank_zero_info
 from lightning_avgpipe.utils.patching import replaced
 
@@ -38,6 +39,7 @@ class ParallelModels:
 
     Attributes:
         check: check of the gradients before each step.
+        norms: norms of gradients over all stages.
         replicas: synchronisation with the replicas of these models.
         step_log: log of the run.
         skipped: numbers of the pipelines whose last batch had no loss, the same on every rank.
@@ -46,6 +48,7 @@ class ParallelModels:
 
     def __init__(self, context: RunContext, deployment: Deployment, step_log: StepLog, observers: Observers) -> None:
         self.check = GradientCheck(context, self)
+        self.norms = NormsOverStages(context.cluster)
         self.skipped: frozenset[int] = frozenset()
         self._trainer, self._cluster, self._configuration = context.trainer, context.cluster, context.configuration
         self._module, self._deployment = context.module, deployment

@@ -176,7 +176,7 @@ class PipelineRun:
         enter(changes.several_processes(trainer, cluster, deployment, self.context.distributor.early))
         if cluster.group.world_size > 1:
             enter(all_replaced(hooks_with_results(trainer, self.context.connection, deployment)))
-            enter(changes.clipping(trainer, cluster))
+            enter(changes.clipping(trainer, self.models.norms))
             if fitting:
                 drain = self.context.state.drain
                 enter(changes.sharing_at_end(trainer, cluster, deployment, drain))
@@ -317,6 +317,7 @@ class PipelineOptimization(_AutomaticOptimization):
                 stops = self.trainer.should_stop  # the step may have said so
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot(), "stops": stops}
             others = dict(result) if "outputs" in self._loop.named_at_batch_end[STEP] else {}
+            self._loop.order.run_until(cluster.control.has_news)
             # each group has its own results, and decides on its own advance
             news, (decided, others) = cluster.control.relay(news, (decided, others))
             result = {**result, **others}

@@ -6,11 +6,12 @@
                                F0 F1 .. B0 B1  step F0 F1 .. B0 B1 step      pipeline 1, in the time that 0 leaves
 
 Lightning works on batch t (a bundle: one for each pipeline). Within Lightning's optimization the pipelines end one
-after the other, 0 to N-1. Each process does this for its own stages, and none waits for the steps of another:
+after the other, 0 to N-1. Each process does this for its own stages, and none waits idly for the steps of another:
 
 1. run whatever can run here, of all pipelines, until the lanes of pipeline n have no actions of t left;
-2. sum the gradients of tied parameters, while whatever can run here runs; call the hooks of a backward, check
-   gradients, call the hooks before a step, and step the optimizer, for model n;
+2. sum the gradients of tied parameters, and wait for the other processes if norms of gradients are clipped, while
+   whatever can run here runs; call the hooks of a backward, check gradients, call the hooks before a step, and step the
+   optimizer, for model n;
 3. average model n with the reference (``averaging/staggered.py``);
 4. give the lanes of n the actions of batch t+1, which run in steps 1 of later pipelines, and in the next optimization.
 
@@ -65,6 +66,7 @@ class RollingOrder(IterationOrder):
         self._engine = Engine(loop.cluster, STEP, rolls=True)
         self._now: Iteration | None = None  # iteration in which models step
         self._versions: dict[int, dict[str, int]] = {}  # of the weights of models that have begun the next iteration
+        self._meets = False  # whether processes wait for each other when a model steps, to take norms of gradients
         values = loop.models.step_log.batch_values
         values.refuses = lambda: self._metric_refused if self.overlap.checked and self.overlaps else ""
 
@@ -144,6 +146,19 @@ class RollingOrder(IterationOrder):
         except BaseException:
             loop.context.connection.failed = True  # some models have stepped and others have not
             raise
+
+    def run_until(self, over: Callable[[], bool]) -> None:
+        """Run what can run here of all pipelines until something is over, for which this process would only wait."""
+        if self._engine.runs:
+            with self._running():
+                self._engine.run_until(over)
+
+    def meet(self, what: str) -> None:
+        """Wait until all processes of the group come to this, while what can run here runs."""
+        if self._engine.runs and self.loop.cluster.group.world_size > 1:
+            met = self.loop.cluster.group.begin_barrier(what)
+            self.run_until(met.over.is_set)
+            met.finish()
 
     def drain(self) -> None:
         """Discard what the next iteration has run."""
@@ -309,9 +324,13 @@ class RollingOrder(IterationOrder):
         assert iteration.loss is not None
         if self.loop.models.decide_to_sum(steps):
             copies = self.loop.deployment.parallel.begin_sum(n)
-            with self._running():  # the other pipelines use the time
-                self._engine.run_until(copies.is_over)
+            self.run_until(copies.is_over)
             copies.finish()
+        if n == 0:
+            norms = self.loop.models.norms
+            self._meets, norms.taken = norms.taken, False
+        if steps and self._meets:
+            self.meet(f"the step of pipeline {n}")
         if n == 0 and self.loop.verifier is not None:
             self.loop.verifier.compare()
         self.loop.models.after_backward(n, iteration.loss)

@@ -41,6 +41,10 @@ class StateOfUnits:
     def __init__(self, module: nn.Module, cluster: Cluster, deployment: Deployment) -> None:
         self._module, self._cluster, self._deployment = module, cluster, deployment
 
+    def changes(self, step: str) -> bool:
+        """Return whether :meth:`bring` has anything to bring, the same on all processes of the group."""
+        return self._is_divided(step) and any(True for _ in self._owned(step, changed=True, made=False))
+
     def bring(self, step: str) -> None:
         """Bring what a step has changed to all processes of the group. Each of them calls it.
 
@@ -62,13 +66,15 @@ class StateOfUnits:
 
     def _bring(self, step: str, changed: bool, made: bool = False) -> None:
         """Bring what submodules change in a step each time, and what they have made in its first run only."""
-        divided = self._cluster.group.world_size > 1 and step in self._deployment.pipeline.steps
-        owners = dict(self._owned(step, changed, made)) if divided else {}
+        owners = dict(self._owned(step, changed, made)) if self._is_divided(step) else {}
         if not owners:
             return
         parallel, trains = self._deployment.parallel, step == STEP
         with parallel.showing_reference(False) if trains else contextlib.nullcontext():
             self._exchange(owners, parallel.ensemble if trains else None, lenient=made)
+
+    def _is_divided(self, step: str) -> bool:
+        return self._cluster.group.world_size > 1 and step in self._deployment.pipeline.steps
 
     def _exchange(self, owners: Mapping[Key, int], ensemble: Ensemble | None, lenient: bool) -> None:
         """Send what this process owns to the others, and accept what they own.

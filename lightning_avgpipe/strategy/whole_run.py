@@ -36,7 +36,7 @@ from lightning_avgpipe.strategy.log import SyncedLoggerConnector
 from lightning_avgpipe.strategy.metric_objects import BatchValues, local_metrics, metrics_of
 from lightning_avgpipe.strategy.parallel_models import check_number
 from lightning_avgpipe.strategy.without_numbers import callbacks_refusing_exports
-from lightning_avgpipe.training.stepping import norms_over_stages, scaling_together
+from lightning_avgpipe.training.stepping import NormsOverStages, scaling_together
 from lightning_avgpipe.utils.lightning import is_overridden, is_param_in_hook_signature, pl
 from lightning_avgpipe.utils.patching import Replacement, all_replaced
 from lightning_avgpipe.weights.by_size import divide_by_size
@@ -277,7 +277,7 @@ class WholeRun(PassthroughRun):
 
     def _clip(self, clip: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Clip by the norm over all processes."""
-        with self.lockstep.quiet(), norms_over_stages(parameters_in(optimizer), self._cluster):
+        with self.lockstep.quiet(), NormsOverStages(self._cluster).clipping(parameters_in(optimizer)):
             return clip(optimizer, *args, **kwargs)
 
     def _log(self, log: Callable[..., Any], name: str, value: Any, *args: Any, **kwargs: Any) -> None:

@@ -17,27 +17,42 @@ from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.utils.patching import Replacement, all_replaced, replaced
 
 
-def norms_over_stages(parameters: Sequence[Tensor], cluster: Cluster) -> AbstractContextManager[None]:
-    """Return a context within which ``torch.nn.utils.clip_grad_norm_`` clips by the norm over all processes.
-
-    Every process must then call it equally often. It works for every caller: the precision plugin, or a user's own
-    code, under any name by which that code has imported it.
+class NormsOverStages:
+    """Norms of gradients over the stages of all processes, which wait for each other to take one.
 
     Args:
-        parameters: parameters of all processes, in the same order on each; only owners have gradients.
         cluster: cluster of the processes.
+
+    Attributes:
+        cluster: as given.
+        taken: whether a norm was taken since this was last cleared, the same on all processes.
     """
 
-    def total_norm(
-        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-    ) -> Tensor:
-        gradients = [g for g in ([tensors] if isinstance(tensors, Tensor) else tensors) if not g.is_meta]
-        total = global_norm(gradients, parameters, cluster, float(norm_type))
-        if error_if_nonfinite and not total.isfinite():
-            raise RuntimeError(f"the norm of the gradients of all stages is {total.item()}, which cannot be clipped")
-        return total.to(cluster.device, non_blocking=True)  # torch would move it and wait
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.taken = cluster, False
 
-    return replaced(clip_grad, "_get_total_norm", total_norm)
+    def clipping(self, parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Return a context within which ``torch.nn.utils.clip_grad_norm_`` clips by the norm over all processes.
+
+        Every process must then call it equally often. It works for every caller: the precision plugin, or a user's own
+        code, under any name by which that code has imported it.
+
+        Args:
+            parameters: parameters of all processes, in the same order on each; only owners have gradients.
+        """
+
+        def total_norm(
+            tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+        ) -> Tensor:
+            gradients = [g for g in ([tensors] if isinstance(tensors, Tensor) else tensors) if not g.is_meta]
+            self.taken = True
+            total = global_norm(gradients, parameters, self.cluster, float(norm_type))
+            if error_if_nonfinite and not total.isfinite():
+                norm = total.item()
+                raise RuntimeError(f"the norm of the gradients of all stages is {norm}, which cannot be clipped")
+            return total.to(self.cluster.device, non_blocking=True)  # torch would move it and wait
+
+        return replaced(clip_grad, "_get_total_norm", total_norm)
 
 
 @torch.no_grad()
@@ -48,7 +63,7 @@ def global_norm(
 
     Args:
         gradients: gradients of this process. The ``grad`` of a parameter that several processes hold counts once.
-        parameters: as of :func:`norms_over_stages`.
+        parameters: as of :meth:`NormsOverStages.clipping`.
         cluster: cluster of the processes.
         norm_type: order of the norm.
 
