@@ -10,8 +10,9 @@ several lanes runs them in turns or side by side. In turns, the order is that of
 lowest micro-batch, then the lowest pipeline. Side by side, all lanes are slowed down by the sum of their utilisations
 while this sum is above 1.
 
-Where iterations roll, a lane goes on as soon as its own weights are updated, which takes no time. The updates on a
-stage come in the order (iteration, pipeline), so that a lane may wait for earlier updates of other lanes::
+Where iterations roll, a lane goes on as soon as its own weights are updated, which takes no time of the device. The
+updates on a stage come one after the other, in the order (iteration, pipeline), so that a lane may wait for earlier
+updates of other lanes::
 
     one by one   pipeline 0 |F F B B . . .|F F B B . . .|         rolling   |F F B B . . F F B B . . F F B B
                  pipeline 1 |. . F F B B .|. . F F B B .|                   |. . F F B B . . F F B B . . F F
@@ -41,6 +42,7 @@ def play(
     hosts: Sequence[Sequence[int]],
     sharing: type[Sharing] | None = None,
     iterations: int = 1,
+    updates_s: Sequence[float] = (),
 ) -> Player:
     """Play schedules to their ends.
 
@@ -50,12 +52,13 @@ def play(
         hosts: devices of the replicas of each stage, shape ``(K, any)``.
         sharing: how a device serves several lanes; default: :class:`InTurns`.
         iterations: number of iterations that follow one another without a drain.
+        updates_s: seconds of an update on each stage between such iterations, shape ``(K,)``; default: none.
     Returns:
         The player, whose lanes have the time of each action, and its links that of each message.
     Raises:
         DeadlockError: a stage waits for a message that is never sent. The message shows the grid.
     """
-    player = Player(schedules, costs, hosts, sharing or InTurns, iterations)
+    player = Player(schedules, costs, hosts, sharing or InTurns, iterations, updates_s)
     player.run()
     for n, schedule in enumerate(schedules):
         stuck = [lane for lane in player.lanes if lane.pipeline == n and len(lane.spans) < len(lane.row)]
@@ -120,15 +123,16 @@ class PlayedLane:
         waits: kind -> direction of the message that an action of this kind waits for.
         receivers: kind -> lanes that receive the messages of its actions in turns, each with the link to it.
         onwards: lane to which activations are relayed, the link to it, and the number of segments; None: no relay.
-        others: other lanes of the same stage, whose updates take turns with those of this lane; empty unless iterations
-            roll.
+        updates: updates of the stage, one of which each iteration but the first waits for; None unless several
+            pipelines roll.
+        updated: number of iterations whose update has been made.
         begin_s: begin of the action that runs.
         spans: begins and ends of the finished actions.
     """
 
     __slots__ = (
-        "_arrivals", "_end", "begin_s", "device", "length", "onwards", "others", "pieces", "pipeline", "receivers",
-        "replica", "row", "spans", "stage", "turns", "waits",
+        "_arrivals", "_end", "begin_s", "device", "length", "onwards", "pieces", "pipeline", "receivers", "replica",
+        "row", "spans", "stage", "turns", "updated", "updates", "waits",
     )  # fmt: skip
 
     def __init__(
@@ -147,7 +151,8 @@ class PlayedLane:
         self.waits: dict[Kind, Direction] = {}
         self.receivers: dict[Kind, list[tuple[PlayedLane, PlayedLink]]] = {}
         self.onwards: tuple[PlayedLane, PlayedLink, int] | None = None
-        self.others: Sequence[PlayedLane] = ()
+        self.updates: PlayedUpdates | None = None
+        self.updated = 0
         self.begin_s = 0.0
         self.spans: list[tuple[float, float]] = []
         self._arrivals: dict[tuple[Direction, int], float] = {}
@@ -166,18 +171,11 @@ class PlayedLane:
     def input_s(self) -> float | None:
         """Return when the input of the next action is there; None if this is not known yet or no action is left."""
         done = len(self.spans)
-        if done == self._end or (self.others and not self._updated(done)):
+        if done == self._end or (self.updates is not None and done // self.length > self.updated):
             return None
         kind, i = self.row[done]
         direction = self.waits.get(kind)
         return 0.0 if direction is None else self._arrivals.get((direction, i))
-
-    def _updated(self, done: int) -> bool:
-        """Return whether all updates on this stage that precede this lane's current iteration have been made."""
-        t, within = divmod(done, self.length)
-        return bool(within) or all(
-            len(o.spans) >= (t - (o.pipeline > self.pipeline)) * self.length for o in self.others
-        )
 
     def arrives(self, direction: Direction, micro_batch: int, at_s: float) -> bool:
         """Note when a message arrives; return whether the lane's next action may have waited for it."""
@@ -187,9 +185,39 @@ class PlayedLane:
 
     def urgency(self) -> tuple[int, ...]:
         """Return a sort key: of the lanes that may run on a device, the one with the smallest key goes first."""
-        if self.others:
+        if self.updates is not None:
             return len(self.spans) // self.length, self.pipeline, *urgency(self.action), self.stage
         return *urgency(self.action), self.pipeline, self.stage
+
+
+class PlayedUpdates:
+    """The updates of the weights of a stage, which come one after the other in the order (iteration, pipeline).
+
+    Args:
+        seconds: seconds of an update.
+        lanes: lanes of the stage, by pipeline.
+    """
+
+    __slots__ = ("_lanes", "_made", "_running", "seconds", "version")
+
+    def __init__(self, seconds: float, lanes: Sequence[PlayedLane]) -> None:
+        self.seconds, self._lanes = seconds, lanes
+        self._made, self._running, self.version = 0, False, 0
+
+    def begin(self) -> bool:
+        """Begin the next update if its lane has ended the iteration and no other update runs; return whether."""
+        t, n = divmod(self._made, len(self._lanes))
+        lane = self._lanes[n]
+        begins = not self._running and len(lane.spans) >= (t + 1) * lane.length
+        self._running = self._running or begins
+        return begins
+
+    def end(self) -> PlayedLane:
+        """End the update that runs, and return its lane."""
+        lane = self._lanes[self._made % len(self._lanes)]
+        lane.updated += 1
+        self._made, self._running = self._made + 1, False
+        return lane
 
 
 class InTurns:
@@ -319,15 +347,17 @@ class Player:
         hosts: Sequence[Sequence[int]],
         sharing: type[Sharing],
         iterations: int = 1,
+        updates_s: Sequence[float] = (),
     ) -> None:
         self.now = 0.0
         self.sizes = [schedule.num_microbatches for schedule in schedules]
-        self.lanes = _lanes(schedules, costs, hosts, sharing, iterations)
+        self.lanes = _lanes(schedules, costs, hosts, sharing, iterations, updates_s or (0.0,) * len(hosts))
         self.links = _connect(self.lanes, costs, schedules[0])
         # A heap of (time, serial number, device or lane, version). The serial number orders events of the same time.
         # The event of a device is the end of an action, valid only for this version of the device. The event of a lane
-        # is that its next action may begin or, if its device serves no other lane, that its action ends.
-        self._events: list[tuple[float, int, Sharing | PlayedLane, int]] = []
+        # is that its next action may begin or, if its device serves no other lane, that its action ends. The event of
+        # updates is that one ends.
+        self._events: list[tuple[float, int, Sharing | PlayedLane | PlayedUpdates, int]] = []
         self._serial = 0
         for lane in self.lanes:
             self._wake(lane)
@@ -346,6 +376,9 @@ class Player:
                     else:
                         who.device.add(who)
                         changed[who.device] = None
+                elif isinstance(who, PlayedUpdates):
+                    self._wake(who.end())
+                    self._update(who)
                 elif version == who.version:
                     for lane in who.ended(now):
                         self._end(lane)
@@ -355,7 +388,7 @@ class Player:
                 if due is not None:
                     self._push(due, device, device.version)
 
-    def _push(self, time: float, who: Sharing | PlayedLane, version: int) -> None:
+    def _push(self, time: float, who: Sharing | PlayedLane | PlayedUpdates, version: int) -> None:
         self._serial += 1
         heapq.heappush(self._events, (time, self._serial, who, version))
 
@@ -373,10 +406,7 @@ class Player:
     def _end(self, lane: PlayedLane) -> None:
         """End the action of a lane, send its message, and schedule what may begin now."""
         kind, i = lane.action
-        waiting = [other for other in lane.others if other.input_s() is None]
         lane.spans.append((lane.begin_s, self.now))
-        for other in waiting if len(lane.spans) % lane.length == 0 else ():
-            self._wake(other)
         if kind in lane.receivers:
             receivers = lane.receivers[kind]
             there, link = receivers[i % self.sizes[lane.pipeline] % len(receivers)]
@@ -389,7 +419,18 @@ class Player:
                 first_s = arrival_s - link.occupied_s + piece_s  # the first segment is relayed when it arrives
                 at_s = following.send(first_s, lane.pipeline, i, arrival_s + rest_s)
                 self._arrive(behind, "forward", i, at_s)
-        self._wake(lane)
+        if lane.updates is not None and len(lane.spans) % lane.length == 0:
+            self._update(lane.updates)
+        else:
+            self._wake(lane)
+
+    def _update(self, updates: PlayedUpdates) -> None:
+        """Begin the next update of a stage, if it can begin; ones that take no time end at once."""
+        while updates.begin():
+            if updates.seconds:
+                self._push(self.now + updates.seconds, updates, 0)
+                return
+            self._wake(updates.end())
 
     def _arrive(self, lane: PlayedLane, direction: Direction, micro_batch: int, arrival_s: float) -> None:
         if lane.arrives(direction, micro_batch, arrival_s):
@@ -402,6 +443,7 @@ def _lanes(
     hosts: Sequence[Sequence[int]],
     sharing: type[Sharing],
     iterations: int,
+    updates_s: Sequence[float],
 ) -> list[PlayedLane]:
     used = {action.kind for schedule in schedules for row in schedule.rows for action in row}
     places = [(k, j, device) for k, devices in enumerate(hosts) for j, device in enumerate(devices)]
@@ -422,8 +464,11 @@ def _lanes(
             one = in_turn(schedule.rows[k], j, len(hosts[k])) if len(hosts[k]) > 1 else schedule.rows[k]
             row = one if iterations == 1 else [Action(kind, t * size + i) for t in range(iterations) for kind, i in one]
             lanes.append(PlayedLane(row, len(one), n, k, j, serving.get(device), by_kind, turns.get(k)))
-    for lane in lanes if iterations > 1 else ():
-        lane.others = [o for o in lanes if (o.stage, o.replica) == (lane.stage, lane.replica) and o is not lane]
+    for k, j, _ in places if iterations > 1 else ():
+        together = [lane for lane in lanes if (lane.stage, lane.replica) == (k, j)]
+        updates = PlayedUpdates(updates_s[k], together)
+        for lane in together if len(together) > 1 else ():
+            lane.updates = updates
     return lanes
 
 

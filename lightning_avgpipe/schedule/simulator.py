@@ -25,6 +25,7 @@ def simulate(
     sharing: type[Sharing] | None = None,
     iterations: int = 1,
     replicas: Sequence[Sequence[int]] = (),
+    updates_s: Sequence[float] = (),
 ) -> Timeline:
     """Predict when each action runs.
 
@@ -37,6 +38,8 @@ def simulate(
         iterations: number of iterations that follow one another without a drain.
         replicas: devices that take the micro-batches of each stage in turns, shape ``(K, any)``; default: only the
             device in ``devices``. Each pair of replicas of neighbouring stages has links of its own.
+        updates_s: seconds that a pipeline waits on each stage, shape ``(K,)``, before its next iteration, if several
+            pipelines follow one another without a drain; default: none.
     Returns:
         The timeline of all iterations.
     Raises:
@@ -51,7 +54,7 @@ def simulate(
             raise ScheduleError(f"costs for {costs.num_stages} stages, but the schedule has {schedule.num_stages}")
         _check_complete(schedule)
     hosts = replicas or [(device,) for device in devices or schedules[0].devices]
-    return _timeline(play(schedules, costs, hosts, sharing, iterations), tuple(map(tuple, hosts)))
+    return _timeline(play(schedules, costs, hosts, sharing, iterations, updates_s), tuple(map(tuple, hosts)))
 
 
 def _timeline(player: Player, hosts: tuple[tuple[int, ...], ...]) -> Timeline:

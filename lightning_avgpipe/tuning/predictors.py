@@ -11,7 +11,6 @@ from lightning_avgpipe.tuning.profile import Profile, Setting
 from lightning_avgpipe.tuning.scaling import interpolated, loads_at, memory_at, update_s
 
 _ROLLING = 8  # number of simulated iterations
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Prediction:
 class Predictor:
     """Predicts settings from a profile by simulating every action and message of an iteration.
 
-    Of rolling iterations several are simulated, and those in the middle count. A pipeline waits for its own update. On
-    a device that is never idle the updates of all N pipelines take time.
+    Of rolling iterations several are simulated, and those in the middle count. A pipeline waits for its own update, and
+    others run meanwhile. An iteration takes no less than all work and all updates of the busiest device or link.
 
     The simulation uses the median times of actions, but real times vary. A stage waits for each action that is late,
     and the more micro-batches there are, the more often it waits. So times are multiplied by a ratio, at least 1, of
@@ -53,6 +52,8 @@ class Predictor:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
+        # of one pipeline on each stage
+        self._updates_s = [stage.step_s + stage.averaging_s + profile.tied_s for stage in profile.stages]
         self._simulated: dict[tuple[int, int, int, bool, tuple[int, ...], tuple[int, ...]], float] = {}
         alone = {trial.setting: self._simulated_s(trial.setting, profile.devices) for trial in profile.trials}
         ratios = {
@@ -76,22 +77,21 @@ class Predictor:
         apart = len(set(profile.devices)) == len(stages)
         if setting.num_pipelines == 1 and apart:
             return self.predict(setting)
-        alone_s = self._simulated_s(setting, profile.devices if apart else stages, alone=True)
-        seconds = max(alone_s, self._busiest_s(setting, updates=False))
+        seconds = self._simulated_s(setting, profile.devices if apart else stages, alone=True)
+        if setting.rolling:
+            seconds += min(self._updates_s)
+        else:
+            seconds = max(seconds, self._busiest_s(setting, updates=False))
         return self._prediction(setting, self._updated_s(setting, seconds), at_least=True)
 
     def _updated_s(self, setting: Setting, seconds: float) -> float:
-        """Return the seconds of an iteration with its updates, from those of its actions and messages."""
+        """Return the seconds of an iteration with its updates, from those that are simulated."""
         if not setting.rolling:
             return seconds + update_s(self._profile, setting.num_pipelines)
-        busy_s = self._busiest_s(setting, updates=True)
-        if seconds <= self._busiest_s(setting, updates=False) * (1 + _ROUNDING):
-            return busy_s  # a device or link is never idle
-        own_s = update_s(self._profile, 1) + max(stage.averaging_s for stage in self._profile.stages)
-        return max(seconds + own_s, busy_s)
+        return max(seconds, self._busiest_s(setting))
 
     def _simulated_s(self, setting: Setting, devices: tuple[int, ...], alone: bool = False) -> float:
-        """Return the simulated seconds of an iteration: until the last action has ended; rolling, the steady mean.
+        """Return the simulated seconds of an iteration: until the last action has ended; rolling, with its updates.
 
         Args:
             setting: setting with the sizes and the order of micro-batches.
@@ -105,12 +105,12 @@ class Predictor:
         if key not in self._simulated:
             schedule = build(setting.schedule, profile.num_stages, m, setting.advance)
             sharing = InTurns if profile.in_turns else SideBySide
-            count = _ROLLING if rolls else 1
-            timeline = simulate([schedule] * n, loads_at(profile, setting.parts), devices, sharing, count)
+            count, loads = _ROLLING if rolls else 1, loads_at(profile, setting.parts)
+            timeline = simulate([schedule] * n, loads, devices, sharing, count, updates_s=self._updates_s)
             self._simulated[key] = timeline.steady_s if rolls else timeline.iteration_s
         return self._simulated[key]
 
-    def _busiest_s(self, setting: Setting, updates: bool) -> float:
+    def _busiest_s(self, setting: Setting, updates: bool = True) -> float:
         """Return the seconds that the busiest device or link works for a batch of each pipeline.
 
         Args:
@@ -127,7 +127,7 @@ class Predictor:
 
     def _prediction(self, setting: Setting, seconds: float, at_least: bool = False) -> Prediction:
         if self._ratios:
-            update = min(seconds, update_s(self._profile, setting.num_pipelines))
+            update = min(seconds, update_s(self._profile, 1 if setting.rolling else setting.num_pipelines))
             ratio = interpolated(self._ratios, math.log(setting.num_microbatches))
             seconds = ratio * (seconds - update) + update
         memory = tuple(needed.total for needed in memory_at(self._profile, setting))

@@ -254,6 +254,19 @@ def test_no_action_begins_before_the_updates_that_make_its_weights(sharing: type
                 assert other.begin_s >= one.end_s - 1e-9
 
 
+# One pipeline takes 6 s a batch on one stage, and 9 s on two, of which each works for 6 s.
+@pytest.mark.parametrize(
+    ("num_stages", "update_s", "steady_s"),
+    [(1, 0.0, 12), (1, 4.0, 12), (1, 7.0, 14), (2, 2.0, 12), (2, 20.0, 40)],
+)
+def test_a_pipeline_waits_for_its_own_update_and_for_earlier_ones(
+    num_stages: int, update_s: float, steady_s: float
+) -> None:
+    schedules, costs = [build("1f1b", num_stages, 2)] * 2, StageCosts.uniform(num_stages, 1, 2)
+    timeline = simulate(schedules, costs, iterations=ITERATIONS, updates_s=[update_s] * num_stages)
+    assert timeline.steady_s == pytest.approx(steady_s)
+
+
 def test_at_least_one_iteration_is_simulated() -> None:
     with pytest.raises(ScheduleError, match="iterations=0"):
         simulate(build("1f1b", 2, 2), StageCosts.uniform(2, 1, 2), iterations=0)
