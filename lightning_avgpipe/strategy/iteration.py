@@ -243,10 +243,16 @@ class IterationOrder:
         raise NotImplementedError
 
     def run_until(self, over: Callable[[], bool]) -> None:
-        """Run what can run until something is over, for which this process would wait; here there is nothing."""
+        """Run what can run until something is over, for which this process would only wait. Here nothing can run."""
 
     def meet(self, what: str) -> None:
-        """Wait until all processes come to this, while what can run runs; here they wait by what they do next."""
+        """Run what can run until all processes of the group have come to this. Here nothing can run.
+
+        Every process calls it before it waits for the others in another way.
+
+        Args:
+            what: what they come to, for messages.
+        """
 
     def stepped(self) -> None:
         """Go on after the optimizers have stepped."""

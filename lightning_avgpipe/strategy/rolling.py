@@ -148,13 +148,16 @@ class RollingOrder(IterationOrder):
             raise
 
     def run_until(self, over: Callable[[], bool]) -> None:
-        """Run what can run here of all pipelines until something is over, for which this process would only wait."""
+        """Run what can run here of all pipelines until something is over; see :meth:`IterationOrder.run_until`."""
         if self._engine.runs:
             with self._running():
                 self._engine.run_until(over)
 
     def meet(self, what: str) -> None:
-        """Wait until all processes of the group come to this, while what can run here runs."""
+        """Run what can run here of all pipelines until all processes have come to this, and wait for that.
+
+        See :meth:`IterationOrder.meet`.
+        """
         if self._engine.runs and self.loop.cluster.group.world_size > 1:
             met = self.loop.cluster.group.begin_barrier(what)
             self.run_until(met.over.is_set)
