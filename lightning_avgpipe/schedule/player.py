@@ -196,13 +196,16 @@ class PlayedUpdates:
     Args:
         seconds: seconds of an update.
         lanes: lanes of the stage, by pipeline.
+
+    Attributes:
+        seconds: as given.
     """
 
-    __slots__ = ("_lanes", "_made", "_running", "seconds", "version")
+    __slots__ = ("_lanes", "_made", "_running", "seconds")
 
     def __init__(self, seconds: float, lanes: Sequence[PlayedLane]) -> None:
         self.seconds, self._lanes = seconds, lanes
-        self._made, self._running, self.version = 0, False, 0
+        self._made, self._running = 0, False
 
     def begin(self) -> bool:
         """Begin the next update if its lane has ended the iteration and no other update runs; return whether."""
