@@ -71,7 +71,7 @@ class ControlChannel:
             self._expects = True
 
     def has_news(self) -> bool:
-        """Return whether :meth:`publish` would not wait, or may wait for another group."""
+        """Return whether rank 0's next item has arrived, whose receive :meth:`expect` has posted; True on rank 0."""
         return self._source is None or self._source.ready()
 
     def publish(self, item: T | None = None, requests: frozenset[str] | None = None) -> T:

@@ -198,9 +198,9 @@ class PipelineLoop:
         """Bring what submodules have changed to all processes, if user code may read it. Every process calls it."""
         if wanted:
             for step in sorted(self._to_bring):
-                if self._of_units.changes(step):
+                if owners := self._of_units.owners(step):
                     self.order.meet("what submodules have changed")
-                    self._of_units.bring(step)
+                    self._of_units.bring(step, owners)
             self._to_bring.clear()
 
     def hand_over(self) -> None:

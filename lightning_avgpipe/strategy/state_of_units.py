@@ -41,17 +41,34 @@ class StateOfUnits:
     def __init__(self, module: nn.Module, cluster: Cluster, deployment: Deployment) -> None:
         self._module, self._cluster, self._deployment = module, cluster, deployment
 
-    def changes(self, step: str) -> bool:
-        """Return whether :meth:`bring` has anything to bring, the same on all processes of the group."""
-        return self._is_divided(step) and any(True for _ in self._owned(step, changed=True, made=False))
+    def owners(self, step: str, changed: bool = True, made: bool = False) -> dict[Key, int]:
+        """Return what submodules change or make in a step, and the rank that has it; the same on all processes.
 
-    def bring(self, step: str) -> None:
-        """Bring what a step has changed to all processes of the group. Each of them calls it.
+        Nothing belongs to a step that has no stages any more, since there is a new plan. It has them again when it runs
+        next.
 
-        A step that has no stages any more, since there is a new plan, has them again when it runs next. Of a step of
-        training these are the buffers of each parallel model; else those of the model that the module shows.
+        Args:
+            step: name of the step function.
+            changed: whether to return what submodules change each time.
+            made: whether to return what they make in the first run only.
         """
-        self._bring(step, changed=True)
+        divided = self._cluster.group.world_size > 1 and step in self._deployment.pipeline.steps
+        return dict(self._owned(step, changed, made)) if divided else {}
+
+    def bring(self, step: str, owners: Mapping[Key, int], lenient: bool = False) -> None:
+        """Bring what submodules have changed to all processes of the group. Each of them calls it.
+
+        Of a step of training these are the buffers of each parallel model; else those of the model that the module
+        shows.
+
+        Args:
+            step: name of the step function.
+            owners: what to bring, as of :meth:`owners`.
+            lenient: whether what cannot be sent stays what it was; else it is an error where it is used.
+        """
+        parallel, trains = self._deployment.parallel, step == STEP
+        with parallel.showing_reference(False) if trains else contextlib.nullcontext():
+            self._exchange(owners, parallel.ensemble if trains else None, lenient)
 
     def hand_over(self, step: str, changed: bool) -> None:
         """Bring what submodules have made in a step to all processes, since each may run them next. All call it.
@@ -62,19 +79,8 @@ class StateOfUnits:
             step: name of the step function.
             changed: whether to bring what the step changes each time, too.
         """
-        self._bring(step, changed, made=True)
-
-    def _bring(self, step: str, changed: bool, made: bool = False) -> None:
-        """Bring what submodules change in a step each time, and what they have made in its first run only."""
-        owners = dict(self._owned(step, changed, made)) if self._is_divided(step) else {}
-        if not owners:
-            return
-        parallel, trains = self._deployment.parallel, step == STEP
-        with parallel.showing_reference(False) if trains else contextlib.nullcontext():
-            self._exchange(owners, parallel.ensemble if trains else None, lenient=made)
-
-    def _is_divided(self, step: str) -> bool:
-        return self._cluster.group.world_size > 1 and step in self._deployment.pipeline.steps
+        if owners := self.owners(step, changed, made=True):
+            self.bring(step, owners, lenient=True)
 
     def _exchange(self, owners: Mapping[Key, int], ensemble: Ensemble | None, lenient: bool) -> None:
         """Send what this process owns to the others, and accept what they own.

@@ -52,7 +52,8 @@ class Predictor:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        # of one pipeline on each stage
+        # What a pipeline waits for on each stage between two iterations. Stages without tied parameters need not wait
+        # for their sums, but the first stage, with which each iteration begins and ends, mostly has some.
         self._updates_s = [stage.step_s + stage.averaging_s + profile.tied_s for stage in profile.stages]
         self._simulated: dict[tuple[int, int, int, bool, tuple[int, ...], tuple[int, ...]], float] = {}
         alone = {trial.setting: self._simulated_s(trial.setting, profile.devices) for trial in profile.trials}

@@ -27,7 +27,9 @@ CASES: list[tuple[tuple[int, ...], int, torch.dtype]] = [
     ((0, 1), 7, torch.float32),
     ((1, 0), 8, torch.bfloat16),
     ((1, 0, 2, 0), 10, torch.float32),
-    ((0, 1), 2**23 + 3, torch.float32),  # in two parts
+    ((0, 1, 0), 2**23 + 3, torch.float32),  # in two parts
+    ((0, 1), 5, torch.complex64),
+    ((1, 0), 9, torch.float16),
     ((2, 1, 0, 0, 1), 1, torch.complex64),
 ]
 
@@ -45,7 +47,7 @@ def summed(rank: int) -> list[bool]:
 
 
 def test_terms_are_added_in_their_order(tmp_path: Path) -> None:
-    assert processes.results(processes.run(3, summed, folder=tmp_path)) == [[True] * 5, [True] * 5, [True] * 2]
+    assert processes.results(processes.run(3, summed, folder=tmp_path)) == [[True] * 7, [True] * 7, [True] * 2]
     sources, length, dtype = CASES[2]
     given = terms(len(sources), length, dtype)
     assert not torch.equal(reduce(torch.add, given), reduce(torch.add, given[::-1])), "the order makes a difference"
