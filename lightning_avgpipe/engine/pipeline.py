@@ -30,7 +30,7 @@ from lightning_avgpipe.planning.trained import TrainedParameters
 from lightning_avgpipe.schedule import Schedule, in_turn, num_forward_only
 from lightning_avgpipe.schedule.rules import check_hosted, trains, turns_of
 from lightning_avgpipe.utils.device import port_of
-from lightning_avgpipe.weights.tied import TiedParameters, copied_parameters, parameters_of
+from lightning_avgpipe.weights.tied import TiedParameters, parameters_of, users_of_parameters
 
 _MOST_AHEAD = 1  # iterations that the host queues before the device has ended them
 
@@ -181,7 +181,7 @@ class Pipeline:
         if self.place is not None:
             self.place()
         programs = stage_programs(graph, cuts)
-        copies = TiedParameters(self._module, self.cluster, copied_parameters(programs))
+        copies = TiedParameters(self._module, self.cluster, users_of_parameters(programs))
         versions = self._weights.get(graph.step) if len(programs) > 1 else None
         if versions is not None:
             versions.divide({k: parameters_of(program) for k, program in enumerate(programs)}, self.cluster.stages)

@@ -260,7 +260,10 @@ def _stage_replicas(given: Options) -> None:
     refused = {
         "schedule": (given.schedule not in NAMES, "forwards and backwards by warm-ups; use schedule='advance_forward'"),
         "save_distributed_checkpoint": (given.save_distributed_checkpoint, "one file; use False"),
-        "averaging.rolling": (given.averaging.rolling is True, "models that step together; use False"),
+        "averaging.rolling": (
+            given.averaging.rolling is True and given.averaging.num_groups > 1,
+            "one group, or models that step together; use False",
+        ),
         "num_stages": (chooses and given.num_stages != "auto", "num_stages='auto', since the planner chooses it"),
         "split_points": (chooses and given.split_points is not None, "no split_points, since the planner cuts"),
         "num_microbatches": (chooses and given.num_microbatches == "auto", "a number, on which the plan depends"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_avgpipe.comm.alone import in_hook
+from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.message import Message
 from lightning_avgpipe.engine.microbatch import MicroBatch, merge
 from lightning_avgpipe.engine.observer import Observer, Work
@@ -245,13 +246,14 @@ class IterationOrder:
     def run_until(self, over: Callable[[], bool]) -> None:
         """Run what can run until something is over, for which this process would only wait. Here nothing can run."""
 
-    def meet(self, what: str) -> None:
-        """Run what can run until all processes of the group have come to this. Here nothing can run.
+    def meet(self, what: str, members: Collectives | None = None) -> None:
+        """Run what can run until all members have come to this. Here nothing can run.
 
-        Every process calls it before it waits for the others in another way.
+        Every member calls it before it waits for the others in another way.
 
         Args:
             what: what they come to, for messages.
+            members: processes that come to it; None: all of the group.
         """
 
     def stepped(self) -> None:

@@ -375,7 +375,7 @@ class PipelineLoop:
         with iteration.precision():  # which may decide the type of a number
             self.models.step_log.tell_groups() if training else self.models.step_log.issue()
         if training:
-            iteration.outcomes = self._of_replicas(iteration.outcomes)
+            iteration.outcomes = self.of_replicas(iteration.outcomes)
         return True
 
     def task(self, iteration: Iteration, n: int, known: frozenset[int] = frozenset()) -> Task:
@@ -420,8 +420,12 @@ class PipelineLoop:
 
     def skipped(self, iteration: Iteration, skipped: list[bool]) -> frozenset[int]:
         """Return the numbers of the pipelines whose batch has no loss, given what this process knows of each."""
-        if iteration.trains and self.schedule_control.choice.frozen and self.cluster.group.world_size > 1:
-            skipped = self.cluster.control.publish(skipped)  # no gradient tells the first stages
+        frozen = self.schedule_control.choice.frozen  # no gradient tells the first stages
+        shared = self.order.in_turn and self.cluster.stage_map.stage_replicas  # replicas know of their micro-batches
+        if iteration.trains and (frozen or shared) and self.cluster.group.world_size > 1:
+            self.cluster.control.expect()
+            self.order.run_until(self.cluster.control.has_news)
+            skipped = self.cluster.control.publish(skipped)
         return frozenset(n for n, is_skipped in enumerate(skipped) if is_skipped)
 
     def result(self, iteration: Iteration) -> Any:
@@ -446,7 +450,7 @@ class PipelineLoop:
             return build("forward", self.cluster.stage_map.num_stages, len(parts))
         return self.schedule_control.schedule(parts, plan)
 
-    def _of_replicas(self, outcomes: list[Outcome]) -> list[Outcome]:
+    def of_replicas(self, outcomes: list[Outcome]) -> list[Outcome]:
         """Return the outcomes of all replicas of the last stage together, if there are any. All of them call it."""
         replicas = sharing_last(self.cluster)
         if replicas is None:

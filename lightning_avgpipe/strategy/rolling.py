@@ -46,12 +46,14 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
+from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.pipeline import Engine, Pipeline
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.strategy.ahead import Overlap
 from lightning_avgpipe.strategy.checks import is_rolling_refused
 from lightning_avgpipe.strategy.iteration import STEP, Iteration, IterationOrder
 from lightning_avgpipe.strategy.loop import PipelineLoop
+from lightning_avgpipe.training.replicas import sharing_last
 from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.patching import noop, replaced
 from lightning_avgpipe.utils.torch_compat import version_of
@@ -153,13 +155,14 @@ class RollingOrder(IterationOrder):
             with self._running():
                 self._engine.run_until(over)
 
-    def meet(self, what: str) -> None:
-        """Run what can run here of all pipelines until all processes have come to this, and wait for that.
+    def meet(self, what: str, members: Collectives | None = None) -> None:
+        """Run what can run here of all pipelines until all members have come to this, and wait for that.
 
         See :meth:`IterationOrder.meet`.
         """
-        if self._engine.runs and self.loop.cluster.group.world_size > 1:
-            met = self.loop.cluster.group.begin_barrier(what)
+        members = members or self.loop.cluster.group
+        if self._engine.runs and members.world_size > 1:
+            met = members.begin_barrier(what)
             self.run_until(met.over.is_set)
             met.finish()
 
@@ -317,18 +320,22 @@ class RollingOrder(IterationOrder):
         """Run until pipeline n has ended the iteration."""
         if n == len(iteration.outcomes):
             with self._running():
-                iteration.outcomes += self._engine.finish([n])
+                ended = self._engine.finish([n])
+            if (replicas := sharing_last(self.loop.cluster)) is not None:
+                self.meet(f"the end of pipeline {n}", replicas)
+            iteration.outcomes += self.loop.of_replicas(ended)
         is_skipped = len(iteration.outcomes[n].skipped) == len(iteration.works[n])
         if self.loop.skipped(iteration, [is_skipped]):
             self.loop.models.skipped |= {n}
 
     def _after(self, iteration: Iteration, n: int, steps: bool) -> None:
-        """Sum the gradients of tied parameters, call the hooks of a backward, and check the gradients of pipeline n."""
+        """Sum gradients over copies and replicas, call hooks of a backward, and check the gradients of pipeline n."""
         assert iteration.loss is not None
         if self.loop.models.decide_to_sum(steps):
-            copies = self.loop.deployment.parallel.begin_sum(n)
-            self.run_until(copies.is_over)
-            copies.finish()
+            sums = self.loop.deployment.parallel.begin_sum(n, replicas=True)
+            self.run_until(sums.is_over)
+            sums.finish()
+        self.loop.models.replicas.copy_changed([n])
         if n == 0:
             norms = self.loop.models.norms
             self._meets, norms.taken = norms.taken, False

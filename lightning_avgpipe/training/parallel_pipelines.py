@@ -168,9 +168,9 @@ class ParallelPipelines:
         for number in range(len(self.pipelines)):
             self.begin_sum(number).finish()
 
-    def begin_sum(self, number: int) -> GradientSum:
-        """Begin to sum the gradients of copies of one model. Every process calls it."""
-        return self.pipelines[number].steps["training_step"].copies.begin_sum()
+    def begin_sum(self, number: int, replicas: bool = False) -> GradientSum:
+        """Begin to sum the gradients of copies of one model; see :meth:`TiedParameters.begin_sum`."""
+        return self.pipelines[number].steps["training_step"].copies.begin_sum(replicas)
 
     def count_copied_gradients_once(self) -> None:
         """Keep each sum of gradients of copies in one place, before a batch that adds to it."""

@@ -13,7 +13,7 @@ their share of the samples (or other counted units) of all replicas, so the sum 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -178,8 +178,13 @@ class ReplicaSync:
         else:
             replicas.members.sum(votes)
         fed, trained = votes.bool().tolist()
-        replicas.copy([t for n in range(num_pipelines) for t in self._models.changed_by_steps(n)])
+        self.copy_changed(range(num_pipelines))
         return sum(fed), frozenset(n for n in range(sum(fed)) if not trained[n])
+
+    def copy_changed(self, numbers: Iterable[int]) -> None:
+        """Give all replicas the first one's buffers that steps of training change, of the models of these numbers."""
+        if self._cluster.replicas is not None:
+            self._cluster.replicas.copy([t for n in numbers for t in self._models.changed_by_steps(n)])
 
     def count_once(self, num_pipelines: int) -> None:
         """Keep the sums of gradients on the first replica, before a batch that adds to them."""

@@ -39,13 +39,13 @@ def parameters_of(program: StageProgram) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for node in program.nodes for name in node.parameters))
 
 
-def copied_parameters(programs: Sequence[StageProgram]) -> dict[str, tuple[int, ...]]:
-    """Return the stages, ascending, of each parameter that several stages use."""
+def users_of_parameters(programs: Sequence[StageProgram]) -> dict[str, tuple[int, ...]]:
+    """Return the stages, ascending, that use each parameter."""
     users: dict[str, list[int]] = defaultdict(list)
     for program in programs:
         for name in parameters_of(program):
             users[name].append(program.stage)
-    return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
+    return {name: tuple(stages) for name, stages in users.items()}
 
 
 @dataclass(frozen=True)
@@ -64,33 +64,37 @@ class _Copy:
 
 
 class TiedParameters:
-    """The parameters of a step function that several stages use.
+    """The parameters of a step function that several stages use, or that replicas of a stage have.
 
     Args:
         module: whole module.
         cluster: cluster whose processes host the stages.
-        copied: stages of each such parameter, the same on every process.
+        users: stages that use each parameter, the same on every process.
     """
 
     constant = True  # within an iteration
 
-    def __init__(self, module: nn.Module, cluster: Cluster, copied: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, module: nn.Module, cluster: Cluster, users: Mapping[str, tuple[int, ...]]) -> None:
         self._cluster = cluster
-        self._copied = dict(sorted(copied.items()))
-        self._parameters = {name: p for name, p in module.named_parameters() if name in copied}
-        for name, parameter in self._parameters.items():
-            if any(getattr(parameter, hooks, None) for hooks in GRADIENT_HOOKS):
+        self._copied = {name: stages for name, stages in sorted(users.items()) if len(stages) > 1}
+        hosts = cluster.stage_map.ranks
+        alone = {name: stages for name, stages in sorted(users.items()) if len(stages) == 1}
+        self._replicated = {name: stages for name, stages in alone.items() if len(hosts(stages[0])) > 1}
+        held = self._copied.keys() | self._replicated.keys()
+        self._parameters = {name: p for name, p in module.named_parameters() if name in held}
+        for name, stages in self._copied.items():
+            if any(getattr(self._parameters[name], hooks, None) for hooks in GRADIENT_HOOKS):
                 raise ConfigurationError(
                     f"'{name}' has a hook on its gradient and is used on the stages "
-                    f"{', '.join(map(str, copied[name]))}, of which none has the whole gradient; keep its uses on one "
+                    f"{', '.join(map(str, stages))}, of which none has the whole gradient; keep its uses on one "
                     "stage with split_points, or change gradients in on_before_optimizer_step"
                 )
         self._stand_ins: dict[int, dict[str, _Copy]] = {k: {} for k in cluster.stages}
         here = {name: [k for k in stages if k in self._stand_ins] for name, stages in self._copied.items()}
-        slots = slots_for(module, [self._parameters[name] for name, stages in here.items() if len(stages) > 1])
-        for name, stages in here.items():
+        slots = slots_for(module, [self._parameters[name] for name, mine in here.items() if len(mine) > 1])
+        for name, mine in here.items():
             parameter = self._parameters[name]
-            for k in stages if len(stages) > 1 else ():
+            for k in mine if len(mine) > 1 else ():
                 leaf = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
                 self._stand_ins[k][name] = _Copy(parameter, leaf, slots[id(parameter)])
 
@@ -111,22 +115,24 @@ class TiedParameters:
 
     @property
     def names(self) -> Collection[str]:
-        """The names of the parameters."""
+        """The names of the parameters that several stages use."""
         return self._copied.keys()
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def begin_sum(self) -> GradientSum:
+    def begin_sum(self, replicas: bool = False) -> GradientSum:
         """Begin to give every copy the sum of all copies' gradients. Every process calls it before optimizers step.
 
         The sum runs over stages in ascending order, so it depends neither on the schedule nor on the placement of
         stages. Until it has ended, nothing may use the gradients.
 
+        Args:
+            replicas: whether gradients of parameters that a single stage uses are summed over its replicas, too.
         Raises:
             ConfigurationError: a gradient is sparse.
         """
         together: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        for name, stages in self._copied.items():
+        for name, stages in (self._copied | self._replicated if replicas else self._copied).items():
             together[stages].append(name)
         sums: list[Callable[[], None]] = []
         between: list[str] = []
@@ -186,8 +192,8 @@ class TiedParameters:
                 leaf.grad = None
             if gradient is not None and gradient.is_sparse:
                 raise ConfigurationError(
-                    f"the gradient of '{name}' is sparse, and several stages use this parameter; build its embedding "
-                    "with sparse=False"
+                    f"the gradient of '{name}' is sparse, and several stages or replicas of one use this parameter; "
+                    "build its embedding with sparse=False"
                 )
             found.append(gradient)
         return found

@@ -39,17 +39,19 @@ class Gates:
         assert self._events[name].wait(LIMIT_S), f"'{name}' has not come within {LIMIT_S:g} s"
 
 
-class WaitInBackward(torch.autograd.Function):
+class GateInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gates: Gates | None, name: str) -> Tensor:
-        ctx.gates, ctx.name = gates, name
+    def forward(ctx: Any, x: Tensor, gates: Gates, opens: str, waits: str) -> Tensor:
+        ctx.gates, ctx.opens, ctx.waits = gates, opens, waits
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        if ctx.gates is not None:
-            ctx.gates.wait(ctx.name)
-        return gradient, None, None
+        if ctx.opens:
+            ctx.gates.open(ctx.opens)
+        if ctx.waits:
+            ctx.gates.wait(ctx.waits)
+        return gradient, None, None, None
 
 
 class Gate(nn.Module):
@@ -58,15 +60,19 @@ class Gate(nn.Module):
     Args:
         opens: number -> gate that the forward opens.
         waits: number -> gate at which the forward waits.
+        opens_back: number -> gate that the backward opens.
         waits_back: number -> gate at which the backward waits.
     """
 
     active = False
 
-    def __init__(self, gates: Gates, opens: Named = {}, waits: Named = {}, waits_back: Named = {}) -> None:  # noqa: B006
+    def __init__(
+        self, gates: Gates, opens: Named = {}, waits: Named = {}, opens_back: Named = {}, waits_back: Named = {}  # noqa: B006
+    ) -> None:  # fmt: skip
         super().__init__()
         self.layer, self.gates = nn.Linear(4, 4), gates
-        self.opens, self.waits, self.waits_back = opens, waits, waits_back
+        self.opens, self.waits = opens, waits
+        self.opens_back, self.waits_back = opens_back, waits_back
 
     def forward(self, h: Tensor, x: Tensor) -> Tensor:
         number = int(x[0, 0]) if self.active else -1
@@ -74,8 +80,8 @@ class Gate(nn.Module):
             self.gates.open(self.opens[number])
         if number in self.waits:
             self.gates.wait(self.waits[number])
-        name = self.waits_back.get(number, "")
-        return WaitInBackward.apply(torch.tanh(self.layer(h)), self.gates if name else None, name)
+        opens, waits = self.opens_back.get(number, ""), self.waits_back.get(number, "")
+        return GateInBackward.apply(torch.tanh(self.layer(h)), self.gates, opens, waits)
 
 
 class Gated(L.LightningModule):
@@ -96,11 +102,11 @@ class Gated(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(module: L.LightningModule, **options: Any) -> int:
-    """Train two models for two epochs, in two processes."""
-    strategy = {"num_pipelines": 2, "num_microbatches": 2, "averaging": Averaging(rolling=True)}
+def fit(module: L.LightningModule, replicas: list[int] | int = 1, **options: Any) -> int:
+    """Train two models for two epochs, in two processes, or as many as there are replicas of stages."""
+    strategy = {"num_pipelines": 2, "num_microbatches": 2, "averaging": Averaging(rolling=True), "replicas": replicas}
     strategy |= {"split_points": ["last"], "timeout": 2 * LIMIT_S}
-    trainer = pipeline(2, 2, strategy, max_epochs=2, **options)
+    trainer = pipeline(2, sum(replicas) if isinstance(replicas, list) else 2, strategy, max_epochs=2, **options)
     trainer.fit(module, Batches([[torch.full((4, 4), float(n))] for n in range(BATCHES)]))
     return trainer.global_step
 
@@ -165,3 +171,16 @@ def watch(rank: int, gates: Gates) -> tuple[int, bool]:
 def test_the_next_batch_begins_before_all_know_what_submodules_have_changed(tmp_path: Path) -> None:
     outcomes = processes.run(2, watch, Gates("next batch began", "rank 0 ran"), folder=tmp_path)
     assert processes.results(outcomes) == [(BATCHES, True)] * 2
+
+
+def share(rank: int, gates: Gates) -> int:
+    # the last stage's second replica ends its half of batch 0 after the first, which has ended its own, ran on
+    opens_back, waits_back = [({0: "half ended"}, {}), ({}, {0: "first ran"}), ({}, {})][rank]
+    first = Gate(gates, waits={1: "half ended"})
+    last = Gate(gates, opens={1: "first ran"} if rank == 0 else {}, opens_back=opens_back, waits_back=waits_back)
+    return fit(Gated(first, last), [1, 2])
+
+
+def test_other_models_run_until_all_replicas_of_a_stage_have_ended_a_batch(tmp_path: Path) -> None:
+    outcomes = processes.run(3, share, Gates("half ended", "first ran"), folder=tmp_path)
+    assert processes.results(outcomes) == [BATCHES] * 3

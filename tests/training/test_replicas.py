@@ -279,6 +279,44 @@ def of_a_stage(rank: int | None, folder: Path) -> Any:
     return found
 
 
+class Rolling(Tied):
+    """Every third batch has no loss, and hooks see what the step returned for model 0's share of a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 3 == 1 else {"loss": loss, "outputs": self(batch[0])}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if outputs:
+            self.log("sum", outputs["outputs"].sum(), on_step=False, on_epoch=True)
+
+
+def rolling(rank: int | None, replicas: list[int], folder: Path) -> Any:
+    """Two models divide batches; the second epoch is resumed. Sums of two terms have the same bits in any order."""
+    saving, cuts = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1), ["between.1", "last"]
+    strategy = {"num_microbatches": 2, "num_pipelines": 2, "split_points": cuts[: len(replicas) - 1]}
+    strategy |= {"averaging": Averaging(rolling=True, split_batches=True)}
+    for epochs in (1, 2):
+        torch.manual_seed(5)
+        model, options = Rolling(tied=False), {"max_epochs": epochs, "callbacks": [saving], "gradient_clip_val": 0.1}
+        devices, given = (1, strategy) if rank is None else (sum(replicas), {**strategy, "replicas": replicas})
+        runner = pipeline(len(replicas), devices, given, enable_checkpointing=True, **options)
+        path = folder / "epoch=0.ckpt" if epochs == 2 else None
+        runner.fit(model, loader(Tied, 36, 8), loader(Tied, 12, 6), ckpt_path=path)
+    return state(model), {name: float(value) for name, value in runner.callback_metrics.items()}
+
+
+@pytest.mark.parametrize(
+    "replicas", [pytest.param([1, 2], id="last"), pytest.param([1, 2, 1], id="between", marks=pytest.mark.slow)]
+)
+def test_replicas_of_a_stage_train_rolling_models(replicas: list[int], tmp_path: Path) -> None:
+    outcomes = processes.run(sum(replicas), rolling, replicas, tmp_path / "several", folder=tmp_path)
+    expected, metrics = rolling(None, replicas, tmp_path / "one")
+    for found, others in processes.results(outcomes):
+        assert_equal(found, expected)
+        assert others == pytest.approx(metrics, rel=1e-5)
+
+
 class Returning(MLP):
     """Hooks see what the step returned for the whole batch, and all that evaluation has collected."""
 
@@ -380,6 +418,10 @@ def test_replicas_of_a_stage_train_parallel_models_evaluate_and_resume(tmp_path:
             r"Links\(bandwidth=...\) has no use with planner='balanced'; use planner='spp', or leave it",
         ),
         ("auto", 4, {"replicas": [3, 1], "schedule": "zb_h1"}, r"replicas=\[3, 1\] and schedule='zb_h1'"),
+        (
+            "auto", 8, {"replicas": [3, 1], "num_pipelines": 2, "averaging": Averaging(rolling=True, groups=2)},
+            r"replicas=\[3, 1\] and .*rolling=True.*one group",
+        ),
     ],
 )  # fmt: skip
 def test_what_replicas_cannot_be_is_refused_by_name(
