@@ -16,13 +16,14 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_avgpipe.comm.cluster import Cluster
-from lightning_avgpipe.comm.collectives import sum_in_order
+from lightning_avgpipe.comm.collectives import BUCKET_BYTES, buckets, sum_in_order
 from lightning_avgpipe.comm.topology import subsets
 from lightning_avgpipe.comm.waits import Running
 from lightning_avgpipe.errors import ConfigurationError
@@ -205,18 +206,17 @@ class TiedParameters:
         parameters: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
     ) -> _Gradients:
-        """Return the sums over all holders, one message per type. A missing gradient of a stage adds nothing."""
+        """Return the sums over all holders, in few large messages. A missing gradient of a stage adds nothing."""
         sources = [dist.get_group_rank(group, self._cluster.group.ranks[rank]) for _, rank in holders]
         exists = torch.tensor(
             [any(g[i] is not None for g in mine) for i in range(len(parameters))], dtype=torch.uint8, device="cpu"
         )
         dist.all_reduce(exists, dist.ReduceOp.MAX, group)
         sums: list[Tensor | None] = [None] * len(parameters)
-        by_type: dict[torch.dtype, list[int]] = defaultdict(list)
-        for i in exists.nonzero().flatten().tolist():
-            by_type[parameters[i].dtype].append(i)
-        for chosen in by_type.values():
-            alike = [parameters[i] for i in chosen]
+        present = sorted(exists.nonzero().flatten().tolist(), key=lambda i: str(parameters[i].dtype))
+        numbers = iter(present)
+        for alike in buckets([parameters[i] for i in present], BUCKET_BYTES):
+            chosen = list(islice(numbers, len(alike)))
             terms = [_flat([gradients[i] for i in chosen], alike) for gradients in mine]
             total = sum_in_order(terms, sources, group)
             for i, part in zip(chosen, total.split([p.numel() for p in alike]), strict=True):
@@ -257,7 +257,7 @@ def _summed(terms: Iterable[_Gradients]) -> _Gradients:
     return totals
 
 
-def _flat(gradients: _Gradients, parameters: Sequence[nn.Parameter]) -> Tensor:
+def _flat(gradients: _Gradients, parameters: Sequence[Tensor]) -> Tensor:
     """Concatenate gradients. A missing one becomes -0.0, which changes no sum, not even the sign of a zero."""
     return torch.cat(
         [
