@@ -245,9 +245,10 @@ class Planner:
         return plan
 
     def _note(self, plan: Plan, costs: Costs, spared: Collection[str]) -> str:
-        """Return why the slowest stage takes so long; empty if the stages are even."""
-        slowest = plan.slowest
-        if slowest.share * self.num_stages <= _UNEVEN:
+        """Return why the slowest stage takes so long, and what would help; empty if the stages are even."""
+        slowest, counts = plan.slowest, self.replicas or (1,) * self.num_stages
+        fastest = sum(stage.share * count for stage, count in zip(plan.stages, counts, strict=True)) / slowest.share
+        if sum(counts) / fastest <= _UNEVEN:
             return ""
         bounds = [0, *plan.cuts, len(plan.graph.nodes)]
         start, end = bounds[slowest.index : slowest.index + 2]
@@ -257,7 +258,7 @@ class Planner:
         because = because and f". What cannot be divided in it:{because}"
         return (
             f"stage {slowest.index} takes {slowest.share:.0%} of the time: {self.num_stages} stages are at most "
-            f"{1 / slowest.share:.2f} times as fast as one{because}"
+            f"{fastest:.2f} times as fast as one{because}{'' if self.replicas else _shared(plan)}"
         )
 
     def memory(self, conditions: Conditions) -> Memory:
@@ -318,3 +319,19 @@ class Planner:
         """Return the plan of the stages between cuts."""
         sizes = {name: parameter.numel() for name, parameter in self.subject.module.named_parameters()}
         return make_plan(graph, cuts, costs, sizes, memory, self.replicas)
+
+
+def _shared(plan: Plan) -> str:
+    """Return a sentence that proposes a second device for the slowest stage, which the others give up; may be empty."""
+    slowest, others = plan.slowest, plan.num_stages - 2
+    if others < 1:
+        return ""
+    fastest = 1 / max(slowest.share / 2, (1 - slowest.share) / others)
+    if fastest * slowest.share < _UNEVEN:
+        return ""
+    counts = [1] * (others + 1)
+    counts[min(slowest.index, others)] = 2
+    return (
+        f"\nIf two devices share it (replicas={counts}), as many devices are at most {fastest:.2f} times as fast, but "
+        "for the sum of its gradients"
+    )

@@ -38,6 +38,29 @@ def test_a_stage_with_nearly_all_of_the_time_is_warned_of_once() -> None:
     assert "unit 'encoder' is one operation for all of its layers; chain several with num_layers=1" in text
 
 
+def test_a_second_device_is_proposed_for_a_stage_that_cannot_be_divided() -> None:
+    class Wide(Regression):
+        """The last of five layers takes half of the time."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+            self.head = nn.Linear(64, 4 * 64, bias=False)
+
+        @staticmethod
+        def example(size: int) -> Any:
+            return torch.randn(size, 64), torch.randn(size, 4 * 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layers(x))
+
+    strategy = AvgPipeStrategy(num_stages=4, costs="flops")
+    trainer(strategy=strategy, max_epochs=1).fit(Wide(), loader(Wide, 16, 8))
+    assert strategy.plan is not None
+    assert "4 stages are at most 2.0" in strategy.plan.note
+    assert "(replicas=[1, 1, 2]), as many devices are at most 4.0" in strategy.plan.note
+
+
 def test_an_even_plan_is_not_commented(recwarn: pytest.WarningsRecorder) -> None:
     strategy = AvgPipeStrategy(num_stages=2, costs="flops")
 
