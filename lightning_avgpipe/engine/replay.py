@@ -335,11 +335,16 @@ class _Replayer(StepTracer):
 
     def explain(self, error: AbsentValueError) -> None:
         """Add a note to an error if the step has left the captured path here or on an earlier stage."""
-        if self._detour is not None:
-            error.add_note(
-                f"With this micro-batch {self._program.graph.step} does something else than with the first one, by "
-                "which it was divided. What only that needs in a later stage must be in a local variable there"
-            )
+        if self._detour is None:
+            return
+        if any(isinstance(node, OffPathNode) for node in self._before):
+            remedy = "What only that needs of an earlier stage must be in a local variable where that stage ends"
+        else:  # earlier stages did not leave the captured path, and sent what it needs
+            remedy = "Let the first batch use that value too (times zero), or keep both units on one stage"
+        error.add_note(
+            f"With this micro-batch {self._program.graph.step} does something else than with the first one, by which "
+            f"it was divided. {remedy}"
+        )
 
     def _new_detour(self, shared: frozenset[int] = frozenset()) -> Detour:
         self._writer.refuse("it does something else than when it was captured")
