@@ -58,6 +58,7 @@ class NamedState:
         self._parameters = {name for name, _ in module.named_parameters()}
         self._owned = owned
         self._names = {id(b): name for name, b in self.buffers.items()}
+        self._made_by_units: dict[int, tuple[str, Tensor]] = {}  # by their ids, buffers that units have replaced
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Return the full name of a parameter or a buffer; None for any other tensor."""
@@ -111,12 +112,15 @@ class NamedState:
         """Return the names of the state that a node changes, or that it uses and :attr:`by_glue` holds."""
         if in_unit:
             self._in_units.update(changed)
+            replaced = ((name, now) for name in changed if (now := self.buffer(name)) is not self.buffers.get(name))
+            self._made_by_units |= {id(now): (name, now) for name, now in replaced if now is not None}
         names = (self._owned.get(id(tensor)) for tensor in used)
         return tuple(dict.fromkeys((*changed, *(name for name in names if name in self.by_glue))))  # type: ignore[arg-type]
 
     def seen(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the parameters and buffers among the arguments of glue, by name."""
         found = {name: t for t in tensors if (name := self.name_of(t)) is not None}
+        found |= {self._made_by_units[id(t)][0]: t for t in tensors if id(t) in self._made_by_units}
         self._seen.update(found)
         return found
 

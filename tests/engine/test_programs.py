@@ -147,6 +147,32 @@ class Logging(MLP):
         return {"loss": loss, "others": [loss.detach()]}
 
 
+class Replaces(nn.Module):
+    """Keeps a mean in a buffer, which is another tensor after each call."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return x - self.mean
+
+
+class ReadsReplaced(MLP):
+    """Computes with the mean that a layer has kept, in code between submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Replaces()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.layers(x))
+        return x * torch.sqrt(self.norm.mean.abs() + 1)
+
+
 class Noisy(MLP):
     """Draws between submodules."""
 
@@ -159,7 +185,7 @@ class Noisy(MLP):
 @pytest.mark.parametrize(
     ("model", "num_stages", "options"),
     [
-        *((model, 3, {}) for model in (Noisy, Dropping, Caching, Logging, OfGraph)),
+        *((model, 3, {}) for model in (Noisy, Dropping, Caching, Logging, OfGraph, ReadsReplaced)),
         (Dropping, 1, {}),
         (Dropping, 3, {"static_step": True}),
         (Dropping, 2, {"recompute": True}),
