@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -40,11 +40,13 @@ class PipelineResults:
         traces: its results.
         before: attributes of its model before the iteration.
         steps: whether optimizers step at its end.
+        behind: attributes of submodules of other stages, as the last stage has them.
     """
 
     traces: Traces
     before: dict[str, Any]
     steps: bool
+    behind: dict[str, Any] = field(default_factory=dict)
 
 
 class Comparison:
@@ -146,7 +148,9 @@ class Comparison:
         yield from differences("the buffer", expected.buffers, found.buffers)
         # several models all write to the same attributes, and user code in a step sees its own process only
         if subject.num_models == 1 and not (self.steps and subject.acting):
-            there = self._shared(expected.attributes, found.attributes, iteration.before)
+            behind, before = iteration.behind, iteration.before
+            there = found.attributes | {k: v for k, v in behind.items() if equal(before, found.attributes, k)}
+            there = self._shared(expected.attributes, there, before)
             one, other = _known(expected.attributes, there), _known(there, expected.attributes)
             # what hooks compute from gradients of tied weights is rounded as these are
             yield from differences("the attribute", one, other, lambda name: bool(tied))

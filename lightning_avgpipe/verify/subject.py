@@ -18,10 +18,11 @@ from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.utils.device import port_of
 from lightning_avgpipe.utils.forked import why_no_fork
 from lightning_avgpipe.utils.lightning import pl
-from lightning_avgpipe.utils.names import nearest
+from lightning_avgpipe.utils.names import joined, nearest
 from lightning_avgpipe.utils.tensors import tensor_bytes
 from lightning_avgpipe.verify.plain import portable
 from lightning_avgpipe.verify.report import Verdicts
+from lightning_avgpipe.verify.state import attributes
 
 _COPIES = 4  # memory of a child that trains, in sizes of the weights: weights, gradients, two optimizer states
 _KEPT = 1  # memory of a child that waits: the weights from before the first step
@@ -93,8 +94,7 @@ class Subject:
     def stages_of(self, name: str) -> tuple[int, ...]:
         """Return the stages of a parameter, buffer or attribute of a unit, by full name; empty if none is known."""
         known = {} if self.plan is None else self.plan.stages_of
-        name = name.removeprefix("len(").removesuffix(")")  # of a list, say
-        return known.get(nearest(name, known), ())
+        return known.get(nearest(_owner(name), known), ())
 
     # -- whether it can be verified ------------------------------------------------------------------------------------
 
@@ -158,7 +158,25 @@ class Subject:
         with self.model(n):
             return portable({k: v for k, v in look(self.module).items() if self.is_mine(k)})
 
+    def changed_behind(self, n: int) -> dict[str, Any]:
+        """Return what rank 0 has of attributes that code between units changes in submodules of other stages.
+
+        A stage leaves the step where its last submodule has run, so such a submodule's own stage may not come to that
+        code. The last stage, on rank 0, does.
+        """
+        if not self.leads or self.plan is None:
+            return {}
+        changed = {joined(*key) for key in self.plan.graph.changed_between}
+        with self.model(n):
+            held = attributes(self.module).items()
+            return portable({k: v for k, v in held if not self.is_mine(k) and nearest(_owner(k), changed)})
+
     def is_mine(self, name: str) -> bool:
         """Return whether this process answers for a parameter, a buffer or an attribute."""
         stages = self.stages_of(name)
         return (self.cluster.stage_map.owner(stages[0]) if stages else 0) == self.cluster.rank
+
+
+def _owner(name: str) -> str:
+    """Return the name of the container whose length or entry a name may stand for."""
+    return name.removeprefix("len(").removesuffix(")").partition("[")[0]

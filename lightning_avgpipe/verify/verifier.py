@@ -295,6 +295,7 @@ class Verifier:
                     )
             traces.buffers.update(subject.held(n, lambda module: dict(module.named_buffers())))
             traces.attributes.update(subject.held(n, attributes))
+            self._now[n].behind.update(subject.changed_behind(n))
         self._wait()
         if self._now and not self._steps:
             self._collect()

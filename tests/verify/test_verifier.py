@@ -55,18 +55,24 @@ class Normed(MLP):
 
 
 class Configured(Normed):
-    """Its layers hold one configuration, which the code behind the last one completes when it is first needed."""
+    """Its layers hold one configuration, which the code behind the last one completes when it is first needed.
+
+    That code also counts in the first layer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.config = SimpleNamespace(kind=None, seen={})
         for layer in self.layers:
             layer.config = self.config
+        self.layers[0].uses, self.layers[0].sizes = 0, []
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         if self.config.kind is None:
             self.config.kind, self.config.seen["labels"] = "regression", True
+        self.layers[0].uses += 1
+        self.layers[0].sizes.append(len(x))
         return y
 
 
