@@ -105,9 +105,8 @@ def _graph(
                 "would take others. Make it a part of the batch (CombinedLoader), or count in an attribute",
             )  # fmt: skip
         # what changes of the step show, which are undone in the end
-        carried = tuple(effects.attributes.carried())
         finite = step != "training_step" or bool(_loss(result).isfinite().all())
-        _find_what_lasts(recorder, make, run, spare)
+        carried = _find_what_lasts(recorder, make, run, spare)
         constants = tuple(effects.attributes.pinned_by_constants())
         holders, held_iterators = effects.objects.holders(), iterators.leads()
     graph = replace(
@@ -171,12 +170,18 @@ def _find_what_lasts(
     make: Callable[[Sequence[Tensor]], StepRecorder],
     run: Callable[..., Any],
     args: Sequence[Any],
-) -> None:
+) -> tuple[str, ...]:
     """Run the step once more to find out which of its changes are made only once.
 
     Changes that are not made again (hooks, tables), and what was made along with them, are shared by all stages of a
     process. A copy per stage would be made once more by each stage.
+
+    Returns:
+        full names of the attributes whose tensors go from one micro-batch to the next. Only the second run finds those
+        of an attribute that was empty before the first.
     """
+    mutated = recorder.effects.objects.holders()
+    carried = [*recorder.effects.attributes.carried(mutated)]
     with contextlib.ExitStack() as stack:
         again = None
         if recorder.effects.may_last or recorder.hidden.own:
@@ -189,8 +194,10 @@ def _find_what_lasts(
                 again = None
         recorder.draft.pinned += recorder.hidden.settle(None if again is None else again.hidden)
         if again is not None:
+            carried += again.effects.attributes.carried(mutated)
             recorder.effects.repeated(again.effects)
     recorder.draft.pinned += recorder.effects.pinned(recorder.draft.nodes)
+    return tuple(dict.fromkeys(carried))
 
 
 def _loss(result: Any) -> Tensor:

@@ -105,7 +105,7 @@ class Effects:
     @property
     def may_last(self) -> bool:
         """Whether the step must run once more to find out which changes it makes in every step."""
-        lasts = self.of_units or self.attributes.created() or self.objects.holders()
+        lasts = self.of_units or self.attributes.created() or self.objects.holders() or any(self.attributes.kept())
         return bool(lasts or self.objects.assigned or self.generators.in_use)
 
     @property

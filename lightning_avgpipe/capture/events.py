@@ -267,12 +267,20 @@ class AttributeEvents:
         reads = (read for read in self.reads.get(key, ()) if read.carried and not read.adds)
         return min(reads, key=lambda read: read.end, default=None)
 
-    def carried(self) -> Iterator[str]:
-        """Yield the full names of attributes that carry tensors with two or more dimensions to the next micro-batch."""
-        for key in self.changed():
-            held = Snapshot((vars(self._modules[key[0]]).get(key[1]),)).tensors
-            if self._first(key) and key in self.held.uses and any(tensor.ndim > 1 for tensor in held):
-                yield joined(*key)
+    def kept(self, mutated: Iterable[Key] = ()) -> Iterator[Key]:
+        """Yield attributes that the step reads, and in which it leaves tensors with two or more dimensions.
+
+        Args:
+            mutated: attributes that hold objects in which the step changes something.
+        """
+        for key in dict.fromkeys((*self.changed(), *mutated)):
+            held = Snapshot((self._value(key) if key[0] in self._modules else None,)).tensors
+            if self._first(key) and any(tensor.ndim > 1 for tensor in held):
+                yield key
+
+    def carried(self, mutated: Iterable[Key]) -> Iterator[str]:
+        """Yield the full names of the kept attributes of which the step takes tensors of the previous micro-batch."""
+        return (joined(*key) for key in self.kept(mutated) if key in self.held.uses)
 
     def last_assignment(self, key: Key) -> int:
         """Return the last node that assigned an attribute; -1: none did that is known."""

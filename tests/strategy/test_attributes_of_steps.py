@@ -106,6 +106,36 @@ class Remembering(Layers):
         return (self.d(self.c(y)) - batch[1]).square().mean() / self.count
 
 
+class RemembersList(Layers):
+    """Hidden states of two layers in a list, which is empty before the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, second = self.hidden or torch.zeros(2, len(batch[0]), 8)
+        x = self.a(batch[0]) + first
+        y = self.b(x).relu() + second
+        self.hidden = [x.detach(), y.detach()]
+        return (self.d(self.c(y)) - batch[1]).square().mean()
+
+
+class RemembersDict(Layers):
+    """A hidden state in a dict, in which the step finds none before the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: dict[str, Tensor] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.a(batch[0])
+        if "x" in self.hidden:
+            x = x + self.hidden["x"]
+        self.hidden["x"] = x.detach()
+        return (self.d(self.c(self.b(x))) - batch[1]).square().mean()
+
+
 class Hooked(Layers):
     """Puts hooks on its layers in the first step, and notes in an attribute that they are there."""
 
@@ -255,10 +285,13 @@ def test_two_processes_make_the_same_of_a_momentum_encoder(tmp_path: Path) -> No
         ("auto", "not split into micro-batches .* 'hidden', which training_step keeps for the next time"),
     ],
 )
-def test_a_hidden_state_goes_from_batch_to_batch_unless_micro_batches_are_asked_for(count: Any, said: str) -> None:
+@pytest.mark.parametrize("make", [Remembering, RemembersList, RemembersDict])
+def test_a_hidden_state_goes_from_batch_to_batch_unless_micro_batches_are_asked_for(
+    make: type[Layers], count: Any, said: str
+) -> None:
     with pytest.warns(UserWarning, match=said):
-        module = piped(Remembering(), 3, costs="flops", num_microbatches=count)
-    assert_same(module, by_hand(Remembering(), 1 if count == "auto" else count))
+        module = piped(make(), 3 if make is Remembering else 2, costs="flops", num_microbatches=count)
+    assert_same(module, by_hand(make(), 1 if count == "auto" else count))
 
 
 class Collecting(Layers):
