@@ -206,7 +206,8 @@ def _with_numbers(make_np: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _absent(what: str) -> AbsentValueError:
     return AbsentValueError(
         f"{what} a weight or gradient of another stage, which this process does not have. Leave out tensors with "
-        "is_meta where each may be treated by itself; take norms by torch.nn.utils.clip_grad_norm_ or Lightning's "
+        "is_meta where each may be treated by itself, and keep what is made of it in a buffer of its own module, since "
+        "other buffers and attributes are those of rank 0; take norms by torch.nn.utils.clip_grad_norm_ or Lightning's "
         "grad_norm, and averages of weights by its EMAWeightAveraging or WeightAveraging, which know all stages; "
         "call the whole model in validation_step; update weights by others (a teacher that follows a student) in "
         "training_step, or keep both on one stage with split_points"
