@@ -42,6 +42,7 @@ from lightning_avgpipe.state.untouched import Untouched, random_state
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.device import port_of, visiting
 from lightning_avgpipe.utils.output import heard
+from lightning_avgpipe.utils.source import source_line
 from lightning_avgpipe.utils.tensors import tensor_arguments
 from lightning_avgpipe.utils.torch_compat import SavedHooks, is_transforming
 
@@ -193,8 +194,9 @@ class _Timer(StepTracer):
         node = nodes[index] if index < len(nodes) else None
         if node is None or not operation.matches(node):
             raise StepChangedError(
-                f"{self._graph.step} calls {operation.name} where it called {node.name if node else 'nothing'} when it "
-                "was captured; a step must do the same for every batch"
+                f"{self._graph.step} calls {operation.name} at {source_line()} where it called {node or 'nothing'} "
+                "when it was captured; a step must do the same for every batch. What it makes in its first call only "
+                "(a buffer, a table) make before training (__init__, setup, on_fit_start)"
             )
         self._position += 1
         self._bar.update()

@@ -19,6 +19,7 @@ from lightning_avgpipe.capture.capturing import capture
 from lightning_avgpipe.capture.costs import Costs
 from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.capture.measure import measure
+from lightning_avgpipe.errors import StepChangedError
 from lightning_avgpipe.planning.divisible import Divisible
 from lightning_avgpipe.utils import tree
 from tests.models import MLP, MODELS, Regression
@@ -223,3 +224,19 @@ def test_objects_that_units_write_to_are_put_back_after_each_execution() -> None
     ]
     assert all(cost > 0 for cost in costs.backward)
     assert module.kept.pairs == {} and module.kept.count == 0
+
+
+class RegistersOnce(MLP):
+    """Makes a buffer of the size of the values that it first sees."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, target = batch
+        y = self.layers[0](x)
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", y.detach().mean(0))
+        return (self.layers[1:](y - self.mean) - target).square().mean()
+
+
+def test_a_step_that_does_something_in_its_first_call_only_is_told_its_line() -> None:
+    with pytest.raises(StepChangedError, match=r"sub at test_measure\.py:\d+ .* where it called .* before training"):
+        measured(RegistersOnce(), (MLP.example(4), 0))
