@@ -141,16 +141,18 @@ _STATE = (
     "that was made elsewhere)"
 )
 _CAUSES = {
-    "the loss": f"{_STATE}, or draws random numbers in a way of its own; or a stage got another value than was made",
+    "the loss": f"{_STATE}, or draws random numbers in a way of its own; or a stage got another value than was made; "
+    "in a later call of a closure, the optimizer may look at all parameters at once, of which each process has a part",
     "the gradient": "a gradient was lost, counted twice or weighted otherwise on its way through the stages; or a hook "
-    "of a tensor did not run, or ran on another stage",
+    "of a tensor did not run, ran on another stage, or reads what the forwards of later micro-batches change",
     "the clipped gradient": "the norm was not that of all stages, or gradients were changed after it was taken",
     "the weight after the optimizer step": "the optimizer looks at all parameters at once (a norm over the model), of "
     "which each process has a part; or something else changes weights",
     "the weight before any optimizer step": "the step itself changes weights, which only the stage sees that runs the "
     "line, or which happens on several",
     "the buffer": "code between submodules changes it on several stages or on none",
-    "the attribute": "code between submodules changes it on several stages or on none; such code runs on every stage",
+    "the attribute": "code between submodules changes it on several stages or on none, since such code runs on every "
+    "stage; or a backward hook changes it, which runs on the process of its stage only",
     "the logged value": "it was logged with another weight, or not by every micro-batch",
 }
 _WHAT_TO_DO = (
