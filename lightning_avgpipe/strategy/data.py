@@ -95,12 +95,14 @@ class Distributor:
         if pipeline >= len(self._sealed) or not self._sealed[pipeline]:
             return
         sealed, self._sealed[pipeline] = self._sealed[pipeline], []
-        now = [tensor for tensor in tree.tensors(batch) if not tensor.is_inference()]
-        same = len(now) == len(sealed) and all(t is old for t, (old, _) in zip(now, sealed, strict=True))
-        changed = [name for name, (t, v) in zip(leaf_names(batch), sealed, strict=False) if version_of(t) != v]
-        if not same or changed:
+        leaves = zip(leaf_names(batch), tree.tensors(batch), strict=True)
+        now = [(name, tensor) for name, tensor in leaves if not tensor.is_inference()]
+        pairs = zip(now, sealed, strict=False)
+        changed = [name for (name, t), (old, version) in pairs if t is not old or version_of(t) != version]
+        if changed or len(now) != len(sealed):
+            what = ", ".join(changed) if len(now) == len(sealed) else "the number of tensors"
             raise ConfigurationError(
-                f"a hook changed {', '.join(changed) or 'tensors'} of the batch after it was sent to the other stages, "
+                f"a hook changed {what} of the batch after it was sent to the other stages, "
                 "which would go on with the old numbers; change batches in on_after_batch_transfer, which runs once, "
                 "before they are sent"
             )

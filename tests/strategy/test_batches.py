@@ -283,6 +283,20 @@ class ChangesLate(MLP):
             batch[0].mul_(2)
 
 
+class ReplacesLate(MLP):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            batch[1] = batch[1] * 2
+
+
+class AddsLate(MLP):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        batch.append(torch.ones(6))
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss(batch[:2])
+
+
 class LooksAtInputs(MLP):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         batch[1].sum()
@@ -290,6 +304,8 @@ class LooksAtInputs(MLP):
 
 REFUSED = {
     ChangesLate: "a hook changed [0] of the batch after it was sent",
+    ReplacesLate: "a hook changed [1] of the batch after it was sent",
+    AddsLate: "a hook changed the number of tensors of the batch after it was sent",
     LooksAtInputs: "'[1]', a tensor of the batch that was not sent to this process",
 }
 
