@@ -15,7 +15,7 @@ from lightning_avgpipe.capture.graph import Node, Value, made_by
 from lightning_avgpipe.state.parcel import Packer
 from lightning_avgpipe.state.snapshot import Snapshot
 from lightning_avgpipe.utils import tree
-from lightning_avgpipe.utils.tensors import KnownTensors, is_strided, tensor_arguments, tensor_bytes
+from lightning_avgpipe.utils.tensors import KnownTensors, has_gaps, is_strided, tensor_arguments, tensor_bytes
 from lightning_avgpipe.utils.torch_compat import address, version_of
 
 # Functions whose results have a length that depends on numbers.
@@ -123,7 +123,7 @@ class Draft:
         self.values.append(
             Value(
                 index, name, tuple(tensor.shape), str(tensor.dtype), tensor_bytes(tensor),
-                tensor.requires_grad, storage, is_strided(tensor),
+                tensor.requires_grad, storage, is_strided(tensor), has_gaps(tensor),
             )
         )  # fmt: skip
         self._held.append(tensor)

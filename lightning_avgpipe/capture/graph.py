@@ -42,6 +42,7 @@ class Value:
         requires_grad: whether a backward returns a gradient for it.
         storage: values with the same number share memory.
         is_strided: whether it is a dense tensor; sparse and nested tensors are not sent between stages.
+        has_gaps: whether it is a view with gaps in memory, without which it arrives in another process.
         is_saved: whether a node saves it, or what it shares memory with, for its backward.
     """
 
@@ -53,6 +54,7 @@ class Value:
     requires_grad: bool
     storage: int
     is_strided: bool = True
+    has_gaps: bool = False
     is_saved: bool = True
 
 

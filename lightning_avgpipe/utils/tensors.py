@@ -103,6 +103,11 @@ def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
+def has_gaps(tensor: Tensor) -> bool:
+    """Return whether a tensor is a view with gaps in memory, or one whose elements share memory."""
+    return is_strided(tensor) and not tensor.is_contiguous() and memory_order(tensor) is None
+
+
 def tensor_bytes(tensor: Tensor) -> int:
     """Return the bytes of the elements of a tensor; for a sparse one, those of its indices and values."""
     return sum(part.numel() * part.element_size() for part in strided_parts(tensor.detach()))

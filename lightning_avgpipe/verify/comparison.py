@@ -64,6 +64,7 @@ class Comparison:
         self._tally = Tally()
         self._natural: Natural = {}
         self._compiled = False  # whether a plain run has compiled anything
+        self._rounds = False  # whether a stage has rounded otherwise, see Subject.rounds
         self.steps = 0
 
     @property
@@ -90,6 +91,9 @@ class Comparison:
         self._compiled |= expected.compiled
         one, other = self._comparable(expected, found)
         difference = next(self._differences(n, one, other), None)
+        if difference is not None and self._subject.rounds:
+            self._rounds = True
+            difference = next(self._differences(n, one, other), None)
         if difference is not None:
             for key, name in differing(expected, self._repeated(n, difference, repeated)).items():
                 self._natural.setdefault(key, name)
@@ -125,9 +129,9 @@ class Comparison:
 
     @property
     def _is_rounded(self) -> bool:
-        """Whether weights may differ, since gradients of tied weights were summed in another order."""
+        """Whether weights may differ: gradients of tied weights were summed in another order, or stages rounded."""
         plan = self._subject.plan
-        return plan is not None and bool(plan.copied) and self.steps > 0
+        return plan is not None and (bool(plan.copied) or self._rounds) and self.steps > 0
 
     def _differences(self, n: int, expected: Traces, iteration: PipelineResults) -> Iterator[Difference]:
         """Yield what differs between a plain run and the pipeline, in the order in which it is told."""
@@ -140,12 +144,14 @@ class Comparison:
                     yield Difference("the loss", name, f"{found.losses.get(name)}, and {loss} in the plain run")
             return
         tied, everywhere = plan.copied, [name for stage in reversed(plan.stages) for name in reversed(stage.parameters)]
-        yield from differences("the loss", expected.losses, found.losses)
+        rounds = self._rounds
+        yield from differences("the loss", expected.losses, found.losses, lambda name: rounds)
         if steps and alone:
             held = {name: g for name, g in expected.gradients.items() if name in found.gradients}
             size = usual_size(held.values())
-            yield from differences("the gradient", held, found.gradients, tied.__contains__, everywhere, size)
-        yield from differences("the buffer", expected.buffers, found.buffers)
+            rounded = lambda name: rounds or name in tied  # noqa: E731
+            yield from differences("the gradient", held, found.gradients, rounded, everywhere, size)
+        yield from differences("the buffer", expected.buffers, found.buffers, lambda name: rounds)
         # several models all write to the same attributes, and user code in a step sees its own process only
         if subject.num_models == 1 and not (self.steps and subject.acting):
             behind, before = iteration.behind, iteration.before
@@ -153,10 +159,10 @@ class Comparison:
             there = self._shared(expected.attributes, there, before)
             one, other = _known(expected.attributes, there), _known(there, expected.attributes)
             # what hooks compute from gradients of tied weights is rounded as these are
-            yield from differences("the attribute", one, other, lambda name: bool(tied))
+            yield from differences("the attribute", one, other, lambda name: rounds or bool(tied))
         if alone and n == 0 and subject.num_models == 1:
             yield from _logged_differences(expected.logged, found.logged)
-        if steps and alone and not tied:
+        if steps and alone and not (tied or rounds):
             held = {name: w for name, w in expected.weights.items() if name in found.weights}
             yield from differences("the weight after the optimizer step", held, found.weights)
 
@@ -168,6 +174,7 @@ class Comparison:
             tally.names["later losses"].update(expected.losses)
             return
         alone, tied = not subject.has_replicas, plan.copied
+        tally.rounds = self._rounds
         tally.losses += len(expected.losses)
         tally.names["buffers"].update(expected.buffers)
         if subject.num_models == 1 and not (self.steps and subject.acting):
@@ -179,7 +186,8 @@ class Comparison:
             held = {name: g for name, g in expected.gradients.items() if name in found.gradients}
             tally.names["tied gradients"].update(name for name in held if name in tied)
             tally.names["gradients"].update(name for name, g in held.items() if g is not None and name not in tied)
-            tally.names["weights"].update(w for w in expected.weights if w in found.weights and not tied)
+            rounds = bool(tied) or self._rounds
+            tally.names["weights"].update(w for w in expected.weights if w in found.weights and not rounds)
 
     def _shared(
         self, expected: Mapping[str, Any], found: Mapping[str, Any], before: Mapping[str, Any]

@@ -111,12 +111,14 @@ class Tally:
         names: kind, such as "gradients" -> names of the tensors.
         omitted: kinds that are not compared.
         unknown: names of attributes with values that cannot be compared.
+        rounds: whether all is equal up to rounding only, see :attr:`Subject.rounds`.
     """
 
     losses: int = 0
     names: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     omitted: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
+    rounds: bool = False
 
     def __str__(self) -> str:
         numbers = {what: len(names) for what, names in self.names.items() if names}
@@ -125,7 +127,7 @@ class Tally:
         rounded = [
             f"{numbers[what]} {what}" for what in ("logged values", "tied gradients", "later losses") if what in numbers
         ]
-        text = f"{', '.join(exact)} equal bit for bit"
+        text = f"{', '.join(exact)} equal {'up to rounding' if self.rounds else 'bit for bit'}"
         text += f"; {' and '.join(rounded)} up to rounding" if rounded else ""
         omitted = sorted(self.omitted)
         if self.unknown:

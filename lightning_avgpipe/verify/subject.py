@@ -96,6 +96,14 @@ class Subject:
         known = {} if self.plan is None else self.plan.stages_of
         return known.get(nearest(_owner(name), known), ())
 
+    @property
+    def rounds(self) -> bool:
+        """Whether stages may round otherwise than a plain run, since views with gaps in memory arrive without them."""
+        if self.plan is None or self.cluster.group.world_size == 1:
+            return False
+        graph = self.plan.graph
+        return any(graph.values[value].has_gaps for cut in self.plan.cuts for value in graph.live(cut))
+
     # -- whether it can be verified ------------------------------------------------------------------------------------
 
     def why_not(self) -> str | None:

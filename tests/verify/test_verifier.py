@@ -493,6 +493,36 @@ def test_two_processes_are_verified_together_and_a_fault_in_another_one_is_named
     assert not other_replicas[1]
 
 
+class WithGaps(Regression):
+    """The second stage takes a mean over a part of the columns, which reach another process without the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 96), nn.Linear(4, 96)
+
+    @staticmethod
+    def example(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, 8), torch.randn(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self.first(x)[:, :4]
+        return self.last(part).mean(1) * part.mean()
+
+
+def verify_with_gaps(rank: int) -> list[str]:
+    torch.manual_seed(1)
+    texts: list[str] = []
+    with replaced(commands, "rank_zero_info", texts.append):
+        running = pipeline(2, 2, {"num_microbatches": 2, "verify": True, "split_points": ["last"]}, max_epochs=1)
+        running.fit(WithGaps(), loader(WithGaps, 512, 128))
+    return texts
+
+
+def test_views_with_gaps_that_cross_between_processes_are_compared_up_to_rounding(tmp_path: Path) -> None:
+    texts, _ = processes.results(processes.run(2, verify_with_gaps, folder=tmp_path))
+    assert len(texts) == 1 and texts[0].startswith("verified 2 optimizer steps: ")
+
+
 # -- units that begin to draw late -----------------------------------------------------------------------------------
 
 
