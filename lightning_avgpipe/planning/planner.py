@@ -247,8 +247,8 @@ class Planner:
     def _note(self, plan: Plan, costs: Costs, spared: Collection[str]) -> str:
         """Return why the slowest stage takes so long, and what would help; empty if the stages are even."""
         slowest, counts = plan.slowest, self.replicas or (1,) * self.num_stages
-        fastest = sum(stage.share * count for stage, count in zip(plan.stages, counts, strict=True)) / slowest.share
-        if sum(counts) / fastest <= _UNEVEN:
+        work = sum(stage.share * count for stage, count in zip(plan.stages, counts, strict=True))
+        if sum(counts) * slowest.share <= _UNEVEN * work:
             return ""
         bounds = [0, *plan.cuts, len(plan.graph.nodes)]
         start, end = bounds[slowest.index : slowest.index + 2]
@@ -258,7 +258,7 @@ class Planner:
         because = because and f". What cannot be divided in it:{because}"
         return (
             f"stage {slowest.index} takes {slowest.share:.0%} of the time: {self.num_stages} stages are at most "
-            f"{fastest:.2f} times as fast as one{because}{'' if self.replicas else _shared(plan)}"
+            f"{work / slowest.share:.2f} times as fast as one{because}{'' if self.replicas else _shared(plan)}"
         )
 
     def memory(self, conditions: Conditions) -> Memory:
