@@ -78,6 +78,7 @@ class Piece:
         folders: of their data, by name.
         extent: how much.
         ends: after which nothing more is begun, a value of ``time.monotonic``.
+        replicas: of each stage, with which AvgPipe is timed as well; empty: it is not.
     """
 
     results: Results
@@ -85,6 +86,7 @@ class Piece:
     folders: dict[str, Path]
     extent: Extent
     ends: float
+    replicas: tuple[int, ...] = ()
 
 
 def measure_time(piece: Piece) -> None:
@@ -96,6 +98,8 @@ def measure_time(piece: Piece) -> None:
                 settings = _settings(timed(timing.TUNING, None, 0), workload)
                 for system, setting in [*((name, None) for name in SYSTEMS), *settings.items()]:
                     timed(system, setting, seed)
+                for system, setting in settings.items() if piece.replicas else ():
+                    timed(f"{system} replicas={','.join(map(str, piece.replicas))}", setting, seed, piece.replicas)
 
 
 class _Ended(Exception):
@@ -109,7 +113,10 @@ def _settings(profile: Record, workload: Workload) -> dict[str, Setting]:
     return {label(setting): setting for setting in settings_within(profile, workload).values()}
 
 
-def _timed(piece: Piece, workload: Workload, link: int, system: str, setting: Setting | None, seed: int) -> Record:
+def _timed(
+    piece: Piece, workload: Workload, link: int, system: str, setting: Setting | None, seed: int,
+    replicas: tuple[int, ...] = (),
+) -> Record:  # fmt: skip
     key = workload.name, link, system, seed
     if (known := piece.results.find(*key)) is not None:
         return known
@@ -117,7 +124,7 @@ def _timed(piece: Piece, workload: Workload, link: int, system: str, setting: Se
         raise _Ended
     case = timing.Case(
         workload.name, workload.devices, workload.slowness, "avgpipe" if setting is not None else system,
-        piece.folders[workload.name], piece.extent.steps, seed, setting,
+        piece.folders[workload.name], piece.extent.steps, seed, setting, replicas,
     )  # fmt: skip
     try:
         found = timing.measure(case, link, LIMIT_S)
@@ -162,6 +169,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     result.add_argument("--devices", type=int, choices=SLOWNESS, default=2)
     result.add_argument("--megabits", type=int, nargs="+", help="rates of links, instead of 1000 and 100")
+    result.add_argument("--replicas", type=int, nargs="+", help="of each stage, with which AvgPipe is timed as well")
     result.add_argument("--minutes", type=float, default=float("inf"), help="after which nothing more is begun")
     result.add_argument("--resume", action="store_true", help="measure what the results file does not have")
     result.add_argument("--pictures", type=Path, help="folder")
@@ -177,7 +185,7 @@ def main(arguments: Sequence[str]) -> None:
     made = workloads(options.devices, SLOWNESS[options.devices])
     chosen = [made[name] for name in options.workloads]
     folders = {w.name: prepare(w, DATA, WORK.resolve(), extent.lines) for w in chosen}
-    piece = Piece(Results(options.json, options.resume), chosen, folders, extent, ends)
+    piece = Piece(Results(options.json, options.resume), chosen, folders, extent, ends, tuple(options.replicas or ()))
     with contextlib.suppress(_Ended):
         measure_time(piece)
     measure_learning(piece)

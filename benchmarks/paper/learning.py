@@ -33,7 +33,7 @@ CHECKS = 4  # in an epoch
 def algorithm_of(system: str) -> str:
     """What a system computes: "synchronous", "pipedream", "2bw", or parallel models "N=2", "N=2 rolling split" .."""
     if system.startswith("avgpipe"):
-        _, _, models, _, *how = system.split()
+        _, _, models, _, *how = system.partition(" replicas=")[0].split()
         return SYNCHRONOUS if models == "N=1" else " ".join([models, *how])
     return system if system in ("pipedream", "2bw") else SYNCHRONOUS
 

@@ -48,6 +48,7 @@ class Case:
         steps: number of steps that are timed.
         seed: seed of weights and data.
         setting: of AvgPipe; None: another system.
+        replicas: of each stage of AvgPipe, as many as there are devices; empty: a stage on each device.
     """
 
     workload: str
@@ -58,6 +59,7 @@ class Case:
     steps: int
     seed: int
     setting: Setting | None = None
+    replicas: tuple[int, ...] = ()
 
 
 def measure(case: Case, link: int, limit_s: float) -> dict[str, Any]:
@@ -133,6 +135,8 @@ def _strategy(workload: Workload, case: Case, device: SlowDevice) -> Any:
             "num_microbatches": setting.num_microbatches, "num_pipelines": setting.num_pipelines,
             "advance": setting.advance, "averaging": Averaging(rolling=setting.rolling, split_batches=setting.split),
         }  # fmt: skip
+    if case.replicas:
+        common["replicas"] = list(case.replicas)
     return AvgPipeStrategy(**common, **OURS.get(case.system, {}))
 
 

@@ -256,9 +256,10 @@ class Planner:
         found = limits(plan.graph, costs, whole, start, end)[:_SHOWN]
         because = "".join(f"\n  - {limit}" for limit in found)
         because = because and f". What cannot be divided in it:{because}"
+        helps = "" if self.replicas else _with_second_device(plan)
         return (
             f"stage {slowest.index} takes {slowest.share:.0%} of the time: {self.num_stages} stages are at most "
-            f"{work / slowest.share:.2f} times as fast as one{because}{'' if self.replicas else _shared(plan)}"
+            f"{work / slowest.share:.2f} times as fast as one{because}{helps}"
         )
 
     def memory(self, conditions: Conditions) -> Memory:
@@ -321,7 +322,7 @@ class Planner:
         return make_plan(graph, cuts, costs, sizes, memory, self.replicas)
 
 
-def _shared(plan: Plan) -> str:
+def _with_second_device(plan: Plan) -> str:
     """Return a sentence that proposes a second device for the slowest stage, which the others give up; may be empty."""
     slowest, others = plan.slowest, plan.num_stages - 2
     if others < 1:

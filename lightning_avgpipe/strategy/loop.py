@@ -421,7 +421,7 @@ class PipelineLoop:
     def skipped(self, iteration: Iteration, skipped: list[bool]) -> frozenset[int]:
         """Return the numbers of the pipelines whose batch has no loss, given what this process knows of each."""
         frozen = self.schedule_control.choice.frozen  # no gradient tells the first stages
-        shared = self.order.in_turn and self.cluster.stage_map.stage_replicas  # replicas know of their micro-batches
+        shared = self.order.in_turn and self.cluster.stage_map.stage_replicas  # each knows its own micro-batches only
         if iteration.trains and (frozen or shared) and self.cluster.group.world_size > 1:
             self.cluster.control.expect()
             self.order.run_until(self.cluster.control.has_news)

@@ -317,7 +317,7 @@ class PipelineOptimization(_AutomaticOptimization):
                 stops = self.trainer.should_stop  # the step may have said so
                 news = {"loss": result.get("loss"), "metrics": connector.snapshot(), "stops": stops}
             others = dict(result) if "outputs" in self._loop.named_at_batch_end[STEP] else {}
-            cluster.control.expect()  # what came in the iteration has used up the first one
+            cluster.control.expect()  # a message within the iteration may have used up the receive
             self._loop.order.run_until(cluster.control.has_news)
             # each group has its own results, and decides on its own advance
             news, (decided, others) = cluster.control.relay(news, (decided, others))

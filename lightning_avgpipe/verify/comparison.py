@@ -149,8 +149,8 @@ class Comparison:
         if steps and alone:
             held = {name: g for name, g in expected.gradients.items() if name in found.gradients}
             size = usual_size(held.values())
-            rounded = lambda name: rounds or name in tied  # noqa: E731
-            yield from differences("the gradient", held, found.gradients, rounded, everywhere, size)
+            up_to_rounding = held if rounds else tied
+            yield from differences("the gradient", held, found.gradients, up_to_rounding.__contains__, everywhere, size)
         yield from differences("the buffer", expected.buffers, found.buffers, lambda name: rounds)
         # several models all write to the same attributes, and user code in a step sees its own process only
         if subject.num_models == 1 and not (self.steps and subject.acting):

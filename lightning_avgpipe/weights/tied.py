@@ -77,10 +77,10 @@ class TiedParameters:
 
     def __init__(self, module: nn.Module, cluster: Cluster, users: Mapping[str, tuple[int, ...]]) -> None:
         self._cluster = cluster
-        self._copied = {name: stages for name, stages in sorted(users.items()) if len(stages) > 1}
         hosts = cluster.stage_map.ranks
-        alone = {name: stages for name, stages in sorted(users.items()) if len(stages) == 1}
-        self._replicated = {name: stages for name, stages in alone.items() if len(hosts(stages[0])) > 1}
+        known = sorted(users.items())
+        self._copied = {name: stages for name, stages in known if len(stages) > 1}
+        self._replicated = {name: stages for name, stages in known if len(stages) == 1 < len(hosts(stages[0]))}
         held = self._copied.keys() | self._replicated.keys()
         self._parameters = {name: p for name, p in module.named_parameters() if name in held}
         for name, stages in self._copied.items():
