@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.averager import Averager
-from lightning_avgpipe.averaging.integrity import Checksums, has_nonfinite
+from lightning_avgpipe.averaging.integrity import Checksums, first_nonfinite
 from lightning_avgpipe.averaging.models import Models, ModelTensors
 from lightning_avgpipe.averaging.optimizers import ModelOptimizers
 from lightning_avgpipe.averaging.options import Averaging
@@ -207,7 +207,7 @@ class Ensemble:
                 buffer.copy_(self.models.each[alike].buffers[name])
         for optimizer in self.optimizers.of(number):
             for state in [optimizer.state[p] for p in model.parameters.values() if p in optimizer.state]:
-                if has_nonfinite(value for value in state.values() if isinstance(value, Tensor)):
+                if first_nonfinite({k: value for k, value in state.items() if isinstance(value, Tensor)}):
                     state.clear()  # an earlier step has spoiled it
 
     def take_checksums(self, last: bool) -> None:

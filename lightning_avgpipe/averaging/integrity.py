@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -81,32 +82,24 @@ def _sums(weights: Mapping[str, Tensor]) -> Tensor:
     return torch.stack(found)
 
 
-def may_have_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return a scalar tensor on the device: 0 if surely no tensor has an infinite or NaN element, 1 if one may have.
+def has_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return a scalar tensor on the device: 1 if a tensor has an infinite or NaN element, otherwise 0.
 
-    It reads each tensor once, takes about as long as clipping, and does not wait for the device. Squares of very large
-    numbers are infinite too, so a result of 1 must be confirmed by :func:`has_nonfinite`.
+    It reads each tensor once, takes about as long as clipping, and does not wait for the device.
     """
     by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        dense = _dense(tensor)
-        by_type.setdefault((dense.dtype, dense.device), []).append(dense)
+        dense = tensor.coalesce().values() if tensor.is_sparse else tensor
+        real = torch.view_as_real(dense) if dense.is_complex() else dense
+        if real.numel():
+            by_type.setdefault((real.dtype, real.device), []).append(real)
     found = torch.zeros((), device=device)
     for alike in by_type.values():
-        norms = torch.stack(torch._foreach_norm(alike, 2))  # a nonfinite element makes the norm nonfinite
-        found = torch.maximum(found, (~torch.isfinite(norms)).any().to(device, found.dtype))
+        largest = torch.stack(torch._foreach_norm(alike, math.inf))  # NaN if an element is
+        found = torch.maximum(found, (~torch.isfinite(largest)).any().to(device, found.dtype))
     return found
-
-
-def has_nonfinite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether a tensor has an infinite or NaN element."""
-    return not all(bool(torch.isfinite(_dense(tensor)).all()) for tensor in tensors)
 
 
 def first_nonfinite(named: Mapping[str, Tensor]) -> str | None:
     """Return the name of the first tensor that has an infinite or NaN element; None if there is none."""
-    return next((name for name, tensor in named.items() if has_nonfinite([tensor])), None)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
+    return next((name for name, tensor in named.items() if has_nonfinite([tensor], tensor.device)), None)

@@ -28,15 +28,13 @@ from torch import nn
 
 from lightning_avgpipe.state.outside import users_classes
 from lightning_avgpipe.state.snapshot import led_to
-from lightning_avgpipe.utils.lightning import LIGHTNING
+from lightning_avgpipe.utils.source import LIGHTNING_FOLDERS, PACKAGE, is_installed, is_standard
 from lightning_avgpipe.utils.torch_compat import GRADIENT_HOOKS, untraced
 
-_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
-_LIBRARIES = (*_INSTALLED, sysconfig.get_path("stdlib") + os.sep)
 _TORCH = str(Path(torch.__file__).parent)
 # Files whose Python functions only wrap operations and calls of modules.
 _NEUTRAL = (
-    str(Path(__file__).parents[1]),
+    PACKAGE,
     *(
         os.path.join(_TORCH, part)
         for part in ("nn", "_", "functional.py", "overrides.py", "autograd", "utils/_", "amp", "fx", "compiler")
@@ -46,9 +44,7 @@ _NEUTRAL = (
         for part in ("contextlib.py", "typing.py", "enum.py", "inspect.py")
     ),
 )
-_OF_OTHERS = (*_NEUTRAL, *_LIBRARIES)
 _CALLS = nn.Module.__call__.__code__.co_filename
-_LIGHTNING = tuple(os.path.join(path, name) for path in _INSTALLED for name in LIGHTNING)
 # fmt: off
 _STORES = frozenset((
     "STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "STORE_GLOBAL", "STORE_DEREF", "STORE_NAME",
@@ -134,7 +130,7 @@ class Purity:
         if self._ended or self._within():
             return
         if self._step is None:  # the step begins with the first function that is neither Lightning's nor ours
-            if event == "call" and not _origin(frame).startswith((*_NEUTRAL, *_LIGHTNING)):
+            if event == "call" and not _origin(frame).startswith((*_NEUTRAL, *LIGHTNING_FOLDERS)):
                 self._step, self.why_not = frame, self._stores(frame.f_code, frame.f_globals)
         elif event == "return":
             self._ended = frame is self._step
@@ -176,10 +172,10 @@ class Purity:
 
         The innermost module decides, since an ``nn.Sequential`` may hold modules of the user.
         """
-        now: types.FrameType | None = frame if _origin(frame).startswith(_LIBRARIES) else None
+        now: types.FrameType | None = frame if _is_of_library(_origin(frame)) else None
         while now is not None and now.f_back is not None and now is not self._step:
             if now.f_back.f_code.co_filename == _CALLS != now.f_code.co_filename:
-                return now.f_code.co_filename.startswith(_INSTALLED)
+                return is_installed(now.f_code.co_filename)
             now = now.f_back
         return False
 
@@ -208,7 +204,12 @@ def _implicit(held: Iterable[Any]) -> Iterator[types.FunctionType]:
 
 
 def _is_users(function: types.FunctionType) -> bool:
-    return not function.__code__.co_filename.startswith(_OF_OTHERS)
+    path = function.__code__.co_filename
+    return not (path.startswith(_NEUTRAL) or _is_of_library(path))
+
+
+def _is_of_library(path: str) -> bool:
+    return is_installed(path) or is_standard(path)
 
 
 def _origin(frame: types.FrameType) -> str:

@@ -19,7 +19,7 @@ from lightning_avgpipe.planning.balance import cut_at, cut_balanced, limits, sca
 from lightning_avgpipe.planning.costs import Costing, units_between
 from lightning_avgpipe.planning.divisible import Divisible, Step
 from lightning_avgpipe.planning.memory import Conditions, Memory, UpdateScheme, memory_of
-from lightning_avgpipe.planning.plan import Plan, forecast_of, make_plan
+from lightning_avgpipe.planning.plan import Forecast, Plan, forecast_of, make_plan
 from lightning_avgpipe.planning.recompute_policy import Recompute
 from lightning_avgpipe.planning.refinement import Refinement, closing
 from lightning_avgpipe.planning.trained import backward_ends
@@ -217,9 +217,7 @@ class Planner:
         else:
             note = self._note(plan, costs, refinement.spared)
             plan = self._closed(step, plan, costs, memory)
-            models = conditions.num_pipelines, self.updates.rolling
-            expected = forecast_of(plan, conditions.schedule, self.updates.policy, conditions.owners, *models)
-            plan = replace(plan, forecast=expected, note=note)
+            plan = replace(plan, forecast=self._forecast(plan, conditions), note=note)
         return replace(plan, units=unit_costs, kept=self.source.kept(plan.graph, costs))
 
     def _initial(self, units: Sequence[str]) -> tuple[str, ...]:
@@ -231,7 +229,7 @@ class Planner:
         """Return a less even plan with less traffic if the simulated schedule is faster with it, otherwise the plan."""
         if not any(link.per_byte for link in costs.links):
             return plan
-        least = forecast_of(plan, conditions.schedule, self.updates.policy)
+        least = self._forecast(plan, conditions)
         tried = {plan.cuts}
         for slack in _SLACKS:
             cuts = cut_balanced(plan.graph, costs, self.num_stages, memory, None, self.replicas, slack)
@@ -239,10 +237,14 @@ class Planner:
                 continue
             tried.add(cuts)
             other = self.plan_at(plan.graph, cuts, costs, memory)
-            expected = forecast_of(other, conditions.schedule, self.updates.policy)
+            expected = self._forecast(other, conditions)
             if expected.iteration_s < least.iteration_s * _QUICKER:
                 plan, least = other, expected
         return plan
+
+    def _forecast(self, plan: Plan, conditions: Conditions) -> Forecast:
+        models = conditions.num_pipelines, self.updates.rolling
+        return forecast_of(plan, conditions.schedule, self.updates.policy, conditions.owners, *models)
 
     def _note(self, plan: Plan, costs: Costs, spared: Collection[str]) -> str:
         """Return why the slowest stage takes so long, and what would help; empty if the stages are even."""

@@ -7,23 +7,18 @@ import functools
 import inspect
 import itertools
 import sys
-import sysconfig
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from lightning_avgpipe.state.objects import ATOMS, Variable, is_restorable
 from lightning_avgpipe.state.snapshot import is_open, led_to
+from lightning_avgpipe.utils.source import PACKAGE, is_installed, is_standard
 from lightning_avgpipe.utils.torch_compat import REGISTRIES
 
-_LIBRARY = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")})
-# Installed packages may lie elsewhere: in the user's site, below a virtual environment, or on PYTHONPATH.
-_INSTALLED = frozenset(("site-packages", "dist-packages"))
-_PACKAGE = str(Path(__file__).parents[1])
 KINDS = ("global ", "class ", "enclosed ", "function ")  # prefixes of full names
 _MOST = 1000  # items of a container that are searched for functions
 _CODE = (types.FunctionType, types.MethodType, type, types.ModuleType, nn.Module)
@@ -308,4 +303,4 @@ def _is_users_module(name: str) -> bool:
     if module is None or name in sys.builtin_module_names:
         return False
     file = getattr(module, "__file__", None)
-    return file is None or not (file.startswith((*_LIBRARY, _PACKAGE)) or _INSTALLED.intersection(Path(file).parts))
+    return file is None or not (file.startswith(PACKAGE) or is_standard(file) or is_installed(file))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
-from lightning_avgpipe.averaging.integrity import first_nonfinite, has_nonfinite, may_have_nonfinite
+from lightning_avgpipe.averaging.integrity import first_nonfinite, has_nonfinite
 from lightning_avgpipe.errors import NonFiniteError
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.training.stepping import scalers_of
@@ -94,9 +94,7 @@ class GradientCheck:
         """
         stepping = 1 if self._models is None else self._models.stepping
         gradients = [self._gradients(n) for n in range(stepping)]
-        found = torch.stack([may_have_nonfinite(named.values(), self._cluster.device) for named in gradients]).cpu()
-        for n in found.nonzero().flatten().tolist():
-            found[n] = has_nonfinite(gradients[n].values())
+        found = torch.stack([has_nonfinite(named.values(), self._cluster.device) for named in gradients]).cpu()
         bad = [n for n, count in enumerate(self._cluster.group.sum(found).tolist()) if count]
         if not bad:
             return
@@ -120,10 +118,8 @@ class GradientCheck:
         if self._wanted is None:
             return
         gradients = self._gradients(number)
-        if may_have_nonfinite(gradients.values(), self._cluster.device).item():
-            name = first_nonfinite(gradients)
-            if name is not None:
-                self._refuse(number, [name], "Other models and stages may have stepped by then")
+        if has_nonfinite(gradients.values(), self._cluster.device):
+            self._refuse(number, [first_nonfinite(gradients)], "Other models and stages may have stepped by then")
 
     def _refuse(
         self,

@@ -1,8 +1,10 @@
-"""Source lines of user code, for messages."""
+"""Whose code a file has: the user's, an installed package's, Python's or this package's; and lines of the user's."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import os
 import sys
 import sysconfig
 import traceback
@@ -13,19 +15,30 @@ from types import FrameType
 
 import torch
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = (str(Path(torch.__file__).resolve().parent), _PACKAGE)
-# what calls user code while it trains; not all of Lightning's folders need be there
-_FRAMEWORKS = (
-    *_LIBRARIES,
-    *(
-        f"{Path(torch.__file__).resolve().parents[1] / name}/"
-        for name in ("lightning", "lightning_fabric", "pytorch_lightning")
-    ),
+_TORCH = Path(torch.__file__).parent
+# Folders end with a separator, so that ``lightning_avgpipe_demo`` is none of ours.
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+LIGHTNING_FOLDERS = tuple(  # not all of them need be there
+    f"{_TORCH.parent / name}{os.sep}" for name in ("lightning", "lightning_fabric", "pytorch_lightning")
 )
-_STANDARD = sysconfig.get_path("stdlib")
-_INSTALLED = frozenset(("site-packages", "dist-packages"))  # models may come from these
+_LIBRARIES = (f"{_TORCH}{os.sep}", PACKAGE)
+_FRAMEWORKS = (*_LIBRARIES, *LIGHTNING_FOLDERS)  # what calls user code while it trains
+_STANDARD = tuple({sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib")})
+# Installed packages may lie elsewhere: in the user's site, below a virtual environment, or on PYTHONPATH.
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
 _OF_LIBRARY = "a line of a library"
+
+
+@functools.cache
+def is_installed(path: str) -> bool:
+    """Return whether a file belongs to an installed package, from which models may come too."""
+    return not _INSTALLED.isdisjoint(Path(path).parts)
+
+
+@functools.cache
+def is_standard(path: str) -> bool:
+    """Return whether a file belongs to Python's standard library."""
+    return path.startswith(_STANDARD) and not is_installed(path)
 
 
 def source_line() -> str:
@@ -70,8 +83,7 @@ def _innermost(frames: Iterable[tuple[FrameType, int]], libraries: tuple[str, ..
 def _lines_of_user(frames: Iterable[tuple[FrameType, int]], libraries: tuple[str, ...]) -> Iterator[str]:
     for frame, line in frames:
         path = frame.f_code.co_filename
-        standard = path.startswith(_STANDARD) and _INSTALLED.isdisjoint(Path(path).parts)
-        if not (path.startswith((*libraries, "<")) or standard):
+        if not (path.startswith((*libraries, "<")) or is_standard(path)):
             yield f"{Path(path).name}:{line} in {frame.f_code.co_name}"
 
 

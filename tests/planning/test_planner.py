@@ -16,6 +16,7 @@ from lightning_avgpipe.capture.graph import CallGraph
 from lightning_avgpipe.planning import Costs, Link
 from lightning_avgpipe.planning.costs import Costing
 from lightning_avgpipe.planning.divisible import Divisible, Step
+from lightning_avgpipe.planning.memory import UpdateScheme
 from lightning_avgpipe.planning.planner import Conditions, Planner
 from lightning_avgpipe.schedule import build
 from tests.planning.known_costs import of_nodes
@@ -118,13 +119,14 @@ class Bulge(nn.Module):
         return batch.sum()
 
 
-@pytest.mark.parametrize(("schedule", "first"), [("1f1b", 5), ("afab", 6)])
+@pytest.mark.parametrize(("schedule", "models", "first"), [("1f1b", 1, 5), ("afab", 1, 6), ("1f1b", 2, 6)])
 def test_a_schedule_that_waits_for_transfers_has_less_even_stages_with_less_traffic(
-    schedule: str, first: int, recorded: Recorder
+    schedule: str, models: int, first: int, recorded: Recorder
 ) -> None:
     recorded(lambda name: 1.0)
     wide_s = 2.0  # less than a stage's 6 s
-    plan = planned(Bulge(), 2, Conditions(build(schedule, 2, 8), (Link(per_byte=wide_s / 2048),)))
+    conditions = Conditions(build(schedule, 2, 8), (Link(per_byte=wide_s / 2048),), num_pipelines=models)
+    plan = planned(Bulge(), 2, conditions, updates=UpdateScheme(rolling=models > 1))
     assert [len(stage.units) for stage in plan.stages] == [first, 12 - first]
 
 
