@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_avgpipe.errors import ConfigurationError
 from lightning_avgpipe.utils.names import listed
-from lightning_avgpipe.utils.tensors import words
+from lightning_avgpipe.utils.tensors import digest
 
 _FIRST = 2  # number of first steps after which checksums are taken
 
@@ -20,8 +20,7 @@ class Checksums:
 
     A hook that clamps weights after each step would leave all other models unchanged, without an error. Most hooks act
     from the beginning on, or at the end of an epoch. So checksums are taken after the first steps and after the last
-    one of an epoch, and compared when the next step begins. The checksum of a tensor is two numbers: its sum, and the
-    sum of its bits.
+    one of an epoch, and compared when the next step begins.
 
     Args:
         weights: weights that hooks see between steps, by name; the mapping is read at each check.
@@ -41,7 +40,7 @@ class Checksums:
         self._marked = None
         if self._weights and (self._left or last):
             self._left = max(0, self._left - 1)
-            self._marked = list(self._weights), _sums(self._weights)
+            self._marked = list(self._weights), _digests(self._weights)
 
     def forget(self) -> None:
         """Drop the checksums before this package, or user code that sees all models, changes weights."""
@@ -60,7 +59,7 @@ class Checksums:
             return
         (names, before), self._marked = self._marked, None
         here = {name: self._weights[name] for name in names}
-        differ = (_sums(here) != before).any(1).tolist()
+        differ = (_digests(here) != before).tolist()
         changed = [f"'{name}'" for name, differs in zip(names, differ, strict=True) if differs]
         if changed:
             raise ConfigurationError(
@@ -71,15 +70,8 @@ class Checksums:
             )
 
 
-def _sums(weights: Mapping[str, Tensor]) -> Tensor:
-    """Return the checksums of tensors, shape ``(tensors, 2)``."""
-    found = []
-    for weight in weights.values():
-        numbers = torch.view_as_real(weight.detach()) if weight.is_complex() else weight.detach()
-        # compare sums as bits: two NaNs are not equal
-        total = numbers.sum(dtype=torch.float64).view(torch.int64)
-        found.append(torch.stack([total, words(numbers).sum(dtype=torch.int64)]))
-    return torch.stack(found)
+def _digests(weights: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack([digest(weight) for weight in weights.values()])
 
 
 def has_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

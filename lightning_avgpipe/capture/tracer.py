@@ -556,7 +556,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -
     tracer, watcher = _following.tracer, _following.watcher
     run = _apply_function.__get__(None, function)
     if function is _keeping_inputs:
-        with contextlib.nullcontext() if tracer is None else tracer.aside():
+        with contextlib.nullcontext() if tracer is None or tracer._inside else tracer.aside():
             return run(*args, **kwargs)
     checkpoints = function is checkpoint.CheckpointFunction
     if checkpoints and watcher is not None:

@@ -215,8 +215,7 @@ class Snapshot:
     def replace_tensors(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor in the objects by ``fn(tensor)``."""
         for obj, state in self._states:
-            new = state.mapped(fn)
-            if not state.is_same(new):
+            if not state.is_contents and not state.is_same(new := state.mapped(fn)):
                 put_state(obj, new)
 
 

@@ -21,7 +21,7 @@ from lightning_avgpipe.planning import Plan
 from lightning_avgpipe.training.optimizer_shards import OptimizerShards
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import listed
-from lightning_avgpipe.utils.tensors import strided_parts, words
+from lightning_avgpipe.utils.tensors import digest, strided_parts
 from lightning_avgpipe.weights.initialisation import Origin
 from lightning_avgpipe.weights.on_demand import OnDemandGather
 from lightning_avgpipe.weights.ownership import Owners, answering, nothing_to_save, owners_of
@@ -264,7 +264,7 @@ class Holdings:
         """
         everybody = tuple(range(self._cluster.group.world_size))
         named = {name: p for name, p in self._module.named_parameters() if self._owners[name] == everybody}
-        sums = self._cluster.group.exchange_objects({name: _sum_of_bits(p) for name, p in named.items()})
+        sums = self._cluster.group.exchange_objects({name: int(digest(p)) for name, p in named.items()})
         other = {name: planned[name] for name in named if len({theirs[name] for theirs in sums}) > 1}
         relocation = Relocation(dict.fromkeys(other, (0,)), other)
         for name, arrival in relocation.carry_out(self._cluster.group, lambda name: named[name].detach()).items():
@@ -322,15 +322,10 @@ class Holdings:
         self._owners = owners
 
 
-def _bits(kinds: Sequence[Belongings], names: Collection[str]) -> dict[str, int]:
-    """Return a checksum of all that this process has under each name."""
+def _bits(kinds: Sequence[Belongings], names: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Return digests of all that this process has under each name."""
     found = {name: tree.tensors([kind.held(name) for kind in kinds]) for name in names}
-    return {name: sum(_sum_of_bits(t) for t in tensors if not t.is_meta) for name, tensors in found.items()}
-
-
-def _sum_of_bits(tensor: Tensor) -> int:
-    parts = (torch.view_as_real(part) if part.is_complex() else part for part in strided_parts(tensor.detach()))
-    return sum(int(words(part).sum(dtype=torch.int64)) for part in parts)
+    return {name: tuple(int(digest(t)) for t in tensors if not t.is_meta) for name, tensors in found.items()}
 
 
 # -- checkpoints of all stages, as one process would write them --------------------------------------------------------

@@ -71,11 +71,29 @@ def as_tensor(value: Tensor | float) -> Tensor:
 
 # Bytes of an element -> integer type of the same size.
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 20  # elements that are converted at a time
+_ODD = 0x9E3779B1  # spreads positions over all bits
 
 
 def words(tensor: Tensor) -> Tensor:
-    """Return the bits of each element of a strided tensor of real numbers as an integer, which adds up exactly."""
-    return tensor.contiguous().view(_WORDS[tensor.itemsize])
+    """Return the bits of each element of a strided tensor as an integer, and of a complex element as two."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg().contiguous().view(_WORDS[tensor.itemsize])
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Return 64 bits of a tensor of any layout, as an integer on its device.
+
+    They depend on the bits of each element and on its position: they differ if one element has changed, or if two
+    different ones are exchanged.
+    """
+    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in strided_parts(tensor.detach()):
+        for chunk in words(part).reshape(-1).split(_CHUNK):
+            positions = torch.arange(chunk.numel(), device=chunk.device) * (2 * _ODD) + 1
+            found = found * _ODD + (chunk.long() * positions).sum()
+    return found
 
 
 def strided_parts(tensor: Tensor) -> list[Tensor]:
@@ -114,15 +132,23 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def same_contents(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same layout and values; ``torch.equal`` supports strided tensors only."""
+    """Return whether two tensors have the same layout and values, or the same bits where these are NaN."""
     if is_strided(one) and is_strided(other):
-        return torch.equal(one, other)
+        return _are_equal(one, other)
     if one.layout != other.layout or one.is_nested != other.is_nested:
         return False
     if not one.is_nested and one.shape != other.shape:
         return False
     ours, theirs = strided_parts(one.detach()), strided_parts(other.detach())
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+    return len(ours) == len(theirs) and all(map(_are_equal, ours, theirs))
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    if torch.equal(one, other):
+        return True
+    if one.dtype != other.dtype or one.shape != other.shape or not (one.is_floating_point() or one.is_complex()):
+        return False
+    return torch.equal(words(one), words(other))  # NaN differs from itself
 
 
 def lent(tensor: Tensor) -> Tensor:

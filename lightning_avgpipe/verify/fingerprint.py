@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_avgpipe.utils.tensors import strided_parts, words
+from lightning_avgpipe.utils.tensors import digest, strided_parts
 
 _CHUNK = 1 << 20  # elements that are converted at a time
-_ODD, _SIGNS = 0x9E3779B1, 0x85EBCA6B  # multipliers that spread positions over all bits
+_ODD, _SIGNS = 0x9E3779B1, 0x85EBCA6B  # multipliers that spread numbers over all bits
 _ROUNDINGS = 100  # machine epsilons by which sums in another order may differ, relative to their norm
 _COARSEST = 0.05  # largest such tolerance
 _SHOWN = 60  # most characters of a value in a message
@@ -44,7 +44,7 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     """Return the fingerprint of a tensor of any layout. Zeros of both signs count as equal, and so do all NaN."""
     tensor = tensor.detach()
     shape, dtype, rounding = tuple(tensor.shape), str(tensor.dtype), _rounding(tensor)
-    digest, squares, projection = 0, 0.0, 0.0
+    bits, squares, projection = 0, 0.0, 0.0
     for part in _strided(tensor):
         for chunk in part.reshape(-1).split(_CHUNK):
             if chunk.is_floating_point():
@@ -52,8 +52,8 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
                 squares += float(wide.square().sum())
                 projection += float((wide * _signs(chunk)).sum())
                 chunk = (chunk + 0).masked_fill(chunk != chunk, math.nan) if chunk.itemsize > 1 else chunk
-            digest = (digest * _ODD + int((words(chunk).long() * _weights(chunk)).sum())) % (1 << 64)
-    return Fingerprint(shape, dtype, digest, math.sqrt(squares), projection, rounding)
+            bits = (bits * _ODD + int(digest(chunk))) % (1 << 64)
+    return Fingerprint(shape, dtype, bits, math.sqrt(squares), projection, rounding)
 
 
 def _strided(tensor: Tensor) -> list[Tensor]:
@@ -63,10 +63,6 @@ def _strided(tensor: Tensor) -> list[Tensor]:
     parts = strided_parts(tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor)
     real = [torch.view_as_real(part.resolve_conj()) if part.is_complex() else part for part in parts]
     return [part.to(torch.uint8) if part.dtype == torch.bool else part for part in real]
-
-
-def _weights(chunk: Tensor) -> Tensor:
-    return torch.arange(chunk.numel(), device=chunk.device) * (2 * _ODD) + 1
 
 
 def _signs(chunk: Tensor) -> Tensor:

@@ -223,11 +223,17 @@ def clamp(module: nn.Module) -> None:
         parameter.data.clamp_(-0.1, 0.1)
 
 
+@torch.no_grad()
+def turn(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.copy_(parameter.flip(0))
+
+
 class Changes(L.Callback):
     """Changes weights in one hook."""
 
-    def __init__(self, hook: str) -> None:
-        setattr(self, hook, lambda trainer, module, *_: clamp(module))
+    def __init__(self, hook: str, change: Callable[[nn.Module], None] = clamp) -> None:
+        setattr(self, hook, lambda trainer, module, *_: change(module))
 
 
 class InStep(MLP):
@@ -267,6 +273,7 @@ AVERAGES = "averages the weights of one model, but num_pipelines=2 .* remove it"
     ("make", "callbacks", "options", "message"),
     [
         (MLP, lambda: [Changes("on_train_batch_end")], {}, SEEN_ALONE),
+        (MLP, lambda: [Changes("on_train_batch_end", turn)], {}, SEEN_ALONE),  # the same numbers elsewhere
         (MLP, lambda: [Changes("on_train_epoch_end")], {}, SEEN_ALONE),
         (InStep, list, {"averaging": Averaging(every=2)}, "code after the step in optimizer_step"),
         (MLP, lambda: [StochasticWeightAveraging(0.1)], {}, f"StochasticWeightAveraging {AVERAGES}"),

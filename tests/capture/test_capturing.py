@@ -69,6 +69,13 @@ def test_a_buffer_that_is_changed_on_both_sides_of_a_cut_forbids_it() -> None:
     assert "call each layer for all inputs before the next layer is called" in str(graph.obstacles[1])
 
 
+def test_a_buffer_of_unknown_numbers_that_nobody_changes_forbids_no_cut() -> None:
+    module = nn.ModuleDict({"unit": nn.Linear(4, 4)})
+    module["unit"].register_buffer("smallest", torch.full((2,), float("nan")))
+    graph = graph_of(module, lambda x: module["unit"](F.relu(module["unit"](x))), torch.randn(3, 4))
+    assert graph.obstacles[1] is None and graph.obstacles[2] is None
+
+
 def test_an_encoder_that_is_called_layer_by_layer_for_both_inputs_may_be_cut_inside() -> None:
     layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3))
 

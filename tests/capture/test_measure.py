@@ -197,6 +197,26 @@ class Attending(nn.Module):
         return x + keys
 
 
+class Weighted(nn.Module):
+    """Gives a unit an array, which is no tree of tensors."""
+
+    class Times(nn.Linear):
+        def forward(self, x: Tensor, weights: np.ndarray) -> Tensor:
+            return super().forward(x) * float(weights.sum())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = self.Times(8, 8)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.times(batch, np.array([1.0, 2.0])).sum()
+
+
+def test_a_unit_that_takes_an_array_can_be_measured() -> None:
+    _, costs = measured(Weighted(), (torch.randn(4, 8), 0))
+    assert costs.measured and costs.forward[0] > 0
+
+
 class Collecting(nn.Module):
     def __init__(self) -> None:
         super().__init__()

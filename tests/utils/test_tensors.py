@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_avgpipe.comm.message import pack, unpack
 from lightning_avgpipe.errors import AvgPipeError
-from lightning_avgpipe.utils.tensors import same_contents
+from lightning_avgpipe.utils.tensors import digest, same_contents
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is in beta state", "ignore:.*prototype stage")
 
@@ -48,6 +48,20 @@ def test_contents_are_the_same_until_a_number_a_place_or_the_layout_changes(make
     assert not same_contents(make(DENSE), make(DENSE).to_sparse() if tensor.layout == torch.strided else DENSE)
     assert not same_contents(DENSE.to_sparse(), DENSE.flip(1).to_sparse())
     assert not same_contents(torch.zeros(2, 2).to_sparse(), torch.zeros(3, 2).to_sparse())
+    unknown = DENSE.masked_fill(DENSE == 5.0, float("nan"))
+    assert same_contents(make(unknown), make(unknown.clone()))
+
+
+def test_the_contents_of_complex_numbers_that_are_not_known_are_the_same() -> None:
+    unknown = torch.full((2, 3), complex(float("nan"), 1.0))
+    assert same_contents(unknown, unknown.clone()) and same_contents(unknown.conj(), unknown.conj().clone())
+    assert not same_contents(unknown, unknown.conj())
+
+
+@pytest.mark.parametrize("change", [lambda t: t.flip(0), lambda t: t.roll(1, 1), lambda t: -t, lambda t: t.to_sparse()])
+def test_a_digest_tells_values_and_places(change: Callable[[Tensor], Tensor]) -> None:
+    assert digest(DENSE) == digest(DENSE.t().contiguous().t())
+    assert digest(DENSE) != digest(change(DENSE))
 
 
 def test_nested_tensors_are_compared_and_do_not_travel() -> None:

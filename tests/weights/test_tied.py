@@ -107,13 +107,14 @@ def fit(model: Regression, devices: int, num_stages: int, **options: Any) -> dic
 
 
 class Drawn(Regression):
-    """One matrix at both ends; random features in a buffer that nothing changes."""
+    """One matrix at both ends; random features in a buffer that nothing changes, a random order that no stage uses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.between, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
         self.last.weight = self.first.weight
         self.register_buffer("features", torch.randn(8, 8))
+        self.order = nn.Parameter(torch.randperm(64).float(), requires_grad=False)
 
     example = staticmethod(MLP.example)
 
