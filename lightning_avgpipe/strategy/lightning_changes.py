@@ -22,6 +22,7 @@ from lightning_avgpipe.strategy.batches import Batches
 from lightning_avgpipe.strategy.hooks import has_any, users_hooks
 from lightning_avgpipe.strategy.iteration import IterationOrder
 from lightning_avgpipe.strategy.log import StepLog, SyncedLoggerConnector, looking_on
+from lightning_avgpipe.strategy.loop import PipelineLoop
 from lightning_avgpipe.strategy.metric_objects import local_metrics, metrics_of
 from lightning_avgpipe.strategy.weight_averages import averaging_parts
 from lightning_avgpipe.training.deployment import Deployment
@@ -96,25 +97,27 @@ def overlapping(trainer: pl.Trainer, order: IterationOrder, batches: Batches) ->
     return all_replaced([(loop, "run", run_epoch), (module, "_on_before_batch_transfer", on_before_batch_transfer)])
 
 
-def showing_reference(trainer: pl.Trainer, deployment: Deployment) -> AbstractContextManager[None]:
+def showing_reference(trainer: pl.Trainer, loop: PipelineLoop) -> AbstractContextManager[None]:
     """Return a context in which validation sees the reference, and models step with pipeline 0's hyper-parameters."""
-    module, validation = trainer.lightning_module, trainer.fit_loop.epoch_loop.val_loop
+    module, validation, parallel = trainer.lightning_module, trainer.fit_loop.epoch_loop.val_loop, loop.deployment.parallel
     begin, end, clip = (
         validation._on_evaluation_model_eval, validation._on_evaluation_model_train, module.configure_gradient_clipping
     )  # fmt: skip
 
     def on_evaluation_model_eval() -> None:
-        deployment.parallel.show_reference(True)
+        loop.order.drain()
+        parallel.show_reference(True)
+        loop.bring(loop.observed)  # also if no hook reads it while training goes on
         begin()
 
     def on_evaluation_model_train() -> None:
         end()
-        deployment.parallel.show_reference(False)
+        parallel.show_reference(False)
 
     @functools.wraps(clip)
     def configure_gradient_clipping(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # the last hook before the step, after all hooks that may change a learning rate
-        ensemble, first = deployment.parallel.ensemble, trainer.optimizers
+        ensemble, first = parallel.ensemble, trainer.optimizers
         if ensemble is not None:  # the hooks of another pipeline may have changed that pipeline's own
             ensemble.optimizers.follow(None if any(optimizer is known for known in first) else optimizer)
         return clip(optimizer, *args, **kwargs)

@@ -168,7 +168,7 @@ class PipelineRun:
         if fitting:
             optimization = PipelineOptimization(self.loop, self.without_numbers)
             enter(replaced(trainer.fit_loop.epoch_loop, "automatic_optimization", optimization))
-            enter(changes.showing_reference(trainer, deployment))
+            enter(changes.showing_reference(trainer, self.loop))
         if fitting or several:
             enter(scaling_together(trainer.precision_plugin, cluster, self.models.together_with))
         if not several:
