@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_avgpipe.comm.alone import hides_rank
 from lightning_avgpipe.comm.cluster import Cluster, Process
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.comm.process_groups import ProcessGroups
@@ -332,12 +333,10 @@ class Peers:
     Args:
         trainer: trainer of the run.
         cluster: the connected processes.
-        in_step: returns whether a step runs now, and no hook.
     """
 
-    def __init__(self, trainer: pl.Trainer, cluster: Cluster, in_step: Callable[[], bool]) -> None:
+    def __init__(self, trainer: pl.Trainer, cluster: Cluster) -> None:
         self._trainer = trainer
-        self._in_step = in_step
         layout = cluster.stage_map.layout
         self._members = None
         if len(layout) > 1:
@@ -399,7 +398,7 @@ class Peers:
         """Return whether there are peers now; raise if a step asks for them."""
         if self._members is None or not self._trainer.training:
             return False
-        if self._in_step():
+        if hides_rank():
             raise ConfigurationError(
                 f"{type(self._trainer.lightning_module).__name__}.training_step calls {what}, and "
                 f"{self._members.world_size} groups of processes train on data of their own: groups do not wait for "

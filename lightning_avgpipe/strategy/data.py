@@ -70,9 +70,10 @@ class Distributor:
     def wanted(self, dataloader: Any) -> float:
         """Return the number of batches that the running loop takes of a dataloader, which may have more."""
         combined = getattr(self._trainer._active_loop, "_combined_loader", None)
-        if combined is None or combined.limits is None:
+        # those of the iterator count batches, also where a step of several models takes one for each
+        if combined is None or combined._iterator is None or combined._iterator.limits is None:
             return math.inf
-        limits = zip(combined.flattened, combined.limits, strict=True)
+        limits = zip(combined.flattened, combined._iterator.limits, strict=True)
         return next((limit for one, limit in limits if one is dataloader), math.inf)
 
     def pass_on(self, batch: Any) -> Any:

@@ -99,10 +99,9 @@ def overlapping(trainer: pl.Trainer, order: IterationOrder, batches: Batches) ->
 
 def showing_reference(trainer: pl.Trainer, loop: PipelineLoop) -> AbstractContextManager[None]:
     """Return a context in which validation sees the reference, and models step with pipeline 0's hyper-parameters."""
-    module, validation, parallel = trainer.lightning_module, trainer.fit_loop.epoch_loop.val_loop, loop.deployment.parallel
-    begin, end, clip = (
-        validation._on_evaluation_model_eval, validation._on_evaluation_model_train, module.configure_gradient_clipping
-    )  # fmt: skip
+    module, parallel = trainer.lightning_module, loop.deployment.parallel
+    validation, clip = trainer.fit_loop.epoch_loop.val_loop, module.configure_gradient_clipping
+    begin, end = validation._on_evaluation_model_eval, validation._on_evaluation_model_train
 
     def on_evaluation_model_eval() -> None:
         loop.order.drain()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,7 +24,6 @@ from lightning_avgpipe.training.deployment import Deployment
 from lightning_avgpipe.training.replicas import ReplicaSync
 from lightning_avgpipe.training.stepping import NormsOverStages
 from lightning_avgpipe.utils.lightning import is_overridden, rank_zero_info
-from lightning_avgpipe.utils.patching import replaced
 
 
 class ParallelModels:
@@ -285,12 +283,8 @@ def check_number(number: int, size: int) -> None:
 def _counting_steps(optimizer: Optimizer) -> Iterator[list[None]]:
     """Within this context collect an entry for each step of an optimizer, which a loss scaler may skip."""
     steps: list[None] = []
-    step = optimizer.step
-
-    @functools.wraps(step)
-    def noticed(*args: Any, **kwargs: Any) -> Any:
-        steps.append(None)
-        return step(*args, **kwargs)
-
-    with replaced(optimizer, "step", noticed):
+    hook = unwrapped(optimizer).register_step_post_hook(lambda *_: steps.append(None))
+    try:
         yield steps
+    finally:
+        hook.remove()

@@ -96,11 +96,6 @@ class PipelineRun:
         """The plan of the stages that training uses; None before the first batch."""
         return self.loop.plan if self.is_set_up else None
 
-    @property
-    def in_step(self) -> bool:
-        """Whether the module's step runs now on a micro-batch, and no hook, such as one that makes optimizers."""
-        return self.is_set_up and self.models.step_log.in_step
-
     # -- set-up and teardown -----------------------------------------------------------------------------------------
 
     def setup(self) -> None:

@@ -87,7 +87,8 @@ class _Hooks:
 
     def _lead(self, name: str, hook: Callable[[], Any]) -> Any:
         """Run a hook, and tell the other processes what it has changed."""
-        before, optimization, settings = _Attributes(self._modules), _optimization(self._trainer), self._settings()
+        before = _Attributes(self._modules, self._packer)
+        optimization, settings = _optimization(self._trainer), self._settings()
         consisted = _structure(self._modules, self._trainer.optimizers)
         absent = [(full, p) for full, p in self._module.named_parameters() if p.is_meta]
         with Writes(self._module) as writes, self._leading():
@@ -287,9 +288,8 @@ class _Flag:
 class _Attributes:
     """The state before a hook: attributes and buffers of modules, which parameters are trained, outside variables."""
 
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self._modules = modules
-        self._packer = Packer(modules[""])
+    def __init__(self, modules: dict[str, nn.Module], packer: Packer) -> None:
+        self._modules, self._packer = modules, packer
         self._variables = outside(modules[""])
         self._held = self._holds()
         self._objects = Snapshot((*self._held.values(),), opaque=True)

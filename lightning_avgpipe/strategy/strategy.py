@@ -529,14 +529,10 @@ class AvgPipeStrategy(ParallelStrategy):
         layout, options, trainer = self.device_layout, self.options, self.lightning_module.trainer
         cluster = self._connection.arrange(self.num_stages, self.global_rank, self.root_device, layout, options)
         self._connection.open(self.cluster_environment, options)
-        self._peers = Peers(trainer, cluster, self._in_step)
+        self._peers = Peers(trainer, cluster)
         self._distributor = Distributor(trainer, cluster, self._needs)
         if trainer.state.fn == TrainerFn.FITTING and not self.passthrough and self.whole is None:
             self._divide_data(trainer, cluster)
-
-    def _in_step(self) -> bool:
-        """Return whether the module's step runs now on a micro-batch, and no hook."""
-        return isinstance(self._run, PipelineRun) and self._run.in_step
 
     def _divide_data(self, trainer: pl.Trainer, cluster: Cluster) -> None:
         """Let each group read its part of the training data, in bundles of the batches of a step.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
 from lightning_avgpipe import Averaging
 from lightning_avgpipe.errors import AvgPipeError
@@ -16,7 +16,7 @@ from tests.averaging.models import Models, Net, assert_close, assert_equal, stat
 from tests.averaging.test_checkpoints import LATE
 from tests.averaging.test_checkpoints import fit as fit_late
 from tests.averaging.test_finite import Poisoned, data
-from tests.models import loader
+from tests.models import MLP, loader
 from tests.strategy.test_resume import ResumableLoader
 from tests.trainers import pipeline
 from tests.weights.test_tied import TiedLanguageModel
@@ -61,11 +61,35 @@ def fit_poisoned(devices: int) -> Any:
     return state(model), runner.strategy.skipped_models
 
 
+class Counting(torch.utils.data.Dataset[Any]):
+    """Counts the samples that are read."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> Any:
+        self.reads += 1
+        return torch.ones(8), torch.zeros(8)
+
+
+def reads(devices: int) -> list[int]:
+    """Return how many batches were read at the beginning of each of three steps of two models, of twenty batches."""
+    samples, seen = Counting(), list[int]()
+    callback = LambdaCallback(on_train_batch_start=lambda *_: seen.append(samples.reads // 2))
+    options = {"num_pipelines": 2, "num_microbatches": 2}
+    runner = pipeline(2, devices, options, max_epochs=1, callbacks=[callback], limit_train_batches=3)
+    runner.fit(MLP(), torch.utils.data.DataLoader(samples, 2))
+    return seen
+
+
 def all_of(rank: int, folder: Path) -> Any:
     through = fit(folder / "two", 2)
     resumed = fit(folder / "again", 2, folder / "two" / "step=2.ckpt")
     moved = fit_late(2, devices=2, moves=["last"], averaging=LATE).left
-    return through, resumed, fit_tied(2), moved, fit_poisoned(2)
+    return through, resumed, fit_tied(2), moved, fit_poisoned(2), reads(2)
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +129,16 @@ def test_so_they_do_with_a_weight_that_two_stages_use(in_two: list[Any]) -> None
 
 def test_stages_that_move_while_fragments_are_under_way_change_no_bit(in_two: list[Any]) -> None:
     expected = fit_late(2, averaging=LATE).left
-    for *_, found, _ in in_two:
+    for *_, found, _, _ in in_two:
         assert_equal(found, expected)
 
 
 def test_two_processes_skip_a_gradient_that_is_no_number_as_one_does(in_two: list[Any]) -> None:
     weights, _ = fit_poisoned(1)
-    for *_, found in in_two:
+    for *_, found, _ in in_two:
         assert_equal(found, (weights, 1))
+
+
+def test_each_batch_of_a_limited_epoch_is_sent_while_the_one_before_it_is_used(in_two: list[Any]) -> None:
+    assert reads(1) == [2, 4, 6]
+    assert in_two[0][-1] == [3, 5, 6]
