@@ -80,7 +80,8 @@ class CheckpointState:
 
         With parallel models they are the reference's.
         """
-        module, cluster, distributed = self.module, self._connection.cluster, self._is_distributed
+        module, cluster = self.module, self._connection.cluster
+        distributed = self._configuration.options.save_distributed_checkpoint
         if self._deployment is not None:
             self.drain()
             return self._deployment.state_dict(whole=not distributed)
@@ -114,11 +115,6 @@ class CheckpointState:
                 save(model, folder, None if cluster is None else cluster.group, elsewhere, **options)
         self._connection.barrier("save_pretrained")
 
-    @property
-    def _is_distributed(self) -> bool:
-        """Whether each process writes its own part of a checkpoint."""
-        return self._configuration.options.save_distributed_checkpoint
-
     def _is_scattered(self, cluster: Cluster) -> bool:
         """Return whether a process lacks contents of a part of the module. Every process of the group calls it."""
         if cluster.group.world_size == 1 or self._connection.failed:
@@ -128,7 +124,7 @@ class CheckpointState:
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return, on rank 0, an ordinary optimizer state; for a distributed checkpoint this process's own."""
         inner, cluster = unwrapped(optimizer), self._connection.cluster
-        if self._is_distributed:
+        if self._configuration.options.save_distributed_checkpoint:
             return named_optimizer_state(inner, self.module)
         if cluster is None or cluster.world.world_size == 1:
             return inner.state_dict()

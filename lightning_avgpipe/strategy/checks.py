@@ -22,6 +22,7 @@ from lightning_avgpipe.schedule.builders import of_function
 from lightning_avgpipe.schedule.recipes import devices_of
 from lightning_avgpipe.strategy import combinations
 from lightning_avgpipe.strategy.combinations import Facts
+from lightning_avgpipe.strategy.hooks import users_hooks
 from lightning_avgpipe.strategy.options import Configuration, Options
 from lightning_avgpipe.training.optimizer_shards import check_separable
 from lightning_avgpipe.training.stepping import scalers_of
@@ -31,7 +32,6 @@ from lightning_avgpipe.utils.lightning import (
     GradientAccumulationScheduler,
     ModelPruning,
     StochasticWeightAveraging,
-    is_overridden,
     pl,
     rank_zero_info,
     refuse_other,
@@ -91,16 +91,11 @@ def _versions(running: pl.Trainer, given: Options, num_stages: int, option: str,
 
 
 def _rolling(running: pl.Trainer, use: str) -> None:
-    module = running.lightning_module
-    for name in ("on_before_zero_grad", "optimizer_zero_grad"):
-        owners: list[tuple[Any, type]] = [(module, pl.LightningModule)]
-        owners += [(callback, pl.Callback) for callback in running.callbacks]  # type: ignore[attr-defined]
-        for owner, kind in owners:
-            if hasattr(kind, name) and is_overridden(name, owner, kind):
-                raise ConfigurationError(
-                    f"Averaging(rolling=True) and {type(owner).__name__}.{name}: by then gradients of the next "
-                    f"batch may have taken the place of those that it would see; use on_before_optimizer_step, {use}"
-                )
+    for owner, name in users_hooks(running, ("on_before_zero_grad", "optimizer_zero_grad")):
+        raise ConfigurationError(
+            f"Averaging(rolling=True) and {type(owner).__name__}.{name}: by then gradients of the next batch may have "
+            f"taken the place of those that it would see; use on_before_optimizer_step, {use}"
+        )
 
 
 def sharding(given: Options, run: Facts) -> None:
@@ -405,13 +400,8 @@ def is_rolling_refused(found: str, cluster: Cluster) -> bool:
     """
     why = next(filter(None, cluster.world.exchange_objects(found)), "")
     if why:
-        tell_why_not_rolling(why)
+        rank_zero_info(f"Averaging(rolling='auto'): pipelines do not roll: {why}")
     return bool(why)
-
-
-def tell_why_not_rolling(why: str) -> None:
-    """Log on rank 0 why pipelines do not roll."""
-    rank_zero_info(f"Averaging(rolling='auto'): pipelines do not roll: {why}")
 
 
 # -- while training runs -----------------------------------------------------------------------------------------------

@@ -148,9 +148,9 @@ class StepLog:
     def micro_batch(
         self,
         size: int,
-        position: tuple[int, int] = (0, 0),
-        weight: float | None = None,
-        into: list[Any] | None = None,
+        position: tuple[int, int],
+        weight: float | None,
+        into: list[Any] | None,
     ) -> Iterator[None]:
         """Within this context logged values belong to a micro-batch.
 

@@ -16,7 +16,7 @@ from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.engine.recompute import is_repeating
 from lightning_avgpipe.errors import AvgPipeError, ConfigurationError
 from lightning_avgpipe.utils.lightning import pl
-from lightning_avgpipe.utils.patching import Replacement, all_replaced
+from lightning_avgpipe.utils.patching import Replacement, all_replaced, itself
 from lightning_avgpipe.utils.source import source_line
 
 
@@ -162,11 +162,7 @@ class _Connecting:
         return self  # a copy computes among the same processes
 
     def __reduce__(self) -> Any:
-        return _given, (self._original,)
-
-
-def _given(original: Any) -> Any:
-    return original
+        return itself, (self._original,)
 
 
 def tell_device(module: nn.Module, device: torch.device) -> None:

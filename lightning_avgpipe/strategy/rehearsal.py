@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -224,8 +223,7 @@ class Rehearsal:
 
     def _trials(self, setting: Setting) -> _Trials:
         run, request = self.pipeline_run, ScheduleRequest(setting.schedule, setting.advance)
-        observers = run.loop.schedule_control.observers
-        trials = _Trials(request, run.context, run.deployment.parallel, observers, lambda: math.inf)
+        trials = _Trials(request, run.context, run.deployment.parallel, run.loop.schedule_control.observers)
         trials.captured = self.captured
         return trials
 

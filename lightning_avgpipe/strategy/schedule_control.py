@@ -15,7 +15,7 @@ import contextlib
 import logging
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -56,7 +56,6 @@ class ScheduleControl:
         context: trainer, connection and options of the run.
         models: models that are trained.
         observers: observers of each iteration, to which meters are added.
-        memory_limit: returns the bytes that no stage may exceed now; None: as the options say.
 
     Attributes:
         choice: builds the schedules.
@@ -65,16 +64,11 @@ class ScheduleControl:
     """
 
     def __init__(
-        self,
-        request: ScheduleRequest,
-        context: RunContext,
-        models: ParallelPipelines,
-        observers: Observers,
-        memory_limit: Callable[[], float] | None = None,
+        self, request: ScheduleRequest, context: RunContext, models: ParallelPipelines, observers: Observers
     ) -> None:
         self._context, self._models, self._cluster = context, models, context.cluster
         self._module = context.trainer.lightning_module
-        self.choice = ScheduleChoice(request, self._cluster, memory_limit or context.memory_per_stage, self._module)
+        self.choice = ScheduleChoice(request, self._cluster, context.memory_per_stage, self._module)
         self.observers = observers
         self.peaks: dict[int, int] = {}
         self._stopwatch = Stopwatch(self._cluster.device)

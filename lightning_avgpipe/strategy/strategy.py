@@ -362,11 +362,6 @@ class AvgPipeStrategy(ParallelStrategy):
         return {"num_replicas": self.num_groups, "rank": self.group_number}
 
     @property
-    def process_group_backend(self) -> str | None:
-        """The backend of torch.distributed."""
-        return self._connection.backend
-
-    @property
     def cluster(self) -> Cluster:
         """The connected processes and their channels, from the set-up of the environment on."""
         assert self._connection.cluster is not None

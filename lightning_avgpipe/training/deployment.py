@@ -72,19 +72,19 @@ class Deployment:
         cluster: Cluster,
         planner: Planner,
         optimizers: Callable[[], Sequence[Optimizer]],
-        origin: Origin | None = None,
-        averaging: Averaging | None = None,
-        observers: Collection[nn.Module] = (),
-        weights: VersionedWeights | None = None,
-        shards: bool = False,
-        execution: Execution = Execution(),  # noqa: B008
+        origin: Origin | None,
+        averaging: Averaging,
+        observers: Collection[nn.Module],
+        weights: VersionedWeights | None,
+        shards: bool,
+        execution: Execution,
     ) -> None:
         self.weights = weights
         versions = {} if weights is None else {"training_step": weights}
         self.pipeline = Pipeline(cluster, module, execution, weights=versions)
         self.plan: Plan | None = None
         self.undivided: dict[str, str] = {}
-        self._averaging = averaging or Averaging()
+        self._averaging = averaging
         make = partial(Ensemble, module, optimizers, self._averaging, observers)
         self.parallel = ParallelPipelines(module, cluster, self.pipeline, make, execution)
         self._module, self._cluster = module, cluster

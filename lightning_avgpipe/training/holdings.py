@@ -59,7 +59,7 @@ class Holdings:
         cluster: Cluster,
         optimizers: Callable[[], Sequence[Optimizer]],
         origin: Origin | None,
-        shards: OptimizerShards | None = None,
+        shards: OptimizerShards | None,
     ) -> None:
         self._module = module
         self._cluster = cluster

@@ -29,7 +29,7 @@ def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     put, remove = (setattr, delattr) if isinstance(owner, type) else (_put, _remove)
     had, before = name in vars(owner), vars(owner).get(name)
     if isinstance(replacement, (FunctionType, MethodType, partial)) and not isinstance(owner, type):
-        replacement = _Method(replacement, *((_itself, before) if had else (getattr, owner, name)))
+        replacement = _Method(replacement, *((itself, before) if had else (getattr, owner, name)))
     put(owner, name, replacement)
     try:
         yield
@@ -77,7 +77,8 @@ class _Method:
         return self._made_by
 
 
-def _itself(value: Any) -> Any:
+def itself(value: Any) -> Any:
+    """Return the argument."""
     return value
 
 
