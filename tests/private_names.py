@@ -282,7 +282,7 @@ _RUNS = (
     Private(f"{_TRAINER}.trainer.Trainer._signal_connector", "handles signals"),
     Private(f"{_SIGNALS}._sigterm_notifier_fn", "replaced: all processes stop at the same batch", "signum _"),
     Private(f"{_SIGNALS}._slurm_sigusr_handler_fn", "replaced: the same, before a batch", "signum _"),
-    Private(f"{_EPOCH}._broadcast_sigterm_tensor", "replaced by our answer, which needs no message", "", ">=2.5.2"),
+    Private(f"{_EPOCH}._broadcast_sigterm_tensor", "replaced by nothing: no message is needed", "", ">=2.5.2"),
     Private(f"{_TRAINER}.setup._parse_time_interval_seconds", "makes a time interval, refused", versions=">=2.6"),
     Private(f"{pl.__name__}.strategies.ParallelStrategy._layer_sync", "says whether sync_batchnorm=True"),
     Private(f"{pl.__name__}.strategies.Strategy._checkpoint_io", "whether the user chose one"),

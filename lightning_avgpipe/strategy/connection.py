@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -150,7 +151,9 @@ class Connection:
 
     def agreed(self, request: str) -> bool:
         """Return whether all processes know by now of a request that some of them were given."""
-        return self.cluster is not None and self.cluster.control.agreed(request)
+        if self.cluster is None or self.cluster.world.world_size == 1:
+            return request in self.noted
+        return self.cluster.control.agreed(request)
 
     @contextlib.contextmanager
     def listening(self, hears: Callable[[str], None]) -> Iterator[None]:
@@ -205,20 +208,20 @@ class Connection:
 
 
 @contextlib.contextmanager
-def ending_together(trainer: pl.Trainer, connection: Connection) -> Iterator[None]:
-    """Within this context, the whole run of a trainer, no process ends or goes on alone.
+def obeying_signals(trainer: pl.Trainer, connection: Connection) -> Iterator[None]:
+    """Within this context, the whole run of a trainer, signals are obeyed between batches, by all processes together.
 
     A signal may reach any process at any time. It is only noted; all processes learn of it with the same message from
     rank 0, and obey at the same batch. So a checkpoint that is saved then is complete, although it takes all processes.
-    Lightning would act at once in each process, and would ask all of them before every batch whether rank 0 has a
-    signal.
+    Lightning would act at once in each process: it would save in the midst of a step that is followed, or with models
+    that have stepped in part.
 
     Args:
         trainer: trainer of the run.
         connection: connection of the processes.
     """
-    signals = trainer._signal_connector
-    requeue = signals._slurm_sigusr_handler_fn
+    signals, loop, several = trainer._signal_connector, trainer.fit_loop.epoch_loop, trainer.world_size > 1
+    requeue, advance = signals._slurm_sigusr_handler_fn, loop.advance
     requeued: list[bool] = []
 
     def stop(signum: Any, frame: Any) -> None:  # a signal handler must not wait for what it has interrupted
@@ -231,50 +234,30 @@ def ending_together(trainer: pl.Trainer, connection: Connection) -> Iterator[Non
         if request == STOP:
             signals.received_sigterm = True  # Lightning's loops do the rest
 
-    def before_batch() -> None:
+    def next_batch(*args: Any) -> None:
         if connection.agreed(REQUEUE) and not requeued:
             requeued.append(True)
-            requeue(0, None)  # type: ignore[arg-type]
+            requeue(signal.SIGUSR1, None)  # type: ignore[arg-type]
         if trainer.received_sigterm:
             raise SIGTERMException
+        advance(*args)
 
     replacements: list[Replacement] = [
-        (signals, "_sigterm_notifier_fn", stop),
         (signals, "_slurm_sigusr_handler_fn", lambda *_: connection.note(REQUEUE)),
+        (loop, "advance", next_batch),
     ]
-    if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
-        replacements.append((trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", before_batch))
+    if several:
+        replacements.append((signals, "_sigterm_notifier_fn", stop))
+        if hasattr(loop, "_broadcast_sigterm_tensor"):  # which would ask all processes before every batch
+            replacements.append((loop, "_broadcast_sigterm_tensor", noop))
+    first = [_FirstToKnow()] if several else []
     with all_replaced(replacements), connection.listening(agreed):
-        first = _FirstToKnow()
-        trainer.callbacks.insert(0, first)  # type: ignore[attr-defined]
+        trainer.callbacks[:0] = first  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            trainer.callbacks.remove(first)  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def requeued_between_batches(trainer: pl.Trainer) -> Iterator[None]:
-    """Within this context, a run of one process, SLURM's signal to requeue is obeyed before the next batch.
-
-    Lightning would save at once, in the midst of a step that is followed, or with models that have stepped in part.
-
-    Args:
-        trainer: trainer of the run.
-    """
-    signals, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    requeue, advance = signals._slurm_sigusr_handler_fn, loop.advance
-    noted: list[tuple[Any, ...]] = []
-
-    def before_batch(*args: Any) -> None:
-        if noted:
-            requeue(*noted[0])
-            noted.clear()
-        advance(*args)
-
-    note = signals, "_slurm_sigusr_handler_fn", lambda *signal: noted.append(signal)
-    with all_replaced([note, (loop, "advance", before_batch)]):
-        yield
+            for callback in first:
+                trainer.callbacks.remove(callback)  # type: ignore[attr-defined]
 
 
 class _FirstToKnow(Callback):

@@ -31,13 +31,7 @@ from lightning_avgpipe.strategy.checkpoint_files import choose_files, is_sharded
 from lightning_avgpipe.strategy.checkpoint_state import CheckpointState
 from lightning_avgpipe.strategy.checks import check_changes
 from lightning_avgpipe.strategy.combinations import Facts
-from lightning_avgpipe.strategy.connection import (
-    Connection,
-    Peers,
-    ending_together,
-    requeued_between_batches,
-    saving_what_is_whole,
-)
+from lightning_avgpipe.strategy.connection import Connection, Peers, obeying_signals, saving_what_is_whole
 from lightning_avgpipe.strategy.context import RunContext
 from lightning_avgpipe.strategy.data import Distributor, check_alike, mirror, sharing
 from lightning_avgpipe.strategy.options import (
@@ -512,10 +506,9 @@ class AvgPipeStrategy(ParallelStrategy):
         if not self.passthrough:
             reset_seed()  # as ddp; also for one process, so that its random numbers are those of several processes
         self.set_world_ranks()
-        if self.world_size > 1:
-            self._undo.enter_context(ending_together(self.lightning_module.trainer, self._connection))
-        elif not self.passthrough and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._undo.enter_context(requeued_between_batches(self.lightning_module.trainer))
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if self.world_size > 1 or (fits and not self.passthrough):
+            self._undo.enter_context(obeying_signals(self.lightning_module.trainer, self._connection))
         self._connect()
 
     def _connect(self) -> None:
