@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_avgpipe.callbacks.folder import Folder
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.probe import offset_in
 from lightning_avgpipe.engine.recording import Recorder, assemble
@@ -136,13 +137,12 @@ class PipelineTimeline(Callback):
             "avgpipe/bubble_fraction_simulated": simulated.bubble_fraction,
         }
         figure = picture.draw(timeline, _title(step, timeline, simulated))
-        folder = Path(self._dirpath if self._dirpath is not None else Path(trainer.default_root_dir) / "timelines")
-        if not folder.exists():
-            rank_zero_info(f"timelines are written to {folder}")
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = Folder(trainer.default_root_dir) / "timelines" if self._dirpath is None else Folder(self._dirpath)
+        if not folder.exists:
+            rank_zero_info(f"timelines are written to {folder.path}")
         trace = chrome_trace(timeline, step=step, clock_error_us=clock_error_s * 1e6, **measured)
-        (folder / f"trace_step={step:06d}.json").write_text(json.dumps(trace))
-        picture.save(figure, folder / f"trace_step={step:06d}.png")
+        folder.write(f"trace_step={step:06d}.json", json.dumps(trace))
+        folder.write(f"trace_step={step:06d}.png", picture.png(figure))
         for logger in trainer.loggers:
             logger.log_metrics(measured, step=step)
             if isinstance(logger, TensorBoardLogger):

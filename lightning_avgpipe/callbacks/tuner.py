@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_avgpipe.callbacks.folder import Folder
 from lightning_avgpipe.engine.microbatch import fewest_samples
 from lightning_avgpipe.errors import ConfigurationError, TuningError
 from lightning_avgpipe.schedule import picture
@@ -291,9 +292,8 @@ class AvgPipeTuner(Callback):
 
     def _publish(self, trainer: pl.Trainer, result: Result) -> None:
         folder = self._folder(trainer)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{_NAME}.json").write_text(to_json(result))
-        rank_zero_info(f"\n{result}\nsaved in {folder / f'{_NAME}.json'}")
+        path = folder.write(f"{_NAME}.json", to_json(result))
+        rank_zero_info(f"\n{result}\nsaved in {path}")
         strategy = trainer.strategy
         assert isinstance(strategy, AvgPipeStrategy)
         models = result.choice.setting.num_pipelines * strategy.num_groups // strategy.replicas
@@ -307,19 +307,19 @@ class AvgPipeTuner(Callback):
         if not picture.is_available():
             return
         figure = draw(result)
-        picture.save(figure, folder / f"{_NAME}.png")
+        folder.write(f"{_NAME}.png", picture.png(figure))
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 pixels = picture.pixels(figure)
                 logger.experiment.add_image("avgpipe/tuning", pixels, trainer.global_step, dataformats="HWC")
 
-    def _folder(self, trainer: pl.Trainer) -> Path:
+    def _folder(self, trainer: pl.Trainer) -> Folder:
         if self.dirpath is not None:
-            return Path(self.dirpath)
+            return Folder(self.dirpath)
         saving = trainer.checkpoint_callback  # type: ignore[attr-defined]
         if isinstance(saving, ModelCheckpoint) and saving.dirpath is not None:
-            return Path(saving.dirpath)
-        return Path(trainer.default_root_dir)
+            return Folder(saving.dirpath)
+        return Folder(trainer.default_root_dir)
 
 
 def _run(strategy: AvgPipeStrategy) -> PipelineRun:

@@ -82,9 +82,9 @@ class Cluster:
         self.leaders = self._collectives_of(mine.get("leaders", alone))
         self.averaging_group: TensorCollectives | None = None
         self.replicas: TensorCollectives | None = None
-        if "teams" in mine:
+        if "groups" in mine:
             self.averaging_group = TensorCollectives(
-                self._collectives_of(mine["teams"]), self.group_number // stage_map.replicas
+                self._collectives_of(mine["groups"]), self.group_number // stage_map.replicas
             )
         if "replicas" in mine:
             self.replicas = TensorCollectives(self._collectives_of(mine["replicas"]))
@@ -199,7 +199,8 @@ class Cluster:
             for party in parties:
                 self._network.join(party)
 
-        self.waits.run(join, f"waits for the other processes to connect {what}")
+        if not self._network.has_joined(parties):  # which all processes know alike
+            self.waits.run(join, f"waits for the other processes to connect {what}")
         return next((self._collectives_of(party) for party in parties if self._process.rank in party.ranks), None)
 
     def confirm(self, asked: str, where: str) -> None:

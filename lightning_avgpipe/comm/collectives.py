@@ -313,7 +313,7 @@ class TensorCollectives:
         def all_reduce(flat: Tensor) -> Any:
             return dist.all_reduce(flat, group=self.members.process_group, async_op=True)
 
-        return self._begin(tensors, "a sum over groups", all_reduce)
+        return self._begin(tensors, f"a sum over {self.members.party.what}", all_reduce)
 
     @torch.no_grad()
     def begin_choice(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
@@ -350,7 +350,7 @@ class TensorCollectives:
 
         @torch.no_grad()
         def end() -> None:
-            self.members.wait_for(work, "a sum over groups")
+            self.members.wait_for(work, f"a sum over {self.members.party.what}")
             for number, term in enumerate(terms):
                 flats = zip(forms, term.split([form.nbytes for form in forms]), strict=True)
                 arrived = (form.from_bytes(flat.clone()) for form, flat in flats)  # clones are aligned
@@ -369,7 +369,7 @@ class TensorCollectives:
             group = self.members.process_group
             return dist.broadcast(as_bytes(flat), self.members.ranks[source], group=group, async_op=True)
 
-        self._begin(tensors, f"a copy of the parameters of group {source}", broadcast)()
+        self._begin(tensors, f"a copy from member {source} of the {self.members.party.what}", broadcast)()
 
     @torch.no_grad()
     def _begin(self, tensors: Sequence[Tensor], what: str, collective: Callable[[Tensor], Any]) -> Callable[[], None]:

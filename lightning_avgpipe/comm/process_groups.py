@@ -25,7 +25,7 @@ from lightning_avgpipe.comm.line import NetworkInbox, NetworkOutbox, Pair, Recei
 from lightning_avgpipe.comm.mailbox import Mailbox, meet
 from lightning_avgpipe.comm.topology import Edge, Party, Route
 from lightning_avgpipe.comm.transfer import UNLIMITED, Arrivals
-from lightning_avgpipe.utils.device import backends, first_options, port_of
+from lightning_avgpipe.utils.device import backends, port_of, urgent_options
 from lightning_avgpipe.utils.torch_compat import default_store
 
 _log = logging.getLogger(__name__)
@@ -69,12 +69,7 @@ class ProcessGroups:
             on the host have no limit here.
         device_backend: backend between devices, such as "nccl"; None if everything travels over the host.
         shared_memory: whether messages between processes of one host that compute there travel in mailboxes.
-
-    Attributes:
-        wire_type: class of the wires; a subclass may have slower ones, and then no mailboxes.
     """
-
-    wire_type: type[Wire] = Wire
 
     def __init__(
         self,
@@ -88,7 +83,7 @@ class ProcessGroups:
         self._device = device
         self._timeout = timeout
         self._device_backend = device_backend
-        self._shares = shared_memory and port_of(device).is_host and self.wire_type is Wire
+        self._shares = shared_memory and port_of(device).is_host
         self._store: dist.Store | None = None  # None while the network is closed
         self._lines: dict[tuple[int, int], _Line] = {}  # by (source rank, target rank)
         self._mailboxes: dict[int, Mailbox | None] = {}  # by rank of the other process
@@ -152,6 +147,10 @@ class ProcessGroups:
             if between is not None and self._rank in party.ranks and len(party.ranks) > 1:
                 self._start(lambda number: group.allreduce([number]))
 
+    def has_joined(self, parties: Iterable[Party]) -> bool:
+        """Return whether all of these parties are connected."""
+        return all(party in self._parties for party in parties)
+
     def _start(self, transfer: Callable[[Tensor], Any]) -> None:
         """Make the communicator of a group by its first transfer, beside which nothing else runs.
 
@@ -187,7 +186,7 @@ class ProcessGroups:
         if not isinstance(line.end, kind) or not line.end.routes:
             peer = route.target if route.source == self._rank else route.source
             assert isinstance(line.on_host, Pair)
-            wire = self.wire_type(peer, line.on_host, self._device, line.between, arrivals, line.openings)
+            wire = Wire(peer, line.on_host, self._device, line.between, arrivals, line.openings)
             line.openings += 1
             line.end = kind(wire)
         return line.end
@@ -212,7 +211,7 @@ class ProcessGroups:
     def _join(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
         members = list(ranks)
         _register()
-        options = first_options(backend, self._timeout) if backend == self._between else None
+        options = urgent_options(backend, self._timeout) if backend == self._between else None
         made = own_group(dist.new_group(members, timeout=self._timeout, backend=backend, pg_options=options))
         if self._rank in members:
             self._registered.append(made)

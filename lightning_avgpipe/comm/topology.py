@@ -345,7 +345,7 @@ def all_parties(stage_map: StageMap) -> Iterator[Party]:
     for ranks in zip(*layout, strict=True):  # at each position
         teams = [ranks[replica::count] for replica in range(count)]
         replicas = [ranks[first : first + count] for first in range(0, len(ranks), count)]
-        for what, sets in (("teams", teams), ("replicas", replicas)):
+        for what, sets in (("groups", teams), ("replicas", replicas)):
             yield from (
                 Party(what, tuple(sorted(members)), stage_map.shares_devices) for members in sets if len(members) > 1
             )

@@ -196,7 +196,7 @@ class OwnStream:
 
     def __init__(self, port: DevicePort) -> None:
         self._port = port
-        self._stream = port.new_stream(first=False)
+        self._stream = port.new_stream(urgent=False)
         self._callers: Any = None
 
     def begin(self) -> None:

@@ -14,6 +14,7 @@ Drawing needs matplotlib, which is imported only when something is drawn; :func:
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,13 @@ def _add_legend(axes: Axes, kinds: Collection[str], num_pipelines: int, height: 
 def save(figure: Figure, path: str | Path) -> None:
     """Write a picture to a file in the format of the path's suffix, by default PNG."""
     figure.savefig(path, dpi=_DPI)
+
+
+def png(figure: Figure) -> bytes:
+    """Return the picture as the contents of a PNG file."""
+    file = io.BytesIO()
+    figure.savefig(file, dpi=_DPI, format="png")
+    return file.getvalue()
 
 
 def pixels(figure: Figure) -> Any:

@@ -34,6 +34,7 @@ class SharedStages:
         bandwidth: bytes per second between every two devices, shape ``(V, V)``. Links of different pairs do not disturb
             each other.
         slowness: time of each device in units of one that is not slow, shape ``(V,)``; empty: none is slow.
+        latency_s: seconds that each message takes besides, in which its link may carry others.
     """
 
     replicas: Sequence[int]
@@ -43,6 +44,7 @@ class SharedStages:
     bytes_backward: Sequence[float]
     bandwidth: Matrix
     slowness: Sequence[float] = ()
+    latency_s: float = 0.0
 
     @property
     def num_stages(self) -> int:
@@ -63,7 +65,7 @@ class SharedStages:
         """Return the seconds of a message from one replica to another, and its latency."""
         here, there = (hop, hop + 1) if direction == "forward" else (hop + 1, hop)
         nbytes = (self.bytes_forward if direction == "forward" else self.bytes_backward)[hop]
-        return nbytes / self.bandwidth[self._firsts[here] + sender][self._firsts[there] + receiver], 0.0
+        return nbytes / self.bandwidth[self._firsts[here] + sender][self._firsts[there] + receiver], self.latency_s
 
     def ends_s(self, schedule: Schedule) -> list[float]:
         """Return when each stage ends its last action, in seconds.

@@ -101,7 +101,7 @@ def device_backend(name: str | None, device: torch.device) -> str:
     return dict(part.split(":") for part in name.split(",")).get(device.type, _HOST_BACKEND)
 
 
-def first_options(backend: str, timeout: timedelta) -> Any:
+def urgent_options(backend: str, timeout: timedelta) -> Any:
     """Return options of torch.distributed for transfers beside work that computes; None if a backend has none.
 
     They have high priority, and few multiprocessors, which they occupy while they wait for the other end.
@@ -183,11 +183,11 @@ class DevicePort:
     def synchronize(self) -> None:
         """Wait until all work of the device is done."""
 
-    def new_stream(self, first: bool = True) -> Any:
+    def new_stream(self, urgent: bool = True) -> Any:
         """Make a stream; None if the device has no streams.
 
         Args:
-            first: whether the stream has high priority.
+            urgent: whether the stream has high priority.
         """
         return None
 
@@ -245,8 +245,8 @@ class AcceleratorPort(DevicePort):
     def synchronize(self) -> None:
         self._torch.synchronize(self.device)
 
-    def new_stream(self, first: bool = True) -> Any:
-        return self._torch.Stream(self.device, priority=-1 if first else 0)
+    def new_stream(self, urgent: bool = True) -> Any:
+        return self._torch.Stream(self.device, priority=-1 if urgent else 0)
 
     def current_stream(self) -> Any:
         return self._torch.current_stream(self.device)

@@ -33,7 +33,7 @@ _PACKAGE = __name__.partition(".")[0]
 _POLL_S = 0.2
 _IDLE_S = 30.0  # a child that computes nothing for so long is stuck, waiting for a thread that it does not have
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl
-_TICKS_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
 class ForkError(AvgPipeError):
@@ -66,8 +66,8 @@ def why_no_fork(device: torch.device) -> str | None:
     Args:
         device: device on which the child would compute.
     """
-    if not hasattr(os, "fork"):
-        return f"{sys.platform} cannot fork processes"
+    if sys.platform != "linux":
+        return f"on {sys.platform} a forked child could not be told from one that hangs, nor be ended with its parent"
     if not port_of(device).is_host:
         return f"a forked process cannot use {device.type}"
     if (used := accelerator_in_use()) is not None:
@@ -176,11 +176,8 @@ class Child:
 
     def _cpu_s(self) -> float:
         """Return the seconds that the child has computed."""
-        try:
-            with open(f"/proc/{self.pid}/stat") as file:
-                fields = file.read().rpartition(")")[2].split()
-        except OSError:  # on systems other than Linux every check counts as progress
-            return time.monotonic()
+        with open(f"/proc/{self.pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS_S
 
 

@@ -136,7 +136,7 @@ class Outside(Tensor):
 class Together:
     """Siblings without processes."""
 
-    process_group, party = None, Party("teams", (0, 1))
+    process_group, party = None, Party("groups", (0, 1))
     world_size, rank = 2, 0
 
     def wait_for(self, work: Any, what: str) -> None:

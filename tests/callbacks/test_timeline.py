@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -115,12 +116,13 @@ def test_parallel_pipelines_are_recorded_together(tmp_path: Path) -> None:
     assert all(0 <= float(row["avgpipe/bubble_fraction_simulated"]) < 1 for row in found)
 
 
-def test_accumulated_batches_are_recorded_once_per_step_and_no_number_changes(tmp_path: Path) -> None:
-    models = twins(MLP)
-    for model, callbacks in zip(models, ([], [PipelineTimeline(every_n_steps=1, dirpath=tmp_path)]), strict=True):
+def test_accumulated_batches_are_recorded_once_per_step_on_any_file_system_and_no_number_changes() -> None:
+    models, folder = twins(MLP), "memory://recorded/timelines"
+    for model, callbacks in zip(models, ([], [PipelineTimeline(every_n_steps=1, dirpath=folder)]), strict=True):
         runner = pipeline(2, callbacks=callbacks, max_epochs=1, accumulate_grad_batches=2)
         runner.fit(model, loader(MLP, 40, 8))
-    assert sorted(path.name for path in tmp_path.glob("*.json")) == [f"trace_step=00000{i}.json" for i in (1, 2, 3)]
+    written = fsspec.filesystem("memory").glob("/recorded/timelines/*.json")
+    assert [Path(path).name for path in sorted(written)] == [f"trace_step=00000{i}.json" for i in (1, 2, 3)]
     assert_same_parameters(*models)
 
 

@@ -22,12 +22,12 @@ from lightning_avgpipe.utils.device import (
     DeviceClock,
     Stopwatch,
     all_generators,
-    first_options,
     has_passed,
     is_out_of_memory,
     port_of,
     seconds_between,
     set_environment,
+    urgent_options,
 )  # fmt: skip
 
 PACKAGE = Path(__file__).parents[2] / "lightning_avgpipe"
@@ -78,9 +78,9 @@ def test_transfers_between_cuda_devices_occupy_few_multiprocessors(monkeypatch: 
             self.is_high_priority_stream, self.config = is_high_priority_stream, SimpleNamespace(max_ctas=None)
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    options = first_options("nccl", timedelta(seconds=5))
+    options = urgent_options("nccl", timedelta(seconds=5))
     assert options.is_high_priority_stream and options.config.max_ctas == 4
-    assert first_options("gloo", timedelta(seconds=5)) is None
+    assert urgent_options("gloo", timedelta(seconds=5)) is None
 
 
 def test_what_cuda_and_nccl_read_at_their_start_is_set_unless_the_user_has() -> None:

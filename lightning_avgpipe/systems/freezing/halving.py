@@ -116,18 +116,17 @@ def expected(plan: Plan, counts: Sequence[int], schedule: Schedule, link: Link, 
         link: link between every two processes.
         trained: full name of each parameter that is trained -> its bytes.
     """
-    # the latency of a message is expressed as additional bytes
-    speed, more = (1 / link.per_byte, link.latency / link.per_byte) if link.per_byte else (float("inf"), 0.0)
-    sends = [(stage.wire_bytes, stage.gradient_bytes) for stage in plan.stages[:-1]]
+    speed = 1 / link.per_byte if link.per_byte else float("inf")
     frozen, size = num_frozen(plan.graph, plan.cuts, plan.graph.trained), sum(counts)
     backwards = [stage.backward * (stage.index >= frozen) for stage in plan.stages]
     stages = SharedStages(
         counts,
         [stage.forward * count for stage, count in zip(plan.stages, counts, strict=True)],
         [backward * count for backward, count in zip(backwards, counts, strict=True)],
-        [more + values for values, _ in sends],
-        [more + gradients if gradients else 0.0 for _, gradients in sends],
+        [stage.wire_bytes for stage in plan.stages[:-1]],
+        [stage.gradient_bytes for stage in plan.stages[:-1]],
         [[speed] * size] * size,
+        latency_s=link.latency,
     )
     held = [sum(trained.get(name, 0) for name in stage.parameters) for stage in plan.stages]
     reduce_s = [all_reduce_s(nbytes, count, speed) for count, nbytes in zip(counts, held, strict=True)]
