@@ -357,15 +357,15 @@ class Stage:
         skipped = stash.is_skipped if message is None else bool(message.entries)
         if skipped:
             self.skipped.add(micro_batch)
-        alone = message is None  # a loss needs no incoming gradient
+        begins = message is None  # a loss needs no incoming gradient
         with self.in_backward(micro_batch) as copies:
             if isinstance(stash, Inputs):
                 stash, gradients = self._repeat(stash, micro_batch, message, copies)
-                alone = False
+                begins = False
             pairs = [
                 (root, gradient)
                 for root, gradient in zip(stash.roots, gradients, strict=not skipped)
-                if root.requires_grad and (gradient is not None or alone)
+                if root.requires_grad and (gradient is not None or begins)
             ]
             if pairs:
                 before = self._states() if self._changed else {}

@@ -122,11 +122,11 @@ class naming_overwritten_buffers:
         if not names:
             return
         raise StepChangedError(
-            f"{program.graph.step} changes the buffer '{names[0]}' in place, which it did not do when it was captured, "
-            f"and a backward needs what was there in an earlier micro-batch (stage {program.stage}). Compute with a "
-            "clone() of the buffer, or write into it with every micro-batch (by nothing, if need be), so that copies "
-            f"are kept. ({str(error).partition(' Hint')[0]})"
-        ) from None  # the original error says no more
+            f"{program.graph.step} seems to change the buffer {' or '.join(map(repr, names))} in place, which it did "
+            f"not do when it was captured, and a backward needs what was there in an earlier micro-batch (stage "
+            f"{program.stage}). Compute with a clone() of the buffer, or write into it with every micro-batch (by "
+            f"nothing, if need be), so that copies are kept. ({str(error).partition(' Hint')[0]})"
+        ) from error  # which does not name the tensor, so that it may be another one of this shape
 
 
 def _named(error: RuntimeError, program: StageProgram, module: nn.Module) -> list[str]:

@@ -2,18 +2,8 @@
 
 Each process has its own copy of what the module holds, and every stage executes the code between units as far as it
 gets. Effects that were captured are known to the cuts. Later ones (a branch that is taken every hundredth batch) would
-happen once per stage, with other results in each process:
-
-============================  ======================================================================================
-buffers                       code between units of a stage that is not the last one must not change them, nor must
-                              units that several stages call
-generators of random numbers  units may begin to draw where no other stage may; code between units of the last stage
-                              where no stage before comes to it
-iterators                     nobody can put their items back, so nothing may take any
-attributes                    code between units must not assign one that an earlier stage reads; nor, where an earlier
-                              stage of the same process has run this code before, give one another value once more
-shared objects                no stage may begin to change one that units of other stages hold
-============================  ======================================================================================
+happen once per stage, with other results in each process. There is a class for each kind of effect, in
+:mod:`~lightning_avgpipe.engine.late_effects` and :mod:`~lightning_avgpipe.engine.late_draws`.
 """
 
 from __future__ import annotations

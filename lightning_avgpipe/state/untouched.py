@@ -64,9 +64,9 @@ class Untouched:
                     put_back(parameter, memory, contents)
 
 
-def untouched(module: nn.Module, changing: Collection[str] = ()) -> AbstractContextManager[None]:
+def untouched(module: nn.Module) -> AbstractContextManager[None]:
     """Restore all that a step of a module changes after this context; see :class:`Untouched`."""
-    return Untouched(module, changing).restored()
+    return Untouched(module).restored()
 
 
 def attributes(owners: Sequence[Any], contents: bool = False) -> Snapshot:

@@ -163,15 +163,17 @@ class AdaptiveFreezing(Callback):
 
     def _check_replanning(self, run: PipelineRun) -> None:
         options = run.configuration.options
+        asked = {"cache": self.cache, "freed": self.freed, "replan": self.replan}
+        name, value = next((name, value) for name, value in asked.items() if value)
         if options.split_points is not None:
             raise ConfigurationError(
-                f"AdaptiveFreezing(replan=True) plans the stages again, but split_points={list(options.split_points)} "
-                "say where they begin; remove one of the two"
+                f"AdaptiveFreezing({name}={value!r}) plans the stages again, but split_points="
+                f"{list(options.split_points)} say where they begin; remove one of the two"
             )
         if options.shard is not None:
             raise ConfigurationError(
-                "AdaptiveFreezing(replan=True) moves stages, but shard='optimizer' keeps optimizer states "
-                "where they are; remove one of the two"
+                f"AdaptiveFreezing({name}={value!r}) moves stages, but shard='optimizer' keeps optimizer states where "
+                "they are; remove one of the two"
             )
         against = {
             f"num_pipelines={options.num_pipelines}, whose models differ": options.num_pipelines > 1,

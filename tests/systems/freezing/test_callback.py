@@ -270,9 +270,12 @@ def test_what_cannot_work_is_refused_before_training(options: dict[str, Any], me
         fit(freezing=options)
 
 
-def test_fixed_stages_cannot_be_planned_again() -> None:
-    with pytest.raises(ConfigurationError, match=r"split_points=\['encoder.blocks.2'\] say where they begin"):
-        fit(freezing={"replan": True}, strategy={"split_points": ["encoder.blocks.2"]})
+@pytest.mark.parametrize("asked", [{"replan": True}, {"cache": "1 GiB"}])
+def test_fixed_stages_cannot_be_planned_again(asked: dict[str, Any]) -> None:
+    ((name, value),) = asked.items()
+    message = rf"AdaptiveFreezing\({name}={value!r}\) .* split_points=\['encoder.blocks.2'\] say where they begin"
+    with pytest.raises(ConfigurationError, match=message):
+        fit(freezing=asked, strategy={"split_points": ["encoder.blocks.2"]})
 
 
 def test_a_config_may_name_it() -> None:
