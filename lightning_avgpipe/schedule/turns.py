@@ -17,8 +17,16 @@ from lightning_avgpipe.schedule.actions import Schedule
 from lightning_avgpipe.schedule.costs import Pieces
 from lightning_avgpipe.schedule.kinds import FORWARD, Direction, Kind
 from lightning_avgpipe.schedule.player import play
+from lightning_avgpipe.schedule.recipes import build
 
 Matrix = Sequence[Sequence[float]]
+_ADVANCES = (0, 1, 2)  # the adaptive advance would find the fastest of these
+
+
+def candidates(name: str, num_stages: int, num_microbatches: int) -> list[Schedule]:
+    """Return the schedules of a name between which an advance that adapts chooses, or the only one of this name."""
+    advances = _ADVANCES if name == "advance_forward" else (0,)
+    return [build(name, num_stages, num_microbatches, advance) for advance in advances]
 
 
 @dataclass(frozen=True)

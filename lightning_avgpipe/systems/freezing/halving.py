@@ -20,15 +20,13 @@ from lightning_avgpipe.planning.balance import cut_like, scattered
 from lightning_avgpipe.planning.costs import all_reduce_s
 from lightning_avgpipe.planning.planner import Conditions, Planner, PlanSource, Proposal
 from lightning_avgpipe.planning.trained import num_frozen
-from lightning_avgpipe.schedule import Schedule, build, forward_only, with_replicas
-from lightning_avgpipe.schedule.turns import SharedStages
+from lightning_avgpipe.schedule import Schedule, forward_only, with_replicas
+from lightning_avgpipe.schedule.turns import SharedStages, candidates
 from lightning_avgpipe.strategy.pipeline_run import PipelineRun
 from lightning_avgpipe.training.replicas import check_shared
 from lightning_avgpipe.utils.patching import noop
 
 _log = logging.getLogger(__name__)
-
-_ADVANCES = (0, 1, 2)  # the adaptive advance would find the fastest of these
 
 
 @dataclass(frozen=True)
@@ -130,9 +128,10 @@ def expected(plan: Plan, counts: Sequence[int], schedule: Schedule, link: Link, 
     )
     held = [sum(trained.get(name, 0) for name in stage.parameters) for stage in plan.stages]
     reduce_s = [all_reduce_s(nbytes, count, speed) for count, nbytes in zip(counts, held, strict=True)]
-    name, orders = schedule.name, _ADVANCES if schedule.name == "advance_forward" else (0,)
-    built = [build(name, len(counts), schedule.num_microbatches, advance) for advance in orders]
+    built = candidates(schedule.name, len(counts), schedule.num_microbatches)
     ordered = [forward_only(with_replicas(one, counts), frozen) for one in built]
     seconds = min(max(map(float.__add__, stages.ends_s(one), reduce_s)) for one in ordered)
     busy = schedule.num_microbatches * (sum(stages.forward_s) + sum(stages.backward_s))
-    return Forecast(name, schedule.num_microbatches, seconds, max(0.0, 1 - busy / (size * seconds)) if seconds else 0.0)
+    return Forecast(
+        schedule.name, schedule.num_microbatches, seconds, max(0.0, 1 - busy / (size * seconds)) if seconds else 0.0
+    )

@@ -12,8 +12,9 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from lightning_avgpipe.capture.costs import Costs, Link
@@ -24,7 +25,7 @@ from lightning_avgpipe.planning import Forecast, Plan
 from lightning_avgpipe.planning.costs import UnitCosts, units_between
 from lightning_avgpipe.planning.planner import Conditions, Planner, PlanSource, Proposal
 from lightning_avgpipe.schedule import Schedule, with_replicas
-from lightning_avgpipe.schedule.turns import Matrix, SharedStages
+from lightning_avgpipe.schedule.turns import Matrix, SharedStages, candidates
 from lightning_avgpipe.systems.spp.partition import SppPlan, all_plans, least_bottlenecks, num_plans, orders
 from lightning_avgpipe.systems.spp.problem import Network, PlacedStage, Problem, device_order
 from lightning_avgpipe.utils.device import port_of
@@ -90,11 +91,12 @@ class SppSource(PlanSource):
             limit = planner.memory_limit
             return limit == math.inf or all(stage.memory.total <= limit for stage in divided(found).plan.stages)
 
-        found = plan_in_turns(units, bandwidth, count, slow, fits)
+        schedule = conditions.schedule.name  # which will run
+        found = plan_in_turns(units, bandwidth, count, slow, fits, partial(candidates, schedule))
         took_s = time.perf_counter() - begin
         _log.info("planned %d units on %d devices in %.1f s", units.num_units, len(bandwidth), took_s)
         proposed = divided(found)
-        forecast = Forecast("spp", count, found.makespan_s, _idle_share(units, found, count, slow))
+        forecast = Forecast(schedule, count, found.makespan_s, _idle_share(units, found, count, slow))
         return proposed._replace(plan=replace(proposed.plan, forecast=forecast))
 
 
@@ -116,6 +118,7 @@ def plan_in_turns(
     num_microbatches: int,
     slowness: Sequence[float] = (),
     fits: Callable[[SppPlan], bool] = lambda plan: True,
+    schedules: Callable[[int, int], Iterable[Schedule]] = orders,
 ) -> SppPlan:
     """Return the plan with the shortest simulated iteration along the order of devices.
 
@@ -127,6 +130,8 @@ def plan_in_turns(
         num_microbatches: M, number of micro-batches of an iteration.
         slowness: time of each device in units of one that is not slow, at least 1, shape ``(V,)``; empty: none is slow.
         fits: function that returns whether a plan fits the memory of its devices.
+        schedules: returns those of S stages and M micro-batches, of which the fastest is taken; default: SPP's own, and
+            1F1B.
     Raises:
         PartitionError: none of the candidate plans fits.
     """
@@ -140,7 +145,7 @@ def plan_in_turns(
             break
         named = tuple((s.begin, s.end - 1, tuple(sorted(order[s.first : s.stop]))) for s in stages)
         replicas = [stage.replicas for stage in stages]
-        for schedule in orders(len(stages), num_microbatches):
+        for schedule in schedules(len(stages), num_microbatches):
             seconds = seconds_in_turns(problem, stages, with_replicas(schedule, replicas))
             made = SppPlan(named, seconds, at_least_s)
             if (best is None or seconds < best.makespan_s) and fits(made):
