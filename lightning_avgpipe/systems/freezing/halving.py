@@ -132,6 +132,5 @@ def expected(plan: Plan, counts: Sequence[int], schedule: Schedule, link: Link, 
     ordered = [forward_only(with_replicas(one, counts), frozen) for one in built]
     seconds = min(max(map(float.__add__, stages.ends_s(one), reduce_s)) for one in ordered)
     busy = schedule.num_microbatches * (sum(stages.forward_s) + sum(stages.backward_s))
-    return Forecast(
-        schedule.name, schedule.num_microbatches, seconds, max(0.0, 1 - busy / (size * seconds)) if seconds else 0.0
-    )
+    idle = max(0.0, 1 - busy / (size * seconds)) if seconds else 0.0
+    return Forecast(schedule.name, schedule.num_microbatches, seconds, idle)
