@@ -23,7 +23,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,7 @@ from lightning_avgpipe.capture.tracer import call_module, function_name
 from lightning_avgpipe.engine.attestation import Attested
 from lightning_avgpipe.engine.part import Entry, Observe, OperationResult, Part, Path, ReplayContext, Replayed, Runner
 from lightning_avgpipe.engine.purity import Purity
-from lightning_avgpipe.engine.randomness import Draw, Drawing
-from lightning_avgpipe.state.parcel import Packer
+from lightning_avgpipe.engine.randomness import Draw
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.placeholder import Absent, TensorMeta
 from lightning_avgpipe.utils.tensors import KnownTensors, tensor_arguments
@@ -631,10 +630,8 @@ class ProgramWriter:
         raise Unwritable("the step uses a tensor that comes from neither the batch, the model nor an operation")
 
 
-# A writer that is told of a step which need not be written down.
-_NO_DRAWS = Drawing({}, frozenset(), frozenset(), False, False)
-_NO_CONTEXT = ReplayContext({}, {}, _NO_DRAWS, torch.device("cpu"), Packer(nn.Module()))
-UNUSED = ProgramWriter(nn.Module(), _NO_CONTEXT, False, why_not="nobody needs a program of it")
+# A writer that is told of a step which need not be written down; it never asks its context.
+UNUSED = ProgramWriter(nn.Module(), cast(Any, None), False, why_not="nobody needs a program of it")
 
 
 def _held_tensors(module: nn.Module) -> dict[int, Any]:

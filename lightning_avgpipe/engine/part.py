@@ -120,7 +120,7 @@ class ReplayContext:
         device: device of the stage.
         packer: packer of the module.
         compiler: compiler of units; None: they run uncompiled.
-        unforeseen: check for effects that the captured step did not have; None: it may have any.
+        unforeseen: check for effects that the captured step did not have.
     """
 
     units: Mapping[int, str]
@@ -128,8 +128,8 @@ class ReplayContext:
     drawing: Drawing
     device: torch.device
     packer: Packer
-    compiler: Compiler | None = None
-    unforeseen: Unforeseen | None = None
+    compiler: Compiler | None
+    unforeseen: Unforeseen
 
     @property
     def compiled(self) -> bool:

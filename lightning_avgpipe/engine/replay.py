@@ -28,7 +28,7 @@ from lightning_avgpipe.capture.operation import HOOKING, Operation
 from lightning_avgpipe.capture.tracer import StepTracer, function_name, watching
 from lightning_avgpipe.engine.attestation import Attestation
 from lightning_avgpipe.engine.detour import Detour
-from lightning_avgpipe.engine.flat_program import UNUSED, ProgramWriter
+from lightning_avgpipe.engine.flat_program import ProgramWriter
 from lightning_avgpipe.engine.part import (
     Around,
     Entry,
@@ -60,20 +60,16 @@ class _StageEnd(BaseException):
 
 
 def replay(
-    part: Part,
-    context: ReplayContext,
-    around: Around | None = None,
-    writer: ProgramWriter = UNUSED,
-    answers: SkippedCalls | None = None,
+    part: Part, context: ReplayContext, around: Around | None, writer: ProgramWriter, answers: SkippedCalls
 ) -> Replayed:
     """Execute one stage's part of a step on one micro-batch.
 
     Args:
         part: part of the step.
         context: data that all replays of the stage share.
-        around: context within which each node runs.
+        around: context within which each node runs; None: none.
         writer: writer that writes down a flat program.
-        answers: answers to the calls of earlier stages' units; None: none are kept.
+        answers: answers to the calls of earlier stages' units.
     Raises:
         StepChangedError: the step did something else than when it was captured, or than on an earlier stage.
         AbsentValueError: the step needs a value that was not sent.
@@ -118,7 +114,7 @@ class _Replayer(StepTracer):
         context: ReplayContext,
         runner: Runner,
         writer: ProgramWriter,
-        answers: SkippedCalls | None,
+        answers: SkippedCalls,
     ) -> None:
         # weights of other stages, which may be absent here, are on the device of this one for the step
         super().__init__(context.units, context.owned, context.device, context.owned.keys())
@@ -132,7 +128,7 @@ class _Replayer(StepTracer):
         self._unforeseen = context.unforeseen
         self._runner = runner
         self._answers = answers
-        self._answered = () if answers is None else answers.begin(part)  # by position
+        self._answered = answers.begin(part)  # by position
         self._position = 0
         # what the nodes of earlier stages returned: fewer if the step ended on one of them, more after a detour
         self._before: tuple[Entry | OffPathNode, ...]
@@ -181,8 +177,7 @@ class _Replayer(StepTracer):
         return self.values.stand_in(known.value, known.make)
 
     def on_assign(self, module: nn.Module, name: str) -> None:
-        if self._unforeseen is not None:
-            self._unforeseen.note_assignment(module, name, self._position < self._start, self.attestation)
+        self._unforeseen.note_assignment(module, name, self._position < self._start, self.attestation)
 
     def on_call(self, module: nn.Module, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tensors = tree.tensors((args, kwargs))
@@ -206,7 +201,7 @@ class _Replayer(StepTracer):
             with Absent.flowing():
                 result = func(*args, **kwargs)
         else:
-            if self._unforeseen is not None and tensors:
+            if tensors:
                 self._unforeseen.check_call(name, tensors)
             result = func(*args, **kwargs)
         self.attestation.made(name, args, kwargs, result)
@@ -240,7 +235,7 @@ class _Replayer(StepTracer):
         if self._end is not None:
             raise self._caught(self._end)
         position, start = self._position, self._start
-        if position == start and self._unforeseen is not None:
+        if position == start:
             self._unforeseen.begin_part()
         if position == self._tap > start and self._detour is None:
             values = tuple(self.values.to_send(v).detach().clone() for v in self._program.graph.live(position))
@@ -303,7 +298,7 @@ class _Replayer(StepTracer):
             self._runner.draws.skip(node.drawn)
         self._writer.skipped(node)
         told = node.index < self._start and self._before[node.index] is entry
-        if told and self._answered and self._answers is not None and self._bare:
+        if told and self._answered and self._bare:
             self._answers.learn(operation, node, entry, self.known)
         return self.values.result(node, entry, *operation.with_objects(node))
 
@@ -428,8 +423,7 @@ class _Replayer(StepTracer):
             raise self._changed(None, program.graph.nodes[position])
 
     def _ended(self) -> _StageEnd:
-        if self._unforeseen is not None:
-            self._held = self._unforeseen.held()
+        self._held = self._unforeseen.held()
         self._end, self.has_left = _StageEnd(), True
         return self._end
 

@@ -235,8 +235,8 @@ class StageStep:
             Drawing.of(module, graph),
             device,
             Packer(module),
-            compiler=execution.compiler,
-            unforeseen=self._unforeseen,
+            execution.compiler,
+            self._unforeseen,
         )
         self._answers = SkippedCalls(program, device)
         self._programs = Programs(program, module, self._context, execution.static)
