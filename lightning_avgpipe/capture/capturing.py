@@ -192,7 +192,7 @@ def _find_what_lasts(
                     again.handed_out(run(*args))
             except Exception:  # any error of the user's code is ignored here; training will show it
                 again = None
-        recorder.draft.pinned += recorder.hidden.settle(None if again is None else again.hidden)
+        recorder.draft.pinned += recorder.hidden.compare_with_repeat(None if again is None else again.hidden)
         if again is not None:
             carried += again.effects.attributes.carried(mutated)
             recorder.effects.repeated(again.effects)

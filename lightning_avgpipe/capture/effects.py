@@ -125,7 +125,7 @@ class Effects:
         self.objects.keep(again.objects.found())
         # an attribute of an object may have been made, and be set back from then on
         self.set_back |= again._set_back().difference(self.assigned, self.of_units, self.objects.holders())
-        self.generators.settle(again.generators)
+        self.generators.compare_with_repeat(again.generators)
 
     def pinned(self, nodes: list[Node]) -> Iterator[Pin]:
         """Yield where no cut may lie because of changed objects, unseen assignments and draws."""
@@ -189,7 +189,7 @@ class GeneratorDraws:
         """Whether any generator is used, including those that the step makes."""
         return bool(self._made or self._given or self._drawn())
 
-    def settle(self, again: GeneratorDraws) -> None:
+    def compare_with_repeat(self, again: GeneratorDraws) -> None:
         """Find out, from the draws of a repeated step, which generators are seeded in every step or made only once."""
         known = {lead for leads in self._leads().values() for lead in leads}
         self._renewed = again._drawn() - again._events.found()

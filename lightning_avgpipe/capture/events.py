@@ -108,8 +108,9 @@ class HeldTensors:
 class AttributeEvents:
     """The reads and assignments of modules' attributes in one step.
 
-    Assignments inside of units, and those that bypass ``nn.Module.__setattr__``, are not seen when they happen. So for
-    attributes that an earlier execution has found, the value is compared before and after each node.
+    Of assignments inside of units only the names are noted when they happen, since it is not known yet whether the unit
+    becomes a node; those that bypass ``nn.Module.__setattr__`` are not seen at all. So for attributes that an earlier
+    execution has found, the value is compared before and after each node.
 
     Args:
         modules: modules to watch, by path.
@@ -216,13 +217,13 @@ class AttributeEvents:
     def look(self) -> None:
         """Note assignments by code between units that bypassed ``nn.Module.__setattr__``."""
         position = self._now()[0]
-        for key, before in self.pass_over():
+        for key, before in self.ignore_unseen():
             if all(known.position != position for known in self._assignments[key]):
                 self._before.setdefault(key, before)
                 value = None if self._value(key) is _MISSING else self._value(key)
                 self._note(key, position, "a line that goes past nn.Module.__setattr__", value, True)
 
-    def pass_over(self) -> list[tuple[Key, Any]]:
+    def ignore_unseen(self) -> list[tuple[Key, Any]]:
         """Ignore unseen assignments since the last call; return their attributes, and what these held before."""
         found = [(key, held) for key, held in self._unseen.items() if self._value(key) is not held]
         self._unseen.update((key, self._value(key)) for key, _ in found)
@@ -230,13 +231,13 @@ class AttributeEvents:
 
     def ran(self, unit: str) -> None:
         """Note the assignments of a unit that has run as the next node; tensors are followed elsewhere."""
-        for key, _ in self.pass_over():
+        for key, _ in self.ignore_unseen():
             if not Snapshot((self._unseen[key],)).tensors:
                 self._by_units[key][self._now()[0]] = unit
 
     def was_free(self) -> None:
         """Count the last unit as code between units: it is not a node, so every stage that gets that far runs it."""
-        self.pass_over()
+        self.ignore_unseen()
         here = self._now()[0]
         self.reads = {key: as_free(reads, here) for key, reads in self.reads.items()}
 

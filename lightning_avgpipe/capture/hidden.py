@@ -245,7 +245,7 @@ class HiddenTensors:
             self._carried.add(unit)
         return pins
 
-    def settle(self, again: HiddenTensors | None) -> list[Pin]:
+    def compare_with_repeat(self, again: HiddenTensors | None) -> list[Pin]:
         """Return where the step cannot be cut because of tensors that units keep for calls of their own.
 
         A tensor that a unit makes anew in every step, and reads in that step only, is sent between stages. (Mean and

@@ -420,7 +420,7 @@ class StepRecorder(StepTracer):
         self._keep(tree.tensors((args, kwargs)))
         with self.effects.objects.elsewhere():  # what it changes does not count
             result = run(*args, **kwargs)
-        self.effects.attributes.pass_over()
+        self.effects.attributes.ignore_unseen()
         return result
 
     def unit(self, module: nn.Module) -> str | None:

@@ -157,7 +157,7 @@ class Joint:
         self._inspected: set[str] = set()
 
     def call(
-        self, unit: Unit, run: Callable[..., Any], args: Any, kwargs: Any, beside: Callable[[], Any]
+        self, unit: Unit, run: Callable[..., Any], args: Any, kwargs: Any, also: Callable[[], Any]
     ) -> tuple[Any, Any]:
         """Call a unit. Every process must call this.
 
@@ -166,7 +166,7 @@ class Joint:
             run: executes the unit.
             args: positional arguments, with the same numbers on every process.
             kwargs: keyword arguments, likewise.
-            beside: return, on the owner after the call, what else every process gets.
+            also: return, on the owner after the call, what else every process gets.
         Returns:
             What the unit returned, and what was beside it.
         """
@@ -175,7 +175,7 @@ class Joint:
         traced = torch.is_grad_enabled() and (bool(unit.parameters) or any(t.requires_grad for t in inputs))
         record, announced = _Record(unit), None
         if unit.owner == self.exchange.rank:
-            announced = self._run(record, run, args, kwargs, hidden, traced), beside()
+            announced = self._run(record, run, args, kwargs, hidden, traced), also()
         what = f"unit '{unit.path}'"
         try:
             (structure, written, changed, tensors, wants, idle), extra = self.exchange.share(
@@ -231,9 +231,9 @@ class Joint:
                 "not see; compute out of place, or set an attribute 'inplace = True' on the submodule that does it"
             )
         made: list[Tensor] = []
-        structure = _apart(result, made, entered.numbers)
+        structure = _split_tensors(result, made, entered.numbers)
         made += [entered.tensors[i] for i in written]
-        changed = [(*key, *_apart(value, made, entered.numbers)) for *key, value in _changes(module, before)]
+        changed = [(*key, *_split_tensors(value, made, entered.numbers)) for *key, value in _changes(module, before)]
         if begin is not None and path not in self._inspected:
             self._inspected.add(path)
             _refuse_outer(record, made, begin)
@@ -417,7 +417,7 @@ class _Entered:
 # -- what goes in and out besides arguments and results --------------------------------------------------------------
 
 
-def _apart(value: Any, made: list[Tensor], inside: dict[int, int]) -> tuple[list[Any], Any]:
+def _split_tensors(value: Any, made: list[Tensor], inside: dict[int, int]) -> tuple[list[Any], Any]:
     """Return the leaves of a tree, with places instead of tensors, and its structure.
 
     Tensors that the unit made are added to ``made``.

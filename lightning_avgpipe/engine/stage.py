@@ -129,7 +129,7 @@ class Stage:
         self.skipped: set[int] = set()
         self.parts = {part: part() for part in PARTS}
         self._watching: list[StagePart] = []
-        self._is_beside = dist.is_initialized()  # whether there are other processes, which steps must not see
+        self._has_peers = dist.is_initialized()  # whether there are other processes, which steps must not see
         self._handlers: dict[Kind, Callable[[Stage, Task, int, Message | None], Message | None]] = {
             kind: partial(run, part) for part in self.parts.values() for kind, run in part.handlers.items()
         }
@@ -149,7 +149,7 @@ class Stage:
         for part in self.parts.values():
             part.begin(row)
         self._watching = [part for part in self.parts.values() if part.watches]
-        self._is_beside = dist.is_initialized()
+        self._has_peers = dist.is_initialized()
         self.go_on(row)
 
     def go_on(self, row: Sequence[Action]) -> None:
@@ -171,7 +171,7 @@ class Stage:
         Returns:
             The message that it sends; None if it sends none.
         """
-        if not (self._is_beside or torch.autograd._profiler_enabled()):
+        if not (self._has_peers or torch.autograd._profiler_enabled()):
             return self._handlers[action.kind](self, task, action.micro_batch, message)
         with alone(), _range(f"avgpipe::{action} of stage {self.program.stage}"):
             return self._handlers[action.kind](self, task, action.micro_batch, message)
