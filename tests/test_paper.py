@@ -78,18 +78,23 @@ def test_avgpipe_stays_within_the_memory_of_what_it_is_compared_with(bound: str)
 
 
 def test_the_report_multiplies_time_and_epochs() -> None:
-    curves = {"synchronous": [(1.0, 4.0), (2.0, 3.0), (3.0, 2.0)], "pipedream": [(1.0, 5.0), (2.0, 4.0), (3.0, 3.0)]}
+    slow, fast = [(1.0, 5.0), (2.0, 4.0), (3.0, 3.0)], [(1.0, 3.0)]
+    curves = {
+        "synchronous": [(1.0, 4.0), (2.0, 3.0), (3.0, 2.0)], "pipedream": slow,
+        "N=2 rolling split": slow, "N=2 rolling split, outer_lr=1.41": fast,
+    }  # fmt: skip
     records = [
         {"workload": "gnmt", "link": None, "system": name, "seed": 0, "curve": curve, "batches": 10, "epochs": 3}
         for name, curve in curves.items()
     ]
     for seed, batch_s in enumerate((0.1, 0.3, 0.2)):
-        for name in ("ddp", "pipedream"):
+        for name in ("ddp", "pipedream", "avgpipe M=4 N=2 h=0 rolling split"):
             found = {"batch_s": batch_s, "memory": [10.0, 20.0]}
             records.append({"workload": "gnmt", "link": 100, "system": name, "seed": seed, **found})
-    ddp, pipedream = report.rows(records)
+    ddp, pipedream, *divided = report.rows(records)
     assert (ddp.epoch_s, ddp.memory, ddp.epochs, ddp.target_s) == (2.0, 20.0, 2.0, 4.0)
     assert (pipedream.epochs, pipedream.target_s) == (3.0, 6.0)
+    assert [(row.system.rpartition("split")[2], row.epochs) for row in divided] == [("", 3.0), (", outer_lr=1.41", 1.0)]
 
 
 def test_the_target_is_one_that_half_of_the_seeds_reach() -> None:

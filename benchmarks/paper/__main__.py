@@ -79,6 +79,7 @@ class Piece:
         extent: how much.
         ends: after which nothing more is begun, a value of ``time.monotonic``.
         replicas: of each stage, with which AvgPipe is timed as well; empty: it is not.
+        outer_lr: with which models that divide batches are trained as well; None: they are not.
     """
 
     results: Results
@@ -87,6 +88,7 @@ class Piece:
     extent: Extent
     ends: float
     replicas: tuple[int, ...] = ()
+    outer_lr: float | None = None
 
 
 def measure_time(piece: Piece) -> None:
@@ -159,7 +161,10 @@ def measure_learning(piece: Piece) -> None:
 def _trials(piece: Piece) -> Iterator[tuple[Workload, str, int]]:
     for workload in piece.chosen:
         timed = [r["system"] for r in piece.results.records if r["workload"] == workload.name and "batch_s" in r]
-        for algorithm in dict.fromkeys([learning.SYNCHRONOUS, *map(learning.algorithm_of, timed)]):
+        algorithms = dict.fromkeys([learning.SYNCHRONOUS, *map(learning.algorithm_of, timed)])
+        if piece.outer_lr is not None:
+            algorithms |= {f"{a}{learning.OUTER_LR}{piece.outer_lr:g}": None for a in algorithms if a.endswith("split")}
+        for algorithm in algorithms:
             for seed in range(piece.extent.seeds):
                 yield workload, algorithm, seed
 
@@ -170,6 +175,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--devices", type=int, choices=SLOWNESS, default=2)
     result.add_argument("--megabits", type=int, nargs="+", help="rates of links, instead of 1000 and 100")
     result.add_argument("--replicas", type=int, nargs="+", help="of each stage, with which AvgPipe is timed as well")
+    result.add_argument("--outer-lr", type=float, help="with which models that divide batches are trained as well")
     result.add_argument("--minutes", type=float, default=float("inf"), help="after which nothing more is begun")
     result.add_argument("--resume", action="store_true", help="measure what the results file does not have")
     result.add_argument("--pictures", type=Path, help="folder")
@@ -185,7 +191,8 @@ def main(arguments: Sequence[str]) -> None:
     made = workloads(options.devices, SLOWNESS[options.devices])
     chosen = [made[name] for name in options.workloads]
     folders = {w.name: prepare(w, DATA, WORK.resolve(), extent.lines) for w in chosen}
-    piece = Piece(Results(options.json, options.resume), chosen, folders, extent, ends, tuple(options.replicas or ()))
+    results, replicas = Results(options.json, options.resume), tuple(options.replicas or ())
+    piece = Piece(results, chosen, folders, extent, ends, replicas, options.outer_lr)
     with contextlib.suppress(_Ended):
         measure_time(piece)
     measure_learning(piece)

@@ -23,15 +23,19 @@ from benchmarks.paper.workloads import Workload, workloads
 from lightning_avgpipe import Averaging, AvgPipeStrategy
 from lightning_avgpipe.errors import AvgPipeError
 
-__all__ = ["REACHED_AFTER", "SYNCHRONOUS", "algorithm_of", "train"]
+__all__ = ["OUTER_LR", "REACHED_AFTER", "SYNCHRONOUS", "algorithm_of", "train"]
 
 SYNCHRONOUS = "synchronous"
 REACHED_AFTER = 2 / 3  # of its epochs: what plain training has then is the target
 CHECKS = 4  # in an epoch
+OUTER_LR = ", outer_lr="
 
 
 def algorithm_of(system: str) -> str:
-    """What a system computes: "synchronous", "pipedream", "2bw", or parallel models "N=2", "N=2 rolling split" .."""
+    """What a system computes: "synchronous", "pipedream", "2bw", or parallel models "N=2", "N=2 rolling split" ..
+
+    Trainings with another ``outer_lr`` than the default are ``f"{algorithm}{OUTER_LR}1.41"``.
+    """
     if system.startswith("avgpipe"):
         _, _, models, _, *how = system.partition(" replicas=")[0].split()
         return SYNCHRONOUS if models == "N=1" else " ".join([models, *how])
@@ -70,9 +74,12 @@ def train(
     """
     be_quiet()
     L.seed_everything(seed, verbose=False)
-    workload, how = workloads(devices)[name], algorithm.split()
-    models = int(how[0][2:]) if algorithm.startswith("N=") else 1
-    averaging = Averaging(rolling="rolling" in how, split_batches="split" in how)
+    kind, _, outer_lr = algorithm.partition(OUTER_LR)
+    workload, how = workloads(devices)[name], kind.split()
+    models = int(how[0][2:]) if kind.startswith("N=") else 1
+    averaging = Averaging(
+        rolling="rolling" in how, split_batches="split" in how, outer_lr=float(outer_lr) if outer_lr else "auto"
+    )
     batches = 1 if averaging.split_batches else models  # of a step
     data = workload.data(folder, workload.batch_size, batches)
     curve = _Curve(workload, epochs * REACHED_AFTER if target is None else epochs, target)
@@ -80,7 +87,7 @@ def train(
     if algorithm != SYNCHRONOUS:
         strategy = AvgPipeStrategy(
             num_stages=devices, num_microbatches=MICROBATCHES, num_pipelines=models, costs="flops",
-            averaging=averaging, **workload.options, **OURS.get(algorithm, {}),
+            averaging=averaging, **workload.options, **OURS.get(kind, {}),
         )  # fmt: skip
     with tempfile.TemporaryDirectory() as made:
         trainer = quiet_trainer(

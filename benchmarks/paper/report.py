@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks import harness
 from benchmarks.goal import reached
-from benchmarks.paper.learning import REACHED_AFTER, SYNCHRONOUS, algorithm_of
+from benchmarks.paper.learning import OUTER_LR, REACHED_AFTER, SYNCHRONOUS, algorithm_of
 from benchmarks.paper.peers import PEERS
 from benchmarks.paper.settings import BOUNDS, MICROBATCHES, UNLIMITED, label, settings_within
 from benchmarks.paper.timing import OURS, TUNING
@@ -84,19 +84,23 @@ def rows(records: Sequence[Record]) -> list[Row]:
         here = [r for r in timed if (r["workload"], r["link"], r["system"]) == (workload, link, system)]
         good = [r for r in here if "batch_s" in r]
         note = next((r[key] for r in here for key in ("refused", "failed") if key in r), "")
-        algorithm = algorithm_of(system)
-        learned = [r for r in records if (r["workload"], r["system"]) == (workload, algorithm)]
         batches = next((r["batches"] for r in records if r["workload"] == workload and "batches" in r), None)
-        note = note or next((r["refused"] for r in learned if "refused" in r), "")
         batch_s = statistics.median(r["batch_s"] for r in good) if good else None
-        made.append(
-            Row(
-                workload, link, system, None if batch_s is None or batches is None else batch_s * batches,
-                max((max(r["memory"]) for r in good), default=None), _epochs(workload, algorithm, records), note,
-                _within(workload, link, system, records), _within(workload, link, UNLIMITED, records),
-                statistics.median(statistics.mean(r["busy"]) for r in good) if good and "busy" in good[0] else None,
-            )
-        )  # fmt: skip
+        algorithm = algorithm_of(system)
+        of_workload = [r for r in records if r["workload"] == workload and r["link"] is None]
+        others = [r["system"] for r in of_workload if r["system"].startswith(f"{algorithm}{OUTER_LR}")]
+        for trained in dict.fromkeys([algorithm, *others]):
+            refused = next((r["refused"] for r in of_workload if r["system"] == trained and "refused" in r), "")
+            made.append(
+                Row(
+                    workload, link, f"{system}{trained.removeprefix(algorithm)}",
+                    None if batch_s is None or batches is None else batch_s * batches,
+                    max((max(r["memory"]) for r in good), default=None), _epochs(workload, trained, records),
+                    note or refused, _within(workload, link, system, records),
+                    _within(workload, link, UNLIMITED, records),
+                    statistics.median(statistics.mean(r["busy"]) for r in good) if good and "busy" in good[0] else None,
+                )
+            )  # fmt: skip
     order = {system: i for i, system in enumerate(["ddp", *PEERS, *OURS])}
     names = list(WORKLOADS)
     return sorted(made, key=lambda row: (names.index(row.workload), -row.link, order.get(row.system, len(order))))
