@@ -49,7 +49,8 @@ class PipelineTimeline(Callback):
 
     Args:
         every_n_steps: optimizer steps from one record to the next.
-        dirpath: folder of the files; default: ``timelines`` in the trainer's ``default_root_dir``.
+        dirpath: folder of the files, or a URL such as ``s3://bucket/run``; default: ``timelines`` in the trainer's
+            ``default_root_dir``.
 
     Raises:
         ConfigurationError: another strategy, no matplotlib, or an argument that cannot work.

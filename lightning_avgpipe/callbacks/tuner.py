@@ -106,7 +106,8 @@ class AvgPipeTuner(Callback):
             and factor is taken. None: as measured on small trainings, 1.2 for two and 1.7 for four models, for four 14
             % more where they roll (docs/parallel_pipelines.md); 1: the fastest setting, whatever its models learn from
             a batch.
-        dirpath: folder of the files; default: that of the checkpoints, or the trainer's ``default_root_dir``.
+        dirpath: folder of the files, or a URL; default: that of the checkpoints, or the trainer's
+            ``default_root_dir``.
 
     Attributes:
         result: profile, candidates and choice; None before the first batch.
