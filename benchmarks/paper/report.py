@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,10 +110,16 @@ def rows(records: Sequence[Record]) -> list[Row]:
 def _within(workload: str, link: int, system: str, records: Sequence[Record]) -> str:
     profile = next((r for r in records if (r["workload"], r["link"], r["system"]) == (workload, link, TUNING)), None)
     bound = BOUND_OF.get(system)
-    if profile is None or bound is None:
+    if profile is None or "profile" not in profile or bound is None:
         return ""
     devices = next((len(r["memory"]) for r in records if "memory" in r), 2)
-    return label(settings_within(profile, workloads(devices)[workload])[bound])
+    return _labels(workload, devices, profile["profile"], profile["most"], profile["rolls"])[bound]
+
+
+@functools.cache  # a search for each bound, and the same for each system
+def _labels(workload: str, devices: int, profile: str, most: int, rolls: bool) -> dict[str, str]:
+    found = settings_within({"profile": profile, "most": most, "rolls": rolls}, workloads(devices)[workload])
+    return {bound: label(setting) for bound, setting in found.items()}
 
 
 def table(found: Sequence[Row]) -> str:
