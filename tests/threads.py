@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -127,6 +127,7 @@ class MemoryNetwork:
         self._rank = rank
         self._opened: Counter[Any] = Counter()
         self._connected: set[Route] = set()
+        self._joined: set[Party] = set()
         self.is_open = False
         self._runs = itertools.count()
 
@@ -148,6 +149,10 @@ class MemoryNetwork:
     def join(self, party: Party) -> None:
         if self._rank in party.ranks:
             self._hub.injector.reach(self._rank, f"join {party.what}")
+        self._joined.add(party)
+
+    def has_joined(self, parties: Iterable[Party]) -> bool:
+        return self._joined.issuperset(parties)
 
     def outbox(self, route: Route, arrivals: Arrivals) -> Outbox:
         self._opened["out", route] += 1
