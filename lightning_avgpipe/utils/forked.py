@@ -176,8 +176,11 @@ class Child:
 
     def _cpu_s(self) -> float:
         """Return the seconds that the child has computed."""
-        with open(f"/proc/{self.pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
+        try:
+            with open(f"/proc/{self.pid}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:  # somebody else has reaped it: the connection tells that it has ended
+            return time.monotonic()
         return (int(fields[11]) + int(fields[12])) / _TICKS_S
 
 
