@@ -123,7 +123,7 @@ class naming_overwritten_buffers:
             return
         raise StepChangedError(
             f"{program.graph.step} seems to change the buffer {' or '.join(map(repr, names))} in place, which it did "
-            f"not do when it was captured, and a backward needs what was there in an earlier micro-batch (stage "
+            "not do when it was captured, and a backward needs what was there in an earlier micro-batch (stage "
             f"{program.stage}). Compute with a clone() of the buffer, or write into it with every micro-batch (by "
             f"nothing, if need be), so that copies are kept. ({str(error).partition(' Hint')[0]})"
         ) from error  # which does not name the tensor, so that it may be another one of this shape

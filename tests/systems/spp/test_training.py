@@ -73,3 +73,4 @@ def test_stages_on_devices_keep_within_their_memory(monkeypatch: pytest.MonkeyPa
     less = replace(planner, memory_limit=limit)
     stages = less.plan(Step("training_step", net.training_step, examples), conditions)
     assert stages.num_stages > 1 and max(stage.memory.total for stage in stages.stages) <= limit
+    assert stages.forecast.schedule == "1f1b"  # which will run, and not SPP's own order
