@@ -415,7 +415,7 @@ class _Replayer(StepTracer):
         as_before = self._ended_before and position == len(self._before)  # ended where it did on an earlier stage
         if self._start <= position <= program.end < len(program.graph.nodes) and result is not None:
             self._detour = self._detour or self._new_detour()  # the captured step went on
-        if self._detour is not None and not program.is_last and not as_before:
+        if self._detour is not None and not program.is_last:
             self._detour.leave(set(), [*tree.tensors(result), *self._observed], ended=result is None)
             return
         expected = self._start if program.is_last else program.end

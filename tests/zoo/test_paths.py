@@ -193,6 +193,7 @@ def made(model: Callable[[], Paths]) -> tuple[Paths, list[Any]]:
         *((model, {"num_stages": 3}) for model in MODELS),
         *(pytest.param(model, {"num_stages": 4}, marks=pytest.mark.slow) for model in MODELS),
         *((LongSkip, {"num_stages": 2, "recompute": repeated}) for repeated in (True, ["layers.*"])),
+        (Ends, {"num_stages": 4, "split_points": ["layers.1", "layers.3", "layers.5"]}),  # ends within the second stage
     ],
 )
 def test_another_path_gives_the_numbers_of_one_process(model: type[Paths], options: dict[str, Any]) -> None:
