@@ -331,9 +331,10 @@ class Party:
 def all_parties(stage_map: StageMap) -> Iterator[Party]:
     """Yield all parties of a run, in the order in which they connect. A process is in one of each kind at most.
 
-    ``teams`` are processes at the same position of groups that train different models, which they average;
-    ``replicas`` are those that train the same models, or of a stage that has several processes. Processes that share
-    devices exchange tensors on the host, since a communicator of devices cannot have a device twice.
+    ``group`` are the processes of one group, and ``leaders`` the first ones of all. ``groups`` are processes at the
+    same position of groups that train different models, which they average. ``replicas`` are those that train the same
+    models, or those of a stage that has several. Processes that share devices exchange tensors on the host, since a
+    communicator of devices cannot have a device twice.
     """
     layout, count = stage_map.layout, stage_map.replicas
     yield Party("world", tuple(range(stage_map.world_size)))

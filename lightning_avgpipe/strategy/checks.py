@@ -250,6 +250,25 @@ def split_points(module: nn.Module, names: Sequence[str] | None, num_stages: int
         Divisible(module).split((), names)
 
 
+def one_run(cluster: Cluster | None, module: pl.LightningModule) -> None:
+    """Check that no run of the trainer has begun that has not ended.
+
+    Args:
+        cluster: the processes of the last run; None before the first one.
+        module: the module that a new run is about to train or to evaluate.
+    Raises:
+        ConfigurationError: the trainer runs already, so that a hook has called one of its methods.
+    """
+    if cluster is not None and cluster.is_open:
+        function = module.trainer.state.fn
+        assert function is not None
+        raise ConfigurationError(
+            f"trainer.{function.value}() was called within another run of the same "
+            "trainer; Lightning has one run at a time, with every strategy. Call it after that run, or let the trainer "
+            "validate while it trains (val_check_interval, check_val_every_n_epoch)"
+        )
+
+
 def trainer(running: pl.Trainer, world_size: int, num_pipelines: int = 1, num_teams: int = 1) -> None:
     """Check the trainer's options and callbacks, for several processes and parallel models.
 

@@ -487,6 +487,7 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def connect(self, model: pl.LightningModule) -> None:
         """Connect a module, with which a new run begins."""
+        checks.one_run(self._connection.cluster, model)
         super().connect(model)
         self._run, self._begun = None, False
         self._configuration.can_roll, self._configuration.prefers_rolling = False, True
