@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -41,6 +42,16 @@ def pipeline(
     """The same with stages, whose plan does not depend on the machine."""
     strategy = {"costs": "flops", "num_stages": num_stages, **(strategy or {})}
     return trainer(devices=devices, strategy=AvgPipeStrategy(**strategy), **options)
+
+
+class SavesAtStart(L.Callback):
+    """Saves before the first batch, when it is not known yet which process needs which weights."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
 
 
 @contextmanager

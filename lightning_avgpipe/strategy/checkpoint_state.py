@@ -124,8 +124,12 @@ class CheckpointState:
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return, on rank 0, an ordinary optimizer state; for a distributed checkpoint this process's own."""
         inner, cluster = unwrapped(optimizer), self._connection.cluster
+        waiting = None if self._deployment is None else self._deployment.holdings.to_load(inner)
         if self._configuration.options.save_distributed_checkpoint:
-            return named_optimizer_state(inner, self.module)
+            first = None if waiting is None else waiting["state"] if cluster is None or cluster.rank == 0 else {}
+            return named_optimizer_state(inner, self.module, first)
+        if waiting is not None:
+            return {**inner.state_dict(), "state": waiting["state"]}
         if cluster is None or cluster.world.world_size == 1:
             return inner.state_dict()
         if self._configuration.options.shard is not None:
@@ -148,7 +152,7 @@ class CheckpointState:
             ours["advance"] = state
         if self._configuration.options.averaging.save_models and self._deployment is not None:
             ensemble = self._deployment.parallel.state_dict(self._deployment.holdings.answers)
-            ours.update({} if ensemble is None else {"ensemble": ensemble})
+            ours.update({"ensemble": ensemble} if ensemble else {})
         checkpoint[_KEY] = ours
 
     def load_weights(self, own: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
@@ -212,8 +216,7 @@ class CheckpointState:
 def _check_numbers(checkpoint: Mapping[str, Any]) -> None:
     """Check that all tensors of a checkpoint have numbers, also those that callbacks and hooks have put into it."""
     for name, leaf in tree.flatten_with_names(checkpoint)[0]:
-        # `weights` has collected those of the model already
-        if isinstance(leaf, Tensor) and leaf.is_meta and not name.startswith("['state_dict']"):
+        if isinstance(leaf, Tensor) and leaf.is_meta:
             raise AbsentValueError(
                 f"a hook or a callback puts {name} into the checkpoint, made from a weight of another stage, whose "
                 "numbers this process does not have. Average weights with Lightning's EMAWeightAveraging or "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
-from lightning_avgpipe.averaging.optimizers import parameters_in
+from lightning_avgpipe.averaging.optimizers import parameters_in, unwrapped
 from lightning_avgpipe.comm.cluster import Cluster
 from lightning_avgpipe.comm.collectives import Collectives
 from lightning_avgpipe.errors import ConfigurationError
@@ -22,7 +22,7 @@ from lightning_avgpipe.training.optimizer_shards import OptimizerShards
 from lightning_avgpipe.utils import tree
 from lightning_avgpipe.utils.names import listed
 from lightning_avgpipe.utils.tensors import digest, strided_parts
-from lightning_avgpipe.weights.initialisation import Origin
+from lightning_avgpipe.weights.initialisation import Origin, on_meta
 from lightning_avgpipe.weights.on_demand import OnDemandGather
 from lightning_avgpipe.weights.ownership import Owners, answering, nothing_to_save, owners_of
 from lightning_avgpipe.weights.relocation import (
@@ -76,11 +76,30 @@ class Holdings:
     def state_dict(self, copy: nn.Module | None = None) -> dict[str, Any]:
         """Return the state dict of the module or of a copy, on rank 0 that of all stages. Every process calls it."""
         module = copy or self._module
-        writes = self._cluster.group_number == 0
-        if self._cluster.group.world_size == 1 or not self.answers or (copy is None and not writes):
+        if copy is None and self._cluster.group_number:  # nobody writes it
+            return module.state_dict()
+        if copy is None and not self.answers:
+            return self._to_begin_with()
+        if self._cluster.group.world_size == 1 or not self.answers:
             return module.state_dict()
         self._take_in()
         return full_state_dict(module, self._cluster, self.answers)
+
+    def _to_begin_with(self) -> dict[str, Any]:
+        """Return, before the first plan, the state dict with the weights that training begins with."""
+        module, cluster = self._module, self._cluster
+        if not cluster.group.count(on_meta(module)):
+            return module.state_dict()
+        parameters = dict(module.named_parameters())
+        held = holders(cluster.group, [name for name, parameter in parameters.items() if not parameter.is_meta])
+        state = full_state_dict(module, cluster, answering(module, held))
+        if cluster.rank == 0:
+            absent = {id(parameter): name for name, parameter in parameters.items() if name not in held}
+            _check_scales(module, [name for name in absent.values() if name in state])
+            found = {name: contents.cpu() for name, contents in self.gather.contents(absent.values())}
+            every = module.named_parameters(remove_duplicate=False)
+            state.update((name, found[absent[id(p)]]) for name, p in every if id(p) in absent and name in state)
+        return state
 
     def _take_in(self) -> None:
         """Register here the buffers that steps have registered in other processes. Every process calls it.
@@ -137,7 +156,10 @@ class Holdings:
             weights[name].copy_(arrival.on(weights[name].device))
 
     def own_state_dict(self) -> dict[str, Any]:
-        """Return the part of the module's state dict for which this process answers."""
+        """Return the part of the module's state dict for which this process answers. Every process calls it."""
+        if not self.answers:
+            state = self.state_dict()
+            return {} if self._cluster.rank else state
         return own_state_dict(self._module, self._cluster, self.answers)
 
     def answered_elsewhere(self, name: str) -> bool:
@@ -296,6 +318,11 @@ class Holdings:
         """
         self._unloaded = states
 
+    def to_load(self, optimizer: Optimizer) -> Mapping[str, Any] | None:
+        """Return the state that an optimizer is to load once its parameters have contents; None if there is none."""
+        waiting = zip(self._optimizers(), self._unloaded, strict=False)
+        return next((state for other, state in waiting if unwrapped(other) is unwrapped(optimizer)), None)
+
     def load_if_placed(self) -> None:
         """Load what was to be loaded later now, if the processes have the contents that they keep already."""
         if self._divided:
@@ -391,17 +418,25 @@ def _own_entries(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, An
     return {number: entry for number, entry in state["state"].items() if entry and number not in absent}
 
 
-def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+def named_optimizer_state(
+    optimizer: Optimizer, module: nn.Module, entries: Mapping[int, Any] | None = None
+) -> dict[str, Any]:
     """Return this process's optimizer state, keyed by names of parameters instead of numbers.
 
     Optimizers load it as they load one with numbers, and distributed checkpoints are keyed by names.
+
+    Args:
+        optimizer: optimizer over all parameters.
+        module: module that names them.
+        entries: states of parameters by their number; None: those of the parameters that this process has.
     """
     state = optimizer.state_dict()
+    entries = _own_entries(optimizer, state) if entries is None else entries
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     name_of = {n: names.get(id(p), str(n)) for n, p in zip(numbers, parameters_in(optimizer), strict=True)}
     return {
-        "state": {name_of[number]: entry for number, entry in _own_entries(optimizer, state).items()},
+        "state": {name_of[number]: entry for number, entry in entries.items()},
         "param_groups": [
             {**group, "params": [name_of[number] for number in group["params"]]} for group in state["param_groups"]
         ],

@@ -184,13 +184,15 @@ class ParallelPipelines:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def state_dict(self, answers: Mapping[str, int]) -> dict[str, Any] | None:
+    def state_dict(self, answers: Mapping[str, int]) -> Mapping[str, Any] | None:
         """Return on rank 0 the state of each parallel model; None if there is one model. Every process calls it.
+
+        Before the first step it is the state that is still to be loaded.
 
         Args:
             answers: rank that answers for each parameter and buffer, by full name.
         """
-        return None if self.ensemble is None else full_ensemble_state(self.ensemble, self._cluster, answers)
+        return self.saved if self.ensemble is None else full_ensemble_state(self.ensemble, self._cluster, answers)
 
     def dissolve(self, average: bool = True) -> None:
         """Continue with one model, the reference. Every process calls it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -97,15 +97,19 @@ class OnDemandGather:
         Args:
             wanted: names of parameters that this process is to hold, and that no other process holds.
         """
-        modules: dict[str, list[str]] = {}
         parameters = dict(self._module.named_parameters())
-        for name, parameter in parameters.items():
-            if parameter.is_meta and name in wanted:
+        for name, contents in self.contents(name for name in parameters if name in wanted):
+            fill(parameters[name], contents)
+
+    def contents(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the contents of parameters that have none on this process, from the origin, module by module."""
+        modules: dict[str, list[str]] = {}
+        for name in names:
+            if self._module.get_parameter(name).is_meta:
                 modules.setdefault(name.rpartition(".")[0], []).append(name)
-        for names in modules.values():
+        for together in modules.values():
             assert self._origin is not None
-            for name, contents in self._origin.tensors(names).items():
-                fill(parameters[name], contents)
+            yield from self._origin.tensors(together).items()
 
     def _fetch(self, name: str, lending: Lending) -> dict[str, Tensor]:
         if name in lending.held:

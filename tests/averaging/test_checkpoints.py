@@ -16,7 +16,7 @@ from lightning_avgpipe import Averaging, AvgPipeStrategy
 from tests.averaging.models import Models, Net, assert_equal, state
 from tests.averaging.test_equations import NESTEROV
 from tests.strategy.test_resume import ResumableLoader
-from tests.trainers import pipeline, trainer
+from tests.trainers import SavesAtStart, pipeline, trainer
 
 TOGETHER = Averaging(every=3, outer_optimizer=NESTEROV)
 LATE = Averaging(every=3, outer_optimizer=NESTEROV, alpha=1.0, fragments=2, delay=2)
@@ -99,6 +99,17 @@ def test_a_checkpoint_is_an_ordinary_one_of_the_reference(never_stopped: Any) ->
     runner = trainer(max_epochs=3)
     runner.fit(again, ResumableLoader(Net, 56, 8), ckpt_path=path)
     assert runner.global_step > 8
+
+
+def test_a_checkpoint_before_the_first_batch_of_a_resume_has_all_models(never_stopped: Any, tmp_path: Path) -> None:
+    path = never_stopped[1] / "step=2.ckpt"
+    strategy = {"num_pipelines": 2, "num_microbatches": 2, "averaging": TOGETHER}
+    runner = pipeline(2, strategy=strategy, callbacks=[SavesAtStart(tmp_path / "start.ckpt")], max_steps=3)
+    runner.fit(Net("adamw", warm_up=True), ResumableLoader(Net, 56, 8), ckpt_path=path)
+    found, expected = (
+        torch.load(p, weights_only=True)["AvgPipeStrategy"]["ensemble"] for p in (tmp_path / "start.ckpt", path)
+    )
+    assert_equal(found, expected)
 
 
 @pytest.fixture(scope="module")

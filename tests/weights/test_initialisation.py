@@ -16,7 +16,7 @@ from lightning_avgpipe.weights.initialisation import Origin, on_meta
 from tests.driver import assert_same_parameters
 from tests.models import MLP, Regression, TinyTransformer, loader
 from tests.processes import num_processes, two_and_one
-from tests.trainers import pipeline
+from tests.trainers import SavesAtStart, pipeline
 
 
 class Mixed(Regression):
@@ -172,18 +172,18 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
     def runner(**options: Any) -> Any:
         return pipeline(2, world_size, strategy, **options)
 
-    first = runner(max_epochs=1)
+    first = runner(max_epochs=1, callbacks=[SavesAtStart(folder / "initial.ckpt")])
     first.fit(model, data, more)
     held = {name for name, p in model.named_parameters() if not p.is_meta}
     first.save_checkpoint(folder / "first.ckpt")
     tested = first.test(model, more, verbose=False)
     predicted = first.predict(model, more)
-    again = runner(max_epochs=1)
+    again = runner(max_epochs=1, callbacks=[SavesAtStart(folder / "before_again.ckpt")])
     again.fit(model, data)
     again.save_checkpoint(folder / "again.ckpt")
     torch.manual_seed(9)  # what is loaded must not depend on it
     resumed = Mixed()
-    last = runner(max_epochs=2)
+    last = runner(max_epochs=2, callbacks=[SavesAtStart(folder / "before_resumed.ckpt")])
     torch.manual_seed(5)
     last.fit(resumed, data, ckpt_path=folder / "first.ckpt")
     last.save_checkpoint(folder / "resumed.ckpt")
@@ -210,7 +210,7 @@ def built() -> Mixed:
     return model
 
 
-@pytest.mark.parametrize("name", ["first", "again", "resumed"])
+@pytest.mark.parametrize("name", ["initial", "first", "before_again", "again", "resumed"])
 def test_checkpoints_are_ordinary_and_equal_those_of_one_process(runs: Any, name: str) -> None:
     folder, _, _ = runs
     two, one = (torch.load(folder / sub / f"{name}.ckpt", weights_only=True) for sub in ("two", "one"))
@@ -219,11 +219,23 @@ def test_checkpoints_are_ordinary_and_equal_those_of_one_process(runs: Any, name
         assert torch.equal(two["state_dict"][key], tensor), key
     states = two["optimizer_states"][0]["state"], one["optimizer_states"][0]["state"]
     assert states[0].keys() == states[1].keys()
+    assert bool(states[0]) == (not name.startswith(("initial", "before")))
     for number, state in states[1].items():
         for key, value in state.items():
             assert torch.equal(states[0][number][key], value), (number, key)
     model = built()
     model.load_state_dict(two["state_dict"])
+
+
+@pytest.mark.parametrize("sub", ["two", "one"])
+def test_a_checkpoint_before_the_first_batch_has_what_training_begins_with(runs: Any, sub: str) -> None:
+    resumed, first, again = (
+        torch.load(runs[0] / sub / f"{name}.ckpt", weights_only=True)
+        for name in ("before_resumed", "first", "before_again")
+    )
+    for name in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(resumed[name], first[name], rtol=0, atol=0)
+    torch.testing.assert_close(again["state_dict"], first["state_dict"], rtol=0, atol=0)
 
 
 def test_evaluation_after_training_and_alone_equals_one_process(runs: Any) -> None:
