@@ -30,6 +30,7 @@ from lightning_avgpipe.training.stepping import NormsOverStages, without_gradien
 from lightning_avgpipe.utils.lightning import (
     BaseFinetuning,
     BasePredictionWriter,
+    ModelCheckpoint,
     RunningStage,
     ThroughputMonitor,
     grad_norm,
@@ -69,6 +70,33 @@ def known_at_epoch_end(trainer: pl.Trainer) -> AbstractContextManager[None]:
             connector.sync()
 
     return replaced(module, "on_train_epoch_end", on_train_epoch_end)
+
+
+def known_at_batch_end(trainer: pl.Trainer, sync: Callable[[], None]) -> AbstractContextManager[None]:
+    """Return a context within which all ranks know what hooks of the user log at the end of a batch of training.
+
+    Lightning's checkpoints run after all other callbacks, and schedulers that monitor a metric after the module's hook.
+
+    Args:
+        trainer: trainer whose hooks are the user's still.
+        sync: tells all ranks rank 0's metrics.
+    """
+    connector, name = trainer._logger_connector, "on_train_batch_end"
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if not has_any(trainer, [name]):
+        return contextlib.nullcontext()
+
+    def after_syncing(run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def synced(*args: Any, **kwargs: Any) -> Any:
+            if trainer.training:
+                sync()
+            return run(*args, **kwargs)
+
+        return synced
+
+    deciding = [(c, name, after_syncing(c.on_train_batch_end)) for c in callbacks if isinstance(c, ModelCheckpoint)]
+    return all_replaced([(connector, "on_batch_end", after_syncing(connector.on_batch_end)), *deciding[:1]])
 
 
 def _counting_groups(trainer: pl.Trainer, cluster: Cluster) -> Iterator[Replacement]:

@@ -169,6 +169,8 @@ class PipelineRun:
         if not several:
             return
         enter(changes.several_processes(trainer, cluster, deployment, self.context.distributor.early))
+        if fitting:
+            enter(changes.known_at_batch_end(trainer, self._sync_metrics))
         if cluster.group.world_size > 1:
             enter(all_replaced(hooks_with_results(trainer, self.context.connection, deployment)))
             enter(changes.clipping(trainer, self.models.norms))
@@ -176,6 +178,14 @@ class PipelineRun:
                 drain = self.context.state.drain
                 enter(changes.sharing_at_end(trainer, cluster, deployment, drain))
         enter(changes.known_at_epoch_end(trainer))
+
+    def _sync_metrics(self) -> None:
+        """Tell all processes rank 0's metrics; a process that waits for them runs what it can meanwhile."""
+        connector = self.context.trainer._logger_connector
+        assert isinstance(connector, SyncedLoggerConnector)
+        self.cluster.control.expect()
+        self.loop.order.run_until(self.cluster.control.has_news)
+        connector.sync()
 
     def end_training(self) -> None:
         """Compare what is still to be verified, after the last batch."""

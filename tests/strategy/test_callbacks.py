@@ -306,6 +306,40 @@ def test_in_two_processes_all_ranks_decide_as_one_device(tmp_path: Path) -> None
     assert_same_predictions(written(trainer, tmp_path / "predicted"), ranks[0][2])
 
 
+class LogsAtEnd(Scheduled):
+    """Logs at the end of a batch what its scheduler monitors."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("end", 1.0 + batch_idx % 2)
+
+
+class Smooth(L.Callback):
+    """Logs at the end of a batch what a checkpoint monitors."""
+
+    mean = 0.0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.mean = 0.5 * self.mean + 0.5 * float(outputs["loss"])
+        pl_module.log("mean", self.mean, sync_dist=True)
+
+
+def decided(rank: int, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(3)
+    module = LogsAtEnd("step", "end")
+    best = ModelCheckpoint(folder, monitor="mean", every_n_train_steps=1, save_top_k=2, filename="{step}-{mean:.2f}")
+    options = {"callbacks": [Smooth(), best], "enable_checkpointing": True, "max_epochs": 2}
+    pipeline(2, processes.num_processes(), {"num_microbatches": 2}, **options).fit(module, loader(MLP, 24, 4))
+    files = sorted(Path(path).name for path in best.best_k_models)
+    return {"rate": module.trainer.optimizers[0].param_groups[0]["lr"], "files": files, "weights": state(module)}
+
+
+def test_all_ranks_decide_by_what_hooks_log_at_the_end_of_a_batch(tmp_path: Path) -> None:
+    two, one = processes.two_and_one(decided, tmp_path)
+    assert one["rate"] < 0.05
+    assert len(one["files"]) == 2
+    assert_equal(two, [one, one])
+
+
 class Searches(LearningRateFinder):
     """Looks for a learning rate in the midst of training, and then goes back to where it was."""
 
