@@ -277,6 +277,27 @@ def _divisible(dataloader: DataLoader[Any]) -> bool:
     return not sampled and not isinstance(dataloader.dataset, IterableDataset)
 
 
+def check_sampler(dataloader: Any, readers: int, world_size: int) -> None:
+    """Check that a sampler of the user's does not divide the data among all processes, of which not all read data.
+
+    Args:
+        dataloader: the user's dataloader, or any other iterable.
+        readers: number of groups of processes that each read a part of the data; 1 in evaluation.
+        world_size: number of all processes.
+    Raises:
+        ConfigurationError: it does, as for ddp, so that samples would be left out.
+    """
+    samplers = [getattr(holder, "sampler", None) for holder in (dataloader, getattr(dataloader, "batch_sampler", None))]
+    divides = next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
+    if divides is not None and divides.num_replicas == world_size != readers:
+        raise ConfigurationError(
+            f"{type(divides).__name__} divides the data among all {world_size} processes, as for ddp; here the stages "
+            "of a pipeline work on the same batch, so that samples would be left out. Leave it out: training data are "
+            "divided among the groups of processes, and evaluation reads all. Or give it "
+            f"num_replicas={readers}, as trainer.distributed_sampler_kwargs do in training"
+        )
+
+
 def check_alike(dataloader: Any, cluster: Cluster, num_pipelines: int) -> None:
     """Check that a dataloader gives all groups the same number of iterations. Every process calls it.
 

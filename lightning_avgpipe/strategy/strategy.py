@@ -33,7 +33,7 @@ from lightning_avgpipe.strategy.checks import check_changes
 from lightning_avgpipe.strategy.combinations import Facts
 from lightning_avgpipe.strategy.connection import Connection, Peers, obeying_signals, saving_what_is_whole
 from lightning_avgpipe.strategy.context import RunContext
-from lightning_avgpipe.strategy.data import Distributor, check_alike, mirror, sharing
+from lightning_avgpipe.strategy.data import Distributor, check_alike, check_sampler, mirror, sharing
 from lightning_avgpipe.strategy.options import (
     ALLOWED,
     FURTHER,
@@ -644,6 +644,9 @@ class AvgPipeStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return a dataloader with which one process of each group reads, and the others receive."""
+        assert self.lightning_module is not None
+        readers = self.num_groups if self.lightning_module.trainer.training else 1
+        check_sampler(dataloader, readers, self.cluster.world.world_size)
         mirrored = mirror(dataloader, self.cluster, partial(getattr, self, "_distributor"))
         check_alike(mirrored, self.cluster, self.num_pipelines)
         return mirrored

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_avgpipe import Averaging, Links
 from lightning_avgpipe.errors import AvgPipeError, BatchError
@@ -302,7 +302,16 @@ class LooksAtInputs(MLP):
         batch[1].sum()
 
 
+class ReadsAPart(MLP):
+    """Divides the data among all processes, as a module for ddp may."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        data = loader(MLP, 24, 6).dataset
+        return DataLoader(data, 6, sampler=DistributedSampler(data))
+
+
 REFUSED = {
+    ReadsAPart: "DistributedSampler divides the data among all 2 processes",
     ChangesLate: "a hook changed [0] of the batch after it was sent",
     ReplacesLate: "a hook changed [1] of the batch after it was sent",
     AddsLate: "a hook changed the number of tensors of the batch after it was sent",
@@ -312,7 +321,7 @@ REFUSED = {
 
 def refusal(model: type[MLP]) -> str:
     with pytest.raises(AvgPipeError) as caught:
-        pipeline(2, 2, max_epochs=1).fit(model(), loader(MLP, 24, 6))
+        pipeline(2, 2, max_epochs=1).fit(model(), None if model is ReadsAPart else loader(MLP, 24, 6))
     return str(caught.value)
 
 
