@@ -92,7 +92,7 @@ def _swap(mode: str) -> None:
 
     connector._choose_strategy = swapped
     if mode != "plain":
-        AvgPipeStrategy.undivided = False  # the engine, although there is nothing to pipeline
+        AvgPipeStrategy._undivided = False  # the engine, although there is nothing to pipeline
     if mode == "stages":
         set_up = AvgPipeStrategy.setup_environment
 
