@@ -179,7 +179,7 @@ def _loader_replaced(made: list[StoredModel]) -> Iterator[None]:
     except (ImportError, KeyError) as error:
         raise ConfigurationError(
             f"from_pretrained needs transformers, of a version that it knows ({error}): "
-            "pip install 'lightning_avgpipe[large]'"
+            "pip install -e '.[large]' in the repository"
         ) from error
 
     def leave_notes(model: Any, _: None, paths: Sequence[str] | None, config: Any, *more: Any) -> tuple[Any, None]:

@@ -59,7 +59,7 @@ def require_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ConfigurationError(
-            "drawing needs matplotlib, which is not installed; pip install 'lightning_avgpipe[pictures]'"
+            "drawing needs matplotlib, which is not installed; use pip install -e '.[pictures]' in the repository"
         ) from error
 
 

@@ -202,8 +202,8 @@ def optimizers(model: pl.LightningModule, found: Sequence[Optimizer], sharded: b
     for optimizer in found:
         if isinstance(unwrapped(optimizer), LBFGS):
             raise ConfigurationError(
-                f"{type(model).__name__}.configure_optimizers returns LBFGS, which evaluates its closure several times "
-                "per step; a pipeline evaluates it once. Use an optimizer without closure, such as SGD or AdamW"
+                f"{type(model).__name__}.configure_optimizers returns LBFGS, which needs the gradients of all "
+                "parameters at once; a process may have those of its stages only. Use another one, such as SGD or AdamW"
             )
         if sharded:
             check_separable(unwrapped(optimizer))

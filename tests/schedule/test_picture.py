@@ -73,7 +73,7 @@ def test_every_cell_has_the_colour_of_what_runs_there() -> None:
 
 def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'lightning_avgpipe\[pictures\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install -e '\.\[pictures\]'"):
         picture.draw(simulated())
 
 

@@ -57,7 +57,7 @@ class Survival(System):
     Each group has all stages and a model of its own; elastic averaging holds the models together, as with
     ``Averaging(groups=2)``. When a group dies, the others go on. When it is started again it takes over the reference
     model, the optimizer's state and the place in the epoch from another group. Needs torchft:
-    ``pip install "lightning_avgpipe[survival]"``.
+    ``pip install -e ".[survival]"``.
 
     Without the address of a lighthouse, through which groups find each other, the process that runs the script has one,
     divides ``devices`` among the groups, starts each of them by running the script again, and starts those again that
@@ -94,7 +94,7 @@ class Survival(System):
         check(ALLOWED, vars(self), "Survival")
         if importlib.util.find_spec("torchft") is None:
             raise ConfigurationError(
-                "Survival needs torchft, which is not installed: pip install 'lightning_avgpipe[survival]'"
+                "Survival needs torchft, which is not installed: pip install -e '.[survival]' in the repository"
             )
         if self.world_number >= self.groups:
             raise ConfigurationError(

@@ -53,7 +53,7 @@ def test_what_groups_that_may_be_gone_cannot_do_is_refused(options: dict[str, An
 
 def test_without_torchft_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'lightning_avgpipe\[survival\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install -e '\.\[survival\]'"):
         Survival(groups=2)
 
 
