@@ -21,9 +21,9 @@ _INTRODUCTION = """\
 `python -m benchmarks.coverage` trains every architecture twice: with Lightning's accumulation of gradients in one
 process without this package, and with `Trainer(strategy=AvgPipeStrategy(num_stages=K))` at default options in one
 process. It works if losses, and all weights and buffers by name, are the same after three steps: bit for bit, or to
-rounding (where parameters are tied their gradients are summed in another order). A model that draws random numbers, or
-whose training makes much of rounding, is compared step by step (`verify`), which draws the same numbers; of
-`transformers` with itself in another number of stages. Configurations are the default ones with smaller numbers,
+rounding (where parameters are tied their gradients are summed in another order). Some models draw random numbers, or
+make a small rounding large. These are compared step by step by `verify`, which draws the same numbers; those of
+`transformers` with themselves in another number of stages. Configurations are the default ones with smaller numbers,
 `use_cache=True` included. Architectures that do not train without stages with the example that the rules make are not
 counted in shares. A run may be interrupted: the page counts what was tried. With `--first` each body is tried with one
 head. `--costs flops` is faster than measuring, which is the default. A library that is not installed is left out.
