@@ -221,7 +221,7 @@ class IterationOrder:
         result = loop.result(iteration)
         loop.bring(loop.observed)
         if iteration.trains:
-            sums = models.decide_to_sum(steps=not loop.accumulates)
+            sums = models.decide_to_sum(not loop.accumulates, self.in_turn)
             if sums:
                 loop.deployment.parallel.sum_copied_gradients()
             fed = models.synchronise(len(iteration.works), sums)

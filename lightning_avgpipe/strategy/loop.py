@@ -52,6 +52,9 @@ _CONTEXTS = {
 }
 
 
+_MANY = 2**32  # more than the batches of a validation
+
+
 class PipelineLoop:
     """Runs the steps of one run of the trainer.
 
@@ -264,8 +267,7 @@ class PipelineLoop:
         if zero_grad is None or waits:
             return zero_grad
         # with several models the module may show another one by then
-        self.models.clear_gradients()
-        zero_grad()
+        self.models.clear_gradients(zero_grad)
         return None
 
     def finish(
@@ -514,7 +516,10 @@ class PipelineLoop:
 
     def _number(self, step: str) -> int:
         """Return a number that no other batch of this step function has, and that stays when a run resumes."""
+        # completed batches are counted, since an interrupted one runs again after a resume
+        trained = int(self.trainer.fit_loop.epoch_loop.batch_progress.total.completed)
         if step == STEP:
-            # completed batches are counted, since an interrupted one runs again after a resume
-            return 1 + int(self.trainer.fit_loop.epoch_loop.batch_progress.total.completed)
-        return int(self.trainer._active_loop.batch_progress.total.ready)  # type: ignore[union-attr]
+            return 1 + trained
+        evaluated = int(self.trainer._active_loop.batch_progress.total.ready)  # type: ignore[union-attr]
+        # while it fits, Lightning counts the batches of validation anew in each epoch
+        return evaluated + (_MANY * trained if self.context.fitting else 0)

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_avgpipe.averaging.ensemble import Ensemble
-from lightning_avgpipe.averaging.optimizers import unwrapped
+from lightning_avgpipe.averaging.optimizers import parameters_in, unwrapped
 from lightning_avgpipe.engine.observer import Observers
 from lightning_avgpipe.engine.pipeline import Pipeline
 from lightning_avgpipe.errors import ConfigurationError
@@ -55,7 +55,8 @@ class ParallelModels:
         self.fed = 0
         # hooks see gradients after each batch of a step; without such hooks the last batch is early enough for sums
         self._sums_each_batch = hooks.has_any(context.trainer, ["on_after_backward"])
-        self._are_summed = False  # gradients, of a step of which further batches come
+        self._clears_by_hand = is_overridden("optimizer_zero_grad", context.module)
+        self._are_summed = False  # gradients that the next batch may add to
         has_replicas = context.configuration.options.has_replicas(context.cluster.stage_map.replicas)
         normalises = has_replicas and context.trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
         self.replicas = ReplicaSync(context.module, context.cluster, deployment.parallel, observers, normalises)
@@ -112,14 +113,26 @@ class ParallelModels:
             self._deployment.parallel.count_copied_gradients_once()
             self.replicas.count_once(self._configuration.num_pipelines)
 
-    def decide_to_sum(self, steps: bool) -> bool:
+    def decide_to_sum(self, steps: bool, in_turn: bool) -> bool:
         """Decide whether gradients are summed after this batch, which :meth:`add_to_sums` will need to know.
 
         Args:
             steps: whether the optimizers step after it.
+            in_turn: whether each model steps in its turn; by then others have begun the next batch.
         """
-        self._are_summed = self._sums_each_batch and not steps
-        return steps or self._sums_each_batch
+        sums = steps or self._sums_each_batch
+        self._are_summed = sums and (not steps or (not in_turn and self._keeps_gradients()))
+        return sums
+
+    def _keeps_gradients(self) -> bool:
+        """Return whether gradients may stay after a step: those of no optimizer, or where user code clears them."""
+        if self._clears_by_hand:
+            return True
+        stepped = self._stepped()
+        return any(p.grad is not None and id(p) not in stepped for p in self._module.parameters())
+
+    def _stepped(self) -> set[int]:
+        return {id(p) for optimizer in self._trainer.optimizers for p in parameters_in(unwrapped(optimizer))}
 
     def synchronise(self, count: int, sums: bool) -> int:
         """Let replicas agree which models had a batch, and which of these had a loss; see :meth:`ReplicaSync.agree`."""
@@ -141,12 +154,26 @@ class ParallelModels:
         with self.ensemble.placed(number), self.step_log.muted():
             self._trainer.precision_plugin.post_backward(loss, self._module)
 
-    def clear_gradients(self) -> None:
-        """Clear the gradients of pipelines 1..; Lightning clears those of pipeline 0."""
+    def clear_gradients(self, zero_grad: Callable[[], None]) -> None:
+        """Clear the gradients of all models; those of pipeline 0 with Lightning's function, which calls user code.
+
+        Raises:
+            ConfigurationError: user code has kept gradients of pipeline 0, as it may to accumulate by hand.
+        """
         self.fed = 0
-        if self.ensemble is not None:
-            for model in self.ensemble.models.each[1:]:
-                model.clear_gradients()
+        others = [] if self.ensemble is None else self.ensemble.models.each[1:]
+        for model in others:
+            model.clear_gradients()
+        zero_grad()
+        if others and self._clears_by_hand:
+            stepped, named = self._stepped(), self._module.named_parameters()
+            kept = (name for name, p in named if p.grad is not None and id(p) in stepped and p.grad.any())
+            if (name := next(kept, None)) is not None:
+                raise ConfigurationError(
+                    f"{type(self._module).__name__}.optimizer_zero_grad keeps the gradient of '{name}', but it is "
+                    "called for one of several parallel models only. Accumulate with "
+                    "Trainer(accumulate_grad_batches=...), or train one model"
+                )
 
     # -- the optimizers' step ----------------------------------------------------------------------------------------
 

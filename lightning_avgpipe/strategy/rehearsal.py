@@ -239,9 +239,11 @@ class Rehearsal:
         run.loop.order.train([batch], tuple(rest))
 
     def _clear_gradients(self) -> None:
-        self.pipeline_run.models.clear_gradients()
-        for parameter in self._module.parameters():
-            parameter.grad = None
+        def clear_first() -> None:
+            for parameter in self._module.parameters():
+                parameter.grad = None
+
+        self.pipeline_run.models.clear_gradients(clear_first)
 
     def _now(self) -> float:
         port_of(self.pipeline_run.cluster.device).synchronize()

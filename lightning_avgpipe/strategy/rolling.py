@@ -225,8 +225,7 @@ class RollingOrder(IterationOrder):
         if zero_grad is None:
             pass
         elif not iteration.begun:
-            loop.models.clear_gradients()
-            zero_grad()
+            loop.models.clear_gradients(zero_grad)
         else:
             loop.models.fed = 0
             with replaced(loop.module, "optimizer_zero_grad", noop):
@@ -331,7 +330,7 @@ class RollingOrder(IterationOrder):
     def _after(self, iteration: Iteration, n: int, steps: bool) -> None:
         """Sum gradients over copies and replicas, call hooks of a backward, and check the gradients of pipeline n."""
         assert iteration.loss is not None
-        if self.loop.models.decide_to_sum(steps):
+        if self.loop.models.decide_to_sum(steps, self.in_turn):
             sums = self.loop.deployment.parallel.begin_sum(n, replicas=True)
             self.run_until(sums.is_over)
             sums.finish()

@@ -135,11 +135,40 @@ def tokens(replica: int | None) -> Any:
     return state(model), {name: float(value) for name, value in runner.callback_metrics.items()}
 
 
+class Keeps(MLP):
+    """Accumulates by hand, and computes gradients by which no optimizer steps, so that nobody clears them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2 == 0:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+        self.norms += [float(p.grad.norm()) for p in self.parameters() if p.grad is not None]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layers[2:].parameters(), lr=0.1)
+
+
+def kept(replica: int | None) -> Any:
+    torch.manual_seed(5)
+    model = Keeps()
+    fit(model, list(loader(MLP, 32, 4)), replica, num_microbatches=2)
+    return state(model), model.norms
+
+
 def everything(rank: int) -> Any:
     torch.manual_seed(4 + rank)  # so modules differ until training begins
     model = Net("momentum", dropout=0.0)
     fit(model, unequal(), rank, num_microbatches=2, trainer={"gradient_clip_val": 0.1})
-    return state(model), tokens(rank), as_ddp()
+    return state(model), tokens(rank), kept(rank), as_ddp()
 
 
 @pytest.fixture(scope="module")
@@ -158,11 +187,19 @@ def test_replicas_train_as_one_process_with_all_batches(in_two: list[Any]) -> No
     plain = Net("momentum", dropout=0.0)
     by_slices(plain, unequal(), 2, clip=0.1)
     of_tokens, metrics = tokens(None)
-    for exact, (found, found_metrics), _ in in_two:
+    for exact, (found, found_metrics), *_ in in_two:
         assert_equal(exact, state(plain))
         assert_close(found, of_tokens)
         assert found_metrics == pytest.approx(metrics, rel=1e-5)
     assert_equal(in_two[0][1][0], in_two[1][1][0])
+
+
+def test_gradients_that_nobody_clears_are_summed_once(in_two: list[Any]) -> None:
+    expected, norms = kept(None)
+    assert len(norms) == 4 * len(expected)
+    for *_, (found, found_norms), _ in in_two:
+        assert_close(found, expected)
+        assert found_norms == pytest.approx(norms, rel=1e-5)
 
 
 def elastic(replica: int | None, folder: Path, devices: int = REPLICAS, **trainer: Any) -> Any:
